@@ -1,4 +1,4 @@
-"""The bytes of a quantized checkpoint: schemes, layouts, codecs. Names load when first used."""
+"""Format of quantized checkpoints: schemes, layouts, codecs. Public names load on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

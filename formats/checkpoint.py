@@ -55,11 +55,13 @@ DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
 class CheckpointReader:
     """Model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
-    A vision-language model is presented as its text model (text_part.py). Older families' files
-    get the usual keys and the usual order of dims (stored_form/). A model without a head
-    has the names of the class with a head (bare_model.py). Experts have the names of the family's
-    row, whatever the file calls them (expert_names.py). If config.json asks for a tied head, the
-    tensors decide (tied_head.py).
+    Different files are presented in one form:
+
+    - a vision-language model as its text model (text_part.py);
+    - files of older families with today's keys and order of dims (stored_form/);
+    - a model without a head under the names of the class with a head (bare_model.py);
+    - experts under the names of the family's row (expert_names.py);
+    - a head that config.json ties to the embedding as untied, if the tensors differ (tied_head.py).
     """
 
     def __init__(
@@ -72,19 +74,20 @@ class CheckpointReader:
     ) -> None:
         """Read config.json and every shard's header. Raises CheckpointError.
 
-        `folder` may be a GGUF file. Of one, `as_floats` presents every block as floats, and
-        `rounded` rounds floats to the dtype of config.json; without, they are float32, exactly.
-        `in_blocks` False presents linears as floats that would stay in their blocks (KWeight).
+        `folder` may be a GGUF file. Three options are for GGUF files: `as_floats` presents every
+        block as floats. `rounded` rounds floats to the dtype of config.json; otherwise they are
+        exact, in float32. `in_blocks` False presents linears as floats that would otherwise stay in
+        their blocks (KWeight).
         """
         self.folder = model_folder(folder)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)
         self.entries: dict[str, TensorEntry] = {}
-        self.whole_config = self.config  # as stored, of a vision-language model the whole
-        self.other_parts: dict[str, TensorEntry] = {}  # of its vision part, by stored name
+        self.whole_config = self.config  # as stored, including the vision part's keys
+        self.other_parts: dict[str, TensorEntry] = {}  # tensors of the vision part, by stored name
         self.unties_head = False
-        # weights that the files hold as [inputs, outputs]; CheckpointWriter stores them likewise
+        # weights that are stored as [inputs, outputs]; CheckpointWriter stores them that way again
         self.transposed: frozenset[str] = frozenset()
         self.gguf_summary = ""  # how the blocks of a GGUF file run
         if is_gguf_folder(self.folder):
@@ -131,8 +134,7 @@ class CheckpointReader:
             self.entries = {own: self.entries[name] for name, own in renamed.items()}
 
     def _explain_missing_file(self) -> None:
-        """Raise CheckpointError if the weights have another file name or an unsupported file
-        type."""
+        """Raise CheckpointError if the weights have an unsupported file name or file type."""
         for suffixes, remedy in (
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
@@ -166,7 +168,7 @@ class CheckpointReader:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """Read one tensor. Raises CheckpointError if there is none of that name."""
+        """Read one tensor. Raises CheckpointError if there is no tensor with this name."""
         if name not in self.entries:
             raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
         return self.entries[name].read().to(device)
@@ -202,13 +204,14 @@ class CheckpointWriter:
         transposed: Collection[str] = (),
         as_stated: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises CheckpointError if `folder` is not empty or another run is writing it.
+        """Create the staging folder.
 
-        `transposed`: matrices that are stored with their dims exchanged, the source's
-        `CheckpointReader.transposed`. `as_stated`: keys of config.json with the values to write.
+        `transposed` names matrices to store with their dims exchanged (CheckpointReader.transposed
+        of the source). `as_stated` holds keys of config.json with the values to write. Raises
+        CheckpointError if `folder` is not empty or another run is writing it.
         """
         self._transposed, self._as_stated = frozenset(transposed), dict(as_stated or {})
-        # Resolved because a rename cannot replace "." or a link to a folder.
+        # resolve the path, because a rename cannot replace "." or a link to a folder
         self.folder = Path(folder).resolve()
         self.staging = self.folder.parent / f".{self.folder.name}.partial"
         self._lock = -1  # descriptor that holds the lock of the staging folder
@@ -286,8 +289,8 @@ class CheckpointWriter:
         Raises CheckpointError. If only the rename fails, the staged folder is kept.
         """
         with self._writing():
-            # safetensors creates files that only the owner can read; a server may run as another
-            # user.
+            # safetensors creates files that only their owner can read, but a server may run as
+            # another user
             mode = (self.staging / CONFIG).stat().st_mode
             for path in self.staging.glob("*.safetensors"):
                 path.chmod(mode)

@@ -1,6 +1,6 @@
-"""Conversion of a checkpoint from one quantized format to another, code for code.
+"""Convert a checkpoint from one quantized format to another, code for code.
 
-Only one linear and the shard being filled are in memory. Nothing is rounded again: a scheme that
+Only one linear and the shard being filled are in memory. Nothing is rounded again. A scheme that
 the target cannot store exactly is refused before the first byte is written, a single linear when it
 is reached.
 """
@@ -49,7 +49,7 @@ class Conversion:
     to_format: str
     scheme: str
     num_linears: int
-    bytes_before: int  # all tensors
+    bytes_before: int  # bytes of all tensors of the source
     bytes_after: int
     seconds: float
     warnings: tuple[str, ...] = ()  # findings of the inspection of the source
@@ -71,7 +71,7 @@ def convert_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     quantizer: str = "qserve-kit",
 ) -> Conversion:
-    """Write `source` as `output_format` to `target`, which appears only when complete.
+    """Write `source` in `output_format` to `target`, which appears only when it is complete.
 
     Every encoded linear is decoded again and compared bit for bit. Raises CheckpointError or
     SchemeError, naming the linear and the reason, if the format cannot store it.
@@ -134,8 +134,10 @@ def convert_checkpoint(
 
 
 def _check_sound(source: str | Path) -> tuple[str, ...]:
-    """Return the warnings of an inspection. Raises CheckpointError on damage, which a conversion
-    would hide."""
+    """Return the warnings of an inspection.
+
+    Raises CheckpointError on damage, which a conversion would hide.
+    """
     problems = inspect_checkpoint(source).problems
     for problem in problems:
         if problem.severity == "error" and not problem.read_here:
@@ -224,5 +226,5 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
 
 
 def _quantizer(config: QuantConfig, converter: str) -> str:
-    """Return the tool that chose the codes, if the source states one."""
+    """Return the tool that chose the codes if the source states it, else `converter`."""
     return config.quantizer or converter

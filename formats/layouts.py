@@ -32,20 +32,20 @@ from formats.scheme import Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One format on disk. Users type `name`, and quant_method states it."""
+    """A checkpoint format. `name` is what users type and what quant_method states."""
 
     name: str
-    fields: tuple[str, ...]  # every tensor that a linear may have, except its bias
-    markers: tuple[str, ...]  # a linear with any of these is quantized
+    fields: tuple[str, ...]  # names of all tensors that a linear may have, except its bias
+    markers: tuple[str, ...]  # a linear with any of these tensors is quantized
     encode: Callable[[Weight, str], dict[str, torch.Tensor]]
     decode: Callable[[dict[str, torch.Tensor], Scheme, QuantConfig, str], Weight]
     refuses: Callable[[Scheme], str | None]  # (scheme) -> why it cannot be written; None: it can
-    refuses_shape: Callable[[Scheme, int, int], str | None]  # the same for [N, K]
+    refuses_shape: Callable[[Scheme, int, int], str | None]  # (scheme, N, K) -> the same
     second_file: str | None = None  # file with a copy of the config block, for old readers
     group_index: bool = False  # inputs of a group need not be adjacent (act-order)
     embeddings: bool = False  # the input embedding can be packed too
     kv_scales: bool = False  # its config block can describe an 8-bit KV cache
-    fused_alike: bool = True  # servers load q, k and v (gate, up) as one matrix of one scheme
+    fused_alike: bool = True  # servers fuse q, k and v (gate, up), which need the same scheme
     # name in the file -> name that `decode` expects
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ def _check_order(
 ) -> None:
     """Raise CheckpointError if inputs are regrouped although the configuration denies it.
 
-    Some readers follow the index and others the configuration, so one of the two would be wrong.
+    Some readers follow the index and others the configuration, so one of them would be wrong.
     """
     if g_idx is None or config.act_order:
         return
@@ -200,7 +200,7 @@ def _is_read_only(*_: object) -> str:
     return "is read and not written"
 
 
-# Layouts that are read but not written, by the layout that a QuantConfig names.
+# Layouts that are read but not written, by QuantConfig.layout.
 READ_LAYOUTS: dict[str, Layout] = {
     row.name: row
     for row in (
@@ -227,7 +227,7 @@ READ_LAYOUTS: dict[str, Layout] = {
             decode=_decode_compressed,
             refuses=_is_read_only,
             refuses_shape=_is_read_only,
-            # keys are transformers' names
+            # the keys are names in transformers
             aliases={"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"},
         ),
         Layout(
@@ -267,7 +267,7 @@ READ_LAYOUTS: dict[str, Layout] = {
         ),
     )
 }
-# Layouts of folders that become a file of another format
+# Layouts of staged folders, which are converted to a GGUF file
 STAGED_LAYOUTS: dict[str, Layout] = {
     staged.METHOD: Layout(
         name=staged.METHOD,
@@ -376,7 +376,7 @@ def is_quantized(module: str, entries: Mapping[str, TensorEntry]) -> bool:
 
 
 def is_float_view(name: str, entries: Mapping[str, TensorEntry]) -> bool:
-    """Return True for codes stored under a float dtype, as bitsandbytes may do."""
+    """Return True if the tensor holds codes under a float dtype, as in some bitsandbytes files."""
     return f"{name}.absmax" in entries or name.endswith(f".{hqq.CODES}")
 
 
@@ -403,7 +403,7 @@ def tensor_names(module: str, layout: Layout, entries: Collection[str]) -> dict[
 
 
 def decode_linear(module: str, tensors: dict[str, torch.Tensor], config: QuantConfig) -> Weight:
-    """Decode a module's weight from its tensors by local name. Raises CheckpointError."""
+    """Decode a module's weight from its tensors, given by local name. Raises CheckpointError."""
     scheme = config.scheme_for(module)
     if scheme is None:
         raise CheckpointError(module, why_no_scheme(module, config))
@@ -416,7 +416,7 @@ def has_input_factors(module: str, entries: Collection[str]) -> bool:
 
 
 def decode_dense(module: str, tensors: dict[str, torch.Tensor], config: QuantConfig) -> DenseWeight:
-    """Decode a module's weight to floats and fold in the factors of its inputs, if any.
+    """Decode a module's weight to floats, and apply the factors of its inputs, if any.
 
     Raises CheckpointError.
     """
@@ -440,5 +440,5 @@ def why_no_scheme(module: str, config: QuantConfig) -> str:
 def encode_linear(
     weight: Weight, scheme: Scheme, layout: Layout, name: str, input_scale: object = None
 ) -> dict[str, torch.Tensor]:
-    """Encode a weight in a scheme as tensors of the file."""
+    """Encode a weight in a scheme as tensors of a file."""
     return layout.encode(with_activation(weight, scheme, input_scale, name), name)

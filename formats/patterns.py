@@ -1,8 +1,8 @@
-"""Matching of module names against untrusted patterns in bounded time.
+"""Match module names against untrusted patterns in bounded time.
 
 Python's `re` backtracks: `(a+)+$` takes minutes on thirty letters. Here a pattern is a function
 from a set of start positions to the set of end positions, so the time is bounded by the sizes of
-pattern and name. Sets are integers: bit i is position i.
+pattern and name. A set is an integer whose bit i means position i.
 
 No library does this: RE2 has no lookahead, which configurations use, and `regex` has a time limit
 but takes gigabytes to compile nested repeats, such as `((a+)+)+` 22 deep.
@@ -21,7 +21,7 @@ from formats.errors import CheckpointError
 MAX_PATTERN_CHARACTERS = 2000
 MAX_NAME_CHARACTERS = 500
 MAX_REPEAT = 1000
-MAX_STEPS = 2_000  # steps of one match; `.*mlp.*down_proj` on a usual name takes 60
+MAX_STEPS = 2_000  # most steps of a match; `.*mlp.*down_proj` on a usual name takes 60
 # Steps of all matches of one file. Ten expressions on the 880 linears of 126 layers take 500,000.
 MAX_STEPS_OF_FILE = 1_000_000
 
@@ -54,7 +54,7 @@ class StepBudget:
 
 
 class Regex:
-    """Regular expression without back references, matched from a name's start as `re.match`."""
+    """Regular expression without back references, matched from the start of a name (`re.match`)."""
 
     def __init__(self, text: str, subject: str = "pattern") -> None:
         """Raises CheckpointError, with `subject`, on an invalid or unsupported expression."""
@@ -71,8 +71,10 @@ class Regex:
         self._check(self._items, depth=0)
 
     def matches(self, name: str, budget: StepBudget | None = None) -> bool:
-        """Return True if the pattern matches at the start of `name`. Raises CheckpointError over
-        budget."""
+        """Return True if the pattern matches at the start of `name`.
+
+        Raises CheckpointError if the budget is exceeded.
+        """
         if len(name) > MAX_NAME_CHARACTERS:
             return False
         run = _Run(self, name)

@@ -1,4 +1,4 @@
-"""Choice of each linear's scheme, made from shapes before any weight is read."""
+"""Choose each linear's scheme from shapes, before any weight is read."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,20 +35,20 @@ from formats.scheme import (
 )
 
 ACT_ORDER_FORMAT = "gptq"  # the only format that is written with act-order
-MOST_IN_FLOAT = 0.1  # of the weights, for want of whole groups, before smaller groups are usual
+MOST_IN_FLOAT = 0.1  # fraction of the weights in float above which smaller groups are chosen
 EXCEPTIONS_FORMAT = "compressed-tensors"  # the format that every reader takes if linears differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Scheme of every linear; None: it stays in float, and `reasons` says why, by name."""
+    """Scheme of every linear; None: it stays in float, and `reasons` says why."""
 
     layout: Layout
     schemes: dict[str, Scheme | None]
     reasons: dict[str, str]
     padding: Padding | None = None
     kv_cache: str | None = None  # "int8" or "fp8": scales for such a KV cache are written too
-    kv_per_head: bool = False  # each KV head gets scales of its own
+    kv_per_head: bool = False  # each KV head has its own scales
     act_order: bool = False  # act-order: the solver decides which inputs form a group
     misfits: tuple[str, ...] = ()  # remarks on linears without whole groups
 
@@ -253,10 +253,11 @@ def usual_scheme(
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
 ) -> Scheme:
-    """Return the scheme for a user who names no group size.
+    """Return the scheme for a user who states no group size.
 
-    It has smaller groups if its own would leave over a tenth of the weights in float, and smaller
-    ones fit every linear. Ignored and overridden linears do not count.
+    Its groups are smaller than the scheme's own if those would leave more than a tenth of the
+    weights in float, and if smaller groups fit every linear. Ignored and overridden linears do not
+    count.
     """
     size = scheme.weight.group_size
     if size < 1 or str(scheme) in FIXED_SCHEMES | MICROSCALED:
@@ -290,8 +291,8 @@ def _chosen(
 def fits(pattern: str, name: str) -> bool:
     """Return True if a user's pattern matches a linear's name.
 
-    "re:..." is a regular expression from the start of the name; a text with * or ? is matched
-    against the whole name; any other text must occur in it.
+    "re:..." is a regular expression from the start of the name. A text with * or ? is matched
+    against the whole name. Any other text must occur in the name.
     """
     if pattern.startswith("re:"):
         return regex(pattern.removeprefix("re:")).matches(name)

@@ -1,6 +1,6 @@
-"""config.json's `quantization_config` <-> QuantConfig: the scheme of each module.
+"""Convert config.json's `quantization_config` to and from QuantConfig, the scheme of each module.
 
-A module for each method reads and writes its keys.
+Each method has a module that reads and writes its keys.
 """
 
 from collections.abc import Mapping
@@ -132,10 +132,10 @@ class QuantConfig(ConfigFields):
     def with_activation_bits(
         self, bits: int | None, *, may_be_unused: bool = False
     ) -> "QuantConfig":
-        """Return the config with 8- or 16-bit inputs instead of 4-bit ones.
+        """Return the config with 8- or 16-bit inputs instead of 4-bit inputs.
 
-        Raises InputError for 4-bit inputs if `bits` is None, and for `bits` without such inputs
-        unless they `may_be_unused`.
+        Raises InputError if there are 4-bit inputs and `bits` is None. Without 4-bit inputs, `bits`
+        must be None, unless it `may_be_unused`.
         """
         narrow = self.narrow_inputs
         if not narrow:
@@ -196,7 +196,7 @@ def second_file(folder: Path) -> str:
 def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
     """Return the quantization block of config.json or of a second file; None: there is none.
 
-    For MXFP4 it is None: no linear is quantized, and the family's row names its tensors.
+    It is None for MXFP4: no linear is quantized, and the family's row names its tensors.
     """
     block = config.get(BLOCK)
     if isinstance(block, dict) and block.get("quant_method") == mxfp4.METHOD:

@@ -1,6 +1,6 @@
 """Rules of a config: the scheme of a module, by its name.
 
-Servers load q, k and v as one matrix, and some configs name that matrix, so a module also matches
+Servers fuse q, k and v into one matrix, and some configs name that matrix, so a module also matches
 by the name of its fused matrix.
 """
 
@@ -18,7 +18,7 @@ from formats.families import FAMILIES
 from formats.patterns import regex
 from formats.scheme import Scheme
 
-MAX_RULES = 20_000  # of one config
+MAX_RULES = 20_000  # most rules of a config
 
 
 def _of_state(family: Family) -> tuple[Projection, ...]:
@@ -30,7 +30,7 @@ FUSED: dict[tuple[str, ...], str] = {
     tuple(name.rpartition(".")[2] for name, _ in each.members): each.name.rpartition(".")[2]
     for family in FAMILIES.values()
     for each in (family.qkv, family.gate_up, *_of_state(family))
-    # of four (AFMoE's gates of attention) other servers make three and one
+    # other servers fuse three of four (AFMoE's attention gates) and load one alone
     if 1 < len(each.members) < 4 and not (each.stored_fused or each.apart_elsewhere)
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
@@ -115,7 +115,7 @@ def first_match(rules: tuple[Rule, ...], module: str) -> Rule | None:
 def split_schemes(
     schemes: Mapping[str, Scheme | None],
 ) -> tuple[Scheme | None, dict[str, Scheme | None]]:
-    """Return (the scheme of most modules, the modules with another one); None: all in float."""
+    """Return (the scheme of most modules, the modules with another scheme); None: all in float."""
     schemes = dict(sorted(schemes.items(), key=lambda item: natural_key(item[0])))
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     main = counts.most_common(1)[0][0] if counts else None
@@ -125,12 +125,12 @@ def split_schemes(
 def exact_patterns(
     schemes: Mapping[str, Scheme | None], chosen: Mapping[str, Scheme | None]
 ) -> list[tuple[str, Scheme | None]]:
-    """Return regular expressions for the chosen modules of `schemes`, one per local name. No
-    expression matches a module that is not chosen; the first match of a module counts.
+    """Return regular expressions that match exactly the chosen modules of `schemes`.
 
-    If all members of a fused matrix are chosen alike, the pattern includes its name too, because
-    vLLM looks for it. Layers that stay in float as a whole share one pattern, the first: patterns
-    for hundreds of experts would cost a reader too much.
+    There is one expression per local name; the first match of a module counts. If all members of a
+    fused matrix are chosen alike, the pattern includes the fused name too, because vLLM looks for
+    it. Layers that stay in float as a whole share one pattern, the first: separate patterns for
+    hundreds of experts would cost a reader too much time.
     """
     whole = _float_layers(schemes)
     if whole:

@@ -43,7 +43,7 @@ from formats.rules import LAYER_NUMBER, split_schemes
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from formats.table import names_text, size_text
 
-BITS = (2, 3, 4, 8)  # bits of codes without a scheme: the fewest that hold the largest code
+BITS = (2, 3, 4, 8)  # without a scheme, the smallest of these that holds the largest code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -88,15 +88,16 @@ def save_quantized(
     """Write `source_model` with these linears quantized to the new `folder`.
 
     `linears` maps full names, such as model.layers.0.mlp.up_proj, to a QuantLinear, a PackedWeight,
-    or (codes [N, K], scales [N, G], zeros [N, G] or None) in torch or numpy. Codes count from 0,
-    and zeros None means symmetric. A `scheme` such as "w8a8" states bits, symmetry and activations;
-    without it they follow from the codes. The group size follows from the scales unless the scheme
-    states it, as "w4a16-sym-g64" does. Without a `format`, the one that `qserve quantize` would
-    choose is used. All other tensors are copied from the source bit for bit, except those in
-    `tensors`, by full name.
+    or (codes [N, K], scales [N, G], zeros [N, G] or None) in torch or numpy. Codes count from 0;
+    zeros None means symmetric. All other tensors are copied from the source bit for bit, except
+    those in `tensors`, by full name.
+
+    A `scheme` such as "w8a8" states bits, symmetry and activations; without it, they follow from
+    the codes. The group size follows from the scales, unless the scheme states it
+    ("w4a16-sym-g64"). Without a `format`, the default of `qserve quantize` is used.
 
     Raises InputError before anything is written if names, shapes or numbers do not fit the model,
-    or if the format cannot store them. It is also raised if one of `readers` (vLLM, SGLang,
+    or if the format cannot store them. Also raises it if one of `readers` (vLLM, SGLang,
     transformers, this project) would not load the folder; the message names a format that it loads.
     """
     reader = CheckpointReader(source_model)
@@ -409,7 +410,7 @@ def _verify(
             found = decode_linear(module, by_module.pop(module), config)
             stored = replace(
                 found, spec=weights[module].spec
-            )  # AWQ states symmetric codes as asymmetric
+            )  # AWQ stores symmetric codes as asymmetric
             different = same_weight(stored, weights[module])
         else:
             expected = others.get(name)

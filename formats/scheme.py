@@ -27,11 +27,11 @@ FP4_TYPES = {
 }  # type -> inputs that share a scale (formats/in_memory/fp4.py)
 # Types read as float weights (formats/in_memory/dense.py): bitsandbytes' tables, float zeros
 DENSE_TYPES = ("nf4", "fp4", "floatzero")
-# type -> (bits, has one zero point, inputs that share a scale); GGUF's K-quants, whose blocks of
-# 256 inputs hold quantized scales and minima (formats/gguf/k_quants/grid.py)
+# type -> (bits, symmetric, inputs that share a scale). GGUF's K-quants, whose blocks of 256 inputs
+# hold quantized scales and minima (formats/gguf/k_quants/grid.py)
 K_TYPES = {"q4_k": (4, False, 32), "q5_k": (5, False, 32), "q6_k": (6, True, 16)}
 K_BLOCK = 256  # inputs of a block of K_TYPES
-# The same of GGUF's blocks of 32 inputs with a float16 scale and minimum, read but not written
+# The same for GGUF's blocks of 32 inputs with a float16 scale and minimum; read but not written
 MIN_TYPES = {"q4_1": (4, False, 32), "q5_1": (5, False, 32)}
 # Weights that stay in their file's blocks (formats/in_memory/k_weight.py)
 BLOCK_TYPES = K_TYPES | MIN_TYPES
@@ -44,10 +44,14 @@ NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not
 class QuantSpec:
     """Numerics of a weight [N, K]: codes in 0..2^bits-1, a scale and a zero per group of inputs.
 
-    `type` "float" means float8_e4m3fn numbers instead of codes, and no zeros; "mxfp4" and "nvfp4"
-    mean 4-bit floating point. DENSE_TYPES are read but not written: codes of "nf4" and "fp4" select
-    values of a table, "floatzero" has integer codes with non-integer zero points. BLOCK_TYPES are
-    blocks of a GGUF file: `group_size` is the length of a block.
+    `type` says what the codes are:
+
+    - "int": integers;
+    - "float": float8_e4m3fn numbers, without zeros;
+    - "mxfp4", "nvfp4": 4-bit floating point;
+    - DENSE_TYPES, read but not written: codes of "nf4" and "fp4" select values of a table,
+      "floatzero" has integer codes with non-integer zero points;
+    - BLOCK_TYPES: blocks of a GGUF file; `group_size` is the length of a block.
     """
 
     bits: int
@@ -95,7 +99,7 @@ class QuantSpec:
 
     @property
     def integer_form(self) -> "QuantSpec":
-        """Return integer codes of the same bits and groups, as an estimate of BLOCK_TYPES."""
+        """Return an integer spec with as many bits and the same groups, to estimate BLOCK_TYPES."""
         if self.type not in BLOCK_TYPES:
             return self
         bits, symmetric, group_size = BLOCK_TYPES[self.type]
@@ -166,7 +170,7 @@ def checked_group_size(value: object, name: str = "group size") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
-    """Numerics of a linear's input: symmetric. The checkpoint holds static scales.
+    """Numerics of a linear's input. Codes are symmetric; the checkpoint holds static scales.
 
     A file may state fewer than 8 bits, but no kernel supports them.
     """
@@ -262,8 +266,10 @@ class Scheme:
         return name + ("-channel" if spec.group_size == CHANNEL else f"-g{spec.group_size}")
 
     def _description(self) -> str:
-        """Describe a scheme of another tool that SCHEMES does not name; `parse` does not read
-        it."""
+        """Describe a scheme of another tool that SCHEMES does not name.
+
+        `parse` does not read this text.
+        """
         spec, activation = self.weight, self.activation
         if spec.type in BLOCK_TYPES:
             return spec.type
@@ -340,7 +346,7 @@ SCHEME_ALIASES = {"fp8": "w8a8-fp8"}
 
 
 def microscaled_inputs(scheme: Scheme) -> ActivationSpec | None:
-    """Return the rounding of inputs in MICROSCALED, for which there is no kernel; None: other."""
+    """Return the input rounding of MICROSCALED schemes, which no kernel supports; None: other."""
     return scheme.activation if scheme in MICROSCALED.values() else None
 
 

@@ -1,4 +1,4 @@
-"""Digests of a model's weights: a trainer compares its own with those that a server runs.
+"""Digests of a model's weights, by which a trainer compares its weights with a server's.
 
 A float tensor's digest covers its dtype, shape and bytes. A quantized linear's digest covers the
 tensors of its decoded weight (codes, scales, zero points), whatever format stored them. README.md
@@ -17,35 +17,38 @@ WEIGHT = ".weight"  # suffix of a linear's matrix
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and bytes (row-major, little-endian), in hex."""
+    """Return the SHA-256 of a tensor's dtype, shape and bytes, in hex.
+
+    Bytes are row-major and little-endian.
+    """
     return _digest({"": tensor})
 
 
 def weight_digest(weight: Weight) -> str:
-    """SHA-256 of a quantized weight's decoded tensors, in hex."""
+    """Return the SHA-256 of a quantized weight's decoded tensors, in hex."""
     return _digest(tensors_of(weight))
 
 
 def rounded_digest(weight_NK: torch.Tensor, scheme: str | Scheme, name: str = "weight") -> str:
-    """Digest of a float matrix rounded to nearest, as a server with this scheme runs it.
+    """Return the digest of a float matrix after rounding to nearest, as a server runs it.
 
-    Raises CheckpointError where it cannot be rounded.
+    Raises CheckpointError if the matrix cannot be rounded.
     """
     return weight_digest(rounded(weight_NK, Scheme.parse(scheme), name))
 
 
 def rounded(weight_NK: torch.Tensor, scheme: Scheme, name: str) -> Weight:
-    """Weight that a float matrix becomes by `--recipe rtn`. Raises CheckpointError."""
+    """Return a float matrix rounded as by `--recipe rtn`. Raises CheckpointError."""
     return with_activation(round_to_nearest(weight_NK, scheme.weight, name), scheme, None, name)
 
 
 def digests(
     tensors: Mapping[str, torch.Tensor], schemes: Mapping[str, str | Scheme] | None = None
 ) -> dict[str, str]:
-    """Digest of each of a trainer's float tensors as a server runs it, by name.
+    """Return the digests of a trainer's float tensors by name, as a server runs them.
 
-    `schemes`: the scheme of each linear that the server rounds, by the linear's name without
-    `.weight`, as `GET /weights/digest` lists them.
+    `schemes` maps each linear that the server rounds, by name without `.weight`, to its scheme, as
+    `GET /weights/digest` lists them.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -58,7 +61,7 @@ def digests(
 
 
 def total_digest(found: Mapping[str, str]) -> str:
-    """SHA-256 of all names and digests, sorted by name: one line "NAME DIGEST" for each."""
+    """Return the SHA-256 of the lines "NAME DIGEST", sorted by name."""
     total = hashlib.sha256()
     for name in sorted(found):
         total.update(f"{name} {found[name]}\n".encode())
@@ -66,7 +69,7 @@ def total_digest(found: Mapping[str, str]) -> str:
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Names whose digests differ, or that only one side has, sorted."""
+    """Return, sorted, the names whose digests differ or that only one side has."""
     return sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
 
 

@@ -1,4 +1,4 @@
-"""Kernels and their references: the arithmetic of quantized models. Names load when first used."""
+"""Kernels for quantized models and their plain torch references. Public names load on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

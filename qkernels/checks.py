@@ -1,6 +1,6 @@
-"""Checks of operations' arguments: shapes, dtypes and devices.
+"""Argument checks of the operations: shapes, dtypes and devices.
 
-Each function takes the name that its KernelError gives the argument.
+Every function takes the argument's name, which its KernelError shows.
 """
 
 import torch
@@ -14,14 +14,17 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
-    """Return the shape. Raises KernelError if the number of dims is another."""
+    """Return the shape. Raises KernelError if the tensor does not have `ndim` dims."""
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
     return tensor.shape
 
 
 def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
-    """Raise KernelError unless it is a float tensor, or (`parts`) split-K partials of one."""
+    """Raise KernelError unless `tensor` is a float tensor.
+
+    With `parts`, split-K partial sums of a float tensor are accepted, too.
+    """
     if isinstance(tensor, SplitKPartials) and not parts:
         raise KernelError(name, "expected a tensor, found split-K partial sums", "pass its total()")
     if tensor.dtype not in FLOAT_DTYPES:
@@ -35,7 +38,10 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     beside: LinearOutput,
 ) -> None:
-    """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
+    """Raise KernelError unless shape, dtype and device are as expected.
+
+    None in `shape` accepts any size. The expected device is the one of `beside`.
+    """
     found = tensor.shape
     if found != shape and not _fits(found, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
@@ -57,7 +63,7 @@ def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
 
 
 def check_norm(name: str, weight_C: torch.Tensor | None, x: LinearOutput) -> None:
-    """Raise KernelError unless the weight is of x's channels, in x's dtype or float32."""
+    """Raise KernelError unless the norm weight has x's channels, in x's dtype or float32."""
     if weight_C is not None:
         check_tensor(name, weight_C, x.shape[-1:], (x.dtype, torch.float32), x)
 
@@ -65,7 +71,7 @@ def check_norm(name: str, weight_C: torch.Tensor | None, x: LinearOutput) -> Non
 def check_limb_rows(
     name: str, x: LinearOutput, inputs: int, form: LimbForm, parts: bool = False
 ) -> None:
-    """Raise KernelError unless x can become limbs in rows of `inputs` numbers."""
+    """Raise KernelError unless rows of `inputs` numbers of x can be converted to limbs."""
     check_float(name, x, parts)
     if x.dtype not in HALF_DTYPES:
         raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")

@@ -1,16 +1,19 @@
-"""Kernels that a caller requests or forbids: "triton", or "-sm90_small_m,-sm90_gemv_imma"."""
+"""A caller's choice of kernels: "triton" requests one, "-sm90_small_m,triton" also forbids one."""
 
 import functools
 from dataclasses import dataclass
 
-# Requests kernels that add in a fixed order, in every operation that has them: a row's bits do not
-# depend on other rows.
+# Requests the batch-invariant kernel of every operation that has one: it adds in a fixed order, so
+# the bits of a row do not depend on the other rows of the batch.
 FIXED_ORDER = "fixed_order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """`only`: the requested kernel. `never`: forbidden kernels."""
+    """A caller's choice of kernels.
+
+    `only` is the requested kernel; None: no request. `never` are the forbidden kernels.
+    """
 
     only: str | None = None
     never: frozenset[str] = frozenset()
@@ -20,7 +23,7 @@ class KernelChoice:
         return self.never if self.only is None else self.never | {self.only}
 
     def refuses(self, name: str, variants: tuple[str, ...] = ()) -> str | None:
-        """Reason to skip a kernel, which may have variants; None: it may be chosen."""
+        """Return why the choice excludes a kernel with these variants; None: it may run."""
         if self.only is not None and self.only not in (name, *variants):
             return f"{self.only} was asked for"
         if name in self.never or (variants and self.never.issuperset(variants)):
@@ -28,7 +31,7 @@ class KernelChoice:
         return None
 
     def explained(self, name: str, refusal: str | None, takes: str) -> str:
-        """Explain a variant: why it refuses or is forbidden, or else which problems it takes."""
+        """Say why a variant cannot run or is forbidden, or else which problems it takes."""
         if refusal is not None:
             return refusal
         if name in self.never:
@@ -38,7 +41,10 @@ class KernelChoice:
 
 @functools.cache
 def parse_choice(text: str | None) -> KernelChoice:
-    """Parse a requested name, or forbidden names with a leading minus, separated by commas."""
+    """Parse a comma-separated choice: at most one requested name; a leading minus forbids a name.
+
+    Raises ValueError if several kernels are requested.
+    """
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     never = frozenset(name[1:] for name in names if name.startswith("-"))
     only = [name for name in names if not name.startswith("-")]

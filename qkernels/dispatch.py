@@ -1,9 +1,9 @@
-"""Choice of a kernel for an operation from a table of rows, one per implementation, best first.
+"""Dispatch: choose a kernel for an operation from a table with one row per implementation.
 
-Each folder's `rows.py` lists the operations that it brings; a kernel is imported only when it is
-chosen. The row of highest priority that supports the problem is chosen. A caller may request a row
-by name or exclude some (choice.py). `explain` says for every row, and for each kernel variant of
-the chosen row, why it runs or not.
+Each folder's `rows.py` lists its operations. The row of highest priority that supports the problem
+runs; its module is imported only then. A caller may request a row by name or exclude rows
+(choice.py). `explain` says for every row, and for each kernel variant of the chosen row, why it
+runs or does not.
 """
 
 import functools
@@ -20,28 +20,28 @@ from qkernels.problem import Problem, anything
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One implementation of one operation.
+    """One implementation of one operation: a row of the table.
 
-    `module`, inside this package, has a function named like the operation. A module of `linear` has
-    `prepare_weight` and `run`, and `plan` if it has a choice (linear/plan.py). It also has
+    `module`, inside this package, has a function with the operation's name. A module of `linear`
+    has `prepare_weight` and `run` instead, `plan` if it has several variants (linear/plan.py), and
     `dequantize` if it supports the gradient of x.
     """
 
     name: str
     module: str
     priority: int
-    supports: Callable[[Problem], str | None]  # reason why not, or None if it is supported
-    note: Callable[[Problem], str] | None = None  # remark of `explain` if it is supported, or ""
+    supports: Callable[[Problem], str | None]  # why the problem is not supported; None: it is
+    note: Callable[[Problem], str] | None = None  # what `explain` adds to a supported row, or ""
     variants: tuple[str, ...] = ()  # kernel variants of this row, chosen by M
     explain_variants: Callable[[Problem], list[tuple[str, str]]] | None = None
 
     def passed_over(self, problem: Problem) -> str | None:
-        """Return why the caller's choice of kernels excludes this row; None: it does not."""
+        """Return why the caller's choice excludes this row; None: it may run."""
         return parse_choice(problem.requested).refuses(self.name, self.variants)
 
 
 class Operation:
-    """An operation and its rows, best first. It is compared by identity."""
+    """An operation and its rows, best first. Operations compare by identity."""
 
     def __init__(self, name: str, *kernels: Kernel) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Operation:
 def triton_or_reference(
     folder: str, name: str, module: str, refuses: Callable[[Problem], str | None]
 ) -> Operation:
-    """Make an operation with a triton row, and below it the folder's plain torch reference."""
+    """Make an operation with a `triton` row and, below it, the folder's plain torch reference."""
     return Operation(
         name,
         Kernel(name="triton", module=f"{folder}.{module}", priority=20, supports=refuses),
@@ -68,7 +68,7 @@ def reference(folder: str) -> Kernel:
 
 
 class Choice(NamedTuple):
-    """One line of an explanation: a row or a variant, whether it is chosen, and why."""
+    """One line of an explanation: the name of a row or variant, whether it runs, and why."""
 
     name: str
     taken: bool
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
 
 
 class Explanation(list[Choice]):
-    """List of choices, best first, which prints one line each."""
+    """Choices for all rows of an operation, best first. Prints as one line each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,10 @@ class Explanation(list[Choice]):
 
 
 def explain(operation: Operation, **problem: object) -> Explanation:
-    """Explain for every row whether it is chosen, and why. `problem`: the fields of Problem."""
+    """Explain for every row whether it is chosen, and why.
+
+    `problem` holds fields of Problem.
+    """
     asked = Problem(**problem)
     explanation = Explanation()
     taken = False
@@ -117,7 +120,10 @@ def explain(operation: Operation, **problem: object) -> Explanation:
 
 @functools.lru_cache(maxsize=4096)
 def choose(operation: Operation, problem: Problem) -> Kernel:
-    """Return the row to run. Raises KernelError if the caller's choice leaves none that can."""
+    """Return the row to run.
+
+    Raises KernelError if the caller's choice leaves no row that supports it.
+    """
     candidates = operation.kernels
     choice = parse_choice(problem.requested)
     known = {name for row in candidates for name in (row.name, *row.variants)}
@@ -146,7 +152,10 @@ def choose(operation: Operation, problem: Problem) -> Kernel:
 
 @functools.lru_cache(maxsize=4096)
 def implementation(operation: Operation, **problem: object) -> Callable[..., object]:
-    """Import and return the function to run. `problem`: the fields of Problem."""
+    """Import and return the function that runs a problem.
+
+    `problem` holds fields of Problem.
+    """
     return getattr(_import(choose(operation, Problem(**problem))), operation.name)
 
 

@@ -4,4 +4,4 @@ from formats.errors import InputError
 
 
 class KernelError(InputError):
-    """Tensors that an operation does not accept, or a kernel that cannot run on this device."""
+    """Error for arguments that an operation does not accept, or a kernel that cannot run them."""

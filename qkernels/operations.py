@@ -1,4 +1,4 @@
-"""Table of all operations by name, and `explain` for the choice of a kernel."""
+"""Table of the operations by name, and `explain`, which shows the choice of a kernel."""
 
 from qkernels import dispatch
 from qkernels.attention import rows as attention
@@ -26,7 +26,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def operation(name: str) -> Operation:
-    """Return the operation of this name. Raises KernelError if it is unknown."""
+    """Return the operation with this name. Raises KernelError if the name is unknown."""
     found = OPERATIONS.get(name)
     if found is None:
         known = ", ".join(OPERATIONS)
@@ -37,6 +37,6 @@ def operation(name: str) -> Operation:
 def explain(op: str, **problem: object) -> Explanation:
     """Explain for every row of an operation whether it is chosen, and why.
 
-    `problem`: the fields of Problem. Raises KernelError for an unknown operation.
+    `problem` holds fields of Problem. Raises KernelError for an unknown operation.
     """
     return dispatch.explain(operation(op), **problem)

@@ -1,11 +1,20 @@
-"""All operations that a model calls. Each checks its arguments, then runs a kernel.
+"""All operations that a model calls. Each checks its arguments, then runs the best kernel.
 
-Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests, H query heads, J
-KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, C channels, I
-intermediate size, S sampled rows, V vocabulary, W rows of the history table.
+Dimension letters of arguments and results:
 
-No Triton implementation waits for the device, so all can be captured in a CUDA graph. Plain torch
-implementations may wait, as those of attention, experts, adapters and delta nets do.
+    M  rows of x                    D  head dim
+    K  inputs                       P  pages
+    N  outputs                      B  tokens per page
+    G  groups                       X  pages in a block table
+    C  channels                     S  sampled rows
+    I  intermediate size            V  vocabulary
+    T  tokens of a step             W  rows of the history table
+    R  requests
+    H  query heads
+    J  KV heads
+
+Triton implementations never wait for the device, so every one can be captured in a CUDA graph.
+Plain torch implementations may wait: those of attention, experts, adapters and delta nets do.
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_

@@ -1,4 +1,4 @@
-"""Problem description for the choice of a kernel, and checks that many kernels share."""
+"""`Problem`, from which dispatch chooses a kernel, and support checks that many kernels share."""
 
 import functools
 import importlib.util
@@ -19,29 +19,29 @@ QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 would
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Problem that a kernel must support. Each operation sets the fields that it needs."""
+    """Description of a call that a kernel must support. Each operation sets the fields it needs."""
 
     device: str  # "cuda" or "cpu"
     dtype: torch.dtype  # dtype of the activations
     requested: str | None = None  # kernel that the caller requested by name
     spec: QuantSpec | None = None
     activation: ActivationSpec | None = None
-    form: Literal["tensor", "codes", "limbs"] = "tensor"  # form of a row operation's result
+    form: Literal["tensor", "codes", "limbs"] = "tensor"  # output form of a row-wise operation
     out_features: int = 0
     in_features: int = 0
     head_dim: int = 0
     page_size: int = 0
-    pages_dtype: torch.dtype | None = None  # dtype of keys and values; None: the activations'
-    soft_cap: bool = False  # softcapped scores
+    pages_dtype: torch.dtype | None = None  # dtype of keys and values; None: same as `dtype`
+    soft_cap: bool = False  # attention scores are softcapped
     sinks: bool = False  # attention sinks
     alibi: bool = False  # ALiBi biases of scores
-    chunked: bool = False  # rows see the keys of their own chunk of positions only
-    chunk: bool = False  # more query rows than a decode step has
-    tma_pages: bool = True  # TMA supports their address and strides
-    alike: str | None = None  # why experts' weights cannot be one tensor; None: they can
-    gated: bool = True  # experts have a gate
-    gelu: bool = False  # the tanh approximation of GELU is applied to that gate
-    cut_after: bool = False  # what the activation gives is cut above a limit
+    chunked: bool = False  # chunked attention: a row sees only keys of its own chunk of positions
+    chunk: bool = False  # a prompt chunk: more query rows than a decode step has
+    tma_pages: bool = True  # TMA supports the address and strides of the pages
+    alike: str | None = None  # why the experts' weights cannot be stacked in one tensor; None: can
+    gated: bool = True  # the experts have a gate projection
+    gelu: bool = False  # the gate's activation is the tanh approximation of GELU
+    cut_after: bool = False  # the result of the activation is clamped to a limit from above
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def needs_triton(problem: Problem) -> str | None:
     """Return why no Triton kernel can run here; None: one can."""
     if not has_triton():
         return "triton is not installed"
-    # TRITON_INTERPRET is triton's own switch, with which the same kernel runs on a CPU, very slowly
+    # TRITON_INTERPRET is Triton's own switch: it runs the same kernel on a CPU, very slowly
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and problem.requested is not None
     if problem.device != "cuda" and not interpreted:
         return f"runs on cuda, not on {problem.device}"
@@ -70,7 +70,7 @@ def needs_triton_on_gpu(problem: Problem) -> str | None:
 
 
 def refuses_activation(activation: ActivationSpec) -> str | None:
-    """Return why quantize.py does not support an activation's rounding; None: it does."""
+    """Return why quantize.py cannot round activations with this spec; None: it can."""
     if activation.per == "group" or (activation.dynamic and activation.per == "tensor"):
         return (
             f"rounds with a scale for each token or a static one, not one for each {activation.per}"
@@ -80,25 +80,30 @@ def refuses_activation(activation: ActivationSpec) -> str | None:
 
 @functools.cache
 def has_float8_products() -> bool:
-    """Return True if the GPU multiplies float8 (sm_89 or later), or if there is no GPU
-    (`explain`)."""
+    """Return True if the GPU multiplies float8 (sm_89 or later).
+
+    Also True without a GPU, where only `explain` asks.
+    """
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def fixed_order(problem: Problem, gpu: Callable[[Problem], str | None]) -> str | None:
-    """Why a row of one order of summation does not run; `gpu` refuses problems on a GPU."""
+    """Return why a fixed-order (batch-invariant) row does not run; None: it runs.
+
+    `gpu` returns the reason on a GPU; a CPU supports every problem.
+    """
     if problem.requested != FIXED_ORDER:
         return "runs where it is requested by name"
     return None if problem.device == "cpu" else gpu(problem)
 
 
 def anything(problem: Problem) -> str | None:
-    """Support every problem."""
+    """Return None: the row supports every problem."""
     return None
 
 
 def refuses_pages(problem: Problem) -> str | None:
-    """Why the GPU cannot read or write pages of such numbers; None: it can."""
+    """Return why the GPU cannot read or write pages of this dtype; None: it can."""
     if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
         return None if has_float8_products() else "float8 pages need an sm_89 GPU or later"
     return None

@@ -1,8 +1,8 @@
 """QuantLinear: a linear layer with quantized weights, as a torch module.
 
-Its state_dict is exactly what a GPTQ checkpoint stores for one linear, or one of compressed-tensors
-for 4-bit floats (stored_form.py). The kernel's own copy of the weight is made at the first forward
-and never saved. Legend: N outputs, K inputs, G groups.
+Its state_dict holds exactly the tensors that a GPTQ checkpoint stores for a linear, or for 4-bit
+floats those of compressed-tensors (stored_form.py). The first forward makes the kernel's copy of
+the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,10 @@ from qkernels.stored_form import (
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + bias with W quantized. For inference: the weight has no gradient, x has one."""
+    """Linear layer y = x W^T + bias with a quantized W, for inference.
+
+    x gets a gradient; the weight does not.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class QuantLinear(nn.Module):
         scheme: SchemeName | str | Scheme,
         bias: bool = False,
     ) -> None:
-        """An empty layer, to be filled by load_state_dict."""
+        """Create an empty layer; `load_state_dict` fills it."""
         self._start(in_features, out_features, Scheme.parse(scheme))
         check_storable(self.scheme, "QuantLinear")
         _check_shape(self.scheme, "QuantLinear", out_features, in_features)
@@ -77,12 +80,14 @@ class QuantLinear(nn.Module):
         bias: torch.Tensor | None = None,
         name: str = "weight",
     ) -> "QuantLinear":
-        """Round to nearest, bit for bit as `qserve quantize --recipe rtn` does.
+        """Round a float weight to nearest, to the same bits as `qserve quantize --recipe rtn`.
 
-        `scheme` may state the group size: "w4a16-sym-g64"; without, it is 128, which must divide K.
-        A torch Linear gives its own bias unless one is given; `name` is what errors call the layer.
-        Weights that were corrected onto a grid keep it only if the same scales are chosen again:
-        `off_grid` measures that, and `from_codes` keeps any grid.
+        `scheme` may state the group size ("w4a16-sym-g64"). The default is 128, which must divide
+        K. A torch Linear's own bias is used unless `bias` is given. `name` is the layer's name in
+        errors.
+
+        A weight that already lies on a quantization grid stays on it only if rounding chooses the
+        same scales: `off_grid` measures the difference. `from_codes` keeps any grid.
         """
         weight_NK = linear_or_weight
         if isinstance(linear_or_weight, nn.Linear):
@@ -110,18 +115,18 @@ class QuantLinear(nn.Module):
         scheme: SchemeName | str | Scheme,
         bias: torch.Tensor | None = None,
     ) -> "QuantLinear":
-        """Take a solver's unsigned codes [N, K], scales and zero points [N, G] untouched.
+        """Store a solver's codes unchanged: unsigned codes [N, K], scales and zero points [N, G].
 
-        The group size is K / G; a `scheme` such as "w4a16-sym-g64" states it, "w4a16-sym" need not.
-        `zeros` None: symmetric. Raises InputError where shapes or numbers do not fit the scheme,
-        RangeError on scales that float16, in which files hold them, has no number for.
+        `zeros_NG` None: symmetric. The group size is K / G; `scheme` may state it ("w4a16-sym-g64")
+        or not ("w4a16-sym"). Raises InputError if shapes or values do not fit the scheme, and
+        RangeError if float16, the dtype of scales in files, cannot hold a scale.
         """
         if all(isinstance(t, torch.Tensor) and t.ndim == 2 for t in (codes_NK, scales_NG)):
             if len(scales_NG) != len(codes_NK):
                 found = f"expected [{len(codes_NK)}, groups], found {list(scales_NG.shape)}"
                 raise KernelError("scales", found, f"codes are {list(codes_NK.shape)}")
             scheme = Scheme.of_scales(scheme, scales_NG.shape[1], codes_NK.shape[1])
-        scheme = Scheme.parse(scheme)  # which `from_codes` below checks the tensors against
+        scheme = Scheme.parse(scheme)  # `from_codes` below checks the tensors against it
         packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
         packed.check_range()
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
@@ -135,7 +140,10 @@ class QuantLinear(nn.Module):
         device: torch.device | str | None = None,
         kernel: str | None = None,
     ) -> "QuantLinear":
-        """A layer that can only run, as after `prepare(release=True)`, of any kind of weight."""
+        """Create a layer that can only run, as after `prepare(release=True)`.
+
+        It holds any kind of weight, also kinds that QuantLinear's tensors cannot store.
+        """
         layer = cls.__new__(cls)
         layer._start(weight.in_features, weight.out_features, weight.scheme)
         layer._prepared = ops.prepare_weight(weight, dtype, device, kernel)
@@ -147,7 +155,10 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def from_packed(cls, packed: StoredWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
-        """Wrap a packed weight. Raises InputError where its format cannot store it."""
+        """Create a layer from a packed weight.
+
+        Raises InputError if its format cannot store the weight.
+        """
         packed.check()
         if bias is not None and bias.shape != (packed.out_features,):
             raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
@@ -165,7 +176,7 @@ class QuantLinear(nn.Module):
 
     @property
     def prepared_weight(self) -> PreparedWeight:
-        """The weight in the kernel's layout. Raises KernelError if the layer is not prepared."""
+        """Weight in the kernel's layout. Raises KernelError if the layer is not prepared."""
         if self._prepared is None:
             raise KernelError("QuantLinear", "the layer is not prepared", "call prepare() first")
         return self._prepared
@@ -176,10 +187,11 @@ class QuantLinear(nn.Module):
         consumer: Consumer | None = None,
         adapted: tuple[int, ...] | None = None,
     ) -> GemmPlan:
-        """Plan of `forward` for `rows` rows: kernel, form of its input, form of its output.
+        """Return the plan of `forward` for M = `rows`: kernel, input form and output form.
 
-        With a consumer, the one operation that reads the result, it may be split-K partials.
-        `adapted` as ops.plan_linear takes it. Raises KernelError on a layer that is not prepared.
+        `consumer` names the one operation that reads the result; with it, the output may be split-K
+        partial sums. `adapted` is an argument of ops.plan_linear. Raises KernelError if the layer
+        is not prepared.
         """
         if adapted is None:
             return ops.plan_linear(self.prepared_weight, rows, consumer)
@@ -188,10 +200,11 @@ class QuantLinear(nn.Module):
     def forward(
         self, x: LinearInput, plan: GemmPlan | None = None, term: LoraTerm | None = None
     ) -> LinearOutput:
-        """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.
+        """Return x W^T + bias.
 
-        With a plan, x has the form of `plan.input` and the result that of `plan.output`; with a
-        LoRA term, the plan must add adapters.
+        A tensor x [..., K] gives [..., N] in x's dtype. Codes or Limbs give [M, N] in the dtype
+        that the weight was prepared for. With a plan, x must have the form `plan.input`, and the
+        result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters.
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
@@ -209,15 +222,16 @@ class QuantLinear(nn.Module):
         release: bool = False,
         kernel: str | None = None,
     ) -> "QuantLinear":
-        """Make the kernel's copy for activations of `dtype` on `device`; returns self.
+        """Make the kernel's copy of the weight for activations of `dtype` on `device`; return self.
 
-        `kernel` requests a kernel by name, or forbids some (ops.prepare_weight).
+        `kernel` requests a kernel by name, or forbids some (ops.prepare_weight). Without this call,
+        the first forward prepares the layer, which a CUDA graph capture does not allow. On CUDA the
+        call waits for the copy, so that forwards on any stream may follow.
 
-        A forward prepares when needed, which must not happen in a CUDA graph capture. On CUDA it
-        waits for the copy, so that a forward on any stream may follow. `release` then frees the
-        stored tensors; after that the layer can only run: no state_dict, packed or dequantize.
+        `release` frees the stored tensors afterwards. Then the layer can only run: state_dict,
+        packed and dequantize raise KernelError.
         """
-        # tensors made in inference mode could not serve a later forward that needs x's gradient
+        # a later forward that needs x's gradient could not use tensors made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
             if self.bias is not None:
@@ -231,19 +245,23 @@ class QuantLinear(nn.Module):
         return self
 
     def packed(self) -> StoredWeight:
-        """The weight in memory form. Raises CheckpointError on an empty or damaged layer."""
+        """Return the weight in memory form.
+
+        Raises CheckpointError if the layer is empty or damaged.
+        """
         self._check_not_released()
         names = stored_names(self.scheme)
         return decode({name: getattr(self, name) for name in names}, self.scheme)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Weights [N, K] in `dtype`."""
+        """Return the dequantized weight [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:
-        """Largest distance of a float weight [N, K] from this layer's grid, in steps of the grid.
+        """Return the largest distance of a float weight [N, K] from this layer's grid.
 
-        0: the layer computes with exactly this weight, whoever chose its codes.
+        The unit is one grid step. 0: the layer computes with exactly this weight, even if another
+        tool chose its codes.
         """
         packed = self.packed()
         if not isinstance(packed, PackedWeight):
@@ -261,7 +279,7 @@ class QuantLinear(nn.Module):
         )
 
     def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Zeroed tensors of the right shapes."""
+        """Return zeroed tensors with the shapes of this layer."""
         return empty_tensors(self.scheme, self.out_features, self.in_features, device)
 
     def _check_not_released(self) -> None:
@@ -295,7 +313,7 @@ class QuantLinear(nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "QuantLinear":
-        """Follow .to() and .cuda() to a device, but keep every dtype: it is the checkpoint's."""
+        """Apply .to() and .cuda() to the device only: every dtype is the checkpoint's and stays."""
         before = {name: getattr(self, name) for name in (*NAMES, "bias")}
         prepared = self._prepared
         super()._apply(fn, recurse)
@@ -315,7 +333,7 @@ class QuantLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave out what can be made again."""
+        """Leave the kernel's copy out of copies and pickles, unless it is the only copy."""
         state = super().__getstate__()
         return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}
 

@@ -1,4 +1,4 @@
-"""Plain torch references of all operations in ops.py, with the same names and arguments."""
+"""Plain torch references of the operations in ops.py, with the same names and arguments."""
 
 from qkernels.attention.reference import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.collective.reference import all_reduce, all_reduce_norm

@@ -1,4 +1,4 @@
-"""replace_linears: quantize the linears of a torch model in place, such as a transformers model."""
+"""`replace_linears` quantizes the linears of a torch model in place."""
 
 from collections.abc import Sequence
 
@@ -28,22 +28,22 @@ def replace_linears(
 ) -> list[str]:
     """Replace every torch Linear of a model by a QuantLinear, rounded to nearest, in place.
 
-    Returns the names of the replaced layers. Layers that `ignore` fits stay in float: an entry is
+    Returns the names of the replaced layers. Layers that match `ignore` stay in float. An entry is
     a part of a name, a pattern with * or ? for the whole name, or "re:" and a regular expression,
-    as in `qserve quantize --ignore`. Subclasses of Linear stay, too: they may do more than
-    multiply. The layers stay on their devices. The float weights and the new ones are in memory
-    together until all layers are rounded.
+    as in `qserve quantize --ignore`. Subclasses of Linear also stay in float: they may do more than
+    multiply. Layers stay on their devices. Until all layers are rounded, the float weights and the
+    quantized ones are both in memory.
 
-    A head that is tied to the embedding gets its own codes once `ignore` leaves it out; the
-    embedding stays in float, and `model.config.tie_word_embeddings` becomes False.
+    A head that is tied to the embedding gets its own codes if `ignore` does not match it. The
+    embedding then stays in float, and `model.config.tie_word_embeddings` becomes False.
 
-    `trainable`: replace by TrainableQuantLinear, which rounds the same float parameters at each
-    forward, so nothing is copied or untied. It also takes schemes that QuantLinear does not hold,
-    such as w8a8-fp8. `kernel` requests a kernel of these layers.
+    With `trainable`, layers become TrainableQuantLinear, which rounds the same float parameters at
+    each forward: nothing is copied or untied. It also takes schemes that QuantLinear cannot hold,
+    such as w8a8-fp8. `kernel` requests a kernel for these layers.
 
-    Raises InputError before anything is changed: for a scheme that QuantLinear cannot hold, layers
-    of a shape that does not fit it, weights that are not loaded or not finite, and entries of
-    `ignore` that fit no layer.
+    Raises InputError before any change: for a scheme that QuantLinear cannot hold, layers whose
+    shape does not fit the scheme, weights that are not loaded or not finite, and entries of
+    `ignore` that match no layer.
     """
     parsed = Scheme.parse(scheme)
     if kernel is not None and not trainable:
@@ -72,7 +72,7 @@ def replace_linears(
 
 
 def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linears to replace, by every name that they have."""
+    """Return the linears to replace by name; a shared linear appears under each of its names."""
     if isinstance(ignore, str):
         raise InputError("ignore", f"expected a list of names, found {ignore!r}", "use [name]")
     found = {

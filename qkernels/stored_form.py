@@ -1,4 +1,4 @@
-"""Tensors of QuantLinear's state_dict: GPTQ's, or those of compressed-tensors for 4-bit floats.
+"""State_dict tensors of QuantLinear: GPTQ's, or for 4-bit floats those of compressed-tensors.
 
 Legend: N outputs, K inputs, G groups.
 """
@@ -16,21 +16,21 @@ from formats.layouts import Layout, check_writable, find_layout
 from formats.scheme import FP4_TYPES, Scheme, microscaled_inputs, w4a8_name
 
 FP4_NAMES = ("weight_packed", "weight_scale")
-GLOBAL_SCALE = "weight_global_scale"  # of NVFP4 alone
-NAMES = (*gptq.TENSOR_NAMES, *FP4_NAMES, GLOBAL_SCALE)  # of any form
+GLOBAL_SCALE = "weight_global_scale"  # only NVFP4 has it
+NAMES = (*gptq.TENSOR_NAMES, *FP4_NAMES, GLOBAL_SCALE)  # all tensor names of both formats
 
 StoredWeight = PackedWeight | Fp4Weight
 
 
 def stored_layout(scheme: Scheme) -> Layout:
-    """Return the format whose tensors a layer of this scheme has."""
+    """Return the checkpoint format that defines the tensors of a layer with this scheme."""
     return find_layout("compressed-tensors" if scheme.weight.type in FP4_TYPES else "gptq")
 
 
 def check_storable(scheme: Scheme, subject: str) -> None:
-    """Raise SchemeError unless a layer's tensors hold the codes.
+    """Raise SchemeError if QuantLinear's tensors cannot hold weights of this scheme.
 
-    GPTQ cannot state W4A8: the rounding of x is known to the layer's scheme alone.
+    GPTQ has no field for W4A8: only the layer's scheme says that x is rounded.
     """
     if microscaled_inputs(scheme) is not None:
         raise SchemeError(
@@ -43,14 +43,14 @@ def check_storable(scheme: Scheme, subject: str) -> None:
 
 
 def stored_names(scheme: Scheme) -> tuple[str, ...]:
-    """Return the names of a layer's tensors, without the bias."""
+    """Return the tensor names of a layer, without the bias."""
     if scheme.weight.type not in FP4_TYPES:
         return gptq.TENSOR_NAMES
     return FP4_NAMES if scheme.weight.type == "mxfp4" else (*FP4_NAMES, GLOBAL_SCALE)
 
 
 def empty_tensors(scheme: Scheme, N: int, K: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Zeroed tensors of the right shapes."""
+    """Return zeroed tensors with the shapes of a layer with N outputs and K inputs."""
     spec = scheme.weight
     G = spec.num_groups(K)
     if spec.type in FP4_TYPES:
@@ -70,7 +70,7 @@ def empty_tensors(scheme: Scheme, N: int, K: int, device: torch.device) -> dict[
 
 
 def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
-    """Return a weight's tensors. Raises CheckpointError where the format cannot hold it."""
+    """Return the tensors of a weight. Raises CheckpointError if the format cannot hold it."""
     if isinstance(weight, Fp4Weight):
         weight = weight.with_divisor()
         if weight.global_scale is not None and weight.global_scale.numel() != 1:
@@ -85,7 +85,7 @@ def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
 
 
 def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
-    """Return the weight in memory form. Raises CheckpointError on an empty or damaged layer."""
+    """Return the weight in memory form. Raises CheckpointError if the layer is empty or damaged."""
     if scheme.weight.type in FP4_TYPES:
         weight = compressed_tensors.decode(dict(tensors), scheme, "QuantLinear")
     else:

@@ -1,7 +1,7 @@
-"""TrainableQuantLinear: a float weight that is trained as the served layer rounds it.
+"""TrainableQuantLinear: a linear layer whose float weight is trained as it will be served.
 
-The forward pass rounds the weight to nearest, by the code of `qserve quantize --recipe rtn`, and
-runs the kernel of the served layer. The backward pass is straight-through: rounding counts as the
+Forward rounds the weight to nearest with the code of `qserve quantize --recipe rtn` and runs the
+kernel of the served layer. Backward is straight-through: the gradient treats rounding as the
 identity. Legend: M rows of x, N outputs, K inputs.
 """
 
@@ -21,17 +21,17 @@ from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.linear.prepared import PreparedWeight
 
-# element size -> integers that read the bits of a float
+# bytes of a float -> integer dtype of the same size
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TrainableQuantLinear(nn.Linear):
     """y = x W'^T + bias, where W' is the float weight rounded to a scheme.
 
-    The output has the bits of the served layer: a QuantLinear, or a linear of `qserve serve
-    --quantization`. `weight` and `bias` are float parameters, and the state_dict is that of
-    nn.Linear. Gradients: x gets grad W', the weight gets grad^T x' (x' is x, rounded if the scheme
-    has 8-bit activations), as if rounding were the identity.
+    The output has the same bits as the served layer: a QuantLinear, or a linear of `qserve serve
+    --quantization`. `weight` and `bias` are float parameters; the state_dict is the one of
+    nn.Linear. Gradients are straight-through: x gets grad W', the weight gets grad^T x', where x'
+    is x after the scheme's 8-bit rounding, if any.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TrainableQuantLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A layer with the initial weights of nn.Linear.
+        """Create a layer with nn.Linear's initial weights.
 
-        `kernel` requests a kernel, as ops.prepare_weight does; "fixed_order" is that of
-        `qserve serve --batch-invariant`.
+        `kernel` requests a kernel, as in ops.prepare_weight; "fixed_order" is the kernel of `qserve
+        serve --batch-invariant`.
         """
         parsed = _checked(scheme, "TrainableQuantLinear", out_features, in_features)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
@@ -56,7 +56,7 @@ class TrainableQuantLinear(nn.Linear):
 
     def _start(self, scheme: Scheme, kernel: str | None, name: str) -> None:
         self.scheme, self.kernel, self._name = scheme, kernel, name
-        self._stamp: tuple[Any, ...] | None = None  # of the weight that is rounded
+        self._stamp: tuple[Any, ...] | None = None  # identifies the weight in `_rounded`
         self._rounded: Weight | None = None
         self._prepared: PreparedWeight | None = None
 
@@ -69,9 +69,9 @@ class TrainableQuantLinear(nn.Linear):
         kernel: str | None = None,
         name: str = "weight",
     ) -> "TrainableQuantLinear":
-        """Take over a torch Linear's own parameters, which an optimizer may have already.
+        """Share the parameters of a torch Linear, so an existing optimizer keeps working.
 
-        `name` is what errors call the layer.
+        `name` is the layer's name in errors.
         """
         if not isinstance(linear, nn.Linear):
             raise KernelError(name, f"expected a torch.nn.Linear, found {type(linear).__name__}")
@@ -84,11 +84,11 @@ class TrainableQuantLinear(nn.Linear):
         return layer.train(linear.training)
 
     def rounded_weight(self) -> Weight:
-        """Codes and scales of the weight as it is now.
+        """Return codes and scales of the current weight.
 
-        It is rounded again only if its bits changed, also where `.data` was written to. On a GPU
-        the test waits for the weight. Raises CheckpointError on NaN, infinity, or numbers that the
-        scheme cannot hold.
+        The weight is rounded again only if its bits changed, which includes writes to `.data`. On a
+        GPU this check waits for the weight. Raises CheckpointError on NaN, infinity, or values that
+        the scheme cannot hold.
         """
         weight_NK = self.weight
         stamp = (
@@ -98,14 +98,14 @@ class TrainableQuantLinear(nn.Linear):
         )
         if self._rounded is None or stamp != self._stamp:
             self._prepared = None
-            # tensors made in inference mode could not serve a later backward
+            # a later backward could not use tensors made in inference mode
             with torch.inference_mode(False), torch.no_grad(), _no_autocast(weight_NK):
                 self._rounded = rounded(weight_NK.detach(), self.scheme, self._name)
             self._stamp = stamp
         return self._rounded
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] to [..., N], in x's dtype, or in autocast's."""
+        """Return x W'^T + bias: x [..., K] to [..., N], in x's dtype or autocast's."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -121,13 +121,13 @@ class TrainableQuantLinear(nn.Linear):
         return f"{super().extra_repr()}, scheme={self.scheme}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave out what can be made again."""
+        """Leave the rounded and prepared weights out of copies and pickles."""
         made = {"_stamp": None, "_rounded": None, "_prepared": None}
         return {**super().__getstate__(), **made}
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The product of a rounded weight, and its gradients as if rounding were the identity."""
+    """Product with a rounded weight, with the straight-through gradient."""
 
     @staticmethod
     def forward(
@@ -165,7 +165,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _rounded_input(x_MK: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
-    """Return x as its 8-bit codes and scales state it, in x's dtype."""
+    """Return x rounded to its 8-bit codes and scales, in x's dtype."""
     codes_MK, scales_MS = quantize_input(x_MK, activation, None)
     groups_MSL = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
     return groups_MSL.flatten(1)[:, : x_MK.shape[1]].to(x_MK.dtype)
@@ -174,7 +174,7 @@ def _rounded_input(x_MK: torch.Tensor, activation: ActivationSpec) -> torch.Tens
 def _checked(
     scheme: SchemeName | str | Scheme, name: str, out_features: int, in_features: int
 ) -> Scheme:
-    """Return the scheme. Raises SchemeError if it cannot be trained, or not with this shape."""
+    """Parse the scheme. Raises SchemeError if it cannot be trained or does not fit the shape."""
     parsed = Scheme.parse(scheme)
     if parsed.activation is not None and not parsed.activation.dynamic:
         raise SchemeError(
@@ -187,14 +187,14 @@ def _checked(
 
 
 def _sum_of_bits(weight_NK: torch.Tensor) -> int:
-    """Sum of the weight's bit patterns: other after any step of an optimizer.
+    """Return the sum of the weight's bit patterns, which in practice changes with any update.
 
-    A version counter alone does not see writes to `.data`, nor those of sharded training.
+    A version counter does not see writes to `.data` or the writes of sharded training.
     """
     words = weight_NK.detach().contiguous().view(BITS[weight_NK.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 
 def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Exact integer sums and float32 scales must not be computed in autocast's dtype."""
+    """Disable autocast: exact integer sums and float32 scales must not run in its dtype."""
     return torch.autocast(tensor.device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""Numbers of rows and requests that a warm-up must run once to launch every compiled kernel.
+"""Row and request counts that a warm-up must run once to launch every compiled kernel.
 
 They follow from the plans and configs of the operations; nothing is launched here. Legend: M rows
 of x, R requests, T tokens of a step.
@@ -23,8 +23,8 @@ from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
 
 Weights = PreparedWeight | PreparedExperts
-# Every number of rows up to EVERY_ROW is planned. Beyond it plans depend on whole tiles, so one in
-# ROWS_APART is planned, and all between two that differ.
+# A plan is made for every M up to EVERY_ROW. Beyond it plans depend on whole tiles: one M in
+# ROWS_APART is planned, and if two neighbors differ, the M between them by bisection.
 EVERY_ROW = 1024
 ROWS_APART = 32
 
@@ -36,10 +36,10 @@ def row_boundaries(
     *,
     adapted: Mapping[tuple[int, int], tuple[int, ...]] | None = None,
 ) -> list[int]:
-    """Return numbers of rows up to `max_rows` that together launch every kernel of the layers.
+    """Return values of M up to `max_rows` that together launch every kernel of the layers.
 
-    `adapted`: for a step with adapters, the `adapted` argument of plan_linear by (inputs, outputs)
-    of the linears that have some. Inputs of the other linears are tensors too.
+    `adapted` is for a step with LoRA adapters: (inputs, outputs) of each linear with adapters to
+    the `adapted` argument of plan_linear. The other linears of such a step take tensors, too.
     """
     found = {1, max_rows}
     found |= {PDL_MAX_ROWS + 1, WIDE_ROWS_LAUNCH_FIRST + 1, 2 * sm_count + 1}
@@ -54,7 +54,7 @@ def row_boundaries(
 
 
 def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
-    """Return numbers of rows from which a sum over ranks runs another kernel or without PDL."""
+    """Return the M from which a sum over ranks runs another kernel, or no longer uses PDL."""
     row = channels * item_bytes
     marks = PDL_MAX_ROWS * TILE_BYTES, of.one_shot, of.two_shot
     return sorted({1, FEW_ROWS + 1, of.rows + 1, *(mark // row + 1 for mark in marks)})
@@ -63,9 +63,9 @@ def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
 def plan_boundaries(
     weight: Weights, max_rows: int, consumer: Consumer | None = None, **options: object
 ) -> list[int]:
-    """Return the smallest M of every distinct compiled kernel of a product, up to `max_rows`.
+    """Return the smallest M, up to `max_rows`, of every distinct compiled kernel of a product.
 
-    `options` are the arguments of plan_linear.
+    `options` are arguments of plan_linear.
     """
     if isinstance(weight, PreparedExperts):
         return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
@@ -77,7 +77,7 @@ def plan_boundaries(
 
 
 def compiled(plan: GemmPlan, M: int) -> object:
-    """Return a key of the machine code that M rows run. Equal keys share a kernel."""
+    """Return a key of the machine code that runs M rows. Equal keys share a kernel."""
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
     tail = None if plan.tail is None else compiled(plan.tail, M - plan.rows)
@@ -85,12 +85,12 @@ def compiled(plan: GemmPlan, M: int) -> object:
 
 
 def experts_compiled(experts: PreparedExperts, M: int) -> object:
-    """Return a key of the machine code that M tokens run in experts, as in `compiled`."""
+    """Return a key of the machine code that runs M tokens through experts, as in `compiled`."""
     plan = plan_experts(experts, M)
     pairs = M * experts.problem.top_k
     if plan.variant == "sorted":
         return plan, sort_chunk(pairs)
-    # a block that scans all pairs has room for them; one token's experts need no list
+    # a block that scans all (token, expert) pairs is sized for them; one token needs no expert list
     return plan, power_of_two(pairs), M == 1
 
 
@@ -103,7 +103,7 @@ def decode_boundaries(
     heads_per_kv_head: int,
     **fixed: object,
 ) -> list[tuple[int, int, int]]:
-    """Return (requests, tokens of each, keys) that together launch every decode kernel.
+    """Return (requests, tokens per request, keys) that together launch every decode kernel.
 
     Decode kernels also take chunks of a few tokens. `fixed` holds the other arguments of
     default_attention_config.
@@ -154,17 +154,17 @@ def prefill_boundaries(
 
 
 def _powers(least: int, most: int) -> Iterator[int]:
-    """Return `least` and its doubles up to `most`."""
+    """Yield `least` and its doubles up to `most`."""
     while least <= most:
         yield least
         least *= 2
 
 
 def _first_of_each_range(most: int, key: Callable[[int], object]) -> list[int]:
-    """Return the first number in 1..most of every key.
+    """Return for every key the first number in 1..most that has it.
 
-    A plan costs 0.1 ms. Beyond EVERY_ROW, rows between two that have the same key are therefore
-    assumed to have it too.
+    A plan costs 0.1 ms, so beyond EVERY_ROW a range whose two ends share a key is assumed to have
+    that key throughout.
     """
     found = {M: key(M) for M in range(1, min(most, EVERY_ROW) + 1)}
 

@@ -1,1 +1,1 @@
-"""Model architectures as config.json and tensor names state them."""
+"""Model architectures: how config.json and tensor names describe them."""

@@ -1,8 +1,8 @@
 """Checkpoints of a model without its output head, as embedding models are published.
 
 Their tensor names lack the `model.` prefix. config.json names a class such as Qwen3Model, or still
-Qwen3ForCausalLM. The reader presents the names and the class of the model with a head. A classifier
-has a matrix of labels (SCORE) instead of the head.
+Qwen3ForCausalLM. The reader presents names and class of the model with a head. A classifier has a
+label matrix (SCORE) instead of the head.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,14 +14,14 @@ from formats.families import FAMILIES
 _WITH_HEAD, _BARE, _CLASSIFIER = "ForCausalLM", "Model", "ForSequenceClassification"
 PREFIX = "model."
 HEAD = "lm_head."
-SCORE = "score.weight"  # [labels, hidden size], of a classifier
-# key added to the config: the tensor that replaces the head
+SCORE = "score.weight"  # label matrix of a classifier, [labels, hidden size]
+# key added to the config: the tensor that replaces the head, SCORE or NOTHING
 INSTEAD_OF_HEAD = "instead_of_head"
-NOTHING = "nothing"  # the other is SCORE
+NOTHING = "nothing"
 
 
 def is_headless(config: Mapping[str, Any]) -> bool:
-    """Return True if config.json names the class without a head of a known family."""
+    """Return True if config.json names the headless class of a known family."""
     return _class_with_head(config) is not None
 
 
@@ -34,10 +34,10 @@ def bare_names(names: Collection[str]) -> dict[str, str]:
 
 
 def with_head(config: dict[str, Any], names: Collection[str], *, is_bare: bool) -> dict[str, Any]:
-    """Return config.json as the class with a head has it. `names` are the renamed tensors.
+    """Return config.json as the class with a head states it. `names` are the renamed tensors.
 
-    `is_bare`: their prefix was missing. If there is no head and none is tied, the embedding is used
-    as the head and INSTEAD_OF_HEAD is set: the logits are meaningless.
+    `is_bare`: their prefix was missing. If there is no head, not even a tied one, the embedding is
+    used as the head and INSTEAD_OF_HEAD is set: the logits are meaningless.
     """
     named = _class_with_head(config)
     if named is not None:

@@ -1,6 +1,4 @@
-"""Values of a family's row besides projections, experts and states: norms, blocks, positions,
-names of MTP layers.
-"""
+"""Values of a family's row for norms, blocks, positions, indexers and MTP layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +14,12 @@ KEY_NORM = f"{ATTENTION}.k_norm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """Norm of a layer. Its kind, and whether it has a bias, are fields of the family."""
+    """Norm of a layer. The family states its kind and whether it has a bias."""
 
     name: str
     size: str = "hidden_size"
-    # the projection or module that reads it (the first one in a parallel block); empty: after
-    # one
+    # projection or module that reads the norm (in a parallel block, the first one); empty: the
+    # norm comes after a block
     feeds: str = ""
     present: Flag = True
     layers: Literal["all", "attention", "states"] = "all"  # layers that have it
@@ -39,17 +37,17 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Blocks of one layer."""
+    """The blocks of one layer."""
 
     attention: bool = True
-    state: bool = False  # a mixer with a state, instead of or next to attention
+    state: bool = False  # a recurrent mixer, instead of or next to attention
     dense: bool = False  # a feed-forward without experts
     experts: bool = False
-    layer_input: bool = False  # what adds the layer's own input (LayerInputs)
+    layer_input: bool = False  # the block that adds a per-layer embedding (LayerInputs)
 
 
 def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
-    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
+    """Return the single block of a layer. Raises CheckpointError for an unknown kind."""
     kinds = config.get("layer_types")
     kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
     kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
@@ -62,32 +60,32 @@ def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
     return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
-# of layers in families whose layers have different heads: with full attention, and others
+# Kinds of layers if layers differ in their heads: "global" for full attention, else "local".
 HeadsKind = Literal["global", "local"]
 
 
 class LayerKind(NamedTuple):
-    """Kind of one layer, where layers differ in their heads."""
+    """Kind of one layer, if layers differ in their heads."""
 
-    full: bool  # it has the fields of Family.full_layers
-    shared: bool  # it reads keys and values of an earlier layer
+    full: bool  # the fields of Family.full_layers apply
+    shared: bool  # the layer reads keys and values of an earlier layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """Per-layer embeddings: each layer has an input of its own for each token.
+    """Per-layer embeddings: each layer has its own input for each token.
 
-    The inputs of all layers are rows of a table, plus a product of the token's embedding. A layer
-    gates its input by the residual stream, and adds a projection of it.
+    The input of a layer is its part of a table's row plus its part of a product with the token's
+    embedding. The layer gates the input by the residual stream and adds a projection of the result.
     """
 
     width_key: str  # key of config.json
     table: str  # [tokens, layers width]
     model_projection: str  # linear [layers width, hidden_size], in float
-    model_norm: str  # norm of each layer's part of that product
-    gate: Projection  # the following are below a layer
+    model_norm: str  # norm of each layer's part of the product
+    gate: Projection  # this and the following are named below a layer
     projection: Projection
-    norm: str  # of the projection; one of the norms of the row
+    norm: str  # norm of the projection's output; listed in the family's norms
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -101,22 +99,26 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
-    """Selects the keys that queries of latent attention see; never quantized here."""
+    """Indexer of sparse attention: selects the keys that a query of latent attention attends to.
+
+    The indexer is never quantized here.
+    """
 
     module: str  # below a layer
     queries: Projection
     keys: Projection
-    weights: Projection  # of heads
-    norm: str  # of keys, with a bias
-    count_key: str  # key of config.json: keys that a query sees
-    # key of config.json: "full" for each layer with an indexer; empty: all layers have one
+    weights: Projection  # projection to the weights of heads
+    norm: str  # norm of keys, with a bias
+    count_key: str  # key of config.json: number of keys that a query sees
+    # key of config.json: list with "full" for each layer with an indexer; empty: all layers have it
     kinds_key: str = ""
-    interleaved: bool = False  # pairs of its rotation, whatever those of attention are
+    interleaved: bool = False  # pairs of the indexer's rotation; attention may differ
 
     def is_in(self, layer: int | None, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has an indexer; else it sees what an earlier layer selected.
+        """Return True if a layer has an indexer.
 
-        Layers that config.json does not list, for drafts, have one.
+        Without one, a layer attends to the keys that an earlier layer's indexer selected. Draft
+        layers, which config.json does not list, have an indexer.
         """
         kinds = config.get(self.kinds_key)
         if layer is None or not isinstance(kinds, list) or layer >= len(kinds):
@@ -125,7 +127,7 @@ class Indexer:
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """Return its tensors below a layer."""
+        """Return the indexer's tensors, by name below a layer."""
         projections = (self.queries, self.keys, self.weights)
         linears = [linear for each in projections for linear in each.linears]
         norms = {f"{self.norm}.{leaf}": (("index_head_dim",),) for leaf in ("weight", "bias")}
@@ -138,15 +140,15 @@ class Positions:
 
     name: str  # name of the table
     offset: int = 0
-    length_key: str = "max_position_embeddings"  # key of config.json: rows without the offset
+    length_key: str = "max_position_embeddings"  # key of config.json: table rows minus the offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRules:
-    """transformers' rules for keys that a config.json leaves out."""
+    """Rules of transformers for keys that a config.json leaves out."""
 
     may_be_null: tuple[str, ...] = ()
-    # Default by key. Without one, KV heads equal heads and head_dim is hidden_size / heads.
+    # default by key; otherwise KV heads equal heads, and head_dim is hidden_size / heads
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -154,15 +156,15 @@ class ConfigRules:
 class DraftNames:
     """Names of the tensors of an MTP layer (next_token.py), below its prefix."""
 
-    # Prefix of the decoder layer, which ends in a dot. Empty: the decoder layer has no prefix of
-    # its own, and follows the model's layers in number.
+    # Prefix of the decoder layer, ending in a dot. Empty: the decoder layer has no separate prefix,
+    # and its number follows the model's layers.
     layer: str = ""
-    count_key: str = ""  # of config.json, with `layer`: number of MTP layers; 1 if it is absent
+    count_key: str = ""  # with `layer`: key of config.json, number of MTP layers; missing: 1
     embedding_norm: str = "enorm.weight"
     state_norm: str = "hnorm.weight"
-    projection: str = "eh_proj"  # the embedding comes first
+    projection: str = "eh_proj"  # reads the embedding, then the state
     last_norm: str = "shared_head.norm.weight"
-    # Copies of the model's own tensors, which are used if these are missing. Empty: always.
+    # Copies of the model's tensors; if they are missing, or "", the model's tensors are used.
     head: str = "shared_head.head"
     embedding: str = "embed_tokens.weight"
 

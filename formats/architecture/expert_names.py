@@ -1,8 +1,8 @@
 """Names that tools give to MoE experts, mapped to the names of the family's row.
 
-A family's row has one name for each linear. Some tools write others: Mixtral's `w1`, `w3` and `w2`
-are `gate_proj`, `up_proj` and `down_proj` in files of llm-compressor, and `block_sparse_moe` is
-`mlp` in transformers' modules. The reader presents the row's names; configs may use any of them.
+A family's row has one name for each linear. Some tools write others: llm-compressor's files call
+Mixtral's `w1`, `w3` and `w2` `gate_proj`, `up_proj` and `down_proj`, and transformers' modules call
+`block_sparse_moe` `mlp`. The reader presents the row's names; configs may use any of them.
 """
 
 import re
@@ -26,16 +26,16 @@ _EXPERT = re.compile(
 
 
 class ExpertNames(NamedTuple):
-    """Example of an expert's name in the file that differs from the family's."""
+    """Example of an expert whose name in the file differs from the family's name."""
 
-    found: str  # such as block_sparse_moe.experts.0.gate_proj
+    found: str  # for example block_sparse_moe.experts.0.gate_proj
     expected: str
 
 
 def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Map names in the file to names of the family's row; empty if they are the same."""
     experts = experts_apart(config)
-    # no tool renames those without a gate, or those that no module of the layer holds
+    # no tool renames experts without a gate, or experts that are directly below the layer
     if experts is None or not (experts.gated and experts.module):
         return {}
     family = family_of(config)
@@ -46,7 +46,7 @@ def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[s
     }
     renamed = {name: _canonical(experts, dense, name) for name in names}
     differ = any(name != own for name, own in renamed.items())
-    # two names of one tensor: the file is damaged; keep its names for the error
+    # two names for one tensor: the file is damaged; keep its names for the error
     return renamed if differ and len(set(renamed.values())) == len(renamed) else {}
 
 
@@ -74,7 +74,7 @@ def other_names(module: str) -> Iterator[str]:
 
 
 def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
-    """Return (a missing linear of an expert, what the file has instead), or None.
+    """Return (a missing linear of an expert, what the file has instead); None: none is missing.
 
     `names` are tensor names as `canonical_names` returns them.
     """
@@ -105,7 +105,7 @@ def describe_found(prefix: str, names: Collection[str]) -> str:
 
 
 def experts_apart(config: Mapping[str, Any]) -> Experts | None:
-    """Return the experts of a family that stores a linear per expert, else None."""
+    """Return the experts of a family that stores one linear per expert, else None."""
     family = family_of(config)
     experts = None if family is None else family.variant(config).experts
     return None if experts is None or experts.fused else experts
@@ -117,9 +117,9 @@ def _leaves(experts: Experts) -> tuple[str, ...]:
 
 
 def _canonical(experts: Experts, dense: Mapping[str, str], name: str) -> str:
-    """Return the row's name of one tensor; names outside of experts are unchanged.
+    """Return the row's name of a tensor; names outside of experts are unchanged.
 
-    `dense`: linears of a feed-forward without experts, by their last name, and its module.
+    `dense` maps the last name of a linear of a dense feed-forward to the linear's module.
     """
     match = _EXPERT.fullmatch(name)
     if match is not None:

@@ -1,13 +1,18 @@
-"""Experts in one tensor per projection, presented as a linear per expert.
+"""Experts in one tensor per projection, presented as one linear per expert.
 
 transformers keeps the weights of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H] and
-`experts.down_proj` [E, H, I] in float; some families have names of their own and other orders of
-dims (`Experts.stacks`). Tools keep codes there, with scales next to them: transformers in float8,
-NVIDIA's Model Optimizer in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`), llm-compressor in
-the tensors of compressed-tensors (`gate_up_proj.weight_packed`, or `gate_up_proj_packed`). Gate and
-up follow each other in the first, so each linear is a run of the file's bytes. Other forms are
-refused by name. Float files of Qwen3-VL-MoE have either order of dims: [E, H, 2 I] and [E, I, H]
-as published, the usual one if transformers 5 wrote them.
+`experts.down_proj` [E, H, I] in float; some families have other names and orders of dims
+(`Experts.stacks`). Tools store codes under these names, with scales next to them:
+
+- transformers, in float8;
+- NVIDIA's Model Optimizer, in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`);
+- llm-compressor, as tensors of compressed-tensors (`gate_up_proj.weight_packed`, or
+  `gate_up_proj_packed`).
+
+In the first tensor, gate is followed by up, so each linear is a contiguous run of the file's bytes.
+Other forms are refused by name. Float files of Qwen3-VL-MoE have either order of dims: [E, H, 2 I]
+and [E, I, H] as published, the usual order if transformers 5 wrote them.
+
 Legend: E experts, N outputs, K inputs, I inner size, H hidden size.
 """
 
@@ -27,7 +32,7 @@ from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
-# What follows the stack's name -> field of a linear
+# suffix of the stack's name -> field of a linear
 FIELDS = {
     "": "weight",
     ".weight": "weight",
@@ -50,9 +55,9 @@ FIELDS = {
     "_shape": "weight_shape",
     ".weight_shape": "weight_shape",
 }
-# Fields with a number for each linear, for each expert, or for all
+# fields with one number per linear, per expert, or for all
 NUMBERS = ("weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale")
-# What follows the stack's name -> dtypes of codes there
+# suffix of the stack's name -> dtypes of its codes
 CODES = {
     **dict.fromkeys(("", ".weight"), (torch.float8_e4m3fn, torch.uint8)),
     **dict.fromkeys(("_packed", ".weight_packed"), (torch.int32, torch.uint8)),
@@ -71,9 +76,9 @@ _STACK = re.compile(
 def split_experts(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with stacks as one linear per expert; others are unchanged.
+    """Return the tensors with each stack split into one linear per expert; others are unchanged.
 
-    Raises CheckpointError for stacks that are not read.
+    Raises CheckpointError for stacks that are not supported.
     """
     experts = experts_apart(config)
     if experts is None:
@@ -86,7 +91,7 @@ def split_experts(
 def _split_codes(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with stacks that are not float as one linear per expert."""
+    """Return the tensors with each quantized stack split into one linear per expert."""
     matches = {name: match for name in entries if (match := _STACK.fullmatch(name))}
     coded = {
         (match["stem"], match["stack"])
@@ -112,7 +117,7 @@ def _split_codes(
 def coded_stacks(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of the codes of each stack that is read, by the stack's name."""
+    """Return the dtype of the codes of each supported stack, by the stack's name."""
     if experts_apart(config) is None:
         return {}
     return {
@@ -123,7 +128,7 @@ def coded_stacks(
 
 
 def _block_rows(config: Mapping[str, Any]) -> int | None:
-    """Return the rows that share a scale in blocks; None: no blocks."""
+    """Return the rows per block if scales are for blocks; None: no blocks."""
     block = config.get("quantization_config")
     size = block.get("weight_block_size") if isinstance(block, dict) else None
     return size[0] if isinstance(size, list) and size and type(size[0]) is int else None
@@ -143,7 +148,7 @@ def _linears(
     gate, up, down = LEAVES[0]
     leaves = (gate, up) if stack == STACKED[0] else (down,)
     names = [f"{stem}.{e}.{leaf}.{field}" for e in range(codes.shape[0]) for leaf in leaves]
-    if field == "weight_shape":  # of all linears together; their words have it, too
+    if field == "weight_shape":  # shape of the whole stack; the words' shape says the same
         return {}
     if field in NUMBERS:
         return _numbers(match, entry, codes, entries, names)
@@ -175,7 +180,7 @@ def _numbers(
     entries: Mapping[str, TensorEntry],
     names: list[str],
 ) -> dict[str, TensorEntry]:
-    """Return the entries of one number for each linear of a stack."""
+    """Return entries with one number for each linear of a stack."""
     count, experts = math.prod(entry.shape), codes.shape[0]
     if count not in (1, experts, len(names)) or (count > 1 and entry.shape[0] != experts):
         raise _not_read(match, entry, codes, entries)
@@ -185,7 +190,7 @@ def _numbers(
 def _cut(
     entry: TensorEntry, names: list[str], shape: tuple[int, ...], places: Iterable[int]
 ) -> dict[str, TensorEntry]:
-    """Return entries of equal parts of a tensor, each with its place among them."""
+    """Return entries of equal parts of a tensor, each with its position in the tensor."""
     size = math.prod(shape) * entry.dtype.itemsize
     return {
         name: replace(
@@ -198,7 +203,7 @@ def _cut(
 def _not_read(
     match: re.Match, entry: Any, codes: Any, entries: Mapping[str, TensorEntry]
 ) -> CheckpointError:
-    """Return the error of a stack in another form, with what was found."""
+    """Return the error for a stack in an unsupported form, with what was found."""
     stem, stack, shown = match["stem"], match["stack"], codes or entry
     others = [each for each in entries if each.startswith(f"{stem}.{stack}")]
     return CheckpointError(
@@ -213,7 +218,7 @@ def _not_read(
 def _split_floats(
     config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with float stacks of layers as one matrix [N, K] per linear.
+    """Return the tensors with each float stack split into one matrix [N, K] per linear.
 
     Raises CheckpointError for a stack that is not float, or whose shape does not divide.
     """
@@ -246,7 +251,7 @@ def _split_floats(
             )
         projection = projections[match["stack"]]
         transposed = experts.stacks_transposed
-        if config.get(EITHER_ORDER):  # as transformers decides
+        if config.get(EITHER_ORDER):  # the same decision as in transformers
             transposed = entry.shape[2] != config.get(projection.inputs)
         found |= _float_linears(match["layer"], name, entry, projection, transposed)
     return found
@@ -305,10 +310,10 @@ def _columns(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnsEntry(TensorEntry):
-    """Columns of a matrix of a file, read as rows. `offset`: of the matrix."""
+    """Columns of a matrix of a file, read as rows. `offset` is the position of the matrix."""
 
-    start: int  # the first of the columns
-    columns: int  # of the file's matrix
+    start: int  # index of the first column
+    columns: int  # number of columns of the file's matrix
 
     def read(self) -> torch.Tensor:
         """Read the matrix, and return its columns as rows [N, K]. Raises CheckpointError."""
@@ -318,7 +323,7 @@ class ColumnsEntry(TensorEntry):
         return matrix_KN[:, self.start : self.start + count].T.contiguous()
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop`; the whole matrix is read. Raises CheckpointError."""
+        """Return rows `start` to `stop`; this reads the whole matrix. Raises CheckpointError."""
         return self.read()[start:stop]
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:

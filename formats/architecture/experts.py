@@ -1,4 +1,4 @@
-"""Experts of a family's row: their linears, their router and shared expert, and their layers."""
+"""Experts of a family's row: linears, router, shared expert, and the layers that have them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,85 +13,85 @@ class Router:
     """Routing of tokens to experts. It stays in float."""
 
     name: str = "gate"  # below the module
-    # transformers has a Linear, which it would take for quantized unless the file says otherwise
+    # In transformers the router is a Linear, which counts as quantized unless the file lists it.
     is_linear: bool = False
-    # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only;
-    # sparsemixer: over those near each (qkernels/moe/routing.py)
+    # Function of x @ weight. softmax_of_chosen: softmax over the chosen experts' logits only;
+    # sparsemixer: softmax over the logits near each chosen one (qkernels/moe/routing.py).
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
-    jitter_key: str = ""  # key of config.json, of sparsemixer
+    jitter_key: str = ""  # key of config.json: jitter of sparsemixer
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
     float32: bool = False  # x @ weight is computed in float32
     rounded: bool = False  # routing weights are rounded to the activations' dtype
-    bias: bool = False  # of the product
+    bias: bool = False  # x @ weight has a bias
     correction: str = ""  # tensor below the module that is added to scores for the choice only
-    correction_is_row: bool = False  # it is stored as [1, experts]
-    # Experts form n_group groups; topk_group of them are kept, ranked by a group's best score or by
-    # the sum of its two best.
+    correction_is_row: bool = False  # the correction is stored as [1, experts]
+    # Experts form n_group groups. Only the topk_group best groups take part in the choice, ranked
+    # by a group's best score or by the sum of its two best.
     group_score: Literal["", "max", "top2"] = ""
     grouped: Flag = True  # False: all experts are one group
     factor_key: str = ""  # key of config.json: factor of the routing weights
-    # It reads the residual stream, normed without weights, times this tensor of the layer and
-    # hidden_size^-0.5; empty: it reads what the experts read.
+    # Tensor of the layer. The router reads the residual stream, normalized without weights, times
+    # this tensor and hidden_size^-0.5. Empty: the router reads the experts' input.
     input_scale: str = ""
     expert_scale: str = ""  # tensor of the layer: a factor of each expert's routing weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """Shared expert, which every token uses."""
+    """Shared expert, which processes every token."""
 
     gate_up: Projection
     down: Projection
-    gate: str = ""  # linear of one output; its sigmoid multiplies the expert's output
+    gate: str = ""  # linear with one output, whose sigmoid multiplies the expert's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Mixture of experts that replaces a layer's feed-forward, or is next to it."""
 
-    # name in the checkpoint, which transformers calls `mlp`; empty: the layer holds router and
-    # experts
+    # name in the checkpoint (transformers calls it `mlp`); empty: router and experts are directly
+    # below the layer
     module: str
     gate_up: Projection
     down: Projection
     routing: Router
     shared: SharedExpert | None = None
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
-    # In MXFP4 it is a pair of tensors, not transposed.
+    # In MXFP4 there is a pair of tensors instead, not transposed.
     fused: bool = False
     # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
     # all experts, or of three, each for one linear; the reader presents the linears of each expert
     # (expert_stacks.py).
     stacks: tuple[str, ...] = ()
-    stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
-    # Linears of a layer before and after the experts, which read what the first one makes. Router
-    # and shared expert read the layer's input.
+    stacks_transposed: bool = False  # the stacks are [E, H, 2 I] and [E, I, H]
+    # Linears before and after the experts, which read the output of the first. Router and shared
+    # expert read the layer's input.
     latent: tuple[Projection, ...] = ()
-    with_dense: bool = False  # their layers have a dense feed-forward, too
+    with_dense: bool = False  # layers with experts also have a dense feed-forward
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
-    limits_key: str = ""  # as Family.limits_key, of these experts
-    # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
-    # layers before a number; all but every n-th.
+    limits_key: str = ""  # like Family.limits_key, for these experts
+    # Keys of config.json for the layers with a dense feed-forward instead: a list of layers; all
+    # layers before a number; all layers except every n-th.
     dense_layers_key: str = ""
     first_dense_key: str = ""
     every_key: str = ""
-    types_key: str = ""  # a list: "sparse" for each layer with experts
+    types_key: str = ""  # a list with "sparse" for each layer with experts
 
     @property
     def gated(self) -> bool:
-        """Return True if gate_up makes gate and up, False if up alone."""
+        """True if gate_up computes gate and up, False if only up."""
         return len(self.gate_up.members) == 2
 
     @property
     def router(self) -> str:
-        """Return the router's linear."""
+        """Name of the router's linear."""
         return self._below(self.routing.name)
 
     @property
     def stem(self) -> str:
-        """Return the module of the experts alone."""
+        """Name of the module that holds only the experts."""
         return self._below("experts")
 
     def _below(self, name: str) -> str:
@@ -109,7 +109,7 @@ class Experts:
         return (layer + 1) % (config.get(self.every_key) or 1) == 0
 
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        """Return the tensors other than the experts' linears, by their names below the layer."""
+        """Return all tensors except the experts' linears, by name below the layer."""
         E = ("num_experts",)
         shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
         if self.routing.bias:

@@ -30,16 +30,16 @@ from formats.architecture.states.mixer import StateMixer
 from formats.errors import CheckpointError
 
 HEAD = "lm_head.weight"
-# Key that text_part.py adds for files whose float stacks of experts have either order of dims.
+# Key that text_part.py adds for files whose float expert stacks may have either order of dims.
 EITHER_ORDER = "expert_stacks_of_either_order"
-STREAMS = 4  # of hidden states, in families with several
+STREAMS = 4  # streams of hidden states, in families with several
 MAX_LAYERS = 10_000  # far more than any model has
-# Suffixes of tensors that older writers store although every reader computes them.
+# Suffixes of tensors that older tools store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """Return the one architecture that config.json names; None: none, or several."""
+    """Return the single architecture that config.json names; None: none or several."""
     names = config.get("architectures")
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     return names[0] if is_one else None
@@ -47,118 +47,118 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Row of the table: one architecture."""
+    """One row of the table of families: an architecture."""
 
     architecture: str
-    title: str  # name for people
+    title: str  # name that is shown to users
     model_type: str
     builder: str = ""  # module of qserve/model/families that builds it; empty: not served
     qkv: Projection
     o: Projection
-    # Projections of latent attention between qkv, which makes latents, and o (rows/latent_parts).
-    # Queries and values have widths of their own; sizes call those of values "q" and "kv".
+    # Latent attention: projections between qkv, which computes latents, and o
+    # (rows/latent_parts.py). Queries and values have different widths; the sizes "q" and "kv" are
+    # those of values.
     latent: tuple[Projection, ...] = ()
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
     state_mixer: StateMixer | None = None  # None: all layers have attention
-    # Each layer has one block, which layer_types says: a mixer of either kind or a feed-forward.
+    # Each layer has one block, stated in layer_types: attention, a recurrent mixer or a
+    # feed-forward.
     lone_blocks: bool = False
-    # The output of attention has a gate: q_proj makes each head's queries, then its gate; or a
-    # linear of its own makes the gates, after q.
+    # The output of attention has a gate. q_proj computes each head's queries, then its gate; or a
+    # separate linear computes the gates, after q.
     gated_attention: bool = False
-    # Linear that reads what qkv reads, and makes a gate of each head's output. It stays in float.
+    # Linear with qkv's input that computes a gate for each head's output. It stays in float.
     head_gates: Projection | None = None
-    gate_activation: Literal["softplus", "sigmoid"] = "softplus"  # of head_gates
+    gate_activation: Literal["softplus", "sigmoid"] = "softplus"  # activation of head_gates
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
-    layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
-    # Tensors of a layer: learned numbers of the activation or of other blocks, by their names
-    # there.
+    layer_scalar: str = ""  # tensor of a layer: factor of the layer's output
+    # Tensors of a layer with learned numbers of the activation or of other blocks, by the name
+    # that the block uses.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_factor_key: str = ""  # key of config.json: factor of the values
-    value_norm: bool = False  # values are normed by head, without weights
-    # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
-    # their heads "global_head_dim".
+    value_norm: bool = False  # values are normalized by head, without weights
+    # Fields that differ in layers with full attention (`layer_types`). The size of their heads is
+    # "global_head_dim".
     full_layers: Mapping[str, Any] = field(default_factory=dict)
-    keys_are_values: Flag = False  # in those layers; the last member of qkv, v, is missing
-    # Key of config.json: the last layers, which have no keys and values, but read those of the last
-    # earlier layer of their type; whether their feed-forward is twice as wide.
+    keys_are_values: Flag = False  # in full layers, keys are also values: qkv has no v
+    # Key of config.json: number of last layers without keys and values, which read those of the
+    # last earlier layer of their type.
     shared_layers_key: str = ""
-    wide_shared: Flag = False
-    layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
-    indexer: Indexer | None = None  # of layers with latent attention; None: queries see all keys
-    # transformers' names of modules and tensors of a layer, by those of this row, where they
-    # differ. Experts' own are left out: calibration has modules of its own for them.
+    wide_shared: Flag = False  # the feed-forward of these layers is twice as wide
+    layer_inputs: LayerInputs | None = None  # None: layers read only the residual stream
+    indexer: Indexer | None = None  # indexer of latent attention; None: queries see all keys
+    # This row's names of modules and tensors of a layer -> transformers' names, if they differ.
+    # Experts are left out, because calibration has separate modules for them.
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)
-    # transformers' tensors of a layer, and those of this row that are their parts, in order
+    # transformers' tensor of a layer -> this row's tensors that are its parts, in order
     joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     class_in_transformers: str = ""  # a class next to those of layers; empty: the architecture's
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
-    # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
-    # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
+    # Names of the matrices [hidden_size, hidden_size], numbered from 0, that compute the other
+    # streams of hidden states from embeddings, and of those that map back; empty: one stream.
     streams: tuple[str, ...] = ()
-    gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
-    # Attention and feed-forward read the same norm, and both outputs are added to its input. That
-    # norm `feeds` the projection of attention.
+    gated: bool = True  # gate_up computes gate and up; down reads activation(gate) * up
+    # Attention and feed-forward read the same norm, and both outputs are added to the norm's input.
+    # The norm's `feeds` is the projection of attention.
     parallel: Flag = False
     norms: tuple[Norm, ...]
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    norm_weights: bool = True  # False: norms multiply by nothing, and have no tensors
+    norm_weights: bool = True  # False: norms have no weights
     norm_eps_key: str = "rms_norm_eps"  # key of config.json; empty: 1e-5, torch's default
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
-    float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
-    activation_key: str = "hidden_act"  # empty: always the usual one
-    activations: tuple[str, ...] = ("silu",)  # the usual one first
-    # Key of config.json: a limit of the activation (ActSpec) for each layer; 0 or null: none. Of
-    # shared experts, too; Experts.limits_key has that of the others.
+    float32_norms: bool = False  # norm weights are float32, and the result is rounded once
+    activation_key: str = "hidden_act"  # key of config.json; empty: always the default
+    activations: tuple[str, ...] = ("silu",)  # supported activations, the default first
+    # Key of config.json with an activation limit (ActSpec) for each layer; 0 or null: no limit. It
+    # covers shared experts; the limits of routed experts are under Experts.limits_key.
     limits_key: str = ""
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
-    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any;
-    # "rope_theta": all if rope_parameters states a theta and a type, else none.
+    # Layers with rotary embeddings. "windows": layers with a sliding window, or all layers if none
+    # has a window. "rope_theta": all layers if rope_parameters has a theta and a type, else none.
     rope: Literal[
         "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
     ] = "all"
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
-    rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
+    rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, with theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
-    reversed_rope: bool = False  # pairs turn the other way
-    alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
-    scaled_alibi: bool = False  # they are multiplied by the scale of scores
+    reversed_rope: bool = False  # pairs rotate in the opposite direction
+    alibi: bool = False  # attention has ALiBi biases (numerics/alibi.py)
+    scaled_alibi: bool = False  # ALiBi biases are multiplied by the scale of scores
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: Flag = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
-    positions: Positions | None = None  # learned, added to embeddings; None: no such table
-    logits_divisor_key: str = ""  # logits are divided by it
-    logits_factor_key: str = ""  # logits are multiplied by it
-    # Keys of config.json for variants that are not supported, with the value that they must have. A
-    # missing key has that value. A tuple holds several. A dot leads into a part of config.json.
+    positions: Positions | None = None  # learned positions, added to embeddings; None: none
+    logits_divisor_key: str = ""  # key of config.json: divisor of the logits
+    logits_factor_key: str = ""  # key of config.json: factor of the logits
+    # Keys of config.json -> the only supported value, which missing keys also have. A tuple holds
+    # several values. A dot in a key leads into a part of config.json.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     like_hidden_size: tuple[str, ...] = ()  # keys that must equal hidden_size if they are present
-    logits_cap_key: str = ""  # softcapped logits: cap * tanh(logits / cap)
+    logits_cap_key: str = ""  # key of config.json: cap of logits, cap * tanh(logits / cap)
     tied: bool = False  # default of tie_word_embeddings
-    float16: bool = True  # activations stay within its range
+    float16: bool = True  # activations stay within float16's range
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
-    # How files differ from the usual form (stored_form/): their own keys of config.json by the
-    # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
-    # of a layer that hold masks or other tables, which are computed.
-    config_keys: Mapping[str, str] = field(default_factory=dict)
-    left_out_prefix: str = ""
-    other_names: Mapping[str, str] = field(default_factory=dict)  # modules, by names in some files
-    transposed: bool = False
-    masks: tuple[str, ...] = ()
+    # How files differ from the usual form (stored_form/).
+    config_keys: Mapping[str, str] = field(default_factory=dict)  # usual key -> key in the file
+    left_out_prefix: str = ""  # prefix of tensor names that some files leave out
+    other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
+    transposed: bool = False  # weights of a layer are stored as [inputs, outputs]
+    masks: tuple[str, ...] = ()  # tensors of a layer with masks or tables, which are computed here
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
-    draft_layers_key: str = ""  # MTP layers after those, for drafts only (next_token.py)
-    unread_layers_key: str = ""  # key of config.json: layers after those, which are not read
-    draft_prefix: str = ""  # prefixes of tensors outside of layers that are for drafts only
-    draft_names: DraftNames = LAST_LAYER  # with `layer`: of the MTP layer below draft_prefix
+    draft_layers_key: str = ""  # number of MTP layers after the model's layers (next_token.py)
+    unread_layers_key: str = ""  # number of further layers at the end, which are not read
+    draft_prefix: str = ""  # prefix of MTP tensors outside of the layers
+    draft_names: DraftNames = LAST_LAYER  # names in an MTP layer; with `layer`, below draft_prefix
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
     head_bias: bool = False
-    # Fields that differ where a flag of config.json is set.
+    # (flag of config.json, fields that differ if it is set)
     variants: tuple[tuple[Flag, Mapping[str, Any]], ...] = ()
 
     def variant(self, config: Mapping[str, Any]) -> "Family":
@@ -169,7 +169,7 @@ class Family:
         return self
 
     def of_layer(self, layer: int | None, config: Mapping[str, Any]) -> "Family":
-        """Return the row with the fields of one layer; None: of layers that are not special."""
+        """Return the row with the fields of one layer; None: a layer without special fields."""
         row, kind = self, self.kind_of_layer(layer, config)
         if kind.full:
             row = replace(row, **self.full_layers)
@@ -190,7 +190,7 @@ class Family:
         )
 
     def kind_of_layer(self, layer: int | None, config: Mapping[str, Any]) -> LayerKind:
-        """Return the kind of one layer; None: of layers that are not special."""
+        """Return the kind of one layer; None: a layer without special fields."""
         kinds = config.get("layer_types")
         if not self.full_layers or layer is None or not isinstance(kinds, list):
             return LayerKind(full=False, shared=False)
@@ -200,7 +200,7 @@ class Family:
         )
 
     def heads_kind(self, layer: int, config: Mapping[str, Any]) -> HeadsKind:
-        """Return the first part of the names of sizes that count the layer's heads."""
+        """Return the prefix of the names of sizes that count the layer's heads."""
         return "global" if self.kind_of_layer(layer, config).full else "local"
 
     def heads_of_layer(self, layer: int, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -212,15 +212,15 @@ class Family:
         return heads, kv_heads or config.get("num_key_value_heads") or usual
 
     def _first_shared(self, config: Mapping[str, Any]) -> int:
-        """Return the first layer that reads keys and values of an earlier one."""
+        """Return the first layer that reads keys and values of an earlier layer."""
         count, shared = config.get(self.num_layers_key), config.get(self.shared_layers_key)
         count = min(count, MAX_LAYERS) if is_size(count) else MAX_LAYERS
         return count - shared if is_size(shared) else count
 
     def kv_source(self, layer: int, config: Mapping[str, Any]) -> int | None:
-        """Return the layer whose keys and values a layer reads; None: it has its own.
+        """Return the layer whose keys and values a layer reads; None: the layer's own.
 
-        Raises CheckpointError if there is none.
+        Raises CheckpointError if there is no such layer.
         """
         if not self.kind_of_layer(layer, config).shared:
             return None
@@ -243,7 +243,7 @@ class Family:
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of draft layers, which the model itself does not use.
 
-        Those below draft_prefix have one in common: the first of them drafts.
+        All layers below draft_prefix have one prefix in common; the first of them drafts.
         """
         if self.draft_names.layer:
             count = config.get(self.draft_names.count_key, 1)
@@ -266,13 +266,13 @@ class Family:
         count = config.get(self.num_layers_key)
         if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
             return layers
-        # published files have them all the same
+        # published files contain these tensors all the same
         unused = [name for name, _ in self.qkv.members[1:]] + [KEY_NORM]
         numbers = range(max(self._first_shared(config), 0), min(count, MAX_LAYERS))
         return (*layers, *(f"{self.layer.format(i=i)}.{name}." for i in numbers for name in unused))
 
     def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has a state, instead of keys and values or besides them."""
+        """Return True if a layer has a recurrent state, instead of or next to keys and values."""
         return self.state_mixer is not None and self.state_mixer.is_in(layer, config)
 
     def blocks(self, config: Mapping[str, Any], layer: int | None = None) -> Blocks:
@@ -299,7 +299,7 @@ class Family:
         return bool(config.get("tie_word_embeddings", self.tied))
 
     def rotates(self, config: Mapping[str, Any]) -> bool:
-        """Return True if some layer has rotary embeddings."""
+        """Return True if any layer has rotary embeddings."""
         if self.rope == "position_embedding_type":
             return config.get(self.rope) == "rope"
         if self.rope == "rope_theta":
@@ -316,10 +316,7 @@ class Family:
 
     @property
     def dense(self) -> tuple[Projection, ...]:
-        """Return the projections of a layer with attention, in the order they run.
-
-        Those of experts are left out.
-        """
+        """Projections of an attention layer in the order they run, without those of experts."""
         return tuple(self.projections(Blocks(dense=self.experts is None)))
 
     def projections(
@@ -327,7 +324,7 @@ class Family:
     ) -> Iterator[Projection]:
         """Return every projection of a layer with these blocks, in the order they run.
 
-        None: attention, and experts if the family has them.
+        None: a layer with attention, and experts if the family has them.
         """
         blocks = blocks or self.blocks({})
         if blocks.state:
@@ -353,9 +350,9 @@ class Family:
     def first_projections(
         self, config: Mapping[str, Any], layer: int | None = None
     ) -> tuple[Projection, ...]:
-        """Return the projections that read a layer's first input, as `blocks` describes it.
+        """Return the projections that read the first input of a layer with these blocks.
 
-        A layer of experts alone has none: their router reads it.
+        A layer with only experts has none: its router reads the input.
         """
         blocks, found = self.blocks(config, layer), ()
         if blocks.state:
@@ -368,13 +365,13 @@ class Family:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Return a layer's linears as stored, without those of experts."""
+        """A layer's linears as stored, without those of experts."""
         return tuple(linear for projection in self.dense for linear in projection.linears)
 
     def linears_of(self, config: Mapping[str, Any], layer: int | None = None) -> list[Linear]:
-        """Return a layer's linears, those of its experts too, in the order they run.
+        """Return a layer's linears, including those of experts, in the order they run.
 
-        Without a number, as `blocks`.
+        Without a number, the layer is the one that `blocks` describes.
         """
         row = self.of_layer(layer, config)
         count = min(num_experts(config) or 0, MAX_EXPERTS)
@@ -384,9 +381,9 @@ class Family:
     def layer_tensors(
         self, config: Mapping[str, Any], layer: int | None = None
     ) -> dict[str, Shape]:
-        """Return a layer's tensors in a float checkpoint, by their names below the layer.
+        """Return a layer's tensors in a float checkpoint, by name below the layer.
 
-        Without a number, as `blocks`.
+        Without a number, the layer is the one that `blocks` describes.
         """
         blocks, linears = self.blocks(config, layer), self.linears_of(config, layer)
         shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
@@ -445,22 +442,22 @@ class Family:
 
     @property
     def stream_linears(self) -> tuple[str, ...]:
-        """Return the names of the linears that make streams and lead back."""
+        """Names of the linears that compute the other streams and map back."""
         return tuple(f"{name}.{number}" for name in self.streams for number in range(STREAMS - 1))
 
     @property
     def head_bias_name(self) -> str:
-        """Return the bias of the head, in families whose head has one."""
+        """Name of the head's bias, in families whose head has one."""
         return _bias_of(self.head)
 
     @property
     def last_norm_bias(self) -> str:
-        """Return the bias of the last norm, in families whose norms have one."""
+        """Name of the last norm's bias, in families whose norms have one."""
         return _bias_of(self.last_norm)
 
     @property
     def embedding_norm_bias(self) -> str:
-        """Return the bias of the norm of embeddings, in families whose norms have one."""
+        """Name of the bias of the norm of embeddings, in families whose norms have one."""
         return _bias_of(self.embedding_norm)
 
     def norm_eps(self, config: Mapping[str, Any]) -> float:
@@ -479,8 +476,7 @@ class Family:
         return shapes
 
     def sizes(self, config: Mapping[str, Any]) -> dict[str, int | None]:
-        """Return the values of the sizes that shapes name; None if config.json does not state
-        one."""
+        """Return the values of the sizes that shapes name; None if config.json lacks a value."""
         found = named_sizes(config, self.rules.defaults if self.rules else {}, self.inner_key)
         if self.positions is not None:
             length = config.get(self.positions.length_key)

@@ -1,4 +1,4 @@
-"""Table of the model families for people: `qserve families`, and the list in README.md."""
+"""Table of the model families for users: `qserve families`, and the list in README.md."""
 
 import textwrap
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFacts:
-    """Support of one architecture."""
+    """Support for one architecture."""
 
     title: str
     architecture: str  # as config.json names it
@@ -30,7 +30,7 @@ class FamilyFacts:
 
 
 def facts(family: Family) -> FamilyFacts:
-    """Return what the project supports of a family."""
+    """Return what the project supports for a family."""
     has_layer = family.draft_layers_key or family.draft_names.layer
     drafters = "any drafter and its MTP layer" if has_layer else "any drafter"
     return FamilyFacts(
@@ -72,7 +72,7 @@ def to_text() -> str:
 
 
 def _whole() -> str:
-    """Return the architectures that hold a text model of one of the families."""
+    """Return the architectures that contain the text model of a known family."""
     return textwrap.fill(", ".join(sorted(WRAPPERS)), width=120, break_on_hyphens=False)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Stated(NamedTuple):
-    """Flag that config.json holds."""
+    """Flag that is the value of a key of config.json."""
 
     key: str
     default: bool
@@ -18,7 +18,7 @@ class Equals(NamedTuple):
     value: Any
 
 
-# fixed, the key of config.json that holds it (missing: False), or one of the above
+# a fixed value, a key of config.json (missing: False), or one of the above
 Flag = bool | str | Stated | Equals
 
 

@@ -1,4 +1,4 @@
-"""Linears of a float checkpoint that can be quantized: names, shapes, and which stay in float."""
+"""Linears of a float checkpoint: names, shapes, and which of them stay in float."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ def linear_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Return [N, K] of every linear of every decoder layer, by full name.
 
-    `sizes`: as `Family.sizes` returns them, none unknown. Experts that are stored as one tensor
-    are not among the linears.
+    `sizes` is the result of `Family.sizes`, without None. Experts that are stored as one tensor are
+    not included.
     """
     found = {}
     for layer in range(config[family.num_layers_key]):
@@ -41,9 +41,9 @@ def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return full names of linears that are never quantized, which a file must list as float.
+    """Return full names of linears that are never quantized, with the reason.
 
-    The values are the reasons.
+    A file must list them as float.
     """
     found, layers = {}, range(config[family.num_layers_key])
     prefixes = [family.layer.format(i=i) for i in layers]
@@ -61,9 +61,9 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def of_routing(experts: Experts) -> dict[str, str]:
-    """Return their names below a layer.
+    """Return the names below a layer of an expert block's never quantized linears, with the reason.
 
-    transformers takes every Linear for quantized that is not listed: some routers
+    transformers treats every Linear that is not listed as quantized: some routers
     (Router.is_linear), and gates of shared experts.
     """
     found = {experts.router: "routes tokens"} if experts.routing.is_linear else {}

@@ -26,7 +26,7 @@ from formats.table import size_text
 
 
 def tensors(family: Family, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
-    """Return the tensors that an MTP layer must have in a float checkpoint, by names below it."""
+    """Return the tensors that an MTP layer must have in a float checkpoint, by name below it."""
     C, names = ("hidden_size",), family.draft_names
     layer = family.layer_tensors(config, layer_number(family, prefix))
     return {
@@ -39,7 +39,7 @@ def tensors(family: Family, config: Mapping[str, Any], prefix: str) -> dict[str,
 
 
 def layer_number(family: Family, prefix: str) -> int | None:
-    """Return the number of an MTP layer among the model's; None: it is none of them."""
+    """Return an MTP layer's number after the model's layers; None if it has a separate prefix."""
     return None if family.draft_names.layer else int(prefix.removesuffix(".").rpartition(".")[2])
 
 
@@ -47,13 +47,13 @@ def layer_number(family: Family, prefix: str) -> int | None:
 class DraftLayers:
     """MTP layers of a checkpoint."""
 
-    stated: int  # number in config.json
+    stated: int  # number of MTP layers in config.json
     layers: tuple[str, ...]  # layers with at least one tensor
     num_bytes: int
     missing: tuple[str, ...]  # tensors that these layers lack
 
     def to_text(self) -> str:
-        """Return a line for the report."""
+        """Return a line for reports."""
         if not self.layers:
             return f"draft layers: none, config.json states {self.stated}; the model runs without"
         here = f"draft layers: {', '.join(self.layers)}, {size_text(self.num_bytes)}"
@@ -67,7 +67,7 @@ class DraftLayers:
 def find_draft_layers(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> DraftLayers | None:
-    """Find the MTP layers of a folder; None: config.json states none, or its family has none."""
+    """Find the MTP layers of a folder; None: config.json states none, or the family has none."""
     family = _family(config)
     prefixes = () if family is None else family.draft_layers(config)
     if not prefixes:
@@ -117,7 +117,7 @@ def draft_linears(
 
 
 def _family(config: Mapping[str, Any]) -> Family | None:
-    """Return the family that config.json names if it may have MTP layers."""
+    """Return the family that config.json names, if it may have MTP layers."""
     family = family_of(config)
     has_any = family is not None and (family.draft_layers_key or family.draft_prefix)
     return family.variant(config) if has_any else None

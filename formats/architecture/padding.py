@@ -1,7 +1,7 @@
-"""Padding of feed-forwards with zeros until their groups fit.
+"""Pad feed-forwards with zeros until their groups fit.
 
 gate and up get zero outputs, and down gets zero inputs for them. Every activation function maps 0
-to 0, so the model computes the same. The width in config.json (`Family.inner_key`) grows too,
+to 0, so the model computes the same. The width in config.json (`Family.inner_key`) grows, too,
 because readers check it.
 """
 
@@ -24,10 +24,10 @@ class Widened(NamedTuple):
     """Dimension of a linear's weight that counts intermediate features."""
 
     dim: int
-    parts: int  # matrices in one: 2 if gate and up are stored as one
+    parts: int  # number of fused matrices: 2 if gate and up are stored as one
 
 
-# by the linear's name below its layer
+# linear's name below its layer -> dimension to pad
 WIDENED = {
     linear.name: Widened(0, len(linear.outputs)) if set(linear.outputs) == {KEY} else Widened(1, 1)
     for family in FAMILIES.values()
@@ -75,8 +75,10 @@ class Padding:
 def make_padding(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], scheme: Scheme
 ) -> Padding:
-    """Find the smallest width that fits the scheme's groups and all layouts. Raises
-    CheckpointError."""
+    """Find the smallest width that fits the scheme's groups and all layouts.
+
+    Raises CheckpointError.
+    """
     key = _key(config)
     before = config.get(key)
     for name, shape in shapes.items():

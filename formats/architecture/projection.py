@@ -1,4 +1,4 @@
-"""Linears of a layer, and those that run as one matrix: names and sizes of a family's row."""
+"""Linears of a layer, and projections: linears that run as one matrix. Part of a family's row."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -6,12 +6,12 @@ from typing import Literal
 from formats.architecture.flags import Flag
 
 Split = Literal["outputs", "inputs"]
-Shape = tuple[tuple[str, ...], ...]  # for each dim, the sizes whose sum it is
+Shape = tuple[tuple[str, ...], ...]  # for each dim, the names of the sizes that add up to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Linear of a layer, as checkpoints store it."""
+    """A linear of a layer, as checkpoints store it."""
 
     name: str  # below the layer
     outputs: tuple[str, ...]
@@ -20,30 +20,30 @@ class Linear:
 
     @property
     def shape(self) -> Shape:
-        """Return the weight's shape [N, K]."""
+        """Shape of the weight, [N, K]."""
         return (self.outputs, (self.inputs,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Linears that share an input and run as one matrix. {e} is an expert's number."""
+    """Linears that share an input and run as one matrix. {e} in names is an expert's number."""
 
-    name: str  # name of that matrix, below the layer
+    name: str  # name of the fused matrix, below the layer
     members: tuple[tuple[str, str], ...]  # (name, size of the outputs) of each linear
     inputs: str
-    split: Split = "outputs"  # what is divided over several GPUs
+    split: Split = "outputs"  # dimension that tensor parallelism divides
     bias: Flag = False
-    stored_fused: bool = False  # the checkpoint stores the one matrix, not its members
-    # that matrix has the outputs of each KV head together: its queries, its key, its value
+    stored_fused: bool = False  # the checkpoint stores the fused matrix, not its members
+    # stored order of the fused matrix: for each KV head its queries, its key, its value
     by_head: bool = False
-    # that matrix has so many blocks, each with the queries, the values and the keys of its heads
+    # stored order of the fused matrix: this many blocks, each with queries, values, keys of heads
     blocks: int = 0
-    float_because: str = ""  # why it stays in float by default
-    apart_elsewhere: bool = False  # other servers run its members as a matrix each
+    float_because: str = ""  # why the projection stays in float by default
+    apart_elsewhere: bool = False  # other servers run its members as separate matrices
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Return the linears as they are stored."""
+        """The linears as they are stored."""
         members = [(name, (size,)) for name, size in self.members]
         if self.stored_fused:
             members = [(self.name, tuple(size for _, size in self.members))]
@@ -53,7 +53,7 @@ class Projection:
         )
 
     def first_members(self, count: int) -> "Projection":
-        """Return the projection of the first members alone."""
+        """Return the projection with only the first `count` members."""
         return replace(self, members=self.members[:count])
 
     def only(self, place: int) -> "Projection":

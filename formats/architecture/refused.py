@@ -1,4 +1,4 @@
-"""Architectures that are refused by name, with the reason and what to do instead."""
+"""Architectures that are refused by name, each with the reason and an alternative."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Types of rotary embedding in transformers, and their parameters."""
+"""Types of rotary embedding in transformers, and the parameters that they require."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ ROPE_TYPES: dict[str, RopeType] = {
 
 
 def one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope parameters without the axes of images: those of a text are equal."""
+    """Return rope parameters without the axes of images, which are equal for text."""
     kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     for key in ("type", "rope_type"):
         if kept.get(key) == "mrope":
@@ -35,7 +35,7 @@ def one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bool) -> list[int]:
-    """Return the axis of each pair. Raises InputError if the sections do not fit."""
+    """Return the axis of each rotated pair. Raises InputError if the sections do not fit."""
     if len(sections) != 3 or sum(sections) != num_pairs:
         raise InputError(
             "config.json mrope_section",

@@ -1,4 +1,4 @@
-"""Values of the sizes that a family's shapes name, as far as config.json states them."""
+"""Values of the sizes that a family's shapes name, if config.json states them."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _NUMBERS = (
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size"),
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
-    # of layers with and without a window, in families whose layers have different heads
+    # heads of layers with and without a window, in families whose layers differ in heads
     *("num_global_attention_heads", "num_local_attention_heads", "num_local_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
@@ -63,7 +63,7 @@ def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:
 
 
 def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the outputs of the projections of latent attention."""
+    """Return the output sizes of the projections of latent attention."""
     rank, nope, rope, value, heads = (
         sizes[name]
         for name in (
@@ -74,16 +74,16 @@ def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     if not (rank and nope and rope and value and heads):
         return dict.fromkeys(("latent", "latent_q", "latent_kv"))
     return {
-        "latent": rank + rope,  # what is kept of a token
+        "latent": rank + rope,  # size of a token's cache entry
         "latent_q": heads * (nope + rope),
         "latent_kv": heads * (nope + value),
     }
 
 
 def _sizes_by_kind(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the sizes of attention in layers with and without a window: "local" and "global".
+    """Return the attention sizes of layers with and without a window: "local" and "global".
 
-    "v" is the width of values and "o" that of what o reads, where keys are wider than values.
+    "v" is the width of values and "o" the input width of o, if keys are wider than values.
     """
     found = {}
     for kind, width in (("global", "global_head_dim"), ("local", "head_dim")):
@@ -126,7 +126,7 @@ def named_sizes(
     heads, hidden, head_dim = (
         found[name] for name in ("num_attention_heads", "hidden_size", "head_dim")
     )
-    if found["kv_lora_rank"]:  # latent attention: what o reads
+    if found["kv_lora_rank"]:  # latent attention: "q" and "kv" are widths of values
         head_dim = found["head_dim"] = found["v_head_dim"]
     kv_heads = heads if found["num_key_value_heads"] is None else found["num_key_value_heads"]
     if head_dim is None and heads and hidden:

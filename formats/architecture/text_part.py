@@ -14,12 +14,12 @@ from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
-LLM_CONFIG = "llm_config"  # the same, of code in a model's folder
+LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
 _BLOCK = "quantization_config"
 _HEAD = "lm_head."
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
-# architectures that hold a text model
+# architectures that contain a text model
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -40,7 +40,7 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
-    # text alone: their towers are not served
+    # served as text models only
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
@@ -60,7 +60,7 @@ WRAPPERS = (
     "VideoLlavaForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
 )
-# model_type of a text part -> that of the text model with the same layers
+# model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
@@ -73,7 +73,7 @@ _SAME_LAYERS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# prefixes in the file -> in the text model; the first match counts
+# prefix in the file -> prefix in the text model; the first match counts
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": _HEAD,
@@ -85,19 +85,19 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector",)
-_LONE_TENSOR = "image_newline"  # of LLaVA-NeXT
+_LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
-_DOT = r"\\?\."  # in a name, or in a pattern of names
+_DOT = r"\\?\."  # a dot in a name, or in a pattern of names
 # modules of the text model that have linears
 _WITH_LINEARS = "layers|per_layer_model_projection"
 _ROPES = ("rope_parameters", "rope_scaling")
-# keys that default to those of the whole model
+# keys that default to the values of the whole model
 _SHARED = (
     *("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
     *(_BLOCK, "transformers_version"),
 )
-# what the layers of a text part always do, as keys of the model with the same layers
+# fixed behavior of a text part's layers, as keys of the model with the same layers
 _ALWAYS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True, EITHER_ORDER: True},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
@@ -108,7 +108,7 @@ _ALWAYS = {
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
-    # of LLaVA-1.5, whose text_config names the model it was trained from
+    # LLaVA-1.5: its text_config names the model that it was trained from
     "llama": {
         "hidden_size": 4096,
         "intermediate_size": 11008,
@@ -126,17 +126,17 @@ _DEFAULTS = {
 
 
 def has_text_part(config: Mapping[str, Any]) -> bool:
-    """Return True for the config.json of a multimodal model whose text model is known."""
+    """Return True for the config.json of a multimodal model with a known text model."""
     text = _stated_text(config)
     is_wrapper = architecture_of(config) in WRAPPERS
     return is_wrapper and isinstance(text, dict) and bool(_architecture(text))
 
 
 def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return config.json of the text model alone; other configs are unchanged.
+    """Return the config.json of the text model; other configs are unchanged.
 
-    `names` are the text model's tensors. They decide whether there is a head, because the whole and
-    its text model may disagree on tying.
+    `names` are the text model's tensors. They decide whether there is a head, because the whole
+    model and its text model may disagree on tying.
     """
     if not has_text_part(config):
         return config
@@ -172,7 +172,7 @@ def text_name(name: str) -> str | None:
 
 
 def text_prefix(names: Iterable[str]) -> str:
-    """Return what the stored names of the text model have instead of `model.`."""
+    """Return the prefix that stored names of the text model have instead of `model.`."""
     for name in names:
         for prefix, own in _PREFIXES.items():
             if own != _HEAD and name.startswith(prefix):
@@ -190,14 +190,14 @@ def stored_name(name: str, prefix: str) -> str:
 
 
 def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the parts that hold these tensors, such as `vision_tower`."""
+    """Return the model's other parts that these tensors belong to, such as `vision_tower`."""
     words = {word for name in names for word in name.split(".")[:2]}
     return tuple(part for part in _PART_NAMES if part in words)
 
 
 def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> dict[str, Any]:
     """Return the quantization block of the whole model: stored names, other parts in float."""
-    stored = r"\1".join(prefix.split("."))  # with dots as they are in `model.layers`
+    stored = r"\1".join(prefix.split("."))  # \1: the dot that _DOT matched, escaped or not
     own = _PREFIXES.get(prefix, "model.").rstrip(".")
     found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?={_WITH_LINEARS})", stored)
     if "ignore" in found:
@@ -241,7 +241,7 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
 
 
 def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:
-    """Return the default of head_dim where the model with the same layers has another one."""
+    """Return the default of head_dim if the model with the same layers has a different default."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text")
     return {"head_dim": hidden // heads} if is_glm and is_size(hidden) and is_size(heads) else {}

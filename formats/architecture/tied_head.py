@@ -1,4 +1,4 @@
-"""Decision whether the output head is tied to the embedding, by the tensors.
+"""Decide from the tensors whether the output head is tied to the embedding.
 
 Fine-tuned and merged models may keep `tie_word_embeddings` although they store a head that differs
 from the embedding. Such a head is used, as in transformers 5 and vLLM.
@@ -37,7 +37,7 @@ def says_tied(config: Mapping[str, Any]) -> bool:
 def settle_head(
     config: dict[str, Any], entries: dict[str, _Entry]
 ) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return config.json and the tensors with the tie flag decided by the tensors.
+    """Return config.json and the tensors, with the tie flag corrected by the tensors.
 
     If the flag asks for a tie but the head is not a copy of the embedding, `tie_word_embeddings`
     becomes false. A quantized head is not a copy. If only the head is stored, it is used as the

@@ -1,4 +1,4 @@
-"""Checks of a config.json: variants of a family that are computed, and the number of layers."""
+"""Checks of a config.json: unsupported variants of a family, and the number of layers."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def check_variant(family: Family, config: Mapping[str, Any]) -> None:
 
 
 def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
-    """Return the value of a key, whose dots lead into parts of config.json."""
+    """Return the value of a key; dots in the key lead into parts of config.json."""
     *parts, leaf = key.split(".")
     for part in parts:
         config = config.get(part)
@@ -50,7 +50,7 @@ def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if config.json states more layers, or experts, than any model has.
 
-    Readers build lists of that many; 10^9 of them take gigabytes.
+    Readers build lists of all layers; 10^9 layers would take gigabytes.
     """
     limits = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(NUM_EXPERTS_KEYS, MAX_EXPERTS)}
     for key, most in limits.items():

@@ -1,1 +1,1 @@
-"""Codecs of the formats that we write (GPTQ, AWQ, compressed-tensors), and of their relatives."""
+"""Codecs of formats that this project writes (GPTQ, AWQ, compressed-tensors), and related ones."""

@@ -29,8 +29,7 @@ def encode(packed: PackedWeight, name: str = "weight") -> dict[str, torch.Tensor
 
 
 def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weight") -> PackedWeight:
-    """Decode one linear's AWQ tensors; qzeros may be absent if symmetric. Raises
-    CheckpointError."""
+    """Decode one linear's AWQ tensors; symmetric ones may lack qzeros. Raises CheckpointError."""
     missing = [field for field in REQUIRED if field not in tensors]
     if not spec.symmetric and "qzeros" not in tensors:
         missing.append("qzeros")
@@ -96,8 +95,8 @@ def _to_rows(words_KJ: torch.Tensor) -> torch.Tensor:
 def _transpose_nibbles(words: list[torch.Tensor]) -> list[torch.Tensor]:
     """Transpose blocks of 8 x 8 nibbles in three rounds of swaps (Hacker's Delight).
 
-    Nibble c of word r becomes nibble r of word c. Converting four layers of an 8B model from GPTQ
-    takes 18 s on two cores; unpacking the codes to bytes takes 38 s.
+    Nibble c of word r becomes nibble r of word c. With it, converting four layers of an 8B model
+    from GPTQ takes 18 s on two cores; unpacking the codes to bytes would take 38 s.
     """
     words = [word.clone() for word in words]
     for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):

@@ -16,7 +16,7 @@ LAYOUTS = {"gemm": "awq", "gemv": "awq-gemv"}
 def stored(scheme: Scheme) -> Scheme:
     """Return the scheme as it reads back: symmetric becomes asymmetric with zeros of 8.
 
-    For a config that says symmetric, servers do not use their fast kernels, and some refuse the
+    If a config says symmetric, servers do not use their fast kernels, and some refuse the
     checkpoint.
     """
     return replace(scheme, weight=replace(scheme.weight, symmetric=False))

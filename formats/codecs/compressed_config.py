@@ -37,8 +37,8 @@ KNOWN_LAYOUTS = (
     *(PACKED, INTEGER, FLOAT, *FP4_LAYOUTS.values(), MXFP6_LAYOUT, MXFP8_LAYOUT),
     *("naive-quantized", "mixed-precision", "dense"),
 )
-# Values of `actorder`. Either inputs are grouped in order in the file, whatever order the solver
-# used. Or they are not, and weight_g_idx gives each input's group ("dynamic" is an alias).
+# Values of `actorder`. IN_ORDER: the file groups adjacent inputs, whatever order the solver used.
+# REORDERED: weight_g_idx states each input's group ("dynamic" is an alias).
 IN_ORDER = (None, False, "weight", "static")
 REORDERED = ("group", "dynamic", True)
 # Locations of a transform that is folded into the stored weights, with no work at run time.
@@ -51,9 +51,10 @@ def stored(scheme: Scheme) -> Scheme:
 
 
 def unrounded(schemes: Iterable[Scheme | None]) -> str:
-    """Describe the inputs of MICROSCALED among schemes that are written; empty: there are none.
+    """Describe the inputs of MICROSCALED among schemes that are written; "" if there are none.
 
-    Raises CheckpointError where weights of one kind have such inputs in a part of the linears only.
+    Raises CheckpointError if some linears with weights of one kind have such inputs and others do
+    not.
     """
     found = {scheme for scheme in schemes if scheme is not None}
     micro = {scheme for scheme in found if microscaled_inputs(scheme) is not None}
@@ -88,7 +89,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(group, dict):
             raise CheckpointError(where, f"expected an object, found {type(group).__name__}")
         _check_layout(group.get("format"), f"{where}.format")
-        if _is_of_attention(group):  # kv_cache_scheme repeats what it says about keys and values
+        if _is_of_attention(group):  # kv_cache_scheme repeats what the group says
             continue
         if group.get("output_activations") is not None:
             raise CheckpointError(f"{where}.output_activations", "is not supported")
@@ -165,8 +166,10 @@ def write(config: ConfigFields) -> dict[str, Any]:
 def rules_for(
     schemes: Mapping[str, Scheme | None], others: Mapping[str, Scheme | None]
 ) -> tuple[Rule, ...]:
-    """Return rules for ignored modules and further groups. "Linear" excludes embeddings, which are
-    named."""
+    """Return rules for ignored modules and further groups.
+
+    "Linear" excludes embeddings, which are therefore named.
+    """
     embedding = schemes.get(EMBEDDING)
     schemes, others = (
         {name: scheme for name, scheme in each.items() if name != EMBEDDING}
@@ -177,7 +180,7 @@ def rules_for(
         for text, scheme in exact_patterns(schemes, others)
     ]
     if schemes.get(_HEAD) is not None and _HEAD not in others:
-        # SGLang takes a head for quantized only if a target names it.
+        # SGLang treats a head as quantized only if a target names it.
         rules.append(Rule(kind="name", text=_HEAD, scheme=schemes[_HEAD]))
     if embedding is not None:
         rules.append(Rule(kind="name", text=EMBEDDING, scheme=embedding))
@@ -194,7 +197,7 @@ def _weight_keys(spec: QuantSpec) -> dict[str, Any]:
         strategy, group_size = "channel", None
     if spec.type == "nvfp4":
         strategy = "tensor_group"
-    # the library recognizes MXFP8 by it
+    # the library recognizes MXFP8 by this key
     scale_dtype = {"scale_dtype": "torch.uint8"} if spec == MXFP8 else {}
     return {
         **scale_dtype,
@@ -253,7 +256,7 @@ def _weight(args: Any, where: str) -> QuantSpec:
     if strategy == "group":
         group_size = checked_group_size(args.get("group_size"), f"{where}.group_size: group size")
     elif strategy == "tensor":
-        rows = ALL if kind == "float" else 1  # integer codes repeat the one scale for every row
+        rows = ALL if kind == "float" else 1  # for integer codes, the scale is repeated per row
     elif strategy == "block":
         block = args.get("block_structure")
         if isinstance(block, str):
@@ -303,7 +306,7 @@ def _is_of_attention(group: dict[str, Any]) -> bool:
 
 
 def _check_fp4(layout: Any, weight: QuantSpec, where: str) -> None:
-    """Raise CheckpointError if a layout of 4-bit floating point has other weights."""
+    """Raise CheckpointError if a layout of 4-bit floating point contains other weights."""
     if layout in FP4_LAYOUTS.values() and FP4_LAYOUTS.get(weight.type) != layout:
         found = Scheme(weight=weight)
         raise CheckpointError(f"{where}.format", f"is {layout}, but its weights are {found}")

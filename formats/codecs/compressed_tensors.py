@@ -28,7 +28,7 @@ PACKED_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def layout_of(scheme: Scheme) -> str:
-    """Return the layout that a scheme is written in."""
+    """Return the layout in which a scheme is written."""
     if scheme.weight == MXFP8:
         return MXFP8_LAYOUT
     if scheme.weight.type == "float":
@@ -132,7 +132,7 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
                 f"{name}.weight_zero_point",
                 f"expected {[rows, scales_NG.shape[1]]}, found {list(stored.shape)}",
             )
-        # the library stores zeros up to the last whole word only; codes may continue in the next
+        # Zeros end at the last whole word in the library's files; codes may fill part of another.
         filled = -(-out_features // code_multiple(spec.bits)) * code_multiple(spec.bits)
         stored = torch.nn.functional.pad(stored, (0, 0, 0, packed_length(filled, spec.bits) - rows))
         zeros_NG = unpack(stored, spec.bits, dim=0)[:out_features].contiguous()
@@ -220,7 +220,7 @@ def _decode_float(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -
 def _stated_shape(
     tensors: dict[str, torch.Tensor], words: torch.Tensor, bits: int, name: str
 ) -> tuple[int, int]:
-    """Return [N, K] from weight_shape, checked against the words, or from the words alone."""
+    """Return [N, K] from weight_shape, checked against the words; without it, from the words."""
     shape = tensors.get("weight_shape")
     if shape is None:
         return words.shape[0], words.shape[1] * 32 // bits

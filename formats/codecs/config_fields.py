@@ -15,7 +15,7 @@ class ConfigFields:
 
     scheme: Scheme | None  # None: no linear is quantized, only the KV cache
     rules: tuple[Rule, ...] = ()  # the first that matches a module decides
-    zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
+    zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty for other methods
     lm_head: bool = False  # the head is quantized too
     act_order: bool = False  # act-order: inputs may not be grouped in order
     kv_cache: str | None = None  # "int8" or "fp8": layers have k_scale and v_scale for such a cache

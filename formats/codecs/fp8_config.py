@@ -1,8 +1,8 @@
 """The keys of a native "fp8" block, as DeepSeek and Qwen publish their float8 models. Read only.
 
-A weight has one scale for each block, or one for the whole tensor. It is called `weight_scale_inv`
-or `weight_scale`; the weight is multiplied by it in both cases. The scale of a static activation is
-called `activation_scale` (transformers) or `input_scale` (vLLM).
+A weight has one scale for each block, or one for the whole tensor. The scale is called
+`weight_scale_inv` or `weight_scale`; the weight is multiplied by it in both cases. The scale of a
+static activation is called `activation_scale` (transformers) or `input_scale` (vLLM).
 """
 
 from typing import Any

@@ -20,8 +20,10 @@ Zeros = Literal["v1", "v2"]  # stored: the zero point minus one, or the zero poi
 
 
 def zeros_rule(spec: QuantSpec) -> Zeros:
-    """Return the zeros version to write: v1, which all readers expect, or v2 if a zero point may be
-    0."""
+    """Return the zeros version to write.
+
+    It is v1, which all readers expect, or v2 if a zero point may be 0.
+    """
     return "v1" if spec.symmetric else "v2"
 
 

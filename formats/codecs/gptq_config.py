@@ -14,7 +14,7 @@ REQUIRED_KEYS = ("bits", "group_size", "desc_act", "sym")
 BITS = (2, 3, 4, 8)
 LABELS = {"gptq": "v1", "gptq_v2": "v2"}
 MAX_RULES = 10_000
-# Our own key: other servers ignore it and run the same file with 16-bit activations.
+# This project's key. Other servers ignore it and run the same file with 16-bit activations.
 OWN_KEY = "qserve"
 DYNAMIC_INT8 = {"act": {"bits": 8, "dynamic": True, "per": "token"}}
 
@@ -54,7 +54,9 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "rules": tuple(rules),
         "zeros": LABELS[label],
         "lm_head": bool(head),
-        "act_order": bool(block.get("desc_act", True)),  # without the key only g_idx shows it
+        "act_order": bool(
+            block.get("desc_act", True)
+        ),  # without the key, only g_idx shows the order
         "quantizer": str(
             quantizer[0] if isinstance(quantizer, list) and quantizer else quantizer or ""
         ),

@@ -51,6 +51,6 @@ def order_of_groups(
 def _in_order(
     num_inputs: int, num_groups: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The index of groups of adjacent inputs, which most files have."""
+    """Return the index of groups of adjacent inputs, which most files have."""
     groups = torch.arange(num_groups, dtype=dtype, device=device)
     return groups.repeat_interleave(num_inputs // num_groups)

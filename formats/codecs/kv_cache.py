@@ -15,7 +15,7 @@ from formats.numerics.activation import LARGEST
 from formats.scheme import FP8_MAX
 
 KEY = "kv_cache_scheme"
-# Prefixes of a layer's scales, below its self_attn, by writer. This project writes the first.
+# names of a layer's scales below its self_attn, by writer; this project writes the first
 KV_SCALE_NAMES = {
     "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),
     "v_scale": ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"),
@@ -30,9 +30,9 @@ def kv_scale(largest: float, kv_cache: str) -> float:
 
 
 def round_kv(x: torch.Tensor, scale: float | torch.Tensor, kv_cache: str) -> torch.Tensor:
-    """Return x as it reads back from the cache, in x's dtype; large values are clipped.
+    """Return x as read back from the cache, in x's dtype; large values are clipped.
 
-    `scale` is a number, or a tensor that x can be divided by.
+    `scale` is a number, or a tensor by which x can be divided.
     """
     codes = x.float() / scale
     if kv_cache == "int8":
@@ -87,7 +87,7 @@ def find_kv_scales(attention: str, names: Container[str]) -> dict[str, list[str]
 
 
 def check_kv_scale(name: str, scale: torch.Tensor, per_head: bool = False) -> None:
-    """Raise CheckpointError unless it is one finite number above 0, or one for each head."""
+    """Raise CheckpointError unless the scale is one finite number above 0, or one for each head."""
     one = "one finite number above 0 for each KV head" if per_head else "one finite number above 0"
     if (
         (scale.numel() != 1 if not per_head else scale.numel() == 0)

@@ -1,6 +1,6 @@
 """MXFP8 and MXFP6: numbers that share a power of two among 32 inputs. Exact in memory.
 
-A scale byte e is 2^(e - 127), and 255 is NaN. MXFP8's numbers are float8_e4m3fn and are kept.
+A scale byte e means 2^(e - 127), and 255 is NaN. MXFP8's numbers are float8_e4m3fn and are kept.
 MXFP6's numbers are e2m3: a sign, two bits of exponent and three of mantissa. Eight times such a
 number is an integer of at most 60, which an 8-bit code holds exactly. Legend: N outputs, K inputs,
 G = K / 32 groups.
@@ -17,7 +17,7 @@ GROUP = 32
 EXPONENT_BIAS = 127
 NAN_EXPONENT = 255
 MXFP6 = QuantSpec(bits=8, symmetric=True, group_size=GROUP)  # spec of the weight in memory
-# Eight times the numbers of codes 0 to 31: subnormal below code 8, then three octaves.
+# eight times the numbers of codes 0 to 31: subnormal below code 8, then three octaves
 _FP6_EIGHTHS = (*range(8), *(m << octave for octave in range(3) for m in range(8, 16)))
 
 
@@ -48,7 +48,7 @@ def decode_mxfp8(codes_NK: torch.Tensor, exponents_NG: torch.Tensor, name: str) 
 
 
 def decode_mxfp6(bytes_NB: torch.Tensor, exponents_NG: torch.Tensor, name: str) -> PackedWeight:
-    """Decode 6-bit codes [N, 3 K / 4], four in three bytes, first input in the lowest bits."""
+    """Decode 6-bit codes [N, 3 K / 4]: four in three bytes, the first input in the lowest bits."""
     groups = exponents_NG.shape[-1] if exponents_NG.ndim == 2 else 0
     wanted = (exponents_NG.shape[0], groups * GROUP * 3 // 4)
     if bytes_NB.dtype != torch.uint8 or tuple(bytes_NB.shape) != wanted or not groups:

@@ -19,7 +19,7 @@ STRENGTH: tuple[Answer, ...] = ("yes", "slow", "not judged", "no")
 
 
 class Verdict(NamedTuple):
-    """Answer for one program, and why. "not judged": this project cannot read the file."""
+    """Answer for one program, with the reason. "not judged": this project cannot read the file."""
 
     program: str
     answer: Answer
@@ -33,10 +33,10 @@ class Facts:
     architecture: str  # from config.json; empty: it states none, or several
     method: str  # "float" or a quant_method
     config: QuantConfig | None  # None: float or unreadable
-    config_error: str  # why it cannot be read
+    config_error: str  # why the config cannot be read; empty: readable
     linears: Sequence[LinearSummary]
-    choices: Choices  # of config.json
-    first_error: str  # errors of the checkpoint itself; empty: none
+    choices: Choices  # from config.json
+    first_error: str  # first error of the checkpoint itself; empty: none
     fused_mixed: str  # a fused matrix whose members differ; empty: none
     unplaced: str  # a tensor that is not part of the model; empty: none
     desc_act: bool | None  # as a GPTQ config states it; None: not stated
@@ -47,8 +47,8 @@ class Facts:
     algorithms: tuple[str, ...] = ()  # from a modelopt block; else empty
     stacked: str = ""  # experts in one tensor of other codes than float8; empty: none
     renamed: ExpertNames | None = None  # an expert whose name is not the family's; None: none
-    is_tied: bool = False  # config.json asks for a head that is the embedding
-    whole: str = ""  # architecture of config.json as stored: of a vision-language model the whole
+    is_tied: bool = False  # config.json states that the embedding is also the head
+    whole: str = ""  # architecture as stored: of the whole vision-language model
 
     @property
     def traits(self) -> set[str]:
@@ -65,14 +65,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Behaviour of one or more programs for some files."""
+    """Behavior of one or more programs for some files."""
 
     name: str
     programs: tuple[str, ...]
     answer: Answer
     reason: Callable[[Facts], str]  # (facts) -> reason; empty: the rule does not apply
-    evidence: str  # evidence: version and source file, or "run"
-    methods: tuple[str, ...] = ()  # quant_methods that it covers; empty: all, and float
+    evidence: str  # version and source file, or "run"
+    methods: tuple[str, ...] = ()  # quant_methods that the rule covers; empty: all, and float
 
     def applies(self, program: str, facts: Facts) -> str:
         """Return the reason if the rule applies, else ""."""

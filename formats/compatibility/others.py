@@ -18,7 +18,7 @@ from formats.compatibility.terms import (
 from formats.gguf.block_types import BLOCK_TYPES
 from formats.in_memory.dense import is_dense
 
-# types of GGUF's blocks: a linear in them that is read as floats was dequantized
+# types of GGUF's blocks: a linear of such a type that is read as floats was dequantized
 BLOCKS = {row.name.lower() for row in BLOCK_TYPES.values() if row.decoded and not row.float_dtype}
 OTHER_RULES: tuple[Rule, ...] = (
     row(

@@ -1,4 +1,4 @@
-"""Rules on cases that this project runs without a dedicated kernel, or refuses."""
+"""Rules on cases that this project refuses, or runs without a dedicated kernel."""
 
 from formats.compatibility.loads_in import Rule
 from formats.compatibility.terms import (
@@ -14,7 +14,7 @@ from formats.scheme import CHANNEL, QuantSpec
 
 
 def _lacks_w4a8_kernel(spec: QuantSpec) -> bool:
-    """Return True for 4-bit codes that products with 8-bit inputs have no kernel for."""
+    """Return True for 4-bit codes for which no kernel multiplies by 8-bit inputs."""
     whole_steps = spec.group_size == CHANNEL or spec.group_size % 32 == 0
     return spec.bits == 4 and not (spec.symmetric and whole_steps)
 

@@ -49,7 +49,7 @@ def _lacks_class(architecture: str) -> str:
 
 
 def _unlisted_linear(facts: Facts) -> str:
-    """Return a linear of the routing that the block does not list as float; "": there is none."""
+    """Return a router's linear that the block does not list as float; "" if there is none."""
     family = FAMILIES.get(facts.architecture)
     if family is None or family.experts is None or facts.config is None:
         return ""
@@ -60,7 +60,7 @@ def _unlisted_linear(facts: Facts) -> str:
 
 
 def _renamed_mixtral(facts: Facts, effect: str) -> str:
-    """Say which names of Mixtral's experts a server does not know; "": all have the usual names."""
+    """Say which expert names of Mixtral a server does not know; "" if all are the usual ones."""
     names = facts.renamed
     if names is None or facts.architecture != "MixtralForCausalLM":
         return ""

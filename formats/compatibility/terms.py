@@ -21,8 +21,10 @@ OWN_SOURCE = "this project's own source"
 def row(
     name: str, programs: tuple[str, ...] | str, answer: str, reason, evidence: str, *methods: str
 ) -> Rule:
-    """Make a rule of one or more programs; `reason` takes Facts and returns "" if it does not
-    apply."""
+    """Make a rule of one or more programs.
+
+    `reason` takes Facts and returns "" if the rule does not apply.
+    """
     programs = (programs,) if isinstance(programs, str) else programs
     return Rule(
         name=name,
@@ -35,7 +37,7 @@ def row(
 
 
 def when(condition, reason: str):
-    """Make a reason that applies if a condition of the facts holds."""
+    """Make a reason that applies if a condition on the facts holds."""
     return lambda facts: reason if condition(facts) else ""
 
 
@@ -45,12 +47,12 @@ def trait(name: str, reason: str):
 
 
 def any_scheme(condition, reason: str):
-    """Make a reason that applies if it applies to any scheme of the file."""
+    """Make a reason that applies if the condition holds for any scheme of the file."""
     return when(lambda facts: any(condition(scheme) for scheme in facts.schemes), reason)
 
 
 def any_expert(condition, reason: str):
-    """Make a reason that applies if it applies to any quantized linear of an expert."""
+    """Make a reason that applies if the condition holds for any quantized linear of an expert."""
 
     def applies(facts: Facts) -> bool:
         names = (linear.name for linear in facts.linears if "float" not in linear.traits)
@@ -61,7 +63,7 @@ def any_expert(condition, reason: str):
 
 
 def gptq_bits(facts: Facts) -> str:
-    """Return why servers' GPTQ kernels do not take the bits; "": they do."""
+    """Return why servers' GPTQ kernels do not support the bits; "" if they do."""
     for spec in (scheme.weight for scheme in facts.schemes):
         if (spec.bits, spec.symmetric) not in SERVED_GPTQ:
             kind = "symmetric" if spec.symmetric else "asymmetric"
@@ -70,7 +72,10 @@ def gptq_bits(facts: Facts) -> str:
 
 
 def groups(text: str):
-    """Return the text, with the size inserted, if Marlin kernels do not take a group size."""
+    """Make a reason that applies if Marlin kernels do not support a group size.
+
+    The size is inserted into the text.
+    """
 
     def reason(facts: Facts) -> str:
         for spec in (scheme.weight for scheme in facts.schemes):
@@ -109,7 +114,7 @@ def has_packed_embedding(facts: Facts) -> bool:
 
 
 def has_quantized_head(facts: Facts) -> bool:
-    """Return True if the output head has codes of its own."""
+    """Return True if the output head has its own codes."""
     return any(linear.name == HEAD and "float" not in linear.traits for linear in facts.linears)
 
 

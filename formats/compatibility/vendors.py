@@ -27,7 +27,7 @@ SGLANG_ALGORITHMS = ("FP8", "NVFP4")
 
 
 def _beyond(known: tuple[str, ...]):
-    """Return a sentence on the first algorithm that a program does not know; "": it knows all."""
+    """Make a reason about the first algorithm that a program does not know; "" if it knows all."""
 
     def reason(facts: Facts) -> str:
         other = next((name for name in facts.algorithms if name not in known), "")

@@ -10,18 +10,18 @@ def make_locked(folder: Path) -> int:
     """Create an empty, locked folder; return the descriptor that holds the lock.
 
     Closing the descriptor, or the end of the process, releases the lock. Raises BlockingIOError if
-    another process has it.
+    another process holds it.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # the holder has just published or deleted it: create it again
+        except FileNotFoundError:  # the holder has just published or deleted the folder: retry
             continue
         try:
             lock(descriptor)
             if is_still_named(descriptor, folder):
-                for path in folder.iterdir():  # left by a killed run
+                for path in folder.iterdir():  # files left by a killed run
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 return descriptor
         except BaseException:
@@ -31,17 +31,20 @@ def make_locked(folder: Path) -> int:
 
 
 def lock(descriptor: int) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError if another process has it."""
+    """Lock an open file until it is closed.
+
+    Raises BlockingIOError if another process holds the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:
-        pass  # a file system without locks, such as some network ones: two runs are not kept apart
+        pass  # some network file systems have no locks: there, two runs are not kept apart
 
 
 def is_still_named(descriptor: int, path: Path) -> bool:
-    """Return True if a folder or file still had its name when it was locked."""
+    """Return True if a locked folder or file still has its name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

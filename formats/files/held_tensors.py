@@ -1,6 +1,6 @@
 """HeldTensors: tensors in memory, presented like the tensors of a model folder.
 
-Names become those of the family's row, as `CheckpointReader` makes them.
+Names become the names of the family's row, as in `CheckpointReader`.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ class HeldTensors:
     gguf_summary = ""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
-        """`config`: of config.json. Raises CheckpointError where a name comes twice."""
+        """`config`: config.json's content. Raises CheckpointError if a name occurs twice."""
         self.folder = Path("tensors of the update")
         entries: dict[str, HeldTensor] = {}
         for name, tensor in tensors:
@@ -87,7 +87,10 @@ class HeldTensors:
         return name in self.entries
 
     def get(self, name: str) -> torch.Tensor:
-        """Return one tensor, where it is. Raises CheckpointError if there is none of that name."""
+        """Return one tensor, on its device.
+
+        Raises CheckpointError if there is none of that name.
+        """
         if name not in self.entries:
             raise CheckpointError(f"tensor {name!r}", "is not in the update")
         return self.entries[name].tensor

@@ -12,7 +12,7 @@ MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def fits_float32(value: float) -> bool:
-    """Return whether a number is finite as a float32."""
+    """Return True if a number is finite as a float32."""
     return -MAX_FLOAT32 <= value <= MAX_FLOAT32
 
 
@@ -51,7 +51,7 @@ class _BeyondFloat32(ValueError):
 
 
 def parse_int(text: str) -> int:
-    # 39 digits hold every float32; int() of a very long number is slow.
+    # 39 digits are enough for every float32; int() of a very long number is slow.
     if len(text) > 40 or not fits_float32(value := int(text)):
         raise _BeyondFloat32(f"expected numbers within float32, found one of {len(text)} digits")
     return value

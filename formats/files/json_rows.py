@@ -1,4 +1,4 @@
-"""Reader of data files: a JSON array, a JSON object that holds one, or JSON Lines.
+"""Reader of data files: a JSON array, a JSON object that contains one, or JSON Lines.
 
 A file's type is decided by its content, or by its name if the content is broken. Needs no torch.
 """

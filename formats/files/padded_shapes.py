@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-# a module's tiles of int4 are padded; entry that the reader adds with the shape without padding
+# PADDED_FIELD: scales and zeros of a module with padded int4 tiles. SHAPE_FIELD: the entry that the
+# reader adds for the shape without padding.
 PADDED_FIELD, SHAPE_FIELD = "_weight_scale_and_zero", "_weight_shape"
 
 
 def padded_shapes(metadata: Any, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return the shapes [N, K] without padding, by the entry that holds each.
+    """Return the shapes [N, K] without padding, by the names of the entries to add for them.
 
     Raises KeyError, TypeError or ValueError if the metadata is damaged.
     """

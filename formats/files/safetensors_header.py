@@ -12,7 +12,7 @@ from formats.files.json_file import parse_int, size_of_file
 from formats.files.padded_shapes import padded_shapes
 from formats.files.tensor_entry import StatedShape, TensorEntry
 
-# A model of 100,000 tensors needs 10 MB of index or header; more costs seconds and memory.
+# An index or a header of 100,000 tensors has 10 MB; larger ones cost seconds and memory.
 MAX_HEADER_BYTES = 25_000_000
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; refuse duplicate keys, of which json would keep only the last."""
+    """Build a JSON object; refuse duplicate keys, of which json would keep only the last one."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice")

@@ -59,7 +59,7 @@ def find_side_files(folder: Path) -> list[Path]:
 
 
 def copy_side_files(folder: Path, target: Path) -> None:
-    """Copy them to another folder. Raises CheckpointError as find_side_files does, and OSError.
+    """Copy a folder's side files to another folder. Raises CheckpointError and OSError.
 
     A copy is readable by group and others only if the original is.
     """
@@ -75,7 +75,7 @@ def _check_inside(path: Path, folder: Path) -> None:
     """Raise CheckpointError if a link leads out of a model's folder, for example to a private file.
 
     A snapshot of the hub cache is a folder of links into `blobs`, next to `snapshots`; the model
-    may be in a folder of it.
+    may be in a subfolder of the snapshot.
     """
     found, root = path.resolve(), folder.resolve()
     allowed = [root]
@@ -95,7 +95,7 @@ def _module_files(folder: Path) -> Iterator[Path]:
     try:
         modules = json.loads((folder / MODULES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # missing, or invalid and refused by its readers
+        return  # missing, or invalid: its readers refuse it
     for module in modules if isinstance(modules, list) else []:
         place = module.get("path") if isinstance(module, dict) else None
         if not isinstance(place, str) or place in ("", "..") or Path(place).name != place:

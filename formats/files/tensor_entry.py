@@ -1,4 +1,4 @@
-"""Entries of a checkpoint: where a tensor lies, read on request."""
+"""Entries of a checkpoint: the location of a tensor, which is read on request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,23 +11,24 @@ from formats.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Tensor as a safetensors header describes it."""
+    """A tensor as a safetensors header describes it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
-    offset: int  # offset of its first byte in the file
+    offset: int  # offset of the first byte in the file
 
     @property
     def stored_as(self) -> str:
-        """Name of the type in the file."""
+        """Name of the dtype in the file."""
         return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of each run of at most `most_bytes`, in one
-        reused buffer. Raises OSError.
+        """Yield (index of the first value, values) of each run of at most `most_bytes`.
+
+        All runs share one buffer. Raises OSError.
         """
         buffer = torch.empty(min(most_bytes, self.num_bytes), dtype=torch.uint8)
         with self.file.open("rb", buffering=0) as file:
@@ -72,7 +73,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedShape(TensorEntry):
-    """Shape that a header's metadata states, read like a tensor."""
+    """A shape that a header's metadata states, read like a tensor."""
 
     values: tuple[int, ...]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Create the folder and replace the file with a rename. Raises OSError.
+    """Create the folder if needed, and replace the file by a rename. Raises OSError.
 
-    With two writers, the last one to finish wins.
+    Of two concurrent writers, the last one to finish wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")

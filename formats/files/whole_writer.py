@@ -1,7 +1,7 @@
-"""WholeWriter: write a vision-language checkpoint around a new text model.
+"""WholeWriter: writes a vision-language checkpoint around a new text model.
 
-The text model's tensors get the names that they have in the source, the vision part is copied from
-there, and config.json is the source's with what changed in the text model.
+The text model's tensors get their names in the source, the vision part is copied from the source,
+and config.json is the source's with the changes of the text model.
 """
 
 import copy
@@ -31,7 +31,7 @@ def open_writer(
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> CheckpointWriter:
-    """Return a writer of a model with the form of `source`. Raises CheckpointError."""
+    """Return a writer for a model in the form of `source`. Raises CheckpointError."""
     if source.other_parts:
         return WholeWriter(folder, source, max_shard_bytes=max_shard_bytes)
     return CheckpointWriter(
@@ -43,7 +43,7 @@ def open_writer(
 
 
 class WholeWriter(CheckpointWriter):
-    """Takes tensors and config.json of a text model; writes the whole model."""
+    """Receives the tensors and config.json of a text model; writes the whole model."""
 
     def __init__(self, folder: str | Path, source: CheckpointReader, *, max_shard_bytes: int):
         super().__init__(folder, max_shard_bytes=max_shard_bytes)
@@ -55,7 +55,7 @@ class WholeWriter(CheckpointWriter):
         super().add(stored_name(name, self._prefix), tensor)
 
     def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
-        """Copy the other parts, then write all that the text model's writer does."""
+        """Copy the other parts, then write the same files as the text model's writer."""
         for name, entry in self._source.other_parts.items():
             super().add(name, entry.read())
         return super().seal(self._whole(config), side_files_from=side_files_from)

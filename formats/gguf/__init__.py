@@ -1,1 +1,1 @@
-"""GGUF files: read as model folders, and written. See formats/README.md."""
+"""GGUF files: reading them as model folders, and writing them. See formats/README.md."""

@@ -1,6 +1,6 @@
-"""Types of a GGUF tensor: one row each. A block is a run of inputs that share scales.
+"""Table of GGUF tensor types, one row each. A block is a run of inputs that share scales.
 
-Ids and sizes are those of ggml. Needs no torch, so that a header can be read without it.
+Ids and sizes are ggml's. This module needs no torch, so that headers can be read without it.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from formats.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """Row of the table: one type of tensor."""
+    """One type of GGUF tensor."""
 
     id: int
     name: str
     length: int  # elements of a block
     num_bytes: int  # bytes of a block
-    float_dtype: str = ""  # torch's name of a plain float type
-    decoded: bool = True  # False: refused by name
+    float_dtype: str = ""  # name of a plain float type in torch
+    decoded: bool = True  # False: the type is known, but not read
     kernel_form: str = ""  # form in which kernels run it (kernel_forms.py); empty: as floats
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row, whose length must be whole blocks."""
+        """Return the bytes of a row of `in_features` elements, which must be whole blocks."""
         return in_features // self.length * self.num_bytes
 
 

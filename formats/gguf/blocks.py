@@ -1,7 +1,7 @@
-"""Blocks of each GGUF type -> float32, bit for bit as gguf-py computes them.
+"""Decode blocks of each GGUF type to float32, bit for bit as gguf-py does.
 
 A decoder takes the bytes of blocks [B, bytes] and returns their weights [B, length]. d, m and dmin
-are float16; q is a code. See formats/README.md for the layouts. Legend: B blocks.
+are float16; q is a code. formats/README.md describes the layouts. Legend: B blocks.
 """
 
 from collections.abc import Callable
@@ -11,36 +11,36 @@ import torch
 from formats.gguf.block_types import BlockType
 from formats.in_memory.fp4 import MAGNITUDES
 
-# the values of the codes of IQ4_NL and IQ4_XS
+# values of the codes of IQ4_NL and IQ4_XS
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# twice the values of the codes of MXFP4, which are whole numbers
+# twice the values of the codes of MXFP4, as whole numbers
 FP4_DOUBLES = tuple(int(2 * m) for m in MAGNITUDES) + tuple(int(-2 * m) for m in MAGNITUDES)
 
 
 def half(data_BX: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 number at a byte of each block as float32 [B, 1]."""
+    """Return the float16 number at byte `at` of each block, as float32 [B, 1]."""
     return data_BX[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def nibbles(bytes_BX: torch.Tensor) -> torch.Tensor:
-    """Return the low four bits of all bytes, then the high ones: [B, 2 X]."""
+    """Return the low four bits of all bytes, then the high four bits: [B, 2 X]."""
     return torch.cat([bytes_BX & 15, bytes_BX >> 4], -1)
 
 
 def q5_codes(data_BX: torch.Tensor, at: int) -> torch.Tensor:
-    """Return 5-bit codes [B, 32]: at a byte of the block, 32 fifth bits, then 16 bytes."""
+    """Return the 5-bit codes [B, 32] at byte `at` of each block: 32 fifth bits, then 16 bytes."""
     low = nibbles(data_BX[:, at + 4 : at + 20])
     return low | _bits(data_BX[:, at : at + 4]) << 4
 
 
 def _bits(bytes_BX: torch.Tensor) -> torch.Tensor:
-    """Return the bits of bytes [B, X], the lowest first: [B, 8 X]."""
+    """Return the bits of bytes [B, X], lowest first: [B, 8 X]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bytes_BX.device)
     return ((bytes_BX[..., None] >> shifts) & 1).flatten(1)
 
 
 def _fields(bytes_BX: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return fields of `bits` bits, the lowest of all bytes first: [B, 8 / bits, X]."""
+    """Return fields of `bits` bits, first the lowest field of all bytes: [B, 8 / bits, X]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=bytes_BX.device)[:, None]
     return (bytes_BX[:, None, :] >> shifts) & (2**bits - 1)
 
@@ -68,7 +68,7 @@ def _q8_0(data_BX: torch.Tensor) -> torch.Tensor:
 def _q2_k(data_BX: torch.Tensor) -> torch.Tensor:
     scales, codes = data_BX[:, :16], data_BX[:, 16:80]
     d, dmin = half(data_BX, 80), half(data_BX, 82)
-    # each 32 bytes hold 128 codes, 2 bits of each byte for 32 of them
+    # 32 bytes hold 128 codes; each pair of bits of the bytes holds 32 of them
     q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1).float()
     scale, low = d * (scales & 15).float(), dmin * (scales >> 4).float()
     return _scaled(q, scale) - low.repeat_interleave(16, 1)
@@ -80,7 +80,7 @@ def _q3_k(data_BX: torch.Tensor) -> torch.Tensor:
     high_scales = _fields(packed[:, 8:], 2).flatten(1)
     scales = (low_scales | high_scales << 4).to(torch.int8) - 32
     q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1)
-    is_low = _fields(high, 1).flatten(1) ^ 1  # the code is 4 less where its high bit is 0
+    is_low = _fields(high, 1).flatten(1) ^ 1  # a code is 4 less if its high bit is 0
     q = q.to(torch.int8) - (is_low << 2).to(torch.int8)
     return _scaled(q.float(), half(data_BX, 108) * scales.float())
 
@@ -147,7 +147,7 @@ def _iq4_xs(data_BX: torch.Tensor) -> torch.Tensor:
 
 
 def _fields_of_word(bytes_B2: torch.Tensor) -> torch.Tensor:
-    """Return the eight 2-bit fields of a 16-bit word, the lowest first: uint8 [B, 8]."""
+    """Return the eight 2-bit fields of a 16-bit word, lowest first: uint8 [B, 8]."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     return ((bytes_B2[..., None] >> shifts) & 3).flatten(1)
 
@@ -161,7 +161,7 @@ def _mxfp4(data_BX: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return codes [B, length] times the scale of their group, of which there are [B, groups]."""
+    """Return codes [B, length] times the scales [B, groups] of their groups."""
     return (q.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
 
 

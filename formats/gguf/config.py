@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file -> the keys of config.json. Needs no torch."""
+"""Convert the metadata of a GGUF file to the keys of config.json. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +74,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = width
     for key, name in TOKENS.items():
         value = gguf.metadata.get(name)
-        # None, too: the defaults of config classes are ids of other vocabularies
+        # set None explicitly: config classes would default to ids of other vocabularies
         config[key] = value if type(value) is int and value < embedding.shape[0] else None
     if row.value_width:
         config[row.value_width] = metadata.size("attention.value_length", config["head_dim"])
@@ -85,7 +85,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _biases(metadata: Metadata) -> dict[str, bool]:
-    """Return the keys of config.json for biases, and whether a layer, or the file, has them."""
+    """Return config.json's keys for biases, True if a layer or the file has them."""
     found = {}
     for key, name in metadata.architecture.bias_keys.items():
         ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
@@ -95,7 +95,7 @@ def _biases(metadata: Metadata) -> dict[str, bool]:
 
 
 def _check_constants(metadata: Metadata) -> None:
-    """Raise CheckpointError for a file that states another value of the row's constants."""
+    """Raise CheckpointError if the file states other values than the row's constants."""
     for key, expected in metadata.architecture.constants.items():
         found = metadata.get(key)
         is_off = expected is None and not found
@@ -141,7 +141,7 @@ def has_experts(metadata: Metadata) -> bool:
 
 
 def num_layers(metadata: Metadata) -> int:
-    """Return the number of layers without those that only draft."""
+    """Return the number of layers, without layers that only draft."""
     count = metadata.size("block_count")
     drafts = metadata.get("nextn_predict_layers") or 0
     count = count - drafts if type(drafts) is int else count
@@ -163,21 +163,24 @@ def head_dim(metadata: Metadata) -> int:
 
 
 def num_heads(metadata: Metadata) -> int:
-    """Return the number of heads; of a list by layer, its first."""
+    """Return the number of heads; if it is a list by layer, the first."""
     return _first_size(metadata, "attention.head_count")
 
 
 def num_kv_heads(metadata: Metadata) -> int:
-    """Return the number of KV heads; files of latent attention state one, of the latents."""
+    """Return the number of KV heads.
+
+    Files with latent attention state one KV head, for the latents; here it is the number of heads.
+    """
     heads = num_heads(metadata)
     is_latent = metadata.architecture.is_latent
     return heads if is_latent else _first_size(metadata, "attention.head_count_kv", heads)
 
 
 def latent_keys(metadata: Metadata) -> dict[str, Any]:
-    """Return the keys of latent attention; {} where there is none.
+    """Return the keys of latent attention; {} without latent attention.
 
-    Files that state one head of latents have the widths of heads in keys of their own.
+    Files that state one head of latents have separate keys for the widths of heads.
     """
     if not metadata.architecture.is_latent:
         return {}
@@ -217,30 +220,34 @@ def _by_gating(metadata: Metadata) -> dict[str, Any]:
 
 
 def _query_rank(metadata: Metadata) -> int | None:
-    """Return the width of queries' latents; None: there are none."""
+    """Return the width of the queries' latents; None: queries have no latents."""
     rank = metadata.get("attention.q_lora_rank")
     return rank if type(rank) is int and rank > 0 else None
 
 
 def activation_dtype(gguf: GgufFile, family: Family) -> str:
-    """Return the dtype to run in: bfloat16 for files that hold it, else float16 where it fits."""
+    """Return the dtype to run in.
+
+    It is bfloat16 if the file contains bfloat16 or the family does not run in float16, else
+    float16.
+    """
     types = {tensor.type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     return "bfloat16" if "BF16" in types or not family.float16 else "float16"
 
 
 def _feed_forward(metadata: Metadata) -> int:
-    """Return the width of the dense feed-forward; of a file with experts alone, theirs."""
+    """Return the width of the dense feed-forward, or of the experts if there is no dense one."""
     own = "feed_forward_length"
     expert = "expert_feed_forward_length"
     return _first_size(metadata, expert if metadata.get(own) in (None, 0) else own)
 
 
 def _first_size(metadata: Metadata, key: str, default: int | None = None) -> int:
-    """Return a size; of a list by layer, where the architecture has one, its first."""
+    """Return a size; if it is a list by layer and the architecture allows that, the first."""
     values = metadata.get(key)
     others = set(values) - {0} if isinstance(values, list) else set()
     if len(others) == 1:
-        return others.pop()  # layers with another block state 0
+        return others.pop()  # layers with another kind of block state 0
     if values == 0 and default is not None:
         return default
     if not metadata.architecture.sizes_by_layer or not isinstance(values, list):

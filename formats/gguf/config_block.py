@@ -1,7 +1,7 @@
-"""The quantization block of config.json for a GGUF file: the form in which kernels run each linear.
+"""Quantization block of config.json for a GGUF file: the form in which kernels run each linear.
 
-No GGUF file holds it. It is made from the types of the file's tensors, so that every reader here
-finds the scheme of a module where it looks for it.
+No GGUF file contains this block. It is made from the types of the file's tensors, so that readers
+find the scheme of a module in the usual way.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(schemes: Mapping[str, Scheme | None], types: Mapping[str, int]) -> dict[str, Any]:
-    """Return the block, given the scheme of each linear and how many linears have each type.
+    """Return the block from the scheme of each linear and the number of linears of each type.
 
-    A scheme None is of a linear that is read as floats.
+    A scheme of None means that the linear is read as floats.
     """
     main, others = split_schemes(schemes)
     rules = exact_patterns(schemes, others) if main is not None else []

@@ -1,9 +1,9 @@
-"""The container of a GGUF file: metadata and a table of tensors, checked against the file's size.
+"""Container of a GGUF file: metadata and a table of tensors, checked against the file's size.
 
-Layout, little-endian: `GGUF`, u32 version, i64 tensors, i64 pairs of metadata, the pairs, the
-tensors' descriptions, padding, data. A string is its u64 length and its bytes. Files are untrusted:
-every count and length is bounded by the bytes that are left, and the header as a whole. Needs no
-torch.
+Layout, little-endian: `GGUF`, u32 version, i64 number of tensors, i64 number of metadata pairs, the
+pairs, the tensors' descriptions, padding, data. A string is its u64 length and its bytes. Files are
+untrusted: every count and length is limited by the remaining bytes, and the header as a whole is
+limited, too. Needs no torch.
 """
 
 import array
@@ -29,24 +29,24 @@ MAX_PAIRS = 20_000
 MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 2**23  # a chat template has 10 kB
 MAX_HEADER_BYTES = 2**28
-MAX_STRINGS = 4_000_000  # of all arrays; a vocabulary of 262,144 tokens has as many merges
+MAX_STRINGS = 4_000_000  # in all arrays; a vocabulary of 262,144 tokens has as many merges
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 REMEDY = "fetch the file again"
 STRING, ARRAY = 8, 9
-# id of a scalar type -> its struct code; 7 is a bool
+# id of a scalar type -> struct code; 7 is a bool
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 SCALARS[12] = "d"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Tensor as a GGUF file describes it."""
+    """A tensor as a GGUF file describes it."""
 
     name: str
     type: BlockType
     shape: tuple[int, ...]  # slowest dimension first, as in torch; files list the fastest first
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # position of its first byte in the file
 
     @property
     def num_elements(self) -> int:
@@ -59,7 +59,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """Metadata and tensors of a file, or of all files of a split one."""
+    """Metadata and tensors of a file, or of all files of a split model."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]  # arrays of numbers are array.array, others are lists
@@ -67,7 +67,7 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Read the header of a file, and of the other files of a split one. Raises CheckpointError."""
+    """Read the header of a file, or of all files of a split model. Raises CheckpointError."""
     paths = split_files(Path(path))
     parts = [_read_part(each) for each in paths]
     if len(parts) == 1:
@@ -94,9 +94,9 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
-    """Return all files of a split model in order, given any of them; else the one file.
+    """Return all files of a split model in order, given any of them; else the single file.
 
-    Raises CheckpointError if one is missing.
+    Raises CheckpointError if a file is missing.
     """
     match = SPLIT_NAME.fullmatch(path.name)
     if match is None:
@@ -144,7 +144,7 @@ class _Header:
         self._file, self._path = file, path
         self._size = path.stat().st_size
         self._position = 0
-        self._strings = 0  # in arrays
+        self._strings = 0  # number of strings in arrays
 
     def read(self) -> GgufFile:
         if self._take(4) != MAGIC:
@@ -202,7 +202,7 @@ class _Header:
         return name, kind, tuple(reversed(fastest_first)), self._number("Q")
 
     def _check_places(self, tensors: dict[str, StoredTensor]) -> None:
-        """Raise CheckpointError if tensors overlap or end after the file."""
+        """Raise CheckpointError if tensors overlap or extend beyond the file."""
         end, before = 0, ""
         for tensor in sorted(tensors.values(), key=lambda each: each.offset):
             if tensor.offset < end:
@@ -251,7 +251,7 @@ class _Header:
         length = self._number("Q")
         if length > most:
             raise self._wrong(f"{what:.80} has {length} bytes; at most {most} are read")
-        # A piece of a byte-level vocabulary need not be valid UTF-8.
+        # tokens of a byte-level vocabulary need not be valid UTF-8
         return self._take(length).decode("utf-8", errors="replace")
 
     def _number(self, code: str) -> Any:

@@ -1,6 +1,6 @@
-"""Tensors of a GGUF file as entries of a checkpoint: read, decoded and reordered on request.
+"""Tensors of a GGUF file as checkpoint entries: read, decoded and reordered on request.
 
-A linear whose blocks kernels run is presented as codes and scales (kernel_forms.py), any other
+A linear whose blocks kernels can run is presented as codes and scales (kernel_forms.py), any other
 tensor as floats. Nothing is decoded before it is read.
 """
 
@@ -27,14 +27,14 @@ FLOATS = "floats"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufEntry(TensorEntry):
-    """Tensor that is decoded when it is read. `num_bytes` is its part of the file."""
+    """Tensor that is decoded when it is read. `num_bytes` is its size in the file."""
 
     presented: Presented
-    content: str = FLOATS  # or the name of a tensor of kernel_forms.py
+    content: str = FLOATS  # FLOATS, or the name of a tensor of kernel_forms.py
 
     @property
     def stored_as(self) -> str:
-        """Return the type of its blocks."""
+        """Type of the tensor's blocks."""
         return self.presented.stored.type.name.lower()
 
     def read(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ class GgufEntry(TensorEntry):
         return self._decoded(start, stop).to(self.dtype)
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of each run of decoded rows."""
+        """Yield (index of the first value, values) of runs of rows, at most `most_bytes` each."""
         if len(self.shape) != 2 or is_moved(self.presented):
             yield 0, self.read()
             return
@@ -84,14 +84,14 @@ class GgufEntry(TensorEntry):
 
     @property
     def _row_length(self) -> int:
-        """Number of values of a stored row. Vectors of floats have one in each of their rows."""
+        """Number of values of a stored row; 1 for a vector of floats."""
         presented = self.presented
         is_column = len(presented.shape) == 1 and presented.stored.type.float_dtype
         return 1 if is_column else presented.shape[-1]
 
     @property
     def _num_rows(self) -> int:
-        """Number of stored rows; a vector is one row."""
+        """Number of stored rows; a quantized vector is one row."""
         presented = self.presented
         shape = presented.shape if presented.below is None else presented.stored.shape
         return torch.Size(shape).numel() // self._row_length
@@ -112,13 +112,13 @@ class GgufEntry(TensorEntry):
 
 
 def is_moved(presented: Presented) -> bool:
-    """Return True for a tensor that is no run of the file's values."""
+    """Return True if the presented tensor is not a contiguous run of the file's values."""
     moves = (presented.heads, presented.offset, presented.rows, presented.columns)
     return any(moves) or presented.exponent or presented.below is not None
 
 
 def _part_below(entry: GgufEntry) -> GgufEntry:
-    """Return the entry of the second of two tensors, which has the last rows."""
+    """Return the entry of the second of two stored tensors, which holds the last rows."""
     stored = entry.presented.below
     return replace(
         entry,
@@ -133,7 +133,7 @@ def _part_below(entry: GgufEntry) -> GgufEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedEntry(TensorEntry):
-    """kv_b_proj of latent attention, of which the file has keys' and values' parts by head."""
+    """kv_b_proj of latent attention, which the file stores as keys and values by head."""
 
     keys: GgufEntry  # [heads * latent, key]
     values: GgufEntry  # [heads * value, latent]
@@ -141,7 +141,7 @@ class JoinedEntry(TensorEntry):
 
     @property
     def stored_as(self) -> str:
-        """Return the type of the blocks of the keys' part."""
+        """Type of the blocks of the keys."""
         return self.keys.stored_as
 
     def read(self) -> torch.Tensor:
@@ -159,13 +159,13 @@ class JoinedEntry(TensorEntry):
 
     @property
     def parts(self) -> tuple[GgufEntry, GgufEntry]:
-        """Return keys and values, as the file has them."""
+        """The entries of keys and values, in the form of the file."""
         return self.keys, self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarEntry(TensorEntry):
-    """Tensor of one number that the metadata hold."""
+    """Tensor of one number, which the metadata contain."""
 
     value: float
 
@@ -183,7 +183,7 @@ class ScalarEntry(TensorEntry):
 def make_scalars(
     found: Mapping[str, tuple[tuple[int, ...], float]], file: Path
 ) -> dict[str, TensorEntry]:
-    """Return entries of tensors that the metadata of a file hold, given (shape, number)."""
+    """Return entries of tensors that the metadata contain, given (shape, number) by name."""
     return {
         name: ScalarEntry(
             name=name,
@@ -235,7 +235,7 @@ def make_entries(
 ) -> dict[str, TensorEntry]:
     """Return entries by name. Modules in `runs_on_codes` have codes and scales instead of weights.
 
-    `float_dtype`: dtype that decoded blocks are rounded to; None: float32, which is exact.
+    `float_dtype` is the dtype that decoded blocks are rounded to; None: float32, which is exact.
     """
     on_codes = set(runs_on_codes)
     entries: dict[str, TensorEntry] = {}
@@ -340,7 +340,7 @@ def _unequal_experts(schemes: Mapping[str, Scheme | None], family: Family) -> li
 def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
     """Return the scheme of every linear; None: it is read as floats.
 
-    A linear of a layer, or a separate head, runs on its codes if a kernel takes them.
+    A linear of a layer, or a separate head, keeps its codes if a kernel takes them.
     """
     schemes: dict[str, Scheme | None] = {}
     outer = {family.embedding.removesuffix(".weight")}

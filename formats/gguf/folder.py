@@ -1,7 +1,7 @@
-"""The folder made from a GGUF file: config.json, tokenizer files and an index of tensors.
+"""Model folder made from a GGUF file: config.json, tokenizer files and an index of tensors.
 
 It is made once, in the user's cache, under a key of the file's path, size and time, and read like
-any model folder; the weights stay in the GGUF file. Needs no torch where the folder exists.
+any model folder. The weights stay in the GGUF file. Needs no torch if the folder exists.
 """
 
 import array
@@ -33,7 +33,7 @@ from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 6  # version of the folder's content; a new one makes new folders
+FORMAT = 6  # version of the folder's content; after a change folders are made again
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -45,14 +45,14 @@ class GgufIndex:
 
     path: Path  # the first file
     presented: dict[str, Presented]
-    # Tensors of one number that the metadata hold: (shape, number) by name
+    # tensors of one number that the metadata contain: (shape, number) by name
     scalars: dict[str, tuple[tuple[int, ...], float]]
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """Return the GGUF file that a model argument means; None: it means something else.
+    """Return the GGUF file that a model argument refers to; None: it is not a GGUF file.
 
-    A folder means its only GGUF file, or the first of a split model, unless it has other weights.
+    A folder without other weights refers to its only GGUF file, or the first of a split model.
     Raises CheckpointError if the folder has several models.
     """
     path = Path(path)
@@ -83,7 +83,7 @@ def _stem(name: str) -> str:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the model folder that an argument means, which is made for a GGUF file.
+    """Return the model folder for an argument; for a GGUF file, the folder made from it.
 
     Raises CheckpointError.
     """
@@ -92,13 +92,13 @@ def model_folder(path: str | Path) -> Path:
 
 
 def gguf_name(folder: str | Path) -> str:
-    """Return the name of the GGUF file that a folder was made from; empty: it is a model folder."""
+    """Return the name of the GGUF file that a folder was made from; "" for an ordinary folder."""
     path = Path(folder)
     return path.name if (path / INDEX).is_file() else ""
 
 
 def folder_of_file(file: Path) -> Path:
-    """Return the folder of a GGUF file, which is made if it does not exist yet."""
+    """Return the folder of a GGUF file, and make it if it does not exist yet."""
     if not file.is_file():
         raise CheckpointError(str(file), "not found", "give a GGUF file or a model folder")
     stated = [_fingerprint(each) for each in split_files(file)]
@@ -126,7 +126,10 @@ def _fingerprint(path: Path) -> list[Any]:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> Path:
-    """Write the folder under another name and rename it. The first of several writers wins."""
+    """Write the folder under another name and rename it.
+
+    With several writers, the first one wins.
+    """
     staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
         for name, text in texts.items():
@@ -154,7 +157,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     config = make_config(metadata)
     found = _name_map(metadata, config).present(gguf.tensors, str(file))
     family = find_family(metadata)
-    unread = family.unread(usual_config(config))  # keys that a layer takes from an earlier one
+    unread = family.unread(usual_config(config))  # tensors that the model does not use
     found = {name: each for name, each in found.items() if not name.startswith(unread)}
     schemes = schemes_of(found, family)
     types = Counter(found[f"{name}.weight"].stored.type.name for name in schemes)
@@ -178,7 +181,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
 
 def _name_map(metadata: Metadata, config: Mapping[str, Any]) -> NameMap:
     heads = num_heads(metadata)
-    head_dim(metadata)  # raises for keys and values of other lengths
+    head_dim(metadata)  # raises if keys and values have different widths
     return NameMap(
         architecture=metadata.architecture,
         family=find_family(metadata),
@@ -190,7 +193,7 @@ def _name_map(metadata: Metadata, config: Mapping[str, Any]) -> NameMap:
 
 
 def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
-    """Return (shape, number) of each tensor that the metadata hold, by its full name.
+    """Return (shape, number) of each tensor that the metadata contain, by its full name.
 
     Raises CheckpointError for a list without a number for each layer.
     """
@@ -222,7 +225,10 @@ def _row(each: Presented, numbers: dict[Path, int]) -> list[Any]:
 
 
 def read_index(folder: Path) -> GgufIndex:
-    """Read the folder's index. Raises CheckpointError if the GGUF file is gone or was changed."""
+    """Read the folder's index.
+
+    Raises CheckpointError if the GGUF file is missing or was changed.
+    """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         files = [Path(path) for path, _, _ in index["files"]]
@@ -273,5 +279,5 @@ def _order(stated: Any) -> Order | None:
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return an array of metadata as a list; [] for anything else."""
+    """Return an array of metadata as a list; [] for any other value."""
     return list(values) if isinstance(values, list | array.array) else []

@@ -1,9 +1,9 @@
-"""GGUF blocks -> the tensors that kernels run, with every code untouched.
+"""Convert GGUF blocks to the tensors that kernels run, without changing a code.
 
-Symmetric blocks of 32 with a float16 scale are the groups of a packed weight: 4-bit codes stay as
-they are, values of 5 to 8 bits are held as 8-bit codes around 128. MXFP4 is the same format in
-another order of nibbles. The names and shapes are those of compressed-tensors. Blocks with minima
-or quantized scales (KWeight) stay as they are. Legend: N outputs, K inputs.
+Symmetric blocks of 32 with a float16 scale become groups of a packed weight: 4-bit codes are kept,
+values of 5 to 8 bits become 8-bit codes around 128. MXFP4 is the same format with another order of
+nibbles. Names and shapes are those of compressed-tensors. Blocks with minima or quantized scales
+(KWeight) are kept unchanged. Legend: N outputs, K inputs.
 """
 
 from collections.abc import Callable
@@ -17,27 +17,27 @@ from formats.gguf.blocks import iq4_values, nibbles, q5_codes
 from formats.numerics.bits import pack
 from formats.scheme import BLOCK_TYPES, QuantSpec, Scheme, block_scheme
 
-GROUP = 32  # elements of a block of all types with CODES and SCALES
+GROUP = 32  # elements per block, in all types that become CODES and SCALES
 CODES, SCALES = "weight_packed", "weight_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelForm:
-    """Row of the table: the tensors that hold a type's blocks."""
+    """The tensors that hold the blocks of a type for kernels."""
 
     scheme: Scheme
     codes_dtype: torch.dtype = torch.uint8
     codes_per_item: int = 1  # codes in an element of the codes tensor
-    scales_dtype: torch.dtype | None = None  # None: one tensor has the blocks as they are
-    for_experts: bool = True  # kernels of mixtures of experts run it, too
-    outputs: int = 1  # kernels take a multiple of so many outputs; others are read as floats
+    scales_dtype: torch.dtype | None = None  # None: one tensor holds the unchanged blocks
+    for_experts: bool = True  # mixture-of-experts kernels run it, too
+    outputs: int = 1  # kernels take multiples of this; other linears are read as floats
 
     @property
     def in_blocks(self) -> bool:
         return self.scales_dtype is None
 
     def runs(self, out_features: int, is_expert: bool) -> bool:
-        """Return True if a kernel on a GPU takes a linear of so many outputs."""
+        """Return True if a GPU kernel takes a linear with `out_features` outputs."""
         return out_features % self.outputs == 0 and (self.for_experts or not is_expert)
 
 
@@ -67,7 +67,7 @@ KERNEL_FORMS = {
         for name in BLOCK_TYPES
     },
 }
-# type -> codes of blocks, unsigned with the zero point in the middle
+# type -> function that returns the codes of blocks, unsigned with the middle code as zero point
 _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": lambda data_BX: nibbles(data_BX[:, 2:]),
     "Q5_0": lambda data_BX: q5_codes(data_BX, 2) + 112,
@@ -77,14 +77,14 @@ _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def form_of(kind: BlockType) -> KernelForm | None:
-    """Return the form in which kernels run a type; None: none does."""
+    """Return the form in which kernels run a type; None: no kernel runs it."""
     return KERNEL_FORMS.get(kind.kernel_form)
 
 
 def codes_of(data: torch.Tensor, kind: BlockType, in_features: int) -> torch.Tensor:
-    """Return the codes tensor of a run of bytes that holds whole rows."""
+    """Return the codes tensor of whole rows, given as bytes."""
     blocks_BX = data.reshape(-1, kind.num_bytes)
-    if kind.name == "MXFP4":  # pairs of neighbours, not of elements 16 apart
+    if kind.name == "MXFP4":  # a byte holds neighbors, not elements 16 apart
         in_order = nibbles(blocks_BX[:, 1:])
         return (in_order[:, ::2] | in_order[:, 1::2] << 4).reshape(-1, in_features // 2)
     spec = KERNEL_FORMS[kind.kernel_form].scheme.weight
@@ -95,7 +95,7 @@ def codes_of(data: torch.Tensor, kind: BlockType, in_features: int) -> torch.Ten
 
 
 def scales_of(data: torch.Tensor, kind: BlockType, in_features: int, name: str) -> torch.Tensor:
-    """Return the scales [N, K / 32] of a run of bytes. A block of zeros gets scale 1.
+    """Return the scales [N, K / 32] of whole rows, given as bytes. A block of zeros gets scale 1.
 
     Raises CheckpointError, with `name`, on NaN and infinity.
     """

@@ -1,8 +1,8 @@
-"""Verdict on whether llama.cpp loads a GGUF file, from its header alone.
+"""Verdict on whether llama.cpp loads a GGUF file, from the file's header.
 
-Rules of llama.cpp: ggml/src/gguf.cpp, ggml/src/ggml-cpu/binary-ops.cpp, src/llama-model.cpp,
-src/llama-vocab.cpp. Unknown types and rows that are not whole blocks never get here: the reader
-refuses them (container.py). Needs no torch.
+Sources in llama.cpp: ggml/src/gguf.cpp, ggml/src/ggml-cpu/binary-ops.cpp, src/llama-model.cpp,
+src/llama-vocab.cpp. Files with unknown types or rows that are not whole blocks do not get here,
+because the reader refuses them (container.py). Needs no torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,15 +18,15 @@ LLAMA_CPP = "llama.cpp"
 VOCABULARY = "tokenizer.ggml.model"
 PRE = "tokenizer.ggml.pre"
 BYTE_LEVEL = "gpt2"  # the tokenizer model that needs a known pre-tokenizer
-# Types without a matrix product: llama.cpp only stores them.
+# types that llama.cpp stores but cannot multiply
 NOT_COMPUTED = ("F64", "I8", "I16", "I32", "I64")
-VECTOR_TYPES = ("F32", "F16")  # types of a norm or bias that float32 activations combine with
-# Metadata below the architecture that llama.cpp requires of each one read here
+VECTOR_TYPES = ("F32", "F16")  # types of norms and biases that work with float32 activations
+# metadata keys below the architecture that llama.cpp requires for all architectures read here
 REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 
 
 def llama_cpp_verdict(gguf: GgufFile) -> Verdict:
-    """Return llama.cpp's verdict on a file: the first reason to refuse it, or yes."""
+    """Return llama.cpp's verdict on a file: yes, or no with the first reason."""
     reason = next((reason for rule in REFUSALS for reason in rule(gguf)), "")
     if reason:
         return Verdict(LLAMA_CPP, "no", reason)

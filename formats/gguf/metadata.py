@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file below its architecture's name, with checks. Needs no torch."""
+"""Checked access to the metadata of a GGUF file below its architecture's name. Needs no torch."""
 
 import array
 import struct
@@ -14,17 +14,17 @@ MAX_DIVISORS = 4096
 
 
 class Metadata:
-    """Metadata of one file, read with checks by its keys below the architecture."""
+    """Metadata of one file, by key below the architecture's name."""
 
     def __init__(self, gguf: GgufFile) -> None:
-        """Raises CheckpointError for an unknown architecture."""
+        """Find the architecture's row. Raises CheckpointError for an unknown architecture."""
         self.gguf, self.subject = gguf, str(gguf.files[0])
         name = gguf.metadata.get("general.architecture")
         row: Architecture = find_architecture(name, self.subject)
         self.architecture = row.variant_of_file(gguf.tensors, gguf.metadata)
 
     def get(self, key: str) -> Any:
-        """Return a value, or None where the file has none. An array of equal numbers is one."""
+        """Return a value; None: the file has none. An array of equal numbers becomes one number."""
         value = self.gguf.metadata.get(f"{self.architecture.name}.{key}")
         if value is None or isinstance(value, str | bool | int | float):
             return value
@@ -32,7 +32,7 @@ class Metadata:
         return values[0] if values and len(set(values)) == 1 else values
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Return a finite number. Raises CheckpointError if the file has something else."""
+        """Return a finite number. Raises CheckpointError if the value is something else."""
         value = self.get(key)
         if value is None:
             return default
@@ -41,7 +41,7 @@ class Metadata:
         return shortest(value) if isinstance(value, float) else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive whole number. Raises CheckpointError if there is none."""
+        """Return a positive whole number. Raises CheckpointError if the value is something else."""
         value = self.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 < value < MAX_SIZE:
@@ -49,7 +49,7 @@ class Metadata:
         return value
 
     def divisors(self, name: str, width: int, *, most: float = 1e6) -> list[float]:
-        """Read a tensor of divisors of frequencies [width / 2], below `most`.
+        """Read a tensor of frequency divisors [width / 2], all below `most`.
 
         Raises CheckpointError.
         """
@@ -76,7 +76,7 @@ class Metadata:
 
 
 def shortest(value: float) -> float:
-    """Return the number with the fewest digits that is the same float32, as files hold them."""
+    """Return the number with the fewest digits that is the same in float32, the files' dtype."""
     for digits in range(1, 9):
         found = float(f"{value:.{digits}g}")
         if struct.pack("<f", found) == struct.pack("<f", value):

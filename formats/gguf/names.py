@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file by the names of the family's checkpoint. Needs no torch.
+"""Tensors of a GGUF file under the names of the family's checkpoint. Needs no torch.
 
-A stacked tensor of experts is presented as one tensor for each. Names of linears come from the
-family's row, names of norms from the architecture's.
+A stack of experts is presented as one tensor per expert. Names of linears come from the family's
+row, names of norms from the architecture's row.
 """
 
 import re
@@ -19,12 +19,12 @@ from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.container import StoredTensor
 from formats.gguf.rope import LONG, SHORT
 
-IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
+IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # tensors whose numbers go into config.json
 OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+?)(?:\.(?P<kind>weight|bias))?")
-KEY_UP, VALUE_UP, BOTH_UP = "attn_k_b", "attn_v_b", "attn_kv_b"  # of latent attention
+KEY_UP, VALUE_UP, BOTH_UP = "attn_k_b", "attn_v_b", "attn_kv_b"  # latent attention
 GATE, UP, GATE_UP = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"  # stacks of experts
 OLD_EXPERT = re.compile(r"(?P<local>ffn_(?:gate|up|down))\.(?P<number>\d{1,4})")
-# Start of the family's name of a projection of latent attention -> GGUF's
+# start of the family's name of a projection of latent attention -> GGUF's name
 LATENT_NAMES = {
     **{"q": "attn_q", "q_a": "attn_q_a", "q_b": "attn_q_b"},
     **{"kv_a": "attn_kv_a_mqa", "kv_b": BOTH_UP},
@@ -33,30 +33,30 @@ LATENT_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presented:
-    """Tensor under the family's name, and its place in a stored one."""
+    """A tensor under the family's name, and where and how the file stores it."""
 
     name: str
     stored: StoredTensor
     shape: tuple[int, ...]
-    first_row: int = 0  # of the stored rows
-    # Rows are in the order of rotated pairs in so many heads, or, with `kv_heads`, all queries come
-    # first, then all keys, then all values; 0: in the family's order (row_orders.py)
+    first_row: int = 0  # index of its first row in the stored tensor
+    # Number of heads, if stored rows are in another order (row_orders.py): rotated pairs, or with
+    # `kv_heads` all queries, then all keys, then all values. 0: the family's order.
     heads: int = 0
     kv_heads: int = 0
-    offset: float = 0.0  # what the stored values are above the family's
-    # Orders of a layer with states (architectures/held.py)
+    offset: float = 0.0  # stored values minus the family's values
+    # orders of rows and columns in recurrent layers (architectures/held.py)
     rows: Order | None = None
     columns: Order | None = None
-    exponent: bool = False  # stored values are minus the exponential of the family's
-    below: StoredTensor | None = None  # holds the rows after those of `stored`
-    # kv_b_proj of latent attention in two tensors: `stored` has the part of keys, transposed
-    # [heads, latent, key], and this one that of values [heads, value, latent]
+    exponent: bool = False  # stored values are -exp(the family's values)
+    below: StoredTensor | None = None  # stored tensor with the rows after those of `stored`
+    # kv_b_proj of latent attention in two tensors: `stored` holds the keys, transposed
+    # [heads, latent, key], and this one the values [heads, value, latent]
     values: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """Names of one model's tensors."""
+    """Map from the tensor names of a GGUF file to those of the family."""
 
     architecture: Architecture
     family: Family
@@ -66,7 +66,10 @@ class NameMap:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def present(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
-        """Return every tensor by the family's name. Raises CheckpointError for one without."""
+        """Return every tensor by the family's name.
+
+        Raises CheckpointError for an unknown tensor.
+        """
         found: dict[str, Presented] = {}
         halves = self._halves(tensors, subject)
         for each in halves.values():
@@ -81,7 +84,7 @@ class NameMap:
         return found
 
     def _halves(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
-        """Return kv_b_proj of each layer that has it in two tensors, by the layer's prefix."""
+        """Return kv_b_proj of each layer that stores it in two tensors, by the layer's prefix."""
         found = {}
         for stored in tensors.values():
             prefix, is_half, kind = stored.name.partition(f"{KEY_UP}.")
@@ -150,7 +153,7 @@ class NameMap:
         held: Held,
         subject: str,
     ) -> Presented:
-        """Return a tensor that files hold in another form."""
+        """Return a tensor that files store in another form than the family."""
         shape = family_shape(held.shape, stored.shape)
         fits = shape is not None and (below is None) == (not held.below)
         if fits and below is not None:
@@ -228,7 +231,7 @@ class NameMap:
     def _parts_of_qkv(
         self, stored: StoredTensor, layer: str, kind: str, subject: str
     ) -> Iterator[Presented]:
-        """Yield q, k and v of a file that has them as one matrix, unlike the family."""
+        """Yield q, k and v of a file that stores them as one matrix, unlike the family."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         self._check_rows(stored, sum(counts), subject)
         width, first = stored.shape[0] // sum(counts), 0
@@ -243,7 +246,7 @@ class NameMap:
             first += count * width
 
     def _check_rows(self, stored: StoredTensor, count: int, subject: str) -> None:
-        """Raise CheckpointError unless `count` divides the rows, and KV heads the heads."""
+        """Raise CheckpointError unless `count` divides the rows, and KV heads divide the heads."""
         if stored.shape[0] % count or self.heads % self.kv_heads:
             raise CheckpointError(
                 f"{subject}: {stored.name}",
@@ -264,7 +267,7 @@ class NameMap:
 
     @property
     def _below(self) -> frozenset[str]:
-        """Names of tensors whose rows belong to another one."""
+        """Names of stored tensors whose rows belong to another tensor of the family."""
         held = self.architecture.tensors.values()
         return frozenset(each.below for each in held if isinstance(each, Held))
 
@@ -315,7 +318,7 @@ def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> 
 
 
 def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
-    """Return the family's names of the tensors outside of layers by GGUF's."""
+    """Return GGUF's names of the tensors outside of layers, mapped to the family's."""
     names = {"token_embd.weight": family.embedding, "output.weight": family.head}
     if family.norm_weights:
         names[f"{architecture.output_norm}.weight"] = family.last_norm
@@ -339,7 +342,7 @@ def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
 
 
 def stream_names(family: Family) -> dict[str, list[str]]:
-    """Return the family's linears that a file has in one stack, by GGUF's name of the stack."""
+    """Return GGUF's names of stacks of linears, mapped to the family's names of the linears."""
     stacks = ("altup_proj", "altup_unembd_proj")
     return {
         stack: [f"{name}.{number}" for number in range(STREAMS - 1)]
@@ -348,9 +351,9 @@ def stream_names(family: Family) -> dict[str, list[str]]:
 
 
 def other_names(family: Family, of_experts: str) -> dict[str, str]:
-    """Return the family's names of the tensors that only some layers have, by GGUF's.
+    """Return GGUF's names of tensors that only some layers have, mapped to the family's.
 
-    `of_experts` "{e}": those of one expert, with its number left open; "": all others.
+    `of_experts` "{e}": tensors of one expert, with its number left open; "": all other tensors.
     """
     experts, names = family.experts, {}
     if of_experts:
@@ -374,10 +377,10 @@ def other_names(family: Family, of_experts: str) -> dict[str, str]:
 def linear_names(
     family: Family, architecture: Architecture | None = None, has_state: bool = False
 ) -> dict[str, str]:
-    """Return the family's names of a layer's linears by GGUF's, both below the layer.
+    """Return GGUF's names of a layer's linears, mapped to the family's, both below the layer.
 
-    `architecture`: adds its own, and leaves out those that its files hold in another form.
-    `has_state`: also its own of layers with a state.
+    `architecture` adds its own names and removes linears that its files store in another form.
+    `has_state` also adds names of recurrent layers.
     """
     if architecture is None:
         return _usual_linears(family)
@@ -411,13 +414,13 @@ def _usual_linears(family: Family) -> dict[str, str]:
     if family.layer_inputs is not None:
         inputs = family.layer_inputs
         names |= {"inp_gate": inputs.gate.name, "proj": inputs.projection.name}
-    shared = set(other_names(family, "").values())  # the dense one, where there are no experts
+    shared = set(other_names(family, "").values())  # the dense feed-forward, without experts
     dense = _feed_forward(family.gate_up, family.down, "")
     return names | {theirs: ours for theirs, ours in dense.items() if ours not in shared}
 
 
 def _feed_forward(gate_up: Projection, down: Projection, suffix: str) -> dict[str, str]:
-    """Return the names of a feed-forward. A stored fused matrix is GGUF's `up`."""
+    """Return the names of a feed-forward. GGUF's name for a fused matrix is `up`."""
     linears = gate_up.linears
     keys = ("ffn_gate", "ffn_up") if len(linears) == 2 else ("ffn_up",)
     names = {f"{key}{suffix}": each.name for key, each in zip(keys, linears, strict=True)}

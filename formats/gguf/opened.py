@@ -1,4 +1,4 @@
-"""A GGUF file's folder, opened: config.json and entries of the tensors as a reader wants them."""
+"""Open the folder of a GGUF file: config.json, and entries of its tensors."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class OpenedGguf:
 
     config: dict[str, Any]
     entries: dict[str, TensorEntry]
-    summary: str  # which types of linears run on their codes, and which as floats
+    summary: str  # how many linears of each type run on codes, and how many as floats
 
 
 def is_gguf_folder(folder: Path) -> bool:
@@ -36,10 +36,12 @@ def is_gguf_folder(folder: Path) -> bool:
 def open_gguf(
     folder: Path, config: Mapping[str, Any], *, as_floats: bool, rounded: bool, in_blocks: bool
 ) -> OpenedGguf:
-    """Return config.json and entries. Raises CheckpointError if the GGUF file is gone or changed.
+    """Return config.json and entries.
+
+    Raises CheckpointError if the GGUF file is missing or changed.
 
     `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json. `in_blocks`
-    False: types that stay in blocks (KWeight) are floats.
+    False: types that otherwise stay in blocks (KWeight) become floats.
     """
     index, config = read_index(folder), usual_config(dict(config))
     family = FAMILIES[config["architectures"][0]].variant(config)

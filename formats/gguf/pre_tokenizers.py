@@ -1,7 +1,7 @@
-"""Rules by which a byte-level tokenizer splits a text into words, by `tokenizer.ggml.pre`.
+"""Rules by which a byte-level tokenizer splits text into words, by `tokenizer.ggml.pre`.
 
-A rule is a list of regular expressions. Each splits what the one before left, and keeps both its
-matches and what lies between them. Source: llama.cpp, src/llama-vocab.cpp, which follows each
+A rule is a list of regular expressions. Each one splits the pieces of the previous one; matches and
+the text between them are both kept. Source: llama.cpp, src/llama-vocab.cpp, which follows each
 model's tokenizer.json. Needs no torch.
 """
 
@@ -41,7 +41,7 @@ DEEPSEEK3 = (
 )
 TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
 SEED_CODER = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-# Jais 2: as Llama 3, but for runs of spaces, which are cut into powers of two
+# Jais 2: as Llama 3, except that runs of spaces are cut into powers of two
 _RUNS = "|".join(rf"\s{{{1 << n}}}(?!\S)" for n in range(9, 1, -1))
 JAIS2 = LLAMA3.replace(_SPACES, rf"\s*[\r\n]+|{_RUNS}|\s{{1,2}}(?!\S)|\s{{1}}")
 STOPS = ".,!?…。，、।۔،"
@@ -52,12 +52,12 @@ BAILING = rf"{POSSESSIVE}|{_WORDS}|\p{{N}}|{_OTHERS}|\s*[\r\n]|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """Row of the table."""
+    """One pre-tokenizer of the table."""
 
     names: tuple[str, ...]
     splits: tuple[str, ...]
-    ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges say
-    adds_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word in the vocabulary is always one token, despite merges
+    adds_bos: bool = False  # used if the file does not state it
 
 
 _ROWS = (

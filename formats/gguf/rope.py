@@ -1,8 +1,8 @@
-"""Rotary embeddings of a GGUF file -> the keys of config.json. Needs no torch.
+"""Convert the rotary embeddings of a GGUF file to keys of config.json. Needs no torch.
 
-Scaling by frequency is a tensor in GGUF: divisors of the inverse frequencies. Those of Llama 3's
-rule become its parameters again, if these give the same numbers; any other ones are listed in
-config.json, as in LongRoPE.
+GGUF stores frequency scaling as a tensor of divisors of the inverse frequencies. Divisors that
+Llama 3's rule gives are converted back to its parameters; other divisors are listed in config.json,
+as for LongRoPE.
 """
 
 import math
@@ -13,7 +13,7 @@ from formats.gguf.metadata import Metadata
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL = "original_max_position_embeddings"
-# Llama 3's parameters: low and high factor, and the context lengths to try
+# parameters of Llama 3's rule: low and high factor, and the context lengths to try
 LLAMA3_FACTORS = ((1.0, 4.0),)
 LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 2048)
 
@@ -29,7 +29,7 @@ def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     width = metadata.size("rope.dimension_count", config["head_dim"])
     if width > config["head_dim"]:
         raise metadata.wrong("rope.dimension_count", f"exceeds head_dim, {config['head_dim']}")
-    # A key of its own also where it is 1: some config classes have another default.
+    # stated even if it is 1, because some config classes have another default
     is_part = config["model_type"] == "glm4_moe" or metadata.architecture.default_part != 1.0
     if width != config["head_dim"] or is_part:
         key = "partial_rotary_factor"
@@ -110,7 +110,7 @@ def llama3_divisors(
 
 
 def llama3_parameters(found: list[float], theta: float, width: int) -> dict[str, Any] | None:
-    """Return Llama 3's parameters that give these divisors; None: none do."""
+    """Return Llama 3's parameters that give these divisors; None: no parameters do."""
     factor = max(found)
     for low, high in LLAMA3_FACTORS:
         for original in LLAMA3_LENGTHS:

@@ -1,4 +1,7 @@
-"""Rows and columns of layers in the order of a file, and the way back (held.Order)."""
+"""Convert rows and columns of recurrent layers between a file's and the family's order.
+
+held.Order describes the order of a file.
+"""
 
 import torch
 
@@ -11,14 +14,14 @@ def from_file(rows: torch.Tensor, order: Order | None, dim: int = 0) -> torch.Te
 
 
 def to_file(rows: torch.Tensor, order: Order | None, dim: int = 0) -> torch.Tensor:
-    """Return rows in the family's order as a file has them: `from_file` the other way round."""
+    """Return rows of the family in the file's order: the inverse of `from_file`."""
     if order is None:
         return rows
     return rows.index_select(dim, _index(order, rows.shape[dim]).argsort())
 
 
 def in_steps(order: Order | None, step: int) -> Order | None:
-    """Return an order of runs of `step` columns: blocks that move whole."""
+    """Return the order for runs of `step` columns, which move as whole blocks."""
     if order is None:
         return None
     kept, groups, each, width = order.numbers
@@ -26,7 +29,7 @@ def in_steps(order: Order | None, step: int) -> Order | None:
 
 
 def _index(order: Order, count: int) -> torch.Tensor:
-    """Return the place in the file of each row of the family's order."""
+    """Return the index in the file of each row of the family's order."""
     if order.kind == "grouped":
         groups, *widths = order.numbers
         parts = torch.arange(count).split([groups * width for width in widths])

@@ -1,6 +1,6 @@
-"""Types of GGUF's blocks as schemes, the mixes of them, and fallbacks of K-quants.
+"""Schemes of GGUF's block types, mixes of types, and fallbacks of K-quants.
 
-A mix gives some linears a wider type, as llama.cpp does; formats/README.md has the rule.
+A mix gives some linears a wider type, as llama.cpp does; formats/README.md states the rule.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from formats.gguf.names import linear_names, other_names
 from formats.rules import LAYER_NUMBER
 from formats.scheme import K_BLOCK, K_TYPES, QuantSpec, Scheme, block_scheme
 
-BLOCK = 32  # inputs of a block of the other types
+BLOCK = 32  # inputs per block, in types other than K-quants
 
 
 def _integers(bits: int, symmetric: bool) -> Scheme:
     return Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=BLOCK))
 
 
-# type of blocks -> the scheme of the same numbers
+# block type -> scheme with the same numbers
 BLOCK_SCHEMES: dict[str, Scheme] = {
     "q4_0": _integers(4, True),
     "q4_1": _integers(4, False),
@@ -28,20 +28,20 @@ BLOCK_SCHEMES: dict[str, Scheme] = {
     "q8_0": _integers(8, True),
     **{name: block_scheme(name) for name in K_TYPES},
 }
-# type of linears whose inputs are no whole blocks of 256
+# K-quant -> type for linears whose inputs are not whole blocks of 256
 FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
-OUTER_TYPES = ("q8_0", "q8_0")  # of the embedding and of a float head
+OUTER_TYPES = ("q8_0", "q8_0")  # types of the embedding and of a float head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """A row of MIXES: the type of most linears, and those of others."""
+    """A mix: the type of most linears, and wider types of the others."""
 
     base: str
-    wide: str  # of v and down in the layers of `gets_more_bits`, of the head and a tied embedding
-    qkv: str  # of a matrix that holds q, k and v
+    wide: str  # type of v and down in layers of `gets_more_bits`, of head and tied embedding
+    qkv: str  # type of a fused q, k, v matrix
 
 
 MIXES: dict[str, Mix] = {
@@ -60,7 +60,7 @@ def base_scheme(name: str) -> Scheme:
 
 
 def name_of(scheme: Scheme) -> str:
-    """Return the type of blocks of a scheme. Raises SchemeError if there is none."""
+    """Return the block type of a scheme. Raises SchemeError if there is none."""
     for name, row in BLOCK_SCHEMES.items():
         if row == scheme:
             return name
@@ -70,13 +70,13 @@ def name_of(scheme: Scheme) -> str:
 
 
 def gets_more_bits(layer: int, num_layers: int) -> bool:
-    """Return True in the first and last eighth of layers, and in every third between."""
+    """Return True for the first and last eighth of the layers, and every third layer between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def fitting(scheme: Scheme, in_features: int) -> Scheme:
-    """Return the scheme, or the fallback of a K-quant whose inputs are no whole blocks."""
+    """Return the scheme, or a K-quant's fallback if the inputs are not whole blocks."""
     name = FALLBACKS.get(scheme.weight.type)
     return scheme if name is None or in_features % K_BLOCK == 0 else BLOCK_SCHEMES[name]
 
@@ -84,7 +84,7 @@ def fitting(scheme: Scheme, in_features: int) -> Scheme:
 def types_of_linears(
     name: str, shapes: Mapping[str, tuple[int, int]], family: Family, num_layers: int
 ) -> dict[str, Scheme]:
-    """Return the scheme of every linear of `shapes` ([N, K] by name) in a type or a mix."""
+    """Return the scheme of every linear of `shapes` ([N, K] by name) for a type or a mix."""
     mix = MIXES.get(name)
     if mix is None:
         return dict.fromkeys(shapes, BLOCK_SCHEMES[name])

@@ -1,7 +1,7 @@
-"""The folder that becomes a GGUF file: its quantization block, and the tensors of its linears.
+"""Staged folder that becomes a GGUF file: its quantization block and the tensors of its linears.
 
-`quantize` makes it before it writes the file. K-quants are in the file's bytes, other types in the
-tensors of compressed-tensors.
+`quantize` makes it before it writes the file. K-quants are stored as the file's bytes, other types
+as tensors of compressed-tensors.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from formats.rules import Rule, exact_patterns
 from formats.scheme import Scheme
 
 METHOD = "gguf-blocks"
-BLOCKS = "weight_blocks"  # tensor of a K-quant: uint8 [N, row bytes]
+BLOCKS = "weight_blocks"  # name of a K-quant's tensor, uint8 [N, row bytes]
 
 
 def read(block: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def write(config: ConfigFields) -> dict[str, Any]:
 def rules_for(
     schemes: Mapping[str, Scheme | None], others: Mapping[str, Scheme | None]
 ) -> tuple[Rule, ...]:
-    """Return the rules of modules whose scheme is not that of most."""
+    """Return rules for the modules whose scheme differs from most."""
     return tuple(
         Rule(kind="regex", text=text, scheme=scheme)
         for text, scheme in exact_patterns(schemes, others)
@@ -52,7 +52,7 @@ def rules_for(
 
 
 def stored(scheme: Scheme) -> Scheme:
-    """Return the scheme as it is read back: the same."""
+    """Return the scheme that is read back: the same."""
     return scheme
 
 
@@ -75,14 +75,14 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
 
 
 def refuses(scheme: Scheme) -> str | None:
-    """Return why a scheme is no type of blocks; None: it is one."""
+    """Return why a scheme is not a block type; None: it is one."""
     if scheme in BLOCK_SCHEMES.values():
         return None
     return f"holds {', '.join(BLOCK_SCHEMES)} only"
 
 
 def refuses_shape(scheme: Scheme, out_features: int, in_features: int) -> str | None:
-    """Return why no blocks hold a linear of a shape; None: they do."""
+    """Return why blocks cannot hold a linear of this shape; None: they can."""
     if in_features % BLOCK:
         return f"its {in_features} inputs are not divisible by {BLOCK}"
     return None

@@ -1,4 +1,4 @@
-"""Tokenizer of a GGUF file -> the files of transformers' fast tokenizer.
+"""Convert the tokenizer of a GGUF file to the files of a transformers fast tokenizer.
 
 `gpt2` is byte-level BPE with a list of merges. `llama` is SentencePiece BPE, whose merges follow
 from the scores of its tokens; `gemma4` is the same with a list of merges. Needs neither torch nor
@@ -17,7 +17,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"  # SentencePiece's character for a space
 PREFIX = "tokenizer.ggml."
 REMEDY = "take the model's safetensors with its tokenizer.json"
-# Tokens that end an answer besides eos_token_id. llama.cpp knows them by their texts, too.
+# Tokens that end an answer in addition to eos_token_id. llama.cpp also knows them by their texts.
 END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "<|END_OF_TURN_TOKEN|>"),
@@ -29,14 +29,14 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-MAX_PIECE = 256  # characters of a token that merges are derived for
+MAX_PIECE = 256  # longest token, in characters, for which merges are derived
 
 
 class Vocabulary:
-    """Tokens of the file, checked."""
+    """The tokens of the file, checked."""
 
     def __init__(self, metadata: Metadata) -> None:
-        """Raises CheckpointError if the file's lists do not fit together."""
+        """Read the tokens. Raises CheckpointError if the file's lists do not match."""
         self._values, self.subject = metadata.gguf.metadata, metadata.subject
         self.kind = self.get("model")
         tokens = self.get("tokens")
@@ -51,12 +51,12 @@ class Vocabulary:
         return self._values.get(PREFIX + key)
 
     def token(self, key: str) -> int | None:
-        """Return the id that a key states, if it is one."""
+        """Return the token id that a key states; None: it is no valid id."""
         value = self.get(key)
         return value if type(value) is int and 0 <= value < len(self.texts) else None
 
     def of_type(self, *kinds: int) -> list[int]:
-        """Return the ids of tokens of some types."""
+        """Return the ids of tokens of these types."""
         return [number for number, kind in enumerate(self.types) if kind in kinds]
 
     def wrong(self, key: str, problem: str, remedy: str = REMEDY) -> CheckpointError:
@@ -74,9 +74,9 @@ class Vocabulary:
 
 
 def tokenizer_files(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer's files by name, JSON values or texts; {} for a file without one.
+    """Return the tokenizer's files by name, as JSON values or texts; {} if the file has none.
 
-    Raises CheckpointError for a tokenizer that is not known.
+    Raises CheckpointError for an unknown tokenizer.
     """
     if f"{PREFIX}model" not in metadata.gguf.metadata:
         return {}
@@ -184,7 +184,10 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _respell_spaces(vocabulary: Vocabulary) -> None:
-    """Spell tokens of spaces alone as the normalizer does; writers respell those they add."""
+    """Spell tokens that are only spaces as the normalizer does.
+
+    Programs that write GGUF files respell the tokens that they add.
+    """
     for number, text in enumerate(vocabulary.texts):
         spelled = SPACE * len(text)
         if text and not text.strip(" ") and spelled not in vocabulary.ids:
@@ -213,7 +216,7 @@ def _bpe(
 
 
 def _listed_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges of the file whose tokens the vocabulary has."""
+    """Return the merges of the file whose tokens are in the vocabulary."""
     listed = vocabulary.get("merges")
     if not isinstance(listed, list):
         raise vocabulary.wrong("merges", "expected a list of pairs such as 'a b'")
@@ -228,10 +231,10 @@ def _listed_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def derived_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges that scores imply: the best-scored result first.
+    """Return the merges that scores imply, the merge with the best-scored result first.
 
-    Runs of spaces that the vocabulary's maker defined come before all others, because
-    SentencePiece never splits them.
+    Runs of spaces that the vocabulary's maker defined come before all others, because SentencePiece
+    never splits them.
     """
     found = []
     for number, text in enumerate(vocabulary.texts):
@@ -270,7 +273,7 @@ def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 
 def _ends(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | None:
-    """Return the template that adds the first and last token; None: neither is added."""
+    """Return the template that adds the first and last token; None: nothing is added."""
     tokens = {}
     for place, key, default in (
         ("bos", "add_bos_token", adds_bos),
@@ -311,7 +314,7 @@ def _generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
     ends = [vocabulary.token(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     special = set(vocabulary.of_type(CONTROL, USER_DEFINED))
     ends += [vocabulary.ids.get(text) for text in END_TEXTS if vocabulary.ids.get(text) in special]
-    if {"<|return|>", "<|call|>"} <= vocabulary.ids.keys():  # Harmony: it ends a message alone
+    if {"<|return|>", "<|call|>"} <= vocabulary.ids.keys():  # Harmony: <|end|> ends only a message
         ends = [each for each in ends if each != vocabulary.ids.get("<|end|>")]
     ends = list(dict.fromkeys(each for each in ends if each is not None))
     found = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
@@ -321,7 +324,7 @@ def _generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _unique(tokens: list[str]) -> list[str]:
-    """Return texts without repetitions: a later one of two equal ones is never produced."""
+    """Return texts without repetitions: of equal texts, only the first is ever produced."""
     seen: set[str] = set()
     unique = []
     for number, text in enumerate(tokens):

@@ -31,21 +31,21 @@ PLAIN_KEYS = {
 class BlockAttention:
     """Keys that the rows of a block see in one layer."""
 
-    is_causal: bool  # the rows before it in the block; False: the whole block
-    window: int | None  # keys before the block as well; None: all
+    is_causal: bool  # True: a row sees the block's earlier rows; False: the whole block
+    window: int | None  # number of keys before the block that rows see; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig(LayersConfig):
-    """A DFlash or DSpark head: its layers, its block, and the target's states that they read."""
+    """A DFlash or DSpark head: its layers, its block, and the target's states that it reads."""
 
     kind: Literal["dflash", "dspark"]
     stated_taps: tuple[int, ...]  # layer ids as config.json counts them
-    block_size: int  # rows that it was trained with: the newest token, then mask tokens
+    block_size: int  # rows in training: the newest token, then mask tokens
     mask_token_id: int
     samples_anchor: bool  # the row of the newest token predicts the first draft
-    attentions: tuple[BlockAttention, ...]  # of each layer
-    markov_rank: int = 0  # DSpark: rank of the bias by the token before; 0: none
+    attentions: tuple[BlockAttention, ...]  # one for each layer
+    markov_rank: int = 0  # DSpark: rank of the bias that depends on the previous token; 0: none
     markov_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence_inputs: int = 0  # DSpark: inputs of the confidence head, which is not run; 0: none
     embedding_factor: float = 1.0
@@ -54,7 +54,7 @@ class BlockConfig(LayersConfig):
 
     @property
     def num_taps(self) -> int:
-        """Number of auxiliary hidden states of the target per token."""
+        """Number of the target's auxiliary hidden states per token."""
         return len(self.stated_taps)
 
     @property
@@ -65,7 +65,7 @@ class BlockConfig(LayersConfig):
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
-        A flat config names the layer whose output the state is, -1 for the embedding. Raises
+        A flat config names the layer whose output the state is, with -1 for the embedding. Raises
         CheckpointError for states that the target does not have.
         """
         taps = self.stated_taps
@@ -129,7 +129,10 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
 
 
 def _attentions(config: Mapping[str, Any], num_layers: int) -> tuple[BlockAttention, ...]:
-    """Return what each layer sees. Layers with a window are causal unless config.json says not."""
+    """Return the keys that each layer sees.
+
+    Layers with a window are causal unless config.json says otherwise.
+    """
     types = config.get("layer_types") or []
     everywhere = flag(config, "use_swa", False) and SLIDING not in types
     window = config.get("swa_window_size", config.get("sliding_window"))

@@ -1,8 +1,8 @@
 """config.json of a draft head, in the published layouts of EAGLE-3, P-EAGLE, EAGLE and Medusa.
 
 "original" is flat: a Llama config with `draft_vocab_size` (SafeAILab, SpecForge). "speculators" is
-nested: the layers' config is below `transformer_layer_config`. block_config.py reads those of heads
-that draft a block.
+nested: the layers' config is below `transformer_layer_config`. block_config.py reads the config of
+heads that draft a block.
 """
 
 from collections.abc import Mapping
@@ -25,40 +25,40 @@ from formats.heads.layers_config import (
 EAGLE3, PEAGLE, EAGLE, MEDUSA = "eagle3", "peagle", "eagle", "medusa"
 NUM_TAPS = 3
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
-# the token of rows whose token is not known yet: speculators' key, then those of flat configs
+# keys of the token of rows whose token is not known yet: speculators' key, then flat configs' keys
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 IMAGES_KEY = "image_embeddings"
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-# Heads of AngelSlim, which saw an image as embeddings of its placeholder token.
+# Heads of AngelSlim were trained with the placeholder token's embedding instead of an image's.
 PLACEHOLDER_ARCHITECTURE = "Eagle3LlamaForCausalLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(LayersConfig):
-    """An EAGLE, EAGLE-3 or P-EAGLE head: its layers, and the target's states that they read."""
+    """An EAGLE, EAGLE-3 or P-EAGLE head: its layers, and the target's states that it reads."""
 
     kind: Literal["eagle3", "peagle", "eagle"]
-    num_taps: int  # auxiliary hidden states of the target per token; EAGLE: 1
+    num_taps: int  # number of the target's auxiliary hidden states per token; EAGLE: 1
     stated_taps: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
     norm_before_residual: bool
-    norm_output: bool  # the state fed to the next step is the normed one
+    norm_output: bool  # the next step reads the state after the norm
     norm_before_fc: bool  # one norm over all auxiliary hidden states
     fc_norm: bool  # a norm for each auxiliary hidden state
-    # trained with the embeddings of images instead of their placeholder token's; None: not stated
+    # trained with the embeddings of images, not of their placeholder token; None: not stated
     image_embeddings: bool | None = None
     mask_token_id: int = 0  # P-EAGLE: the token of rows whose token is not known yet
 
     @property
     def is_eagle3(self) -> bool:
-        """True for EAGLE-3's layers, which P-EAGLE has as well."""
+        """True for the layers of EAGLE-3, which P-EAGLE also has."""
         return self.kind in (EAGLE3, PEAGLE)
 
     @property
     def reads_images(self) -> bool:
         """True if the head was trained with the embeddings of images.
 
-        Where config.json does not say it, heads of speculators and AngelSlim were not; those that
-        SGLang serves were, and it gives embeddings of images to all of them.
+        If config.json does not state it: heads of speculators and AngelSlim were not, but heads
+        that SGLang serves were, and SGLang gives embeddings of images to all of them.
         """
         if self.image_embeddings is not None:
             return self.image_embeddings
@@ -67,9 +67,7 @@ class EagleConfig(LayersConfig):
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
-        """Number of pairs of channels of each axis of a position (M-RoPE); (): positions are
-        numbers.
-        """
+        """Number of channel pairs for each axis of a position (M-RoPE); (): no axes."""
         return tuple(_axes(self.values).get("mrope_section") or ())
 
     @property
@@ -79,9 +77,9 @@ class EagleConfig(LayersConfig):
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
-        A flat config uses SGLang's ids, which name the layer whose output the state is: one less.
-        If the ids equal the usual ones, they are already counted as here and are taken unchanged.
-        Raises CheckpointError for states that the target does not have.
+        A flat config uses SGLang's ids, which name the layer whose output the state is, so they are
+        one less than these numbers. Ids that equal the usual numbers are taken unchanged. Raises
+        CheckpointError for states that the target does not have.
         """
         if self.kind == EAGLE:
             return ()
@@ -101,7 +99,7 @@ class EagleConfig(LayersConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """Medusa's heads: each a few residual blocks and an output matrix on the last state."""
+    """Medusa's heads: each reads the last state through residual blocks and an output matrix."""
 
     num_heads: int
     num_layers: int  # residual blocks per head
@@ -175,7 +173,7 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
         kind=kind,
         num_taps=1 if kind == EAGLE else num_taps,
         stated_taps=taps,
-        # speculators did not write the key before it was a choice; its heads of that time norm
+        # Before this was a choice, speculators did not write the key; those heads have the norm.
         norm_before_residual=flag(stated, "norm_before_residual", is_nested and kind == EAGLE3),
         norm_output=flag(stated, "norm_output", False),
         norm_before_fc=flag(stated, "norm_before_fc", False),

@@ -44,7 +44,7 @@ class HeadFolder:
     gguf_summary = ""  # a head is no GGUF file
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises CheckpointError if it is not a head, or has an unexpected tensor."""
+        """Raises CheckpointError if the folder is not a head's, or has an unexpected tensor."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local head folder")
@@ -62,14 +62,13 @@ class HeadFolder:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """Read a tensor by the file's name."""
+        """Read a tensor by its name in the file."""
         if self._tensors is not None:
             return self._tensors[name].to(device)
         return self._reader.get(self._read_as[name], device)
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a canonical tensor or module, or the same name if it is
-        missing."""
+        """Return the file's name of a canonical tensor or module; if missing, the name itself."""
         if name in self._names:
             return self._names[name]
         for own, stored in self._names.items():
@@ -110,7 +109,7 @@ class HeadFolder:
             }
         else:
             self._reader = CheckpointReader(self.folder)
-            # by the names in the file, since the reader renames tensors of a model without a head
+            # keyed by names in the file, since the reader renames tensors of models without a head
             self._read_as = {entry.name: own for own, entry in self._reader.entries.items()}
             self.entries = {entry.name: entry for entry in self._reader.entries.values()}
         self.entries = {n: e for n, e in self.entries.items() if not names.is_derived(n)}
@@ -181,8 +180,10 @@ def is_head_folder(folder: str | Path) -> bool:
 
 
 def _kind_of(found: Collection[str]) -> str | None:
-    """Return the kind by canonical tensor names, because EAGLE's configs are often plain Llama
-    ones."""
+    """Return the kind by canonical tensor names.
+
+    EAGLE's configs are often plain Llama configs.
+    """
     for name, kind in (
         (STATE_NORM, EAGLE3),
         (names.HIDDEN_NORM, DFLASH),
@@ -195,10 +196,10 @@ def _kind_of(found: Collection[str]) -> str | None:
 
 
 def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a torch file. Raises CheckpointError if it holds anything else."""
+    """Read the tensors of a torch file. Raises CheckpointError if it contains anything else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # its errors on damaged files, and on code, are not documented
+    except Exception as error:  # torch does not document its errors on damaged files and on code
         raise CheckpointError(
             str(path), f"cannot be read as plain tensors: {one_line(error)}", "write safetensors"
         ) from None

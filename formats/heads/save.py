@@ -1,4 +1,4 @@
-"""Writer of a trained head's folder, in the layout of its authors or of speculators."""
+"""Writer of a trained head's folder, in the original layout or that of speculators."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,14 +21,14 @@ from formats.heads.folder import HeadFolder
 from formats.heads.layers_config import NESTED, ORIGINAL, SPECULATORS
 
 DEFAULT_DRAFT_TOKENS = 3
-CONFIG_VERSION = "0.9.0"  # version of speculators whose keys these are
+CONFIG_VERSION = "0.9.0"  # version of speculators whose keys are written
 
 
 def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a head. `verifier`: the target's config.json with its `name_or_path`.
 
     `config.stated_taps` counts the layers before a state, as speculators does. Flat configs name
-    the layer whose output it is. The default states are not written in either layout.
+    the layer whose output the state is. The default states are not written in either layout.
     """
     taps = list(config.stated_taps)
     flags: dict[str, Any] = {
@@ -101,7 +101,7 @@ def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) 
 def _speculators(
     kind: str, architecture: str, num_drafts: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keys that speculators writes for every kind."""
+    """Return the keys that speculators writes for every kind."""
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,

@@ -25,8 +25,8 @@ RENAMED = (
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 TO_TARGET, IN_DRAFT = "d2t", "t2d"
 MASK_HIDDEN = "mask_hidden"  # P-EAGLE: the states [F] of rows whose token is not known yet
-MASK_EMBEDDING = "mask_embedding"  # of mask tokens, instead of the table's row
-HIDDEN_NORM = "hidden_norm.weight"  # of the output of `fc`
+MASK_EMBEDDING = "mask_embedding"  # embedding of mask tokens, instead of the table's row
+HIDDEN_NORM = "hidden_norm.weight"  # norm of the output of `fc`
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1", "markov_head.markov_w2"
 MARKOV_STEPS = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 CONFIDENCE = "confidence_head.proj"
@@ -48,7 +48,7 @@ def is_derived(name: str) -> bool:
 def linears(config: HeadConfig) -> dict[str, Shape]:
     """Return the matrices [outputs, inputs] by module, in the order they run.
 
-    For Medusa, whose config states no sizes, the shapes are empty.
+    For Medusa, whose config states no sizes, the shapes are ().
     """
     if isinstance(config, MedusaConfig):
         return {
@@ -97,7 +97,7 @@ def _markov_linears(config: HeadConfig) -> dict[str, Shape]:
 
 
 def fc_inputs(config: EagleConfig | BlockConfig) -> int:
-    """Return the inputs of `fc`: all auxiliary hidden states, or EAGLE's embedding and state."""
+    """Return the width of `fc`'s input: all auxiliary states, or EAGLE's embedding and state."""
     if isinstance(config, BlockConfig) or config.is_eagle3:
         return config.num_taps * config.target_hidden_size
     return config.hidden_size + config.target_hidden_size
@@ -141,9 +141,10 @@ def required(config: HeadConfig) -> dict[str, Shape]:
 
 
 def optional(config: HeadConfig) -> dict[str, Shape]:
-    """Return tensors that a head may have. A missing embedding or output head is the target's.
+    """Return tensors that a head may have.
 
-    A head that drafts over the whole vocabulary needs no tables.
+    If the embedding or the output head is missing, the target's is used. A head that drafts over
+    the whole vocabulary needs no tables.
     """
     if isinstance(config, MedusaConfig):
         return {}

@@ -10,8 +10,8 @@ from formats.hub.name import HubName
 TOKEN = "set HF_TOKEN to a token of an account that may read it"
 AGAIN = "run the same command again: finished files are kept"
 OTHER_FOLDER = "choose another folder: --download-dir or HF_HOME"
-# Base classes of the HTTP libraries' errors of connections, by name: huggingface_hub has changed
-# the library several times.
+# Names of base classes of connection errors. They are names because huggingface_hub has changed its
+# HTTP library several times.
 UNREACHABLE = {"TransportError", "ConnectionError", "Timeout", "TimeoutError"}
 # HTTP status -> (problem, remedy)
 STATUSES = {
@@ -24,7 +24,7 @@ STATUSES = {
 
 
 def endpoint() -> str:
-    """Address of the hub: HF_ENDPOINT, or the public one."""
+    """Return the hub's address: HF_ENDPOINT, or the public one."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
 
 
@@ -34,7 +34,7 @@ def is_offline(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if the hub gave no answer, or only that it is out of order."""
+    """Return True if the hub did not answer, or answered only with a server error."""
     if is_offline(error) or (_status(error) or 0) >= 500:
         return True
     return any(UNREACHABLE & {cls.__name__ for cls in type(e).__mro__} for e in _chain(error))
@@ -43,7 +43,7 @@ def is_unreachable(error: BaseException) -> bool:
 def explained(
     error: BaseException, name: HubName, noun: str, cache: str, *, is_begun: bool = False
 ) -> InputError:
-    """Make the InputError of any exception that the hub client raised.
+    """Turn any exception of the hub client into an InputError.
 
     `is_begun`: the hub has answered, and the download has begun.
     """
@@ -93,7 +93,7 @@ def explained(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes."""
+    """Yield the error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -106,7 +106,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status of the first answer among the causes."""
+    """Return the HTTP status of the first response among the causes."""
     for each in _chain(error):
         status = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(status, int):

@@ -1,7 +1,7 @@
-"""local_path: a local path or a hub name becomes a local path; what is missing is downloaded.
+"""local_path: turns a local path or a hub name into a local path, and downloads missing files.
 
-huggingface_hub keeps the files: `refs`, `blobs` and `snapshots` of links, below $HF_HOME/hub or the
-given folder. It reads HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
+huggingface_hub stores the files below $HF_HOME/hub or the given folder: `refs`, `blobs`, and
+`snapshots` of links. It reads HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
 """
 
 import json
@@ -47,9 +47,9 @@ def local_path(
 ) -> str:
     """Return the local folder, or the GGUF file, of a path or of a hub name.
 
-    A path that exists is returned as it is. Of a hub name, the files of `kind` that the cache lacks
-    are downloaded; without a network, a complete snapshot in the cache is used. `download_dir`
-    replaces the hub's cache. Raises InputError.
+    A path that exists is returned unchanged. For a hub name, the files of `kind` that the cache
+    lacks are downloaded; without a network, a complete snapshot in the cache is used.
+    `download_dir` replaces the hub's cache. Raises InputError.
     """
     text = str(model)
     if is_local(text):
@@ -72,7 +72,10 @@ def local_path(
 
 
 def _plain_subfolder(subfolder: str | None) -> str:
-    """Prefix of the files in a folder of a repository: "" or "FOLDER/". Raises InputError."""
+    """Return the prefix of files in a folder of a repository: "" or "FOLDER/".
+
+    Raises InputError.
+    """
     parts = [] if subfolder is None else subfolder.strip("/").split("/")
     if any(part in ("", ".", "..") or "\\" in part for part in parts):
         raise InputError(
@@ -103,7 +106,7 @@ class _Fetch:
 
     @property
     def cache(self) -> str:
-        """Folder of the cache."""
+        """Return the folder of the cache."""
         from huggingface_hub import constants
 
         return str(self.download_dir or constants.HF_HUB_CACHE)
@@ -125,7 +128,7 @@ class _Fetch:
                 timeout=TIMEOUT,
                 files_metadata=True,
             )
-        except Exception as error:  # the client raises those of its HTTP library, too
+        except Exception as error:  # the client also raises exceptions of its HTTP library
             found = self._cached() if errors.is_unreachable(error) else None
             if found is None:
                 raise self._explained(error) from error
@@ -146,7 +149,10 @@ class _Fetch:
         return path
 
     def _download(self, sizes: Mapping[str, int], commit: str) -> Path:
-        """Download what the cache lacks. Weights are last: a snapshot that has them is complete."""
+        """Download the files that the cache lacks.
+
+        Weights come last: a snapshot that has them is complete.
+        """
         if self.name.gguf is not None or _is_gguf_alone(sizes, self.folder):
             files = gguf_files(sizes, self.name.gguf, self.source)
             self._check_space(files, sizes, commit)
@@ -170,14 +176,17 @@ class _Fetch:
             )
         if weights:
             self._check_space(weights, sizes, commit)
-            # The commit of the first files, even if the branch has moved since.
+            # the commit of the first files, even if the branch has moved since then
             self._snapshot(weights, root.name, is_pinned=True)
         if any(not (root / name).is_file() for name in weights):
             raise InputError(self.source, "has changed during the download", errors.AGAIN)
         return root / self.folder if self.folder else root
 
     def _settled_kind(self, sizes: Mapping[str, int], commit: str) -> Kind:
-        """A model whose config.json is a draft head's may have a torch file. Raises InputError."""
+        """Return the kind. A model whose config.json is a draft head's may have a torch file.
+
+        Raises InputError.
+        """
         if self.kind is not MODEL:
             return self.kind
         try:
@@ -194,8 +203,8 @@ class _Fetch:
     def _snapshot(self, files: Sequence[str], commit: str, *, is_pinned: bool = False) -> Path:
         """Download files, with a progress bar; return the folder of the commit.
 
-        Unless `is_pinned`, the name's revision is fetched and noted in the cache's `refs`. It is
-        usually `commit`, and no request is made if the cache has all files.
+        Unless `is_pinned`, the name's revision is fetched and recorded in the cache's `refs`. This
+        revision is usually `commit`, and no request is made if the cache has all files.
         """
         from huggingface_hub import snapshot_download
 
@@ -234,7 +243,7 @@ class _Fetch:
             )
 
     def _cached(self, *, with_tokenizer: bool = False) -> Path | None:
-        """Folder or GGUF file in the cache, without a request. None if it is not complete."""
+        """Return the folder or GGUF file in the cache, without a request; None if incomplete."""
         root = self._cached_root(self.name.revision)
         if root is None:
             return None
@@ -257,7 +266,7 @@ class _Fetch:
         return root / self.folder if self.folder else root
 
     def _cached_root(self, revision: str | None) -> Path | None:
-        """Folder of a revision in the cache, which may lack files."""
+        """Return the folder of a revision in the cache, which may lack files."""
         from huggingface_hub import snapshot_download
 
         try:
@@ -267,7 +276,7 @@ class _Fetch:
                     revision=revision,
                     cache_dir=self.download_dir,
                     local_files_only=True,
-                    allow_patterns=["-"],  # no file: callers check for those that they need
+                    allow_patterns=["-"],  # no file: callers check for the files that they need
                 )
             )
         except (OSError, ValueError):
@@ -299,7 +308,7 @@ def _has_all_parts(parts: Sequence[str]) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """Pattern that matches one name alone: hub names of files may contain * and [."""
+    """Return a pattern that matches only this name, since file names may contain * and [."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 

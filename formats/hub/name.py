@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.errors import InputError
 
-# The hub's own rule for the two halves of a name.
+# the hub's rule for both halves of a name
 _HALF = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repo>{_HALF}/{_HALF})(?::(?P<gguf>[^@:]+))?(?:@(?P<revision>[^@:\s]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -32,14 +32,17 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> "HubName | None":
-        """Parse a name. None if the text can only be a path."""
+        """Parse a name; None if the text can only be a path."""
         found = _NAME.fullmatch(text)
         if found is None or "--" in found["repo"] or ".." in text:
             return None
         return cls(**found.groupdict())
 
     def at(self, revision: str | None) -> "HubName":
-        """Return the name at the revision of a flag. Raises InputError if it has another one."""
+        """Return the name at a revision given by a flag.
+
+        Raises InputError if the name has another one.
+        """
         if revision is None:
             return self
         if self.revision not in (None, revision):
@@ -50,11 +53,11 @@ class HubName:
 
 
 def is_local(text: str) -> bool:
-    """Return True if a path exists here; it takes precedence over a hub name."""
+    """Return True if a local path exists; it takes precedence over a hub name."""
     return Path(text).exists()
 
 
 def served_name(text: str) -> str:
-    """Name of a model for clients: ORG/NAME of a hub name, anything else as typed."""
+    """Return the name of a model for clients: ORG/NAME for a hub name, other texts unchanged."""
     name = None if is_local(text) else HubName.parse(text)
     return text if name is None else name.repo

@@ -1,4 +1,4 @@
-"""Choice of a repository's files: what a model, an adapter or a tokenizer needs, and no more.
+"""Choice of a repository's files: only those that a model, an adapter or a tokenizer needs.
 
 Code (*.py), pickles, `original/`, `consolidated*` and copies in other frameworks' formats are never
 chosen. Paths are relative to the repository, with `/`.
@@ -29,12 +29,12 @@ SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Kind of repository. `weights`: candidates, of which the first that exists is taken."""
+    """Kind of repository. `weights`: candidate files, of which the first that exists is chosen."""
 
     noun: str
-    required: str = ""  # file without which it is none
+    required: str = ""  # file without which a repository is not of this kind
     weights: tuple[str, ...] = ()
-    torch_weights: tuple[str, ...] = ()  # read as plain tensors alone, without running code
+    torch_weights: tuple[str, ...] = ()  # read as plain tensors, without running code
     has_index: bool = False
     patterns: tuple[str, ...] = SIDE_PATTERNS
 
@@ -52,7 +52,7 @@ ADAPTER = Kind(
     patterns=("adapter_config.json",),
 )
 TOKENIZER = Kind(noun="tokenizer")
-# A model without its weights, for random ones.
+# a model without its weights, which are then random
 SHAPES = Kind(noun="model", required=CONFIG)
 
 
@@ -62,7 +62,7 @@ def side_files(files: Iterable[str], kind: Kind, folder: str = "") -> list[str]:
 
 
 def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -> list[str] | None:
-    """Choose the weight files. None: those that the index lists. Raises CheckpointError."""
+    """Choose the weight files; None means those that the index lists. Raises CheckpointError."""
     if not kind.weights:
         return []
     if folder + kind.required in files:
@@ -75,7 +75,7 @@ def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -
 
 
 def indexed_files(index: Mapping[str, object], source: str) -> list[str]:
-    """Files that an index lists. Raises CheckpointError for one outside of the folder."""
+    """Return the files that an index lists. Raises CheckpointError for one outside the folder."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(source, f"{INDEX} has no weight_map", "choose another model")
@@ -91,9 +91,9 @@ def indexed_files(index: Mapping[str, object], source: str) -> list[str]:
 
 
 def gguf_files(files: Iterable[str], wanted: str | None, source: str) -> list[str]:
-    """Choose a GGUF file, all parts of it, by its name or its type. Raises InputError.
+    """Choose a GGUF file with all its parts, by its name or its type. Raises InputError.
 
-    Without a name the repository must hold one model.
+    Without `wanted` the repository must contain a single model.
     """
     found: dict[str, list[str]] = {}  # first part -> its parts
     for name in sorted(each for each in files if each.lower().endswith(GGUF)):
@@ -138,7 +138,7 @@ def _is_side_file(name: str | None, kind: Kind) -> bool:
 
 
 def _no_weights(files: Collection[str], kind: Kind, folder: str, source: str) -> CheckpointError:
-    """Error that names the weight files that the repository has instead."""
+    """Return an error that names the weight files that the repository has instead."""
     subject = f"{source} {folder}".rstrip(" /")
     own = [name for each in files if (name := _inside(each, folder)) and "/" not in name]
     if kind.required not in own:

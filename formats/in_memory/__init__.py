@@ -1,1 +1,1 @@
-"""Weights in memory: integer codes, 4- and 8-bit floats, and their slices and shards."""
+"""In-memory forms of weights: integer codes, 4- and 8-bit floats; their slices and shards."""

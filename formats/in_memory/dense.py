@@ -1,8 +1,8 @@
-"""In-memory form of a weight whose codes no kernel takes: floats, dequantized at load.
+"""In-memory form of weights whose codes no kernel takes: floats, dequantized at load.
 
-It serves bitsandbytes' 4-bit tables and codes with non-integer zero points. The values are exactly
-those that the original tool computes with; the memory is that of a float weight. Legend: N outputs,
-K inputs.
+It is used for bitsandbytes' 4-bit tables and for codes with non-integer zero points. The values are
+exactly those that the original tool computes with; they take the memory of a float weight. Legend:
+N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from formats.scheme import DENSE_TYPES, QuantSpec, Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DenseWeight:
-    """Weight [N, K] in the dtype that its tool computes; `spec` describes the file."""
+    """Weight [N, K] in the dtype that its tool computes with; `spec` describes the file."""
 
     weight_NK: torch.Tensor
     spec: QuantSpec

@@ -20,8 +20,8 @@ from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = MAGNITUDES[-1]
-# Scales that the search tries, relative to the first choice, which clips (almost) nothing. Those of
-# MXFP4 are powers of two. NVFP4 also tries larger ones, since numbers above 4 are far apart.
+# Scales that the search tries, relative to the first choice, which clips (almost) nothing. MXFP4
+# scales are powers of two. NVFP4 also tries larger scales, because numbers above 4 are far apart.
 SEARCHED = {
     "mxfp4": (1.0, 0.5, 2.0),
     "nvfp4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 1.1, 1.2, 1.3, 1.4, 1.5),
@@ -38,12 +38,12 @@ class Fp4Weight:
 
     bytes_NB: torch.Tensor  # uint8 [N, K / 2]: the number of an even input in the low four bits
     scales_NG: torch.Tensor  # MXFP4: uint8 exponents; NVFP4: float8_e4m3fn
-    # NVFP4: a divisor of the scales, float32 []; of merged weights [N, 1]
+    # NVFP4: a divisor of the scales, float32 []; in merged weights [N, 1]
     global_scale: torch.Tensor | None
     spec: QuantSpec
     activation: ActivationSpec | None = None
     input_scale: torch.Tensor | None = None
-    # NVFP4 as NVIDIA's tools write it: a factor of the scales, float32 [] or [N, 1]
+    # NVFP4 from NVIDIA's tools: a factor of the scales, float32 [] or [N, 1]
     global_factor: torch.Tensor | None = None
 
     @classmethod
@@ -56,7 +56,7 @@ class Fp4Weight:
     ) -> "Fp4Weight":
         """Round to nearest, with the scales of least squared error.
 
-        `importance_K` weights the errors of inputs; None: equally. Raises CheckpointError, with
+        `importance_K` weights the errors of inputs; None: all equal. Raises CheckpointError, with
         `name`, on NaN or infinity.
         """
         grid = cls.grid(weight_NK, spec, name, importance_K)
@@ -76,7 +76,7 @@ class Fp4Weight:
         name: str = "weight",
         importance_K: torch.Tensor | None = None,
     ) -> "Fp4Weight":
-        """Scales for a weight, without numbers (`with_codes` adds them); see `from_float`."""
+        """Return the scales of a weight without its numbers; see `from_float` and `with_codes`."""
         spec.check_shape(name, *weight_NK.shape)
         blocks = weight_NK.split(rows_at_once(weight_NK.shape[1]))
         if not all(torch.isfinite(block).all() for block in blocks):
@@ -272,7 +272,7 @@ class Fp4Weight:
 
 
 def _whole_of_rows(values: list[torch.Tensor], parts: list[Fp4Weight]) -> torch.Tensor:
-    """Return the global scale of merged parts: one for all where they agree, else [N, 1]."""
+    """Return the global scale of merged parts: one number if all are equal, else [N, 1]."""
     first = values[0]
     if first.numel() == 1 and all(torch.equal(value, first) for value in values[1:]):
         return first
@@ -293,7 +293,7 @@ def doubled(bytes_NB: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_codes(places_NK: torch.Tensor) -> torch.Tensor:
-    """Codes, uint8, of the numbers nearest to multiples of a scale; ties go to even codes.
+    """Return codes, uint8, of the numbers nearest to multiples of a scale; ties go to even codes.
 
     Bit 3 is the sign.
     """
@@ -301,14 +301,14 @@ def nearest_codes(places_NK: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_numbers(places: torch.Tensor) -> torch.Tensor:
-    """Nearest numbers of the format; ties go to even codes."""
+    """Return the nearest numbers of the format; ties go to even codes."""
     size = places.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return (size / step).round_().mul_(step).clamp_(max=LARGEST).copysign(places)
 
 
 def codes_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Codes, uint8, of the magnitudes of numbers of the format, without their signs."""
+    """Return codes, uint8, of the magnitudes of numbers of the format, without their signs."""
     table = torch.tensor(MAGNITUDES, device=numbers.device)
     return torch.bucketize(numbers.abs().float(), table).to(torch.uint8)
 
@@ -320,11 +320,11 @@ def _search(
     global_scale: torch.Tensor | None,
     importance_GL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scales [N, G] as they are stored, of least squared error; ties go to the first tried."""
+    """Return the stored scales [N, G] of least squared error; ties go to the first tried."""
     best_NG, least_NG = None, None
     for factor in SEARCHED[spec.type]:
         if global_scale is None:
-            # first the smallest power of two that clips nothing by more than half a step
+            # start with the smallest power of two that clips nothing by more than half a step
             exponent_NG = (largest_NG / 7).clamp(min=2.0**-126).log2().ceil()
             exponent_NG = torch.where(largest_NG == 0, 0.0, exponent_NG + math.log2(factor))
             scales_NG = (exponent_NG + EXPONENT_BIAS).clamp(0, 254).to(torch.uint8)

@@ -27,15 +27,15 @@ class Fp8Weight:
     scales_RC: torch.Tensor  # floating point, finite, not zero
     spec: QuantSpec
     activation: ActivationSpec | None = None
-    input_scale: torch.Tensor | None = None  # float32 [], of a static activation
+    input_scale: torch.Tensor | None = None  # float32 [], scale of a static activation
 
     @classmethod
     def from_float(
         cls, weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
     ) -> "Fp8Weight":
-        """Round to nearest; a block's scale is its largest magnitude / 448.
+        """Round to nearest; a block's scale is its largest magnitude divided by 448.
 
-        MXFP8's is a power of two. Raises CheckpointError, with `name`, on NaN or infinity.
+        MXFP8 scales are powers of two. Raises CheckpointError, with `name`, on NaN or infinity.
         """
         rows, columns = block_size(spec, *weight_NK.shape)
         step = rows_at_once(weight_NK.shape[1])
@@ -45,7 +45,7 @@ class Fp8Weight:
         largest_RC = torch.cat(largest)
         if spec.rows == ALL:
             largest_RC = largest_RC.amax(0, keepdim=True)
-        # divide by a tensor, as activation.quantize_input does: the same bits on every device
+        # divide by a tensor, as activation.quantize_input does, for the same bits on every device
         scales_RC = largest_RC / torch.full_like(largest_RC, FP8_MAX)
         if spec == MXFP8:
             scales_RC = torch.exp2(shared_exponents(largest_RC, 8).float())
@@ -144,7 +144,7 @@ class Fp8Weight:
         )
 
     def with_scales_of_rows(self) -> "Fp8Weight":
-        """Return the weight with a scale for each output."""
+        """Return the same weight with one scale per output."""
         rows, _ = block_size(self.spec, *self.codes_NK.shape)
         scales_NC = self.scales_RC.repeat_interleave(rows, 0)[: self.out_features]
         return replace(self, scales_RC=scales_NC, spec=replace(self.spec, rows=1))
@@ -163,7 +163,7 @@ def scales_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[
 
 
 def _largest(block_NK: torch.Tensor, rows: int, columns: int, name: str) -> torch.Tensor:
-    """Return the largest magnitude in each block that shares a scale [R, C]."""
+    """Return the largest magnitude in each block [R, C]."""
     if not torch.isfinite(block_NK).all():
         raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
     return _tiles(block_NK.float(), min(rows, len(block_NK)), columns).abs().amax((1, 3))

@@ -1,7 +1,7 @@
-"""In-memory form of a weight in GGUF's K-quants, Q4_1 or Q5_1: the blocks of the file, unchanged.
+"""In-memory form of weights in GGUF's K-quants, Q4_1 or Q5_1: the blocks of the file, unchanged.
 
-Solvers choose the codes of K-quants on a grid (formats/gguf/k_quants/grid.py), kernels read codes
-and grid. Legend: N outputs, K inputs.
+Solvers choose codes of K-quants on a grid (formats/gguf/k_quants/grid.py); kernels read codes and
+grid. Legend: N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from formats.gguf.k_quants.search import choose_grid
 from formats.numerics.affine import rows_at_once
 from formats.scheme import BLOCK_TYPES, K_TYPES, QuantSpec, Scheme
 
-MIN_INPUTS = 32  # inputs of a weight begin and end at multiples of it
-# type -> its blocks' float16 numbers: (byte, value of random weights with standard deviation 1)
+MIN_INPUTS = 32  # the inputs of a weight begin and end at multiples of this
+# type -> float16 numbers of a block: (byte, value in random weights with standard deviation 1)
 _FLOATS: dict[str, tuple[tuple[int, float], ...]] = {
     "q4_k": ((0, 1 / 256), (2, 7.5 / 256)),
     "q5_k": ((0, 1 / 512), (2, 15.5 / 512)),
@@ -31,11 +31,11 @@ _FLOATS: dict[str, tuple[tuple[int, float], ...]] = {
 class KWeight:
     """Weight [N, K] in blocks of a GGUF file.
 
-    With `inputs`, a tensor-parallel shard that begins or ends inside a block: these inputs of the
-    blocks, counted from the first.
+    `inputs` is set for a tensor-parallel shard that begins or ends inside a block: it is the range
+    of the shard's inputs, counted from the first input of the stored blocks.
     """
 
-    bytes_NX: torch.Tensor  # uint8, a row of the file for each output
+    bytes_NX: torch.Tensor  # uint8, one row of the file per output
     spec: QuantSpec  # its type is one of BLOCK_TYPES
     inputs: tuple[int, int] | None = None  # (start, stop); None: all
     activation: None = None
@@ -49,7 +49,10 @@ class KWeight:
         name: str = "weight",
         importance_K: torch.Tensor | None = None,
     ) -> "KWeight":
-        """Round to nearest on the grid of choose_grid, for K_TYPES. Raises its errors."""
+        """Round to nearest on the grid of choose_grid, for K_TYPES.
+
+        Raises the errors of choose_grid.
+        """
         grid = choose_grid(weight_NK, spec, name, importance_K)
         rows = rows_at_once(weight_NK.shape[1])
         parts = []
@@ -67,7 +70,7 @@ class KWeight:
     def random(
         cls, shape: tuple[int, int], spec: QuantSpec, std: float, generator: torch.Generator
     ) -> "KWeight":
-        """Return random blocks, on the generator's device, for benches and tests."""
+        """Return random blocks on the generator's device, for benchmarks and tests."""
         (N, K), device = shape, generator.device
         kind = BY_NAME[spec.type.upper()]
         size = (N * K // kind.length, kind.num_bytes)
@@ -94,7 +97,7 @@ class KWeight:
 
     @property
     def input_range(self) -> tuple[int, int]:
-        """(start, stop) of the inputs among those of the blocks."""
+        """Return (start, stop) of the weight's inputs within the stored blocks."""
         return self.inputs or (0, self.bytes_NX.shape[1] // self.kind.num_bytes * self.kind.length)
 
     @property
@@ -130,7 +133,7 @@ class KWeight:
                 )
 
     def codes_and_grid(self) -> tuple[torch.Tensor, KGrid]:
-        """Return the codes, uint8, and the grid of the whole blocks, of all their inputs."""
+        """Return the codes, uint8, and the grid of all inputs of the stored blocks."""
         return read_blocks(self.bytes_NX, self.spec)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

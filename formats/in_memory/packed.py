@@ -34,7 +34,7 @@ class PackedWeight:
     spec: QuantSpec
     in_features: int
     input_order: torch.Tensor | None = None  # int64 [K], a permutation; None: the identity
-    activation: ActivationSpec | None = None  # rounding of the linear's input; None: none
+    activation: ActivationSpec | None = None  # rounding of the linear's input; None: not rounded
     input_scale: torch.Tensor | None = None  # float32 [], scale of a static activation
 
     @classmethod
@@ -48,7 +48,7 @@ class PackedWeight:
     ) -> "PackedWeight":
         """Pack a solver's integer codes [N, K] unchanged. `zeros_NG` None means symmetric.
 
-        Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, bad
+        Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, or bad
         scales.
         """
         given = {"codes": codes_NK, "scales": scales_NG}
@@ -169,8 +169,10 @@ class PackedWeight:
         return unpack(self.words_NW, self.spec.bits)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the weights [N, K] in `dtype`, computed in float32, columns in the model's
-        order."""
+        """Return the weights [N, K] in `dtype`, computed in float32.
+
+        Columns are in the model's order.
+        """
         weight_NK = affine.dequantize(self.codes(), self.scales_NG, self.zeros_NG).to(dtype)
         if self.input_order is None:
             return weight_NK
@@ -191,8 +193,10 @@ class PackedWeight:
 
     @staticmethod
     def merge(parts: "list[PackedWeight]", name: str = "weight") -> "PackedWeight":
-        """Stack outputs: q, k, v become one matrix. Raises CheckpointError if their numerics
-        differ."""
+        """Stack outputs: for example, q, k and v become one matrix.
+
+        Raises CheckpointError if their numerics differ.
+        """
         first = parts[0]
         for part in parts[1:]:
             if (part.spec, part.in_features) != (first.spec, first.in_features):
@@ -218,8 +222,10 @@ class PackedWeight:
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Convert wide unsigned types, which torch cannot compare. A uint64 above 2^63 becomes
-    negative."""
+    """Convert wide unsigned types, which torch cannot compare, to int64.
+
+    A uint64 above 2^63 becomes negative.
+    """
     wide = values.dtype in (torch.uint16, torch.uint32, torch.uint64)
     return values.detach().to(torch.int64) if wide else values.detach()
 

@@ -1,8 +1,8 @@
 """Tensor-parallel shards of a dimension: where each GPU's shard begins and ends.
 
-A shard is made of whole units: the groups of the linear that is split by its inputs, so that no two
+A shard consists of whole units: groups of the linear that is split by its inputs, so that no two
 GPUs need the same scale. Shards need not be equal. If there are fewer groups than GPUs, or a head
-ends inside a group, groups are cut into smaller ones of the same scale, which is exact.
+ends inside a group, groups are cut into smaller ones with the same scale, which is exact.
 """
 
 import math
@@ -18,17 +18,17 @@ from formats.scheme import CHANNEL, FP4_TYPES, Scheme
 FLAG = "--tensor-parallel-size"
 # Unit sizes that are fast in kernels, best first.
 WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1)
-EXPERT = ".experts."  # in the names of experts' linears
+EXPERT = ".experts."  # part of the names of experts' linears
 WHOLE_EXPERTS = ", or divide whole experts by --enable-expert-parallel"
 LEAST_EVEN = 16  # smallest unit that is used to make shards equal
-MIN_GROUP = 8  # inputs
+MIN_GROUP = 8  # smallest group, in inputs
 
 Share = tuple[int, int]  # (start, stop)
 Units = tuple[tuple[int, ...], ...]  # unit sizes in tiers, each tried completely
 
 
 def input_units(scheme: Scheme | None) -> Units:
-    """Return unit sizes at whose multiples a linear's inputs may be cut. None: a float linear."""
+    """Return unit sizes at whose multiples a linear's inputs may be split. None: a float linear."""
     if scheme is None:
         return (WIDTHS,)
     spec = scheme.weight
@@ -66,7 +66,7 @@ def share_out(extent: int, size: int, units: Units) -> tuple[Share, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShare:
-    """Heads of one GPU. With fewer KV heads than GPUs, several GPUs hold the same KV head."""
+    """Heads on one GPU. With fewer KV heads than GPUs, several GPUs hold the same KV head."""
 
     heads: Share
     kv_heads: Share
@@ -89,9 +89,9 @@ def share_heads(
     schemes: Sequence[Scheme | None],
     words: tuple[str, str] = ("attention heads", "KV heads"),
 ) -> tuple[HeadShare, ...]:
-    """Return each GPU's heads. `schemes` are those of the output projections.
+    """Return each GPU's heads. `schemes` are the schemes of the output projections.
 
-    `words`: for the heads and for the KV heads in errors. Raises InputError if the heads cannot be
+    `words` are the names of heads and KV heads in errors. Raises InputError if the heads cannot be
     divided.
     """
     check_heads(num_heads, num_kv_heads)
@@ -126,7 +126,7 @@ def share_heads(
 def _share_units(
     count: int, width: int, size: int, schemes: Sequence[Scheme | None]
 ) -> tuple[Share, ...] | None:
-    """Divide `count` heads of so many inputs each, in whole groups if no shard becomes empty."""
+    """Divide `count` heads, in whole groups if no shard becomes empty."""
     tiers = max(len(input_units(scheme)) for scheme in schemes)
     for tier in range(tiers):
         step = 1

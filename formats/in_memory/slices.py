@@ -18,7 +18,7 @@ from formats.in_memory.weights import Weight
 from formats.numerics.bits import code_multiple, pack, unpack
 from formats.scheme import ALL, CHANNEL
 
-# Outputs of a slice, in order: ranges or indices.
+# Outputs of a slice, in order, as ranges or indices.
 Rows = Sequence[tuple[int, int]] | torch.Tensor
 
 
@@ -54,7 +54,7 @@ def take_outputs(weight: Weight, rows: Rows) -> Weight:
     if block == 1:
         scales_RC = take_rows(weight.scales_RC, rows)
         return replace(weight, codes_NK=codes_NK, scales_RC=scales_RC)
-    # If a block is cut, its scale is repeated for each row.
+    # if a block is cut, its scale is repeated for each row
     scales_NC = weight.scales_RC.repeat_interleave(block, 0)[: weight.out_features]
     spec = replace(weight.spec, rows=1)
     return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(scales_NC, rows), spec=spec)
@@ -82,11 +82,11 @@ def _are_blocks(rows: Sequence[tuple[int, int]], block: int, total: int) -> bool
 
 
 def take_inputs(weight: Weight, start: int, stop: int, name: str = "weight") -> Weight:
-    """Return the weight of inputs start..stop - 1, counted in sorted order with act-order.
+    """Return the weight of inputs start..stop - 1; with act-order, counted in sorted order.
 
-    With act-order, its inputs are input_order[start:stop] of the whole weight, and it has no
-    input_order itself. If it begins or ends inside a group, groups become smaller ones of the same
-    scale.
+    With act-order, the result's inputs are input_order[start:stop] of the whole weight, and the
+    result has no input_order. If the range begins or ends inside a group, groups are cut into
+    smaller ones with the same scale.
     """
     if isinstance(weight, KWeight | Fp4Weight):
         return weight.take_inputs(start, stop, name)

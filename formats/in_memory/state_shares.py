@@ -1,9 +1,9 @@
-"""Tensor-parallel shards of mixers with states.
+"""Tensor-parallel shards of recurrent mixers.
 
-A delta net is divided by value heads, with the key heads that they read, and Mamba-2 by heads, with
-their groups. Several GPUs hold the same key head or group where there are fewer of them than GPUs.
-In Kimi delta attention and lightning attention each head has keys of its own. A short convolution
-is divided by channels.
+A delta net is divided by value heads, together with the key heads that they read; Mamba-2 by heads,
+together with their groups. If there are fewer key heads or groups than GPUs, several GPUs hold the
+same one. In Kimi delta attention and lightning attention each head has its own keys. A short
+convolution is divided by channels.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from formats.errors import InputError
 from formats.in_memory.shares import HeadShare, share_features, share_heads
 from formats.scheme import Scheme
 
-# For each kind, names of the sizes of heads and of groups of heads, and words for both.
+# kind -> names of the sizes (heads, groups of heads), and their names in errors
 HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
     "gated delta nets": (
         *("linear_num_value_heads", "linear_num_key_heads"),
@@ -39,10 +39,10 @@ def share_states(
     scheme: Scheme | None,
     name: str,
 ) -> tuple[HeadShare, ...]:
-    """Return each GPU's heads and groups of a layer; of a short convolution its channels.
+    """Return each GPU's heads and groups of a layer; for a short convolution, its channels.
 
-    `inputs`: of the layer's output projection, `name` with `scheme`. Raises InputError if they
-    cannot be divided.
+    `inputs` are the inputs of the layer's output projection, `name`, which has `scheme`. Raises
+    InputError if they cannot be divided.
     """
     if mixer.kind not in HEADS:
         shares = share_features(name, inputs, size, scheme)

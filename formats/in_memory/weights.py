@@ -1,4 +1,4 @@
-"""Functions on quantized weights of any in-memory form."""
+"""Functions on quantized weights in any in-memory form."""
 
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ from formats.scheme import Scheme
 def awq_linear(
     name: str, shards: Shards, scheme: Scheme, findings: Findings
 ) -> LinearSummary | None:
-    """Check a linear's tensors against each other and the config; None: shape unknown."""
+    """Check a linear's tensors against each other and the config; None if its shape is unknown."""
     full = {field: f"{name}.{field}" for field in ("qweight", "qzeros", "scales")}
     found = {field: shards.entries[n] for field, n in full.items() if n in shards}
     needed = ["qweight", "scales"] + ["qzeros"] * (not scheme.weight.symmetric)

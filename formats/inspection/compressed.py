@@ -21,7 +21,7 @@ from formats.scheme import MXFP8, Scheme
 def compressed_linear(
     name: str, shards: Shards, scheme: Scheme, quant: QuantConfig, findings: Findings
 ) -> LinearSummary | None:
-    """Check a linear's tensors against each other and the config; None: shape unknown."""
+    """Check a linear's tensors against each other and the config; None if its shape is unknown."""
     names = tensor_names(name, layout_of(quant), shards.entries)
     found = {field: shards.entries[full] for field, full in names.items()}
     if "weight_scale" not in found:
@@ -91,7 +91,7 @@ def compressed_linear(
 
 
 def _is_microscaled(scheme: Scheme, found: dict) -> bool:
-    """Return True for MXFP4, NVFP4, MXFP6 and MXFP8, which have small scales."""
+    """Return True for MXFP4, NVFP4, MXFP6 and MXFP8, whose scales belong to small groups."""
     small = found["weight_scale"].dtype == torch.uint8
     packed = found.get("weight_packed")
     is_fp6 = packed is not None and packed.dtype == torch.uint8
@@ -106,7 +106,7 @@ def _microscaled_linear(
     shards: Shards,
     findings: Findings,
 ) -> LinearSummary | None:
-    """Check a linear with small scales by decoding it."""
+    """Check a linear in one of these formats by decoding it."""
     return decoded_linear(
         name,
         names,
@@ -126,7 +126,7 @@ def _check_zeros(
     shards: Shards,
     findings: Findings,
 ) -> None:
-    """Check asymmetric zeros of packed codes, int32 words along N; others are not checked."""
+    """Check the zero points of asymmetric packed codes, int32 words along N; skip other zeros."""
     full, entry = f"{name}.weight_zero_point", found.get("weight_zero_point")
     if entry is None:
         if full not in shards.lost:
@@ -159,7 +159,7 @@ def _shape(
     entry = found["weight_packed"]
     if is_fp4(scheme.weight):
         return entry.shape[0], 2 * entry.shape[-1]
-    if entry.dtype == torch.uint8 and len(entry.shape) == 2:  # MXFP6: four in three bytes
+    if entry.dtype == torch.uint8 and len(entry.shape) == 2:  # MXFP6: four numbers in three bytes
         return entry.shape[0], entry.shape[1] * 4 // 3
     if entry.dtype != torch.int32 or len(entry.shape) != 2 or scheme.weight.type == "float":
         findings.error(
@@ -192,7 +192,7 @@ def _shape(
 
 
 def _missing(field: str, quant: QuantConfig) -> str:
-    """Return the text for a tensor that is missing under all of its names."""
+    """Return the message for a tensor that is missing under all of its names."""
     others = [name for name, own in layout_of(quant).aliases.items() if own == field]
     return "is missing" + "".join(f", and so is {name}" for name in others)
 

@@ -16,7 +16,7 @@ from formats.errors import InputError
 from formats.families import FAMILIES, checked_family, family_of, known_family
 from formats.inspection.findings import Findings
 
-# Without these keys a reader uses its own defaults, such as 4096; so with Family.inner_key.
+# Without these keys, or Family.inner_key, a reader uses its own defaults, such as 4096.
 REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -29,7 +29,7 @@ NUMBERS = (
     "head_dim",
     "max_position_embeddings",
 )
-# transformers' table of activations.
+# activations that transformers knows
 SILU = "silu"
 ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
@@ -51,7 +51,7 @@ class Choices(NamedTuple):
 
 
 def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
-    """Report what makes transformers, and so every server, refuse config.json."""
+    """Report problems that make transformers, and so every server, refuse config.json."""
     if not isinstance(config.get("model_type"), str):
         found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
         findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
@@ -95,7 +95,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
 
 
 def _check_stated_numbers(config: Mapping[str, Any], inner_key: str, findings: Findings) -> None:
-    """Report sizes of 0 or less; a family without config rules may leave out any."""
+    """Report sizes of 0 or less; a family without config rules may leave out any size."""
     for name in (*NUMBERS, inner_key):
         value = config.get(name, 1)
         if type(value) is int and value < 1:
@@ -103,7 +103,7 @@ def _check_stated_numbers(config: Mapping[str, Any], inner_key: str, findings: F
 
 
 def _refused_variant(config: Mapping[str, Any]) -> str:
-    """Return why this project does not compute the variant that config.json asks for, or ""."""
+    """Return why this project does not compute the variant that config.json states, or ""."""
     family = family_of(config)
     try:
         if family is not None:
@@ -123,8 +123,10 @@ def _check_heads(config: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _check_type_of_another(config: Mapping[str, Any], findings: Findings) -> None:
-    """Report a model_type of another family: transformers chooses by it, others by the
-    architecture."""
+    """Report a model_type of another family.
+
+    transformers chooses the model by model_type, other programs by the architecture.
+    """
     found, names = config.get("model_type"), config.get("architectures")
     for family in FAMILIES.values():
         if names == [family.architecture] and isinstance(found, str) and found != family.model_type:

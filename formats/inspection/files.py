@@ -25,7 +25,7 @@ class Shards:
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     damaged: bool = False
-    vision_bytes: int = 0  # of the parts that are not the text model's
+    vision_bytes: int = 0  # size of the tensors outside the text model
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

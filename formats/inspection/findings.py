@@ -31,7 +31,7 @@ def how_many(problems: Sized) -> str:
 
 @dataclass(slots=True)
 class Findings:
-    """List of findings, in the order they were made."""
+    """List of findings, in the order in which they were made."""
 
     problems: list[Problem] = field(default_factory=list)
 

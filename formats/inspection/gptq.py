@@ -22,7 +22,7 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 def gptq_linear(
     name: str, shards: Shards, scheme: Scheme | None, label: str, findings: Findings
 ) -> LinearSummary | None:
-    """Check a linear's tensors against each other and the config; None: shape unknown.
+    """Check a linear's tensors against each other and the config; None if its shape is unknown.
 
     `label` is the version of zeros that config.json states, "v1" or "v2".
     """
@@ -49,7 +49,7 @@ def gptq_linear(
             f" {stated.group_size}",
         )
     else:
-        spec = stated  # one group for the whole input may be called -1 or by its length
+        spec = stated  # the size of a single group for all inputs may be stated as -1 or as K
     traits = _check_zeros(full["qzeros"], spec, label, out_features, shards, findings)
     check_scales(full["scales"], shards, findings)
     if "g_idx" in found and not _is_grouped_in_order(
@@ -110,7 +110,7 @@ def _spec_of_shapes(
 def _check_zeros(
     name: str, spec: QuantSpec, label: str, out_features: int, shards: Shards, findings: Findings
 ) -> set[str]:
-    """Check the stored zeros against the labels. Returns the linear's traits."""
+    """Check the stored zeros against the config's label. Returns the linear's traits."""
     qzeros = shards.load(name, findings)
     if qzeros is None:
         return set()

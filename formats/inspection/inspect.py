@@ -88,7 +88,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     config = usual_config(config)
     stacks = coded_stacks(config, shards.entries)
     try:
-        if not gguf_name(folder):  # whose tensors have the usual form
+        if not gguf_name(folder):  # tensors of a GGUF file are already in the usual form
             shards.entries = usual_entries(config, shards.entries)
     except CheckpointError as error:
         findings.caught(error)
@@ -187,8 +187,10 @@ def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
 
 
 def _settle_head(config: dict[str, Any], shards: Shards, findings: Findings) -> dict[str, Any]:
-    """Return config.json with its tie flag decided by the tensors; report a contradiction or a
-    copy."""
+    """Return config.json with its tie flag decided by the tensors.
+
+    A flag that contradicts the tensors is reported, and so is a head that copies the embedding.
+    """
     try:
         settled, shards.entries = settle_head(config, shards.entries)
     except CheckpointError as error:
@@ -250,7 +252,10 @@ def _read_quantization(
 def _quantized_linears(
     shards: Shards, block: Any, quant: QuantConfig | None, findings: Findings
 ) -> Iterable[LinearSummary]:
-    """Check each quantized linear. Without a readable config, check GPTQ ones by their shapes."""
+    """Check each quantized linear.
+
+    Without a readable config, check GPTQ linears by their shapes.
+    """
     stated = block.get("quant_method") if isinstance(block, dict) else "gptq"
     for name in quantized_modules(shards.entries):
         summary = None
@@ -315,7 +320,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """Return the architecture of config.json; "": it states none, or several."""
+    """Return the architecture of config.json, or "" if it states none or several."""
     names = _architectures(config)
     return names[0] if len(names) == 1 else ""
 

@@ -20,7 +20,7 @@ def check_kv_scales(
 ) -> None:
     """Report scales that are missing, not above 0, or not announced in config.json.
 
-    Layers that read another layer's keys need none.
+    Layers that read another layer's keys need no scales.
     """
     family = known_family(config)
     attentions = {

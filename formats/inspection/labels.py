@@ -1,4 +1,4 @@
-"""Checks of what config.json says of the linears against the linears themselves."""
+"""Checks of what config.json states about the linears against the linears themselves."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -24,7 +24,7 @@ def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, finding
             schemes = {local: _fused_scheme(linear) for local, linear in present.items()}
             if len(set(schemes.values())) > 1:
                 text = ", ".join(f"{local} {scheme}" for local, scheme in schemes.items())
-                # only now: a config may have a rule for each expert, and a model many experts
+                # Looked up only for a mismatch: a model may have many experts and a rule for each.
                 is_unstated = any(_is_float_unstated(each, quant) for each in present.values())
                 findings.error(
                     parent,
@@ -37,12 +37,12 @@ def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, finding
 
 
 def _fused_scheme(linear: LinearSummary) -> str:
-    """The scheme that members share; floats of another dtype are cast into the matrix."""
+    """Return the scheme that members share; floats of another dtype are cast into the matrix."""
     return "float" if "float" in linear.traits else linear.scheme
 
 
 def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:
-    """Return True for a float linear that no readable config leaves in float."""
+    """Return True for a float linear that no readable config states to be float."""
     if "float" not in linear.traits:
         return False
     try:
@@ -54,7 +54,7 @@ def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool
 def _check_act_order(
     linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
 ) -> None:
-    """Report desc_act (act-order) if it is set and groups can have an index."""
+    """Report desc_act (act-order) if it is set and groups may have an index."""
     stated = isinstance(block, dict) and block.get("desc_act")
     if quant is None or not stated or all(s.weight.group_size == CHANNEL for s in quant.schemes):
         return

@@ -22,11 +22,11 @@ class LinearSummary:
     name: str
     out_features: int
     in_features: int
-    scheme: str  # a scheme's printed form, or the dtype of a float weight
+    scheme: str  # a scheme as text, or the dtype of a float weight
     num_bytes: int  # without the bias
-    # "float", "act-order", "mislabelled", "zeros not certain", "symmetric data", "no zeros",
-    # "weight zeros", "unrounded inputs", "input factors", "codes in bytes": facts that the loading
-    # rules read
+    # facts that the loading rules read: "float", "act-order", "mislabelled", "zeros not certain",
+    # "symmetric data", "no zeros", "weight zeros", "unrounded inputs", "input factors", "codes in
+    # bytes"
     traits: frozenset[str] = frozenset()
 
 
@@ -43,7 +43,7 @@ def float_linear(name: str, entry: TensorEntry) -> LinearSummary:
 
 
 def describe_experts(num_bytes: int, weights: int) -> str:
-    """Return the line of experts in MXFP4."""
+    """Return the report's line on experts in MXFP4."""
     bits = 8 * num_bytes / weights
     return f"experts in MXFP4: {size_text(num_bytes)}, {bits:.2f} bits per weight"
 

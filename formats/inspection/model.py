@@ -95,9 +95,9 @@ def check_experts(config: Mapping[str, Any], shards: Shards, findings: Findings)
 def check_places(
     config: Mapping[str, Any], layout: str | None, shards: Shards, findings: Findings
 ) -> str:
-    """Report tensors that are not part of the model. Returns the first, or "".
+    """Report tensors that are not part of the model. Returns the first one's name, or "".
 
-    `layout` None: the folder is float, or its configuration cannot be read.
+    `layout` is None if the folder is float, or if its configuration cannot be read.
     """
     family = checked_family(config)
     if family is None:
@@ -138,8 +138,7 @@ def check_shapes(
     shards: HasEntries,
     findings: Findings,
 ) -> None:
-    """Report tensors whose shape contradicts config.json, and integers where floats are
-    expected."""
+    """Report tensors whose shapes contradict config.json, and integers instead of floats."""
     family = known_family(config)
     if family is None:
         return
@@ -165,9 +164,9 @@ def check_shapes(
 
 
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
-    """Return a function from a tensor's full name to its expected shape, of optional biases too."""
+    """Return a function from a tensor's full name to its shape, also for optional biases."""
 
-    # by the kind of the layer, and whether it has a state
+    # key: kind of the layer, and whether it has a recurrent state
     tables: dict[tuple[LayerKind, bool], dict[str, Shape]] = {}
 
     def find(name: str) -> Shape | None:
@@ -180,7 +179,7 @@ def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], 
             row = family.of_layer(layer, config)
             biases = {f"{linear.name}.bias": (linear.outputs,) for linear in row.linears}
             shapes = {**biases, **row.layer_tensors(config), **family.model_tensors}
-            if has_state:  # its linears may have names that those of attention have elsewhere
+            if has_state:  # the mixer's linears may be named like attention's in other layers
                 linears = [each for made in row.state_mixer.projections for each in made.linears]
                 shapes |= {f"{linear.name}.weight": linear.shape for linear in linears}
                 shapes |= row.state_mixer.tensors(config)

@@ -1,7 +1,7 @@
-"""Checks whether a checkpoint can be divided over several GPUs, from shapes and groups alone.
+"""Checks whether a checkpoint can be divided over several GPUs, by shapes and groups alone.
 
-Heads and feed-forward features are divided as the loader does it (shares.py): in whole units, and
-one GPU may get more units than another. Experts too narrow for that may be divided whole.
+Heads and feed-forward features are divided as the loader does it (shares.py): in whole units, with
+possibly more units on one GPU than on another. Experts too narrow for that may be placed whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from formats.rules import LAYER_NUMBER
 from formats.scheme import Scheme
 
 SIZES = (1, 2, 4, 8)
-# suffix of a linear's name, with its dot -> size of its inputs
+# suffix of a linear's name, with its dot -> name of the size of its inputs
 SPLIT_BY_INPUTS = {
     f".{linear.name.rpartition('.')[2]}": linear.inputs
     for family in FAMILIES.values()
@@ -28,14 +28,14 @@ SPLIT_BY_INPUTS = {
     for linear in projection.linears
     if projection.split == "inputs"
 }
-# sizes of what attention makes
+# names of the sizes of attention's queries and outputs
 BY_HEAD = ("q", *(f"{kind}_{name}" for kind in get_args(HeadsKind) for name in ("q", "o")))
 
 
 def parallel_sizes(
     config: Mapping[str, Any], quant: QuantConfig | None, linears: Sequence[LinearSummary]
 ) -> dict[int, str]:
-    """Return for each number of GPUs why it does not work; empty: it works."""
+    """Return, for each number of GPUs, why tensor parallelism fails; "": it works."""
     return {size: _reason(size, config, quant, linears) for size in SIZES}
 
 
@@ -70,7 +70,7 @@ def _why_not(
         return "unknown: config.json names no architecture that is known here"
     sizes, mixer = family.sizes(config), family.state_mixer
     state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
-    # of the output projections of attention, by the heads and inputs that are divided
+    # schemes of attention's output projections, by (heads, KV heads, inputs per head)
     attention: dict[tuple[int, int, int], set[Scheme | None]] = {}
     try:
         for linear in linears:

@@ -17,7 +17,7 @@ from formats.layouts import is_float_view, is_quantized
 
 # A block fits in a core's cache.
 BLOCK_BYTES = 2**22
-# tensors of quantized linears that the checks of each layout read
+# tensors of quantized linears, which each layout's own checks read
 SCALES = ("scales", "weight_scale", "input_scale")
 
 

@@ -14,7 +14,7 @@ from formats.scheme import FP8_MAX, ActivationSpec
 MIN_INPUT_SCALE = 1e-10
 
 
-# Largest code, by the activation's type.
+# activation type -> largest code
 LARGEST = {"int": 127.0, "float": FP8_MAX}
 
 
@@ -28,7 +28,7 @@ class HasActivation(Protocol):
 def check_input_scale(
     spec: ActivationSpec | None, scale: torch.Tensor | None, name: str = "weight"
 ) -> None:
-    """Raise CheckpointError unless static activations, and only they, have a usable scale."""
+    """Raise CheckpointError unless a static activation has a usable scale, and others have none."""
     wanted = spec is not None and not spec.dynamic
     if (scale is not None) != wanted:
         found = "is missing" if wanted else "has no meaning in this scheme"
@@ -77,8 +77,8 @@ def quantize_input(
         scales_MS = x.unflatten(1, (groups, -1)).abs().amax(-1)
         if spec.per == "tensor":
             scales_MS = scales_MS.amax().expand_as(scales_MS)
-        # divide by a tensor: for a Python number a GPU multiplies by the inverse, which differs in
-        # the last bit
+        # divide by a tensor: a GPU would replace division by a Python number by a product with the
+        # inverse, which differs in the last bit
         scales_MS = (scales_MS / torch.full_like(scales_MS, largest)).clamp(min=MIN_INPUT_SCALE)
     groups_MSG = x.unflatten(1, (scales_MS.shape[1], -1))
     return to_codes(groups_MSG, scales_MS[..., None], spec.type).flatten(1), scales_MS

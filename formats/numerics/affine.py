@@ -49,7 +49,7 @@ OUT_OF_RANGE = "leave it in float (`ignore`), or use a float8 scheme (its scales
 BLOCK_ELEMENTS = 2**22
 BLOCK_ELEMENTS_ON_GPU = 2**24
 
-# Sums of errors in float32 that differ by a smaller fraction are compared in float64.
+# Float32 sums of errors that differ by less than this fraction are compared in float64.
 CLOSE = 1e-5
 
 
@@ -96,7 +96,7 @@ def choose_scales(
         importance_GL = importance_K.float().view(num_groups, -1)
         if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
             raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
-        # A group whose inputs all have importance 0 uses equal weights.
+        # a group whose inputs all have importance 0 uses equal weights
         importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
     scales, zeros, widest = [], [], 0.0
     for block in weight_NK.split(rows_at_once(in_features, weight_NK.device)):
@@ -119,8 +119,8 @@ def search(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Search without checks, for choose_scales; never synchronizes with a GPU.
 
-    Every device chooses the same: errors are compared as sums in float64, on a CPU only where those
-    in float32, whose order of addition devices do not share, leave a doubt.
+    Every device makes the same choice: errors are compared as float64 sums. On a CPU this is done
+    only where float32 sums, whose order of addition differs between devices, leave a doubt.
     """
     on_cpu = groups_NGL.device.type == "cpu"
     sum_dtype = torch.float32 if on_cpu else torch.float64
@@ -149,7 +149,7 @@ def search(
 
 
 def _sums(errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum of each group's errors."""
+    """Return the sum of each group's errors."""
     return errors.sum(-1, dtype=dtype)
 
 
@@ -160,7 +160,7 @@ def _errors(
     spec: QuantSpec,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Squared rounding errors of groups [..., L] with scales and zeros [...]."""
+    """Return squared rounding errors of groups [..., L] with scales and zeros [...]."""
     step, zero = scale.float()[..., None], zero[..., None]
     codes = (groups / step).round_().add_(zero).clamp_(0, spec.max_code)
     error = codes.sub_(zero).mul_(step).sub_(groups).square_()
@@ -211,7 +211,7 @@ def _storable(scale_NG: torch.Tensor) -> torch.Tensor:
 def _symmetric(
     groups_NGL: torch.Tensor, spec: QuantSpec, ranges: Ranges
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Candidates around the middle code, with the extreme weight on code 0 or on the last code."""
+    """Yield candidates around the middle code; the extreme weight is on code 0 or the last code."""
     half = spec.symmetric_zero
     position = groups_NGL.abs().argmax(-1, keepdim=True)
     extreme_NG = groups_NGL.gather(-1, position).squeeze(-1)
@@ -226,7 +226,7 @@ def _symmetric(
 def _asymmetric(
     groups_NGL: torch.Tensor, spec: QuantSpec, ranges: Ranges
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Candidates from the smallest to the largest weight; the range always includes 0."""
+    """Yield candidates from the smallest to the largest weight; the range always includes 0."""
     low_NG = groups_NGL.amin(-1).clamp(max=0)
     high_NG = groups_NGL.amax(-1).clamp(min=0)
     for shrink in ranges.shrinks:
@@ -258,12 +258,12 @@ def dequantize(
 def off_grid(
     weight_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, spec: QuantSpec
 ) -> float:
-    """Return the largest distance of a weight from the nearest grid point, in steps.
+    """Return the largest distance of a weight from the nearest grid point, in grid steps.
 
     A step is the scale of the weight's group. At 0, every weight lies on the grid and rounding
     changes nothing. Up to 0.5, rounding moves a weight. Above 0.5, a weight is outside the grid's
-    range and is clipped. Weights computed in float32 as s * (q - z) are within 1e-5. Raises
-    CheckpointError on NaN, infinity or another shape.
+    range and is clipped. Weights that were computed in float32 as s * (q - z) are within 1e-5.
+    Raises CheckpointError on NaN, infinity or another shape.
     """
     weight_NK = weight_NK.detach()
     num_groups = scales_NG.shape[1]

@@ -2,10 +2,10 @@
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return the slope of each head, as BLOOM and MPT have them.
+    """Return the slope of each head, as in BLOOM and MPT.
 
-    Head i of a power of two n has 2^(-8 (i + 1) / n). Other numbers of heads take every second
-    slope of the next power of two, then those left out, as far as needed.
+    If the number of heads n is a power of two, head i has 2^(-8 (i + 1) / n). Otherwise the heads
+    take every second slope of the next power of two, then the skipped ones, as far as needed.
     """
     count = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-8 * (head + 1) / count) for head in range(count)]

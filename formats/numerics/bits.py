@@ -12,8 +12,8 @@ import torch
 
 from formats.errors import SchemeError
 
-# Words that are unpacked in one pass, which takes less time and more memory than code by code. A
-# layer has thousands of small tensors: the zeros of its experts.
+# Tensors of up to this many words are unpacked in one pass, which takes less time and more memory
+# than code by code. A layer may have thousands of small tensors: the zeros of its experts.
 FEW_WORDS = 2**14
 
 
@@ -72,7 +72,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     codes = torch.empty(*words.shape[:-1], period_codes, dtype=torch.uint8, device=words.device)
     for i in range(period_codes):
         word, offset = divmod(i * bits, 32)
-        # >> is arithmetic: the mask drops the copies of the sign bit
+        # >> is an arithmetic shift: the mask removes the copies of the sign bit
         code = words[..., word] >> offset
         if offset + bits > 32:
             low = 32 - offset

@@ -1,1 +1,1 @@
-"""Formats of other tools, which are only read: bitsandbytes, torchao, HQQ, ModelOpt, Quark."""
+"""Formats of other tools, which are read only: bitsandbytes, torchao, HQQ, ModelOpt, Quark."""

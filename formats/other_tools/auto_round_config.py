@@ -33,7 +33,7 @@ PACKINGS = {
     "auto_round:fp8": ("fp8", ""),
     "auto_round:llm_compressor": ("compressed-tensors", ""),
 }
-# layout -> prefixes of the data types it can hold
+# layout -> prefixes of its data types
 DATA_TYPES = {
     "gptq": ("int",),
     "awq": ("int",),
@@ -71,7 +71,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{BLOCK}.extra_config", "expected an object")
     rules = []
     head = False
-    # names take precedence over expressions, in any order
+    # names take precedence over expressions, wherever they are listed
     for key in sorted(extra, key=lambda key: bool(_SPECIAL & set(key))):
         values, where = extra[key], f"{BLOCK}.extra_config[{key[:80]!r}]"
         if not isinstance(values, dict):
@@ -156,7 +156,7 @@ def _microscaled(kind: str, values: dict[str, Any], where: str) -> QuantSpec:
 
 
 def _float8(values: dict[str, Any], where: str) -> QuantSpec:
-    """Read float8: group size 0 is one scale per tensor, -1 one per output, a pair a block."""
+    """Read float8. Group size 0 is a scale per tensor, -1 one per output, a pair one per block."""
     bits, size = values.get("bits"), values.get("group_size")
     rows, columns = 1, CHANNEL
     if bits != 8:

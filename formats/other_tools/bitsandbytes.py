@@ -28,7 +28,7 @@ FOUR_BIT_FIELDS = (
     *STATES.values(),
 )
 EIGHT_BIT_FIELDS = ("weight", "SCB", "weight_format")
-INT8_STEPS = 127  # the code of the largest magnitude
+INT8_STEPS = 127  # code of the largest magnitude
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_STATE_BYTES = 10_000
 
@@ -82,7 +82,7 @@ def decode_8bit(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) ->
 
 
 def four_bit_spec(kind: str) -> QuantSpec:
-    """Return the numerics of config.json, with blocks of 64 weights."""
+    """Return the numerics that config.json states, with blocks of 64 weights."""
     return QuantSpec(bits=4, symmetric=True, group_size=64, type=kind)
 
 
@@ -115,7 +115,7 @@ def _state(tensor: torch.Tensor, kind: str, name: str) -> dict[str, Any]:
 
 
 def _nibbles(words: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    """Unpack `count` codes, high half of each byte first, from any dtype of the bytes."""
+    """Unpack `count` codes from bytes stored in any dtype; the high half of a byte comes first."""
     data = words.contiguous().flatten().view(torch.uint8)
     if data.numel() != -(-count // 2):
         raise CheckpointError(

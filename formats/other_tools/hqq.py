@@ -12,16 +12,16 @@ from formats.in_memory.dense import DenseWeight
 from formats.scheme import QuantSpec
 
 CODES = "W_q"
-# settings: each a number or a text, stored as a tensor
-VIEWED = "view_as_float"  # the setting of codes stored under a float dtype
+# settings: numbers and texts, each stored as a tensor
+VIEWED = "view_as_float"  # codes are stored under a float dtype
 SETTINGS = ("nbits", "group_size", "axis", "shape", "packing", VIEWED)
 UNUSED = (
     *("unpack_view_dtype", "compute_dtype", "quant_scale", "quant_zero", "offload_meta"),
     *("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
 )
 FIELDS = (CODES, "scale", "zero", *SETTINGS, *UNUSED)
-# bits -> (codes per word, its dtype). Rows are split into as many parts as a word has codes. A word
-# holds one row of each part, the first part's in the highest bits.
+# bits -> (codes per word, dtype of a word). Rows are split into as many parts as a word has codes.
+# A word holds a code of each part, the first part's in the highest bits.
 PACKED = {8: (1, torch.uint8), 4: (2, torch.uint8), 3: (10, torch.int32), 2: (4, torch.uint8)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -22,7 +22,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     skipped = float_modules(block.get("skip_modules"), f"{BLOCK}.skip_modules")
     if PARAMETERS in stated:
         scheme, rules = _scheme(stated, WHERE), ()
-    else:  # keyed by the last parts of names, such as self_attn.q_proj; all others are float
+    else:  # keyed by the last parts of names, such as self_attn.q_proj; other linears are float
         named = {tag: _scheme(value, f"{WHERE} {tag[:60]!r}") for tag, value in stated.items()}
         scheme = next(iter(named.values()))
         rules = (

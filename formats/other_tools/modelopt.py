@@ -43,7 +43,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
 def input_factors(
     tensors: dict[str, torch.Tensor], in_features: int, name: str
 ) -> torch.Tensor | None:
-    """Return the factors of the inputs, float32 [K]; None: there are none."""
+    """Return the factors of the inputs, float32 [K]; None if there are none."""
     factors = tensors.get(PRE_SCALE)
     if factors is None:
         return None
@@ -77,7 +77,7 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
 
 
 def _decode_int4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> PackedWeight:
-    """Decode uint8 [N / 2, K], whose low four bits hold the signed number of an even output."""
+    """Decode uint8 [N / 2, K]: the low four bits hold the signed number of an even output."""
     stored, scales_NG, spec = tensors["weight"], tensors["weight_scale"], scheme.weight
     if stored.dtype != torch.uint8 or stored.ndim != 2:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """The keys of NVIDIA's Model Optimizer (`quant_method: modelopt`). Read only.
 
-Its own file, hf_quant_config.json, has them below `quantization`. config.json also has keys in
-compressed-tensors' style, which are less specific than `quant_algo`.
+The tool's own file, hf_quant_config.json, has the keys below `quantization`. config.json also has
+keys in compressed-tensors' style, which are less specific than `quant_algo`.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ ALGORITHMS: dict[str, tuple[Scheme, str]] = {
         "",
     ),
 }
-# Algorithms that are not supported, and what they do.
+# unsupported algorithm -> what it does
 REFUSED = {
     "NVFP4_SVD": "adds a product of two small float matrices to every linear (SVDQuant)",
     "W4A8_AWQ": "rounds 4-bit integer weights to float8 a second time",
@@ -110,8 +110,10 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def algorithms(block: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the `quant_algo` of a block, or of its layers if they differ; in capitals,
-    unchecked."""
+    """Return the `quant_algo` of a block, or of its layers if they differ.
+
+    The names are in capitals and unchecked.
+    """
     values = block.get("quantization", block)
     values = values if isinstance(values, dict) else {}
     named = values.get("quantized_layers")
@@ -122,10 +124,10 @@ def algorithms(block: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def completed(folder: Path, block: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json's block with the group size, which only the other file has for 4-bit
-    integers.
+    """Return config.json's block with the group size.
 
-    Raises CheckpointError if that file cannot be read.
+    For 4-bit integers, only hf_quant_config.json states the group size. Raises CheckpointError if
+    that file cannot be read.
     """
     path = folder / SECOND_FILE
     if "group_size" in block or _weight_key(block, "group_size") is not None or not path.is_file():
@@ -175,7 +177,7 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
 
 
 def _weight_key(keys: Mapping[str, Any], name: str) -> Any:
-    """Return a key of the weights that the keys in compressed-tensors' style state, or None."""
+    """Return a key of the weights from the keys in compressed-tensors' style, or None."""
     groups = keys.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -199,7 +201,7 @@ def _kv_cache(values: Mapping[str, Any]) -> str | None:
 
 
 def _pattern(name: str) -> str:
-    """Turn a name with `*` into a pattern for that module and all below it."""
+    """Turn a name with `*` into a pattern for the module and all modules below it."""
     return wildcard(name).removesuffix("$") + r"(?:\..*)?$"
 
 

@@ -16,7 +16,7 @@ from formats.numerics.bits import pack, unpack
 from formats.scheme import Scheme
 
 FIELDS = ("weight", "weight_scale", "weight_zero_point", *compressed_tensors.INPUT_FIELDS)
-_SIGNS = -0x77777778  # the highest bit of each four, as int32
+_SIGNS = -0x77777778  # highest bit of each nibble, as int32
 
 
 def decode(
@@ -24,7 +24,7 @@ def decode(
 ) -> Weight:
     """Decode one linear's tensors. Raises CheckpointError, with `name`, on a mismatch.
 
-    `reordered`: 4-bit integers of a word are in AWQ's order, not in the outputs'.
+    `reordered`: 4-bit integers of a word are in AWQ's order, not in the order of the outputs.
     """
     for field in ("weight", "weight_scale"):
         if field not in tensors:

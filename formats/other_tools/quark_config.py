@@ -115,7 +115,7 @@ def _weight(keys: Any, where: str) -> QuantSpec:
             return QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
         case "int4" | "uint4", "per_group":
             size = checked_group_size(size, f"{where}.group_size: group size")
-            # the file has zero points for symmetric integers too
+            # the file has zero points even for symmetric integers
             return QuantSpec(bits=4, symmetric=dtype == "int4", group_size=size)
     raise CheckpointError(
         where,
@@ -142,7 +142,7 @@ def _activation(keys: Any, weight: QuantSpec, where: str) -> tuple[ActivationSpe
 
 
 def _kv_cache(named: Any) -> str | None:
-    """Return the format of k_proj's and v_proj's output_tensors; None: they have none."""
+    """Return the format of k_proj's and v_proj's output_tensors; None if they have none."""
     if not isinstance(named, Mapping):
         return None
     for pattern, keys in named.items():

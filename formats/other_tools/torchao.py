@@ -1,6 +1,6 @@
 """torchao's tensors, as it flattens them into safetensors -> weights. See formats/README.md.
 
-The configuration states a linear's tensor class. Each part of it is a separate tensor below the
+The configuration states a linear's tensor class. Each component is a separate tensor below the
 linear, such as _weight_qdata. Legend: N outputs, K inputs, G groups of L inputs.
 """
 
@@ -17,9 +17,9 @@ from formats.in_memory.weights import Weight, with_activation
 from formats.scheme import QuantSpec, Scheme
 
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-# int4 tiles only: scales and zeros in one tensor; the unpadded shape in the header's metadata
+# only for int4 tiles: scales and zeros in one tensor, and the shape without padding
 SCALE_AND_ZERO, SHAPE = PADDED_FIELD, SHAPE_FIELD
-# unsupported parts: they mean another layout or scaled inputs
+# unsupported components: they mean another layout or scaled inputs
 OTHERS = {
     "_weight_act_pre_scale": "its inputs are multiplied by act_pre_scale, which is not supported",
     "_weight_per_tensor_scale": "has a scale of the whole tensor (NVFP4)",
@@ -31,7 +31,7 @@ FIELDS = (DATA, SCALE, ZERO, SCALE_AND_ZERO, SHAPE, *OTHERS)
 
 
 def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Weight:
-    """Decode int8 codes and float8 numbers as they are, int4 with float zeros to floats.
+    """Decode a linear: int8 codes and float8 numbers unchanged, int4 with float zeros to floats.
 
     Raises CheckpointError.
     """
@@ -117,7 +117,7 @@ def _decode_int4(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -
 
 
 def _decode_tiles(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> DenseWeight:
-    """Decode the codes of tile_packed_to_4d, then as in `_decode_int4`; cut the padding off."""
+    """Decode the codes of tile_packed_to_4d, continue as in `_decode_int4`, and remove padding."""
     if DATA not in tensors:
         raise CheckpointError(f"{name}.{DATA}", "is missing", "the checkpoint is incomplete")
     codes_NK = unpack_tiles(tensors[DATA], f"{name}.{DATA}")
@@ -135,10 +135,10 @@ def _decode_tiles(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) 
 
 
 def unpack_tiles(words: torch.Tensor, name: str) -> torch.Tensor:
-    """Codes int8 [N, K], 0 to 15, of int32 words [N / 8, K / 32W, 32, W].
+    """Return codes int8 [N, K], 0 to 15, of int32 words [N / 8, K / 32W, 32, W].
 
-    Lane t of a tile's 32 holds row t div 4. Nibble p of word w holds the input
-    32w + 8 (p mod 4) + 2 (t mod 4) + p div 4 of its tile.
+    Lane t of a tile's 32 holds row t div 4. Nibble p of word w holds the input 32w + 8 (p mod 4) +
+    2 (t mod 4) + p div 4 of its tile.
     """
     is_tiled = words.dtype == torch.int32 and words.ndim == 4 and words.numel()
     if not is_tiled or words.shape[2] != 32 or words.shape[3] not in (1, 2, 4):
@@ -170,7 +170,7 @@ def _scaled(
     spec: QuantSpec,
     name: str,
 ) -> DenseWeight:
-    """W = scale * code + zero, rounded once, to the dtype of the scales."""
+    """Return W = scale * code + zero, rounded once to the dtype of the scales."""
     scales_NG1, zeros_NG1 = (part.t()[..., None].float() for part in (scales_GN, zeros_GN))
     groups_NGL = signed_NK.float().unflatten(1, (scales_GN.shape[0], -1))
     weight_NK = groups_NGL.mul_(scales_NG1).add_(zeros_NG1).flatten(1)

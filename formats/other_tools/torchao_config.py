@@ -1,7 +1,7 @@
 """The keys of a torchao block, as transformers writes it. Read only.
 
-`quant_type` holds a configuration object of torchao, each a JSON object with its class as `_type`
-and its fields as `_data`.
+`quant_type` holds a configuration object of torchao. It and its inner objects are JSON objects with
+the class as `_type` and the fields as `_data`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ INTX_BITS = {f"int{bits}": bits for bits in range(2, 9)}
 INT4_PACKINGS = ("plain", "tile_packed_to_4d")
 BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
 MAX_NAMES = 10_000
-# Input rounding of Intx: with zero points, which no kernel here supports
+# Intx rounds inputs with zero points, which no kernel here supports.
 WITH_ZEROS = "rounded to 8 bits with zero points, for each token"
 
 
@@ -184,7 +184,7 @@ _READ = {
 
 
 def _value(data: Mapping[str, Any], key: str, default: str) -> str:
-    """Return a name, given as a string or inside an object."""
+    """Return a name that is given as a string or inside an object."""
     value = data.get(key, default)
     value = value.get("_data", default) if isinstance(value, dict) else value
     if value is None:

@@ -33,12 +33,12 @@ REMEDY = (
     "quantize the float original with qserve quantize MODEL; `qserve convert` does not read this"
     " format"
 )
-# keys of MLX's block, which has no quant_method: the first two, and maybe the third
+# keys of MLX's block, which has no quant_method; the third is optional
 MLX_KEYS, MLX_MODE = {"group_size", "bits"}, "mode"
 
 
 def describe(method: object, keys: set[str]) -> str:
-    """Describe a format for an error; empty: unknown. `keys` are those of its block."""
+    """Describe a format for an error; "" if unknown. `keys` are the keys of its block."""
     if method is None and keys - {MLX_MODE} == MLX_KEYS:
         method = "mlx"
     if not isinstance(method, str) or method.lower() not in METHODS:

@@ -21,7 +21,7 @@ from formats.peft.lora_config import WEIGHTS, LoraConfig
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 ENDS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-# Tensors of features that lora_config.py refuses, for adapters whose config does not name them.
+# Tensors of features that lora_config.py refuses: a config may fail to state the feature.
 OTHER_TENSORS = {
     "lora_embedding_": "adapts the embedding",
     "lora_magnitude_vector": "is DoRA's",
@@ -29,7 +29,7 @@ OTHER_TENSORS = {
     ".base_layer.": "is a weight of the base model",
 }
 MAX_BYTES = 2**35
-MAX_HEADER_BYTES = 4_000_000  # 880 linears take 260,000
+MAX_HEADER_BYTES = 4_000_000  # a header of 880 linears has 260,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class LoraAdapter:
 def adapted_projections(
     family: Family, config: Mapping[str, Any]
 ) -> Iterator[tuple[int, str, Projection]]:
-    """Yield (layer, its prefix, projection) of every linear that can be adapted.
+    """Yield (layer, its prefix, projection) for every linear that can be adapted.
 
     These are all linears of a layer except the router and the routed experts.
     """
@@ -112,7 +112,7 @@ def read_adapter(
         _check_pair(file, config, module, parts, shapes, max_rank)
     if not names:
         raise CheckpointError(str(file.path), "holds no tensors", "save the adapter again")
-    # An expression may match more than exists: "all-linear" also matches the router.
+    # An expression may match linears without a pair: "all-linear" also matches the router.
     listed = not isinstance(config.target, str)
     missing = [name for name in shapes if listed and name not in names and config.adapts(name)]
     if missing:
@@ -185,12 +185,12 @@ class _File:
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
-    """Identity of a file's content: it differs between files, and between versions of one."""
+    """Return the identity of a file's content, different for each file and each file version."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, str]]:
-    """Map modules to {"A": tensor name, "B": tensor name}. Every tensor must belong to one."""
+    """Map modules to {"A": tensor name, "B": tensor name}. Every tensor must belong to a module."""
     found: dict[str, dict[str, str]] = {}
     for name in file.entries:
         end = next((end for end in ENDS if name.endswith(end)), None)

@@ -1,4 +1,4 @@
-"""adapter_config.json of a PEFT LoRA folder: which modules it adapts, at what rank, how strongly.
+"""adapter_config.json of a PEFT LoRA folder: adapted modules, their ranks and their factors.
 
 Every key is read, refused by name, or known to have no effect.
 """
@@ -16,7 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 MAX_RANK = 1024  # far above ranks in use
-# PEFT writes the full name of each linear where ranks differ: 880 for 126 layers.
+# PEFT writes the full name of each linear if ranks differ: 880 for 126 layers.
 MAX_CONFIG_BYTES = 1_000_000
 MAX_NAMES = 4096  # names in one key
 MAX_NAME_CHARS = 500
@@ -34,7 +34,7 @@ READ = {
     *("alpha_pattern", "use_rslora", "layers_to_transform", "layers_pattern"),
     "init_lora_weights",
 }
-# Keys that change the arithmetic or the base model, and what each one does.
+# keys that change the arithmetic or the base model -> what they do
 REFUSED = {
     "use_dora": "DoRA scales the merged weight's columns",
     "modules_to_save": "whole modules that replace the base model's",
@@ -120,13 +120,13 @@ class LoraConfig:
             return True
         if not self._matches(self.target, module, "target_modules"):
             return False
-        # PEFT applies these to lists of names only, not to an expression.
+        # PEFT applies `layers` and its pattern to lists of names, not to an expression.
         if self.layers is None or isinstance(self.target, str) or module in self.target:
             return True
         return self._layer_of(module) in self.layers
 
     def _layer_of(self, module: str) -> int | None:
-        """Return the layer of a module: the first number after a name of a list of layers."""
+        """Return the layer of a module: the first number after the name of a list of layers."""
         parts = module.split(".")
         for before, part in zip(parts, parts[1:-1], strict=False):
             if part.isdecimal() and (not self.layers_pattern or before in self.layers_pattern):
@@ -257,7 +257,7 @@ def _pattern(source: str, key: str, config: Mapping[str, Any], check: Any) -> di
 
 
 def _check_names(subject: str, names: Collection[str]) -> None:
-    """Raise CheckpointError if there are more or longer names than any model needs."""
+    """Raise CheckpointError if names are more or longer than any model needs."""
     if len(names) > MAX_NAMES:
         raise CheckpointError(subject, f"expected at most {MAX_NAMES}, found {len(names)}")
     longest = max(names, key=len, default="")

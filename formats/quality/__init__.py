@@ -1,1 +1,1 @@
-"""quality.json of a quantized folder: its measured quality, and what a start-up check compares."""
+"""quality.json of a quantized folder: its measured quality, and data for the start-up check."""

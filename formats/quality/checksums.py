@@ -8,19 +8,19 @@ import torch
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 
-# Reading more takes too long at every start: further linears have no checksum.
+# Reading more would take too long at every start, so further linears have no checksum.
 MOST_LINEARS, MOST_BYTES = 2000, 2**29
-CODES = ("qweight", "weight_packed", "weight")  # leaves with the codes, which are large
+CODES = ("qweight", "weight_packed", "weight")  # names of tensors with codes, which are large
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
+    """Return the CRC-32 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 def checksums(reader: CheckpointReader, linears: Iterable[str]) -> dict[str, int]:
-    """CRC-32 by full name of the scales and zeros, and of all else but the codes."""
+    """Return the CRC-32 by full name of scales, zeros and all other tensors except codes."""
     linears = list(linears)
     step = max(1, -(-len(linears) // MOST_LINEARS))
     found, num_bytes = {}, 0
@@ -34,7 +34,7 @@ def checksums(reader: CheckpointReader, linears: Iterable[str]) -> dict[str, int
 
 
 def damaged(reader: CheckpointReader, stored: Mapping[str, int]) -> list[str]:
-    """Names of tensors that are missing or differ from their checksum."""
+    """Return the names of tensors that are missing or differ from their checksum."""
     names = []
     for name, checksum in stored.items():
         try:

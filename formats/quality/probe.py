@@ -1,7 +1,7 @@
-"""Start-up probe: logits of a few tokens, stored with a checkpoint and computed again by a server.
+"""Start-up probe: logits of a few tokens, stored with a checkpoint and recomputed by a server.
 
-The stored logits are those of the quantized model itself. A model that is merely inaccurate
-therefore passes; a wrong kernel or damaged tensors do not.
+The stored logits are those of the quantized model itself. So an inaccurate model passes, but a
+wrong kernel or damaged tensors do not.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 NUM_TOKENS = 32
-NUM_TOP = 16  # likeliest tokens kept of each position
-# Largest mean distance in nats. Exact: both sides in float32, where only the order of sums differs.
-# Else activations of 16 bits, or KV pages of 8, on at least one side.
+NUM_TOP = 16  # likeliest tokens that are kept per position
+# Largest mean distance in nats. EXACT_LIMIT: both sides in float32, which differ only in the order
+# of sums. LIMIT: 16-bit activations or 8-bit KV pages on at least one side.
 EXACT_LIMIT, LIMIT = 0.02, 0.5
 
 
@@ -28,7 +28,7 @@ class Probe:
 
     @classmethod
     def of(cls, ids_S: torch.Tensor, logits_SV: torch.Tensor, exact: bool) -> "Probe":
-        """Probe of the beginning of a window; `logits_SV` are those after each of its tokens."""
+        """Make a probe of the start of a window; `logits_SV` are the logits after each token."""
         length = min(NUM_TOKENS, len(ids_S))
         positions = sorted({0, length // 2, *range(max(0, length - 6), length)})
         rows_PV = logits_SV[positions].float().log_softmax(-1)
@@ -43,7 +43,10 @@ class Probe:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> "Probe":
-        """Raises KeyError, TypeError or ValueError unless `stored` comes from `to_dict`."""
+        """Restore a probe.
+
+        Raises KeyError, TypeError or ValueError if `to_dict` did not make `stored`.
+        """
         found = cls(
             token_ids=tuple(map(int, stored["token_ids"])),
             positions=tuple(map(int, stored["positions"])),
@@ -62,13 +65,13 @@ class Probe:
         return asdict(self)
 
     def limit(self, exact: bool) -> float:
-        """Largest distance of a correct computation; `exact`: it is in float32 too."""
+        """Return the largest distance of a correct computation; `exact`: it is in float32, too."""
         return EXACT_LIMIT if exact and self.exact else LIMIT
 
     def distance(self, logits_SV: torch.Tensor) -> float:
-        """Mean difference of the log-probabilities in nats, weighted by the probabilities.
+        """Return the mean difference of log-probabilities in nats, weighted by the probabilities.
 
-        Infinite if a logit is not finite. `logits_SV` may be those of fewer tokens than stored.
+        It is infinite if a logit is not finite. `logits_SV` may have fewer tokens than the probe.
         """
         total = count = 0.0
         for position, ids, stored in zip(self.positions, self.top_ids, self.log_probs, strict=True):

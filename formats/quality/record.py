@@ -14,7 +14,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Contents of quality.json as far as other programs of the project read them."""
+    """Contents of quality.json that other programs of the project read."""
 
     values: dict[str, Any]  # the whole file
     probe: Probe | None
@@ -26,12 +26,12 @@ class Quality:
         return self.values.get("measured")
 
     def to_text(self) -> str:
-        """One line for a person."""
+        """Return the quality as one line of text."""
         return measured_text(self.measured) if self.measured else "quality: not measured"
 
 
 def measured_text(found: dict[str, Any]) -> str:
-    """Perplexities and distances in one line."""
+    """Format perplexities and distances as one line."""
     windows = "1 window" if found["windows"] == 1 else f"{found['windows']} windows"
     return (
         f"perplexity {found['float_perplexity']:.4f} -> {found['perplexity']:.4f},"
@@ -42,7 +42,7 @@ def measured_text(found: dict[str, Any]) -> str:
 
 
 def read_quality(folder: str | Path) -> Quality | None:
-    """Quality of a folder; None if it has no such file. Raises CheckpointError."""
+    """Return the quality of a folder; None if it has no quality.json. Raises CheckpointError."""
     path = Path(folder) / QUALITY
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Inputs of attention besides queries: pages of keys and values, and the rows of one step.
 
-Legend: P pages, B tokens of a page, J KV heads, D head dim, R requests, X pages of a block table.
+Legend: see qkernels/ops.py.
 """
 
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 
 INT4_PAGES = torch.uint8  # dtype of pages that hold 4-bit codes
-INT4_HEAD_DIMS = (32, 64, 128, 256)  # powers of two: keys are rotated by a Hadamard matrix
+INT4_HEAD_DIMS = (32, 64, 128, 256)  # powers of two, which the Hadamard rotation of keys needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKv:
-    """Keys and values in pages of one dtype: the queries', or int8, float8_e4m3fn or 4-bit codes.
+    """Keys and values in pages of one dtype: the queries', int8, float8_e4m3fn, or 4-bit codes.
 
-    A slot is page * B + offset. Scales of 8-bit codes have any strides: one scale for all slots is
-    `scale.expand(P, B, J)`.
+    A slot is page * B + offset. Scales of 8-bit codes may have any strides: one scale for all slots
+    is `scale.expand(P, B, J)`.
 
-    4-bit codes are uint8 [P, B, J, D / 2], two a byte. Each slot and KV head has float16 scales and
-    zeros: two of each for its key, one for its value. Keys are rotated by a Hadamard matrix; so
-    must be the queries that attend to them. int4/codes.py defines all of it.
+    4-bit codes are uint8 [P, B, J, D / 2], two per byte. For each slot and KV head there are
+    float16 pairs of a scale and a zero: two pairs for the key, one for the value. Keys are rotated
+    by a Hadamard matrix, and queries that attend to them must be, too. int4/codes.py defines the
+    format.
     """
 
     k_pages: torch.Tensor  # [P, B, J, D]
@@ -28,7 +29,7 @@ class PagedKv:
     # float32 [P, B, J]; with 4-bit codes float16 [P, B, J, 4] and [P, B, J, 2]
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
-    static_scales: bool = False  # True: writes round with these scales; False: they compute scales
+    static_scales: bool = False  # True: writes use these scales; False: writes compute and store
 
     @classmethod
     def zeros(
@@ -38,10 +39,10 @@ class PagedKv:
         device: torch.device,
         static_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> "PagedKv":
-        """Make pages of `shape` [P, B, J, D]; uint8 means 4-bit codes, two a byte.
+        """Allocate pages of `shape` [P, B, J, D]; uint8 means 4-bit codes, two per byte.
 
-        `static_scales`: of keys and of values, float32, one number or one for each KV head.
-        Without them 8-bit pages get scales that writes fill.
+        `static_scales` are the float32 scales of keys and of values, one number or one per KV head.
+        Without them, 8-bit pages get scales that writes fill in.
         """
         stored = (*shape[:3], shape[3] // 2) if dtype == INT4_PAGES else shape
         keys, values = (torch.zeros(stored, dtype=dtype, device=device) for _ in range(2))
@@ -56,7 +57,7 @@ class PagedKv:
             return cls(k_pages=keys, v_pages=values, k_scales=pairs[0], v_scales=pairs[1])
         if static_scales is not None:
             scales = [scale.expand(P, B, J) for scale in static_scales]
-        else:  # the scales of one head are adjacent: a kernel reads them together
+        else:  # a kernel reads the scales of one head together, so they are adjacent
             scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
         return cls(
             k_pages=keys,
@@ -68,9 +69,9 @@ class PagedKv:
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what each page holds; static scales belong to no page."""
+        """Tensors [P, ...] of the contents of pages. Static scales belong to no page."""
         pages = (self.k_pages, self.v_pages)
-        # as bytes: float8 has no indexed copies everywhere
+        # as bytes, because not every device has indexed copies of float8
         pages = tuple(each.view(torch.uint8) for each in pages)
         if self.k_scales is None or self.static_scales:
             return pages
@@ -99,7 +100,7 @@ class PagedKv:
 
     @property
     def scale_strides(self) -> tuple[int, ...]:
-        """Strides of a page, slot and KV head in k_scales, then in v_scales; 0 without scales."""
+        """Strides by page, slot and KV head of k_scales, then of v_scales; 0 without scales."""
         if self.k_scales is None:
             return (0,) * 6
         return (*self.k_scales.stride()[:3], *self.v_scales.stride()[:3])
@@ -107,17 +108,18 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """Rows of q that each request has, and the pages of its keys.
+    """The query rows of each request in one step, and the pages of its keys.
 
-    The maxima are upper bounds that the host knows, so that nothing is read back from the device;
-    in a CUDA graph they are frozen.
+    The maxima are upper bounds known on the host, so that nothing is read back from the device. A
+    CUDA graph keeps the values of its capture.
     """
 
     block_tables_RX: torch.Tensor  # int32: the pages of each request, in order
     query_starts_R1: torch.Tensor  # int32 [R + 1]: request r has rows starts[r] .. starts[r + 1]
-    context_lengths_R: torch.Tensor  # int32: keys that a request's last row sees, itself included
+    context_lengths_R: torch.Tensor  # int32: keys that a request's last row sees, with its own
     max_query_len: int
     max_context_len: int
-    # int64 [T]: position of the last key that each row sees, at most that of the request's last
-    # row; None: its own. Plain torch and the kernels of fixed order compute it.
+    # int64 [T]: position of the last key that each row sees, at most the position of the request's
+    # last row. None: each row sees keys up to its own. Only the reference and the fixed-order
+    # kernels support this.
     last_keys_T: torch.Tensor | None = None

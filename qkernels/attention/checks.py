@@ -1,4 +1,4 @@
-"""Argument checks of attention's operations. Legend as in ops.py."""
+"""Argument checks of the attention operations. Legend: see qkernels/ops.py."""
 
 import functools
 
@@ -18,7 +18,7 @@ def check_dense_heads(name: str, pages: torch.Tensor) -> None:
 
 
 def check_split_k_heads(op: str, *heads: LinearOutput) -> None:
-    """Raise KernelError unless q, k and v are all tensors, or all split-K sums of one product."""
+    """Raise KernelError unless q, k and v are all tensors, or split-K sums of one product."""
     split = [x.parts for x in heads if isinstance(x, SplitKPartials)]
     layouts = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in split}
     if split and (len(split) < len(heads) or len(layouts) > 1 or split[0].stride(-1) != 1):
@@ -37,7 +37,10 @@ def check_rope(
     positions_T: torch.Tensor,
     parts: bool = False,
 ) -> None:
-    """Raise KernelError unless q, k, table and positions fit; `parts`: split-K partials too."""
+    """Raise KernelError unless q, k, the cos/sin table and the positions fit.
+
+    With `parts`, q and k may also be split-K partial sums.
+    """
     check_float(f"{op} q", q_THD, parts)
     tokens, _, head_dim = expect_ndim(f"{op} q", q_THD, 3)
     check_tensor(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
@@ -57,7 +60,10 @@ def check_kv_write(
     slots_T: torch.Tensor,
     parts: bool = False,
 ) -> None:
-    """Raise KernelError unless k, v, pages and slots fit; `parts`: split-K partials too."""
+    """Raise KernelError unless k, v, the pages and the slots fit.
+
+    With `parts`, k and v may also be split-K partial sums.
+    """
     check_float(f"{op} k", k_TJD, parts)
     tokens, heads, head_dim = expect_ndim(f"{op} k", k_TJD, 3)
     check_tensor(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
@@ -74,7 +80,9 @@ def check_cache(
     head_dim: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Raise KernelError unless keys match values, and 8-bit pages, and only they, have scales."""
+    """Raise KernelError unless key and value pages match; 8-bit pages must have scales, others
+    none.
+    """
     k_pages, v_pages = cache.k_pages, cache.v_pages
     if cache.is_4bit:
         check_4bit_cache(op, x, cache, heads, head_dim)
@@ -98,7 +106,7 @@ def check_cache(
 def check_4bit_cache(
     op: str, x: LinearOutput, cache: PagedKv, heads: int | None, head_dim: int
 ) -> None:
-    """Raise KernelError unless heads can be rotated and pages and pairs fit 4-bit codes."""
+    """Raise KernelError unless pages, scales and head dim fit 4-bit codes."""
     if refusal := refuses_4bit_heads(head_dim):
         raise KernelError(f"{op} k_pages", refusal, "use int8 pages")
     shape = (None, None, heads, head_dim // 2)
@@ -119,7 +127,7 @@ def check_4bit_cache(
 
 
 def refuses_4bit_heads(head_dim: int) -> str | None:
-    """Why 4-bit pages cannot hold heads of this size; None: they can."""
+    """Return why 4-bit pages cannot hold heads of this size; None: they can."""
     if head_dim in INT4_HEAD_DIMS:
         return None
     sizes = ", ".join(map(str, INT4_HEAD_DIMS))
@@ -127,7 +135,7 @@ def refuses_4bit_heads(head_dim: int) -> str | None:
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:
-    """Return True if TMA can address the tensors: address, strides are multiples of 16 bytes."""
+    """Return True if TMA can address the tensors: address and strides in multiples of 16 bytes."""
     return all(
         tensor.data_ptr() % 16 == 0 and _rows_are_aligned(tensor.stride(), tensor.element_size())
         for tensor in tensors

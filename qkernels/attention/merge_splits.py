@@ -1,4 +1,4 @@
-"""The merge of split-KV attention, in Triton: to a tensor, or to limbs for the linear that follows.
+"""Merge the splits of split-KV attention in Triton, into a tensor or limbs for the next linear.
 
 Legend: T tokens of a step, R requests, H query heads, D head dim; S splits of a context.
 """
@@ -15,7 +15,7 @@ from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import in_words, store_limbs
 
-# Splits that are merged together: 32 cost 1 us more than 8, empty or not.
+# Splits that are loaded together: 32 cost 1 us more than 8, even if they are empty.
 SPLITS_AT_ONCE = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -27,10 +27,10 @@ def merge_splits(
     out_THD: torch.Tensor,
     limbs: LimbForm | None,
 ) -> torch.Tensor | Limbs:
-    """Merge the splits' weighted sums, largest scores and sums of weights, float32, into `out`.
+    """Merge the splits' weighted sums, largest scores and sums of weights into `out_THD`.
 
-    With `limbs`, into limbs of rows [T, H D], rounded to out's dtype before; `out` is written
-    where it is part of them.
+    The inputs are float32. With `limbs`, the result becomes limbs of rows [T, H D], after it is
+    rounded to out's dtype; `out_THD` is written only if the limbs include the tensor.
     """
     T, H, S, D = partials_THSD.shape
     requests = query_starts_R1.shape[0] - 1
@@ -153,7 +153,7 @@ def _merge_to_limbs(
     """128 channels of a token, of one head or several."""
     token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # launched after the wait: the next product's weight loads would delay attention
+        # launch dependents after the wait: weight loads of the next product would delay attention
         pdl_launch_and_wait(LAUNCH_FIRST=False)
     end = tl.load(starts_ptr + R)
     channel = step * 128 + tl.arange(0, 128)[None, :]

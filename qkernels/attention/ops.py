@@ -1,6 +1,6 @@
 """Rotation, KV writes and paged attention: each checks its arguments, then runs a kernel.
 
-Legend as in ops.py.
+Legend: see qkernels/ops.py.
 """
 
 import math
@@ -34,11 +34,11 @@ def apply_rope(
     positions_T: torch.Tensor,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their positions; both results are new.
+    """Rotate queries and keys by their positions; return both as new tensors.
 
-    `cos_sin` [max position, width] holds cos in its first half and sin in its second, float32;
-    `width` may be less than D, then the other channels pass through. Channels c and c + width/2
-    make a pair, or 2 c and 2 c + 1 where they are interleaved.
+    `cos_sin` [max position, width], float32, holds the cosines in its first half and the sines in
+    its second. If `width` is less than D, the other channels are copied. A pair is channels c and c
+    + width/2, or with `interleaved` channels 2 c and 2 c + 1.
     """
     check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
     run = dispatch.implementation(APPLY_ROPE, device=q_THD.device.type, dtype=q_THD.dtype)
@@ -53,11 +53,10 @@ def write_kv_(
 ) -> None:
     """Write keys and values into their slots of the pages, in place.
 
-    slot = page * B + offset; a token whose slot is -1 is padding and written nowhere. Slots differ.
-
-    Pages hold k's dtype, or codes: int8 or float8_e4m3fn, with a float32 scale for each slot and
-    KV head. A row's scale is its largest magnitude over the largest code, and is written, too; with
-    `static_scales` the scales are there already, and rows are rounded with them.
+    A slot is page * B + offset. Slots must differ, except that a token with slot -1 is padding and
+    is not written. Pages hold k's dtype, or int8 or float8_e4m3fn codes with a float32 scale for
+    each slot and KV head: the row's largest magnitude divided by the largest code. This scale is
+    written, too. With `static_scales`, rows are rounded with the existing scales.
     """
     op = "write_kv_"
     check_kv_write(op, k_TJD, v_TJD, cache, slots_T)
@@ -80,12 +79,14 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
-    """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
+    """Run apply_rope, then write_kv_ with the rotated keys, in one pass.
 
-    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. Rotated queries are
-    multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says
-    that `positions` and `slots` were complete before the kernel in front of this one began, so
-    that they may be read while it still runs.
+    Return the rotated queries.
+
+    With `q_norm_D` and `k_norm_D`, each head is first normalized by an RMS norm. Rotated queries
+    are multiplied by `query_scales` [max position], float32, at their positions. `inputs_ready`
+    says that `positions_T` and `slots_T` were complete before the previous kernel started, so that
+    they may be read while it still runs.
     """
     op = "rope_write_kv_"
     check_split_k_heads(op, q_THD, k_TJD, v_TJD)
@@ -131,20 +132,21 @@ def paged_attention(
     inputs_ready: bool = False,
     kernel: str | None = None,
 ) -> torch.Tensor | Limbs:
-    """Causal attention of every request's query rows over its paged keys: [T, H, D].
+    """Return causal attention of every request's query rows over its paged keys: [T, H, D].
 
     window        a row sees itself and the window - 1 keys before it; None: all before it
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
-    sinks         float32 [H]: the score of one more key of each head, whose value is zero (gpt-oss)
+    sinks         float32 [H]: score of one more key per head, whose value is zero (gpt-oss)
     slopes        float32 [H]: ALiBi, slope * (key's position - row's position) is added to scores
     chunk_size    a row at position p sees the keys from p - p % chunk_size on (Llama 4); None: all
-    limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
-    inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
+    limbs         return the result [T, H D] as limbs, for the next linear
+    inputs_ready  query_starts and context_lengths were complete before the previous kernel started:
                   they may be read while it still runs
-    kernel        asks for a row of attention/rows.py, or forbids some with a leading minus
+    kernel        requests a row of attention/rows.py, or forbids some with a leading minus
 
-    Row i of `count` has position context_length - count + i; its key must be in the pages
-    already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
+    Row i of a request with `count` rows has position context_length - count + i; its key must
+    already be in the pages. Rows that see no key are zero. Rows beyond the last request are
+    unspecified on a GPU.
     """
     check_float("paged_attention q", q_THD)
     _, heads, head_dim = expect_ndim("paged_attention q", q_THD, 3)
@@ -219,7 +221,7 @@ def paged_attention(
     )
     if limbs is None or isinstance(out, Limbs):
         return out
-    return rowwise.to_limbs(out.flatten(1), limbs)  # only a merge of splits makes limbs itself
+    return rowwise.to_limbs(out.flatten(1), limbs)  # of the kernels, only merge_splits makes limbs
 
 
 def _writer(operation: dispatch.Operation, x_THD: LinearOutput, cache: PagedKv):

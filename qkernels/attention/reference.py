@@ -1,7 +1,6 @@
-"""Rotary embedding, KV writes and paged attention in plain torch: the reference of the kernels.
+"""Plain torch references of rotary embedding, KV writes and paged attention.
 
-Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table, L keys.
+Legend: see qkernels/ops.py; L keys.
 """
 
 from typing import NamedTuple
@@ -20,8 +19,9 @@ from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.rowwise.reference import normalized
 from qkernels.rowwise.spec import NormSpec
 
-# Keys, and as many values, gathered together for a batch of decode rows: what stays in a CPU's
-# cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
+# Elements of keys (and of values) that are gathered together for a batch of decode rows, so that
+# they stay in a CPU's cache. 64 rows of 512 keys with J 4 and D 32 take 8.5 ms at 2^20, 23 ms at
+# 2^22 and 15 ms at 2^16, in one thread.
 GATHER_ELEMENTS = 2**20
 
 
@@ -34,7 +34,7 @@ def apply_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the first cos_sin.shape[1] channels of each head, in float32.
 
-    Halves are paired (NeoX), or neighbours where they are interleaved.
+    A pair is a channel of each half (NeoX), or two neighboring channels if `interleaved`.
     """
     half = cos_sin.shape[1] // 2
     cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].split([half, half], dim=-1)
@@ -65,8 +65,9 @@ def write_kv_(
     """Write each token's key and value into its slot, page * B + offset; slot -1 is padding."""
     if not slots_T.numel():
         return
-    # A mask would make the host wait for its length. Instead each padding token repeats the first
-    # real one, value and slot; without a real one, the old contents of slot 0 are written back.
+    # Indexing with a mask would make the host wait for the device. Instead each padding token
+    # repeats value and slot of the first real token. If there is none, the old contents of slot 0
+    # are written back.
     valid_T = slots_T >= 0
     tokens_T = torch.arange(slots_T.shape[0], device=slots_T.device)
     source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
@@ -87,7 +88,7 @@ def write_kv_(
             rows, scales_TJ = _quantize_kv(rows, pages.dtype, given_TJ)
             if not cache.static_scales:
                 scales_PBJ.index_put_(index, torch.where(valid_T.any(), scales_TJ, old_TJ))
-        # as bytes, which every device can choose from
+        # as bytes, because not every device has torch.where for float8
         stored = pages if pages.element_size() > 1 else pages.view(torch.uint8)
         rows = rows.to(pages.dtype).view(stored.dtype)
         stored.index_put_(index, torch.where(valid_T.any(), rows, stored[index]))
@@ -96,7 +97,10 @@ def write_kv_(
 def _quantize_kv(
     x_TJD: torch.Tensor, dtype: torch.dtype, scales_TJ: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [T, J, D] of `dtype` and the scale [T, J] of each row, its own where none is given."""
+    """Return codes [T, J, D] of `dtype` and scales [T, J].
+
+    The scales are `scales_TJ`, or computed for each row.
+    """
     kind = "int" if dtype == torch.int8 else "float"
     if scales_TJ is not None:
         return to_codes(x_TJD.float(), scales_TJ[..., None], kind), scales_TJ
@@ -120,9 +124,9 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
-    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled.
+    """Normalize q and k if norms are given, rotate them, write k and v; return q, scaled.
 
-    With 4-bit pages q is also rotated as their keys are (int4/codes.py).
+    With 4-bit pages q also gets the Hadamard rotation of the keys (int4/codes.py).
     """
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
@@ -151,12 +155,12 @@ def paged_attention(
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> torch.Tensor | Limbs:
-    """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
+    """Causal attention of each request's query rows over its paged keys, in float32: [T, H, D].
 
-    Row i of a request with `count` rows has position context_length - count + i and sees
-    itself and the `window` - 1 keys before it (None: all), and with `last_keys_T` keys after it.
-    With `chunk_size` it sees no key of an earlier chunk of positions. Rows that see nothing, or
-    that belong to no request, are zero.
+    Row i of a request with `count` rows has position context_length - count + i. It sees itself and
+    the `window` - 1 keys before it (None: all keys before it), with `chunk_size` only keys of its
+    own chunk of positions, and with `last_keys_T` also keys after it. Rows that see no key or
+    belong to no request are zero.
     """
     keys = _Pages(cache.k_pages, cache.k_scales)
     values = _Pages(cache.v_pages, cache.v_scales)
@@ -165,7 +169,7 @@ def paged_attention(
     lengths = step.context_lengths_R.tolist()
     out_THD = torch.zeros_like(q_THD)
     decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
-    # one gather for rows of similar length wastes least on padding
+    # sorted, so that rows of similar length share a gather and little is wasted on padding
     decodes.sort(key=lambda r: lengths[r])
     page_elements = cache.num_kv_heads * q_THD.shape[2]
     while decodes:
@@ -219,9 +223,10 @@ def paged_attention_by_rows(
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` of each row alone: shapes, and so bits, depend on its position only.
+    """Compute `paged_attention` of each row alone, so a row's bits depend only on its position.
 
-    A row with keys after its own runs as the row of the last of them would, with a longer window.
+    A row that sees keys after its own is computed as the row of the last such key, with a window
+    that is longer by their number.
     """
     keys = _Pages(cache.k_pages, cache.k_scales)
     values = _Pages(cache.v_pages, cache.v_scales)
@@ -252,13 +257,13 @@ def paged_attention_by_rows(
 
 
 class _Pages(NamedTuple):
-    """Keys or values, with 8-bit or 4-bit KV codes and their scales."""
+    """Pages of keys or of values; 8-bit and 4-bit codes have scales."""
 
     pages_PBJD: torch.Tensor
     scales_PBJ: torch.Tensor | None
 
     def gather(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """float32 [..., J, D] of (pages, offsets); keys of 4-bit pages stay rotated."""
+        """Return float32 [..., J, D] at (pages, offsets); keys of 4-bit pages stay rotated."""
         if self.pages_PBJD.dtype == INT4_PAGES:
             return decode_rows(self.pages_PBJD[index], self.scales_PBJ[index])
         found = self.pages_PBJD[index].float()
@@ -275,9 +280,9 @@ def _attend(
     sinks: torch.Tensor | None,
     biases: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap * tanh(scale * q k / cap) + biases) v, masked.
+    """Return softmax(cap * tanh(scale * q k / cap) + biases) v, masked.
 
-    `sinks`: scores of one more key.
+    `sinks` are the scores of one more key.
     """
     if soft_cap is None and sinks is None and biases is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
@@ -307,7 +312,7 @@ def _decode(
     slopes_H: torch.Tensor | None,
     chunk_size: int | None,
 ) -> torch.Tensor:
-    """One row for each request: the queries that share a KV head are rows of one product."""
+    """Attend with one row per request; the queries that share a KV head are rows of one product."""
     lengths_R1 = lengths_R.long()[:, None]
     if window is not None:
         first_R1 = (lengths_R1 - window).clamp(min=0)
@@ -346,7 +351,7 @@ def _chunk(
     chunk_size: int | None,
     last_keys_S: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The S last rows of one request, over the keys that any of them sees."""
+    """Attend with the last S rows of one request, over the keys that any of them sees."""
     count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
     first = 0 if window is None else max(0, length - count - window + 1)
     if chunk_size is not None:

@@ -1,8 +1,8 @@
-"""Writing keys and values to their pages, as they are or in 8 or 4 bits, after rotary embedding or
-not.
+"""Write keys and values to their pages in Triton, optionally after norms and rotary embedding.
 
-One Triton kernel for both operations. Each rounds where the operation of its name in reference.py
-rounds. Legend: T tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a page.
+Pages hold 16-bit numbers, 8-bit codes or 4-bit codes. One kernel implements both operations; each
+rounds at the same points as in reference.py. Legend: T tokens, H query heads, J KV heads, D head
+dim, P pages, B tokens of a page.
 """
 
 import torch
@@ -49,7 +49,7 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
-    """Implement ops.rope_write_kv_; without q, k and v are written as they are."""
+    """Implement ops.rope_write_kv_. If `q_THD` is None, k and v are written without rotation."""
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
     q_out = None
@@ -63,9 +63,9 @@ def rope_write_kv_(
     smallest, largest = CODE_RANGE.get(cache.k_pages.dtype, (0.0, 0.0))
     padded_d = power_of_two(D)
     if format.parts:
-        # with split-K partial sums, small programs each wait for fewer loads. us of a product of
-        # 6144 outputs and this, with 1 / 2 heads: 8 rows 7.2 / 7.6, 32 rows 9.4 / 9.6, 64 rows
-        # 13.9 / 12.6
+        # With split-K partial sums, small programs wait for fewer loads. A product of 6144 outputs
+        # and this kernel take, with 1 or 2 heads: 8 rows 7.2 or 7.6 us, 32 rows 9.4 or 9.6 us,
+        # 64 rows 13.9 or 12.6 us.
         heads = 1 if T <= 32 else 2
     else:
         heads = max(1, min(ELEMENTS_PER_PROGRAM // padded_d, power_of_two(max(H, J))))
@@ -166,8 +166,8 @@ def _rope_write_kv(
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
-    INT4: tl.constexpr,  # 4-bit codes; queries are rotated as keys are
-    INPUTS_READY: tl.constexpr,  # slots and positions are read before the previous kernel has ended
+    INT4: tl.constexpr,  # 4-bit codes; queries get the Hadamard rotation of the keys
+    INPUTS_READY: tl.constexpr,  # slots and positions may be read before the previous kernel ends
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -296,7 +296,7 @@ def _rotated(
 def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
     """The end of an RMSNorm, rounded where that of rowwise/norm.py is."""
     normed = x * shrink
-    if weight.dtype != tl.float32:  # else the product alone is rounded
+    if weight.dtype != tl.float32:  # with a float32 weight, only the product is rounded
         normed = normed.to(DTYPE).to(tl.float32)
     return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
 

@@ -1,4 +1,4 @@
-"""Operations of attention, and the kernels that do them."""
+"""Dispatch table of the attention operations."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from qkernels.problem import (
 )
 
 MAX_HEAD_DIM = 512
-KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
+KV_WRITE_MAX_HEAD_DIM = 1024  # a program holds a head in registers
 
 
 def triton_attention(problem: Problem) -> str | None:

@@ -1,11 +1,11 @@
 """Attention of few query rows over 8-bit and 4-bit KV, for sm_90, in Gluon.
 
-triton_paged.py chooses it for bfloat16 queries. Codes are loaded by cp.async into a multistage
-pipeline without barriers: each warp loads and reads its own keys of a step and has its own softmax.
-The block merges the warps at its end. Codes of keys become float16 and codes of values bfloat16,
-exactly; their scales multiply scores and weights. The layouts of mma's operands follow the memory
-(sm90_decode_8bit_load.py). 4-bit codes are loaded as 8-bit ones of half the channels, and have
-operands of their own (int4/sm90_operands.py).
+triton_paged.py launches it for bfloat16 queries. cp.async loads codes into a multistage pipeline
+without barriers: each warp loads and reads its own keys of a step and has its own softmax state.
+The block merges its warps at the end. Codes of keys are converted to float16 and codes of values to
+bfloat16, exactly; their scales multiply scores and weights. The layouts of mma operands follow the
+order in memory (sm90_decode_8bit_load.py). 4-bit codes are loaded like 8-bit codes of half as many
+channels and have their own operand conversion (int4/sm90_operands.py).
 
 Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim.
 """
@@ -45,10 +45,11 @@ from qkernels.gpu.launch import launch
 from qkernels.gpu.pipeline import next_stage
 
 STAGES = 3
-STAGES_4BIT = 4  # of about half the bytes
-REGISTERS = None  # no bound: two blocks per SM
+STAGES_4BIT = 4  # a stage has about half the bytes
+REGISTERS = None  # no limit: two blocks per SM
 
-# float16 has not bfloat16's range: queries are scaled by a power of two, scores by its inverse
+# float16 has a smaller range than bfloat16: queries are multiplied by this power of two, scores by
+# its inverse
 QUERY_SHRINK = 2.0**-6
 
 
@@ -60,11 +61,11 @@ def attend(
     table_stride: int,
     constants: dict[str, int | bool],
 ) -> None:
-    """Launch with the arguments `shared` and `constants` of triton_paged._paged_attention."""
+    """Launch the kernel; `shared` and `constants` are those of triton_paged._paged_attention."""
     k_words = cache.k_pages.view(torch.int32)
     v_bytes = cache.v_pages.view(torch.int8)
     k_scales, v_scales = cache.k_scales, cache.v_scales
-    if cache.is_4bit:  # the scales and zeros of a slot and head are one number
+    if cache.is_4bit:  # view the scales and zeros of a slot and head as one integer
         k_scales, v_scales = k_scales.view(torch.int64), v_scales.view(torch.int32)
     blocks, heads, splits = grid
     tables, starts, lengths, _, _, *others = shared
@@ -155,13 +156,13 @@ def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
 def _decode_attention_8bit(
     q_ptr,  # [T, H, D]
     k_ptr,  # [P, B, J, D / 4] words of codes; D / 8 with 4-bit codes
-    v_ptr,  # [P, B, J, D] bytes; D / 2
+    v_ptr,  # [P, B, J, D] bytes; D / 2 with 4-bit codes
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
     k_scales_ptr,  # [P, B, J]; with 4-bit codes int64: scale, zero, scale, zero
-    v_scales_ptr,  # int32: scale, zero
-    out_ptr,  # [T, H, D], where SPLIT is 1
+    v_scales_ptr,  # [P, B, J]; with 4-bit codes int32: scale, zero
+    out_ptr,  # [T, H, D], written if SPLIT is 1
     partials_ptr,  # as in _paged_attention
     sums_ptr,
     R,
@@ -206,7 +207,7 @@ def _decode_attention_8bit(
     BYTES_OF_ROW: gl.constexpr = D // 2 if INT4 else D
     CHUNK: gl.constexpr = BYTES_OF_ROW // 8 if BYTES_OF_ROW < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
-    # the heads of a request run at the same time: their rows are neighbours in memory
+    # the heads of a request run at the same time, because their rows are adjacent in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
@@ -248,11 +249,11 @@ def _decode_attention_8bit(
             q_ptrs + BYTES_OF_ROW, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0
         )
         q_high = (high.to(gl.float32) * (SHRINK / 16)).to(gl.float16)
-        # sums of the queries that are multiplied, so that what is too much cancels
+        # sums of the rounded queries, so that the offset in the codes cancels exactly
         sum_low = gl.convert_layout(gl.sum(q.to(gl.float32), 1), HEADS)[:, None, :]
         sum_high = 16 * gl.convert_layout(gl.sum(q_high.to(gl.float32), 1), HEADS)[:, None, :]
         zeros = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)  # weights times values' zeros
-        # sums of the rounded weights, whose products with what is added to codes are too much
+        # sums of the rounded weights: their product with the codes' offset is subtracted
         ones = gl.full([W, 16, N], 1.0, gl.bfloat16, layout=OPERAND_A)
         sums = gl.full([W, 16, M], 0.0, gl.float32, layout=PRODUCT)
     row_w = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
@@ -307,7 +308,7 @@ def _decode_attention_8bit(
     for stage in gl.static_range(STAGES - 1):
         first_key = (first_step + stage) * STEP
         load_step(stages, stage, head, pages, first_key)
-        # a step ahead of its loads, which would wait for it
+        # pages are looked up one step ahead, because loads would wait for them
         pages = load_pages(head, first_key + STEP)
     stage = 0
     for step in range(first_step, last_step):

@@ -3,7 +3,7 @@
 Legend: W warps, N keys of a warp's step, D bytes of a row (the head dim; half of it with 4-bit
 codes), b a byte of one load of a lane, t = lane % 4, g = lane / 4.
 
-mma sums in any order, if A and B have the same. Here it is the order of the memory, which
+mma may sum over k in any order, if A and B use the same one. Here it is the order in memory, which
 channel_of_input and channel_of_output in sm90_decode_8bit_operands.py define:
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g; of 32 bytes,
@@ -25,12 +25,12 @@ KEYS_OF_WARP = 32
 
 
 def _bases(*powers: int, dim: int, rank: int = 4) -> list[list[int]]:
-    """Unit vectors of a layout along one dimension."""
+    """Return the basis vectors of a layout along one dimension."""
     return [[power if axis == dim else 0 for axis in range(rank)] for power in powers]
 
 
 def _powers(first: int, end: int) -> list[int]:
-    """first, 2 first, 4 first .. below end."""
+    """Return first, 2 first, 4 first, ... below `end`."""
     found = []
     while first < end:
         found.append(first)
@@ -40,13 +40,13 @@ def _powers(first: int, end: int) -> list[int]:
 
 @functools.cache
 def layouts(D: int) -> dict[str, object]:
-    """Layouts as in the module's docstring.
+    """Return the register layouts that the module's docstring describes.
 
     KEYS: words of four codes [W, N / 16, 16, D / 4]. VALUES: codes of every second key [W, N / 16,
-    8, D]. SLOTS: one key for each lane, [W, N]. PRODUCT: the accumulators of mma.
+    8, D]. SLOTS: one key per lane, [W, N]. PRODUCT: the accumulators of mma.
     """
     W, N, C = WARPS, KEYS_OF_WARP, min(16, D // 8)
-    words = min(4, D // 16)  # adjacent ones of a lane
+    words = min(4, D // 16)  # adjacent words of a lane
     keys = gl.DistributedLinearLayout(
         reg_bases=_bases(*_powers(1, words), *_powers(4 * words, D // 4), dim=3)
         + _bases(8, dim=2)
@@ -80,7 +80,7 @@ def layouts(D: int) -> dict[str, object]:
 
 @aggregate
 class Stages:
-    """Shared memory of all stages."""
+    """Shared memory of all pipeline stages."""
 
     k: gl.shared_memory_descriptor  # words [stages, W, N / 16, 16, D / 4]
     even_v: gl.shared_memory_descriptor  # codes [stages, W, N / 16, 8, D]
@@ -98,12 +98,12 @@ class KvHead:
     v_ptr: gl.tensor
     k_scales_ptr: gl.tensor
     v_scales_ptr: gl.tensor
-    begin: integer  # the first key that may be read
+    begin: integer  # first key that may be read
     end: gl.tensor
-    stride_kp: integer  # of a page
+    stride_kp: integer  # stride of a page
     stride_vp: integer
     stride_ksp: integer
-    stride_ksb: integer  # of a slot
+    stride_ksb: integer  # stride of a slot
     stride_vsp: integer
     stride_vsb: integer
     STRIDE_KB: gl.constexpr
@@ -118,10 +118,10 @@ class KvHead:
 
 @aggregate
 class StepPages:
-    """Pages of a step's keys; 0 for those that are not read."""
+    """Pages of a step's keys; 0 for keys that are not read."""
 
-    blocks: gl.tensor  # of each 16 keys [W, N / 16]
-    keys: gl.tensor  # of each key [W, N]
+    blocks: gl.tensor  # page of every 16 keys [W, N / 16]
+    keys: gl.tensor  # page of every key [W, N]
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Operands of sm90_decode_8bit.py: 8-bit codes as 16-bit numbers, in the order of their bytes.
+"""Convert 8-bit codes to 16-bit mma operands for sm90_decode_8bit.py, in the order of their bytes.
 
 Legend: W warps, N keys of a warp's step, D head dim.
 """
@@ -57,7 +57,7 @@ def _half_keys(words, IS_INT: gl.constexpr):
 def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
     """8-bit codes of two keys to pairs of bfloat16, one in each word, exactly."""
     if IS_INT:
-        # 128 + the low seven bits, less 128 + the sign's weight
+        # (128 + the low seven bits) minus (128 + the weight of the sign bit)
         return gl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, low, sign, minus;

@@ -2,14 +2,13 @@
 
 A persistent, warp-specialized kernel: each block takes tiles of 128 query rows from a counter. Two
 consumer warpgroups have 64 rows each: while one computes its softmax, the tensor core multiplies
-for the other. One producer warp loads pages by TMA, another one loads queries; both run ahead. With
-8-bit KV, four more warps dequantize the pages.
+for the other. One producer warp loads pages by TMA, another one loads queries; both run ahead of
+the consumers. With 8-bit KV, four more warps dequantize the pages.
 
-A row is one token of one query head; the rows of all heads that share a KV head are neighbours.
-Steps of a tile go from its last key to its first, so those that need the causal mask come first.
+A row is one token of one query head; the rows of all heads that share a KV head are adjacent. A
+tile's steps go from its last key to its first, so the steps that need the causal mask come first.
 
-Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table; S splits of a context.
+Legend: see qkernels/ops.py; S splits of a context.
 """
 
 import torch
@@ -46,7 +45,7 @@ from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
 from qkernels.operands.limbs import LimbForm, Limbs
 
-# Registers per thread at launch (12 warps; 16 with 8-bit KV), then redistributed between warps.
+# Registers per thread at launch (12 warps; 16 with 8-bit KV). The warps redistribute them.
 REGISTERS, REGISTERS_8BIT = 168, 128
 
 
@@ -64,10 +63,11 @@ def paged_attention(
     split: int | None = None,
     by_segment: bool = False,
 ) -> torch.Tensor | Limbs:
-    """ops.paged_attention for chunks (attention/rows.py); `split` overrides prefill_split.
+    """Implement ops.paged_attention for prompt chunks (attention/rows.py).
 
-    `by_segment` sums the values of each 128 keys apart, as fixed_order/sm90_segments.py defines it.
-    The counter of tiles is in the stream's workspace (gpu/workspace.py).
+    `split` overrides prefill_split. `by_segment` sums the values of every 128 keys separately, as
+    fixed_order/sm90_segments.py defines. The tile counter is in the stream's workspace
+    (gpu/workspace.py).
     """
     T, H, D = q_THD.shape
     R = step.context_lengths_R.shape[0]
@@ -78,7 +78,7 @@ def paged_attention(
     if P == 0:
         return out_THD.zero_()
     if q_THD.data_ptr() % 16 or q_THD.stride(2) != 1 or any(s % 8 for s in q_THD.stride()[:2]):
-        q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are loaded by 16 bytes
+        q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # 16-byte loads need alignment
     group = H // J
     sms = sm_count(q_THD.device)
     if split is None:
@@ -89,7 +89,7 @@ def paged_attention(
         partials = out_THD.new_empty((T, H, split, D), dtype=torch.float32)
         sums = out_THD.new_empty((2, T, H, split), dtype=torch.float32)
     padded_d = max(COLUMNS.value, power_of_two(D))
-    # strides of page and slot, of both scales
+    # strides by page and slot of both scales
     uniform = not any((*cache.scale_strides[:2], *cache.scale_strides[3:5]))
     # Request r owns the tiles from query_starts[r] * group // PREFILL_ROWS + r on, at least as many
     # as its rows need, so their number follows from T and R alone.
@@ -141,7 +141,10 @@ def paged_attention(
 
 
 def boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:
-    """A TMA descriptor: boxes of a page, a head and 128 bytes, or of 64 8-bit keys and a head."""
+    """Return a TMA descriptor with boxes of one page, one head and 128 bytes.
+
+    For 8-bit pages, a box has at most 64 keys.
+    """
     if pages_PBJD.element_size() == 1:
         pages_PBJD = pages_PBJD.view(torch.int8)
     size, rows = pages_PBJD.element_size(), pages_PBJD.shape[1]
@@ -294,6 +297,6 @@ def _prefill_attention(
                 (load_queries, (attention, shared)),
             ],
             [4, 1, 1],
-            # the producers leave their registers to the consumers
+            # the producers give up registers for the consumers
             [240, 24, 24],
         )

@@ -1,11 +1,12 @@
 """The warps of sm90_prefill.py that dequantize 8-bit KV, in Gluon.
 
-TMA loads codes as they are into stages of shared memory; four warps make float16 of them, exactly,
+TMA loads codes unchanged into stages of shared memory. Four warps convert them to float16, exactly,
 in the layout that wgmma reads, while it multiplies other steps.
 
-No number is rounded for a scale. Those of keys multiply the scores. Those of values go into the
-exponent of a weight, whose base is the largest product of weight and scale so far: it cannot leave
-float16's range. The sum of the weights takes each over its scale.
+Scales are not multiplied into keys or values, so nothing is rounded for them. Scales of keys
+multiply the scores. Scales of values go into the exponent of the weights: their base is the largest
+product of weight and scale so far, so no weight can leave float16's range. The sum of weights
+divides each by its scale.
 """
 
 from triton.experimental import gluon
@@ -31,8 +32,8 @@ from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF
 
 CODES_OF_LANE = gl.constexpr(16)  # 8-bit codes that a lane reads together
 
-# vectors of a step, [NUM_VECTORS, KEYS]: what scores are multiplied by, the logarithm of the
-# values' scales, one over them
+# vectors of a step, [NUM_VECTORS, KEYS]: factors of the scores, logarithms of the values' scales,
+# inverses of the values' scales
 NUM_VECTORS = gl.constexpr(3)
 KEY_SCALES = gl.constexpr(0)
 LOG_VALUE_SCALES = gl.constexpr(1)
@@ -42,12 +43,12 @@ TINY = gl.constexpr(1e-30)  # replaces a scale of zero, which has no logarithm
 
 @aggregate
 class _HeadScales:
-    """The scales of a tile's KV head, by key."""
+    """Scales of the keys and values of a tile's KV head."""
 
     k_ptr: gl.tensor
     v_ptr: gl.tensor
     table: gl.tensor
-    first_key: integer  # that may be read
+    first_key: integer  # first key that may be read
     end: gl.tensor
 
     @gluon.jit
@@ -127,7 +128,7 @@ def dequantize_pages(attention, shared):
 
             shared.v.producer_acquire(shared.v.producer_at(n))
             _dequantize(shared.codes, codes + KEYS // CODE_ROWS, shared.v, n, attention.IS_INT)
-            # an integer times a weight of zero is zero, whatever it is
+            # unread integers need no zeroing: any integer times a weight of zero is zero
             if not attention.IS_INT and (i == 0) & ends_within:
                 zero_tail(shared.v, n, length, B)
             fence_async_shared()
@@ -158,8 +159,8 @@ def _dequantize(codes, first, pipeline, n, IS_INT: gl.constexpr):
         codes.consumer_release(state)
 
 
-# A lane of the scores' layout has two columns of each eight; those of sixteen keys lie side by
-# side in memory, so that one load reads them.
+# In the scores' layout a lane has two of every eight columns. Its columns of sixteen keys are
+# adjacent in memory, so that one load reads them.
 _KEYS_OF_LANES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [16], [32], [64]],

@@ -1,4 +1,4 @@
-"""The producer warps of sm90_prefill.py, in Gluon: the next tile, its pages, its queries."""
+"""The producer warps of sm90_prefill.py, in Gluon: they take tiles and load pages and queries."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

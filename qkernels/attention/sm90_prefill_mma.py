@@ -1,7 +1,7 @@
 """The consumer warpgroups of sm90_prefill.py, in Gluon: scores, softmax and sums of values.
 
-With 8-bit KV, keys and values are float16 codes from sm90_prefill_dequant.py. Queries and weights
-are then float16, too, and scores are multiplied by the scales here.
+With 8-bit KV, keys and values are float16 codes from sm90_prefill_dequant.py. Then queries and
+weights are float16, too, and scores are multiplied by the scales here.
 """
 
 from triton.experimental import gluon
@@ -35,8 +35,8 @@ from qkernels.attention.sm90_prefill_structs import (
 from qkernels.gpu.gluon_compat import aggregate, barrier, retyped
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-# bfloat16 queries become float16, which has not their range: they shrink by a power of two, scores
-# grow by it.
+# bfloat16 queries are converted to float16, which has a smaller range: they are multiplied by this
+# power of two, and scores by its inverse.
 SHRINK = gl.constexpr(2.0**-6)
 
 
@@ -46,19 +46,19 @@ class Softmax:
 
     largest: gl.tensor  # score so far [CONSUMER_ROWS]
     total: gl.tensor  # sum of weights so far [CONSUMER_ROWS]
-    weight: gl.tensor  # the step's own weights [CONSUMER_ROWS, KEYS], or packed
-    rescale: gl.tensor  # factor of the values summed before the step [CONSUMER_ROWS]
+    weight: gl.tensor  # weights of this step [CONSUMER_ROWS, KEYS], or packed
+    rescale: gl.tensor  # factor for the values summed before this step [CONSUMER_ROWS]
 
 
 @aggregate
 class ConsumerTile:
-    """A consumer's half of a tile."""
+    """One consumer's half of a tile."""
 
     q: gl.shared_memory_descriptor  # [CONSUMER_ROWS, PADDED_D]
-    first: gl.tensor  # number of its first step in the pipelines of keys and values
-    last_step: gl.tensor  # which is its first: steps go from last to first
-    position: gl.tensor  # the last key that each row sees [CONSUMER_ROWS]
-    scale: gl.tensor  # of scores
+    first: gl.tensor  # pipeline count of the tile's first step, for keys and values
+    last_step: gl.tensor  # computed first: steps go from last to first
+    position: gl.tensor  # last key that each row sees [CONSUMER_ROWS]
+    scale: gl.tensor  # factor of scores
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKE
         scale = 1.0
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
-        # key <= last_key, with what differs between threads on one side and constants on the other
+        # key <= last_key, rearranged: one side differs between threads, the other is constant
         other_keys = (key & ~6)[None, :]
         last_key = last_key[:, None] - (key & 6)[None, :]
         visible = other_keys <= last_key
@@ -145,7 +145,7 @@ def _float16_queries(q, layout: gl.constexpr):
     converted = retyped(q, gl.float16, memory)
     converted.store((q.load(layout).to(gl.float32) * SHRINK).to(gl.float16))
     fence_async_shared()
-    barrier()  # a product reads what all warps wrote
+    barrier()  # a product reads the queries that all warps wrote
     return converted
 
 
@@ -165,7 +165,7 @@ def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.con
         rounded = _operand_a(softmax.weight, tile.q.dtype, weight_layout)
         shared.k.consumer_wait(shared.k.consumer_at(now))
         score = warpgroup_mma(tile.q, k, score, use_acc=False, is_async=True)
-        # while that runs: the weights of the step before in 16 bits, the sums rescaled to them
+        # while it runs: convert the previous step's weights to 16 bits, rescale the sums
         rescale = gl.convert_layout(softmax.rescale, gl.SliceLayout(1, value_layout))
         values = values * rescale[:, None]
         shared.v.consumer_wait(shared.v.consumer_at(now - 1))
@@ -186,9 +186,9 @@ def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.con
 
 @aggregate
 class Sums:
-    """Sums of a consumer's rows over the steps folded in so far."""
+    """Sums of a consumer's rows over the steps that are folded in so far."""
 
-    largest: gl.tensor  # score [CONSUMER_ROWS]
+    largest: gl.tensor  # largest score [CONSUMER_ROWS]
     total: gl.tensor  # sum of weights [CONSUMER_ROWS]
     values: gl.tensor  # weighted sum of values [CONSUMER_ROWS, PADDED_D]
 

@@ -1,6 +1,6 @@
 """Named structs that the warps of sm90_prefill.py share: arguments, pipelines, tiles.
 
-A row is one token of one query head; the rows of all heads that share a KV head are neighbours. A
+A row is one token of one query head; the rows of all heads that share a KV head are adjacent. A
 tile is ROWS rows of a request, with one KV head and one split of the context. A step is KEYS keys.
 """
 
@@ -19,18 +19,18 @@ from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.gpu.pipeline import Pipeline
 
 ROWS = gl.constexpr(PREFILL_ROWS)
-CONSUMER_ROWS = gl.constexpr(PREFILL_ROWS // 2)  # of one of the two consumer warpgroups
-KEYS = gl.constexpr(PREFILL_KEYS)  # of a step; with heads of more than 128 WIDE_KEYS
-WIDE_KEYS = gl.constexpr(PREFILL_WIDE_KEYS)
-STAGES = gl.constexpr(PREFILL_STAGES)  # of keys, and of values
-TILE_STAGES = gl.constexpr(2)  # of tiles, and of their queries, but for heads of more than 128
-CODE_STAGES = gl.constexpr(3)  # of 8-bit codes, keys' and values' in turn
+CONSUMER_ROWS = gl.constexpr(PREFILL_ROWS // 2)  # rows of each of the two consumer warpgroups
+KEYS = gl.constexpr(PREFILL_KEYS)  # keys per step, with a head dim up to 128
+WIDE_KEYS = gl.constexpr(PREFILL_WIDE_KEYS)  # keys per step, with a head dim above 128
+STAGES = gl.constexpr(PREFILL_STAGES)  # pipeline stages of keys, and of values
+TILE_STAGES = gl.constexpr(2)  # stages of tiles, and with a head dim up to 128 of their queries
+CODE_STAGES = gl.constexpr(3)  # stages of 8-bit codes, of keys and values in turn
 CODE_ROWS = gl.constexpr(64)  # keys, or values, whose codes fill a stage
-COLUMNS = gl.constexpr(64)  # 128 bytes of 16-bit numbers: the widest row that is swizzled
+COLUMNS = gl.constexpr(64)  # 128 bytes of 16-bit numbers: the widest swizzled row
 
 # 32-bit words of a tile in shared memory
 TILE_WORDS = gl.constexpr(8)
-REQUEST = gl.constexpr(0)  # -1: there is no further tile
+REQUEST = gl.constexpr(0)  # -1: no tile is left
 START = gl.constexpr(1)
 COUNT = gl.constexpr(2)
 LENGTH = gl.constexpr(3)
@@ -41,7 +41,7 @@ SPLIT = gl.constexpr(6)
 
 @aggregate
 class Attention:
-    """The kernel's arguments."""
+    """Arguments of the kernel."""
 
     q_ptr: gl.tensor  # [T, H, D]
     k_desc: tma.tensor_descriptor  # [P, B, J, D], boxes of a page, a head and up to 128 bytes
@@ -51,17 +51,17 @@ class Attention:
     tables_ptr: gl.tensor  # [R, X]
     starts_ptr: gl.tensor  # [R + 1]
     lengths_ptr: gl.tensor  # [R]
-    out_ptr: gl.tensor  # [T, H, D]; written where NUM_SPLITS is 1
+    out_ptr: gl.tensor  # [T, H, D]; written if NUM_SPLITS is 1
     partials_ptr: gl.tensor | gl.constexpr  # [T, H, S, D]: each split's weighted sum of values
     sums_ptr: gl.tensor | gl.constexpr  # [2, T, H, S]: each split's largest score, sum of weights
     sinks_ptr: gl.tensor | gl.constexpr  # [H] scores of attention sinks, or None
-    counter_ptr: gl.tensor  # the next work tile: 0 before and after the kernel
+    counter_ptr: gl.tensor  # number of the next work tile: 0 before and after the kernel
     R: gl.tensor
     T: gl.tensor
     num_work_tiles: gl.tensor
-    scale: gl.tensor  # to scores in powers of two, since exp2 is the hardware's
-    cap_log2: gl.tensor  # SOFT_CAP; `scale` is then to units of the cap
-    window: gl.tensor  # keys that a row sees, where WINDOWED
+    scale: gl.tensor  # makes scores base-2 logarithms, for exp2; with SOFT_CAP, in units of the cap
+    cap_log2: gl.tensor  # with SOFT_CAP: the cap as a base-2 logarithm
+    window: gl.tensor  # with WINDOWED: keys that a row sees
     stride_qt: integer
     stride_qh: integer
     stride_table: gl.tensor
@@ -76,7 +76,7 @@ class Attention:
     GROUP: gl.constexpr  # query heads of a KV head
     D: gl.constexpr
     PADDED_D: gl.constexpr
-    KEYS: gl.constexpr  # of a step
+    KEYS: gl.constexpr  # keys per step
     B: gl.constexpr
     WINDOWED: gl.constexpr
     SOFT_CAP: gl.constexpr
@@ -84,12 +84,12 @@ class Attention:
     KV_8BIT: gl.constexpr
     IS_INT: gl.constexpr  # 8-bit KV: int8, not float8
     UNIFORM: gl.constexpr  # 8-bit KV: one scale for all keys of a head, and one for all values
-    BY_SEGMENT: gl.constexpr  # a step's values are summed from zero, then added to those before
+    BY_SEGMENT: gl.constexpr  # each step's values are summed from zero, then folded into the sums
 
 
 @aggregate
 class SharedMemory:
-    """The pipelines, each with its producer, and its consumers in brackets."""
+    """The pipelines. Comments name each one's producer, and its consumers in brackets."""
 
     tiles: Pipeline  # words, from load_pages [all others]
     q: Pipeline  # [stages * 2, CONSUMER_ROWS, PADDED_D], from load_queries [attend]
@@ -102,10 +102,12 @@ class SharedMemory:
 
 @aggregate
 class Tile:
+    """One tile of query rows."""
+
     start: integer  # the request's first row of tokens
     count: integer  # its tokens in this step
     length: integer  # keys of its context
-    first_row: integer  # of the tile
+    first_row: integer  # first row of the tile
     kv_head: integer
     split: integer
 
@@ -130,6 +132,8 @@ class Tile:
 
 @aggregate
 class TileSteps:
+    """The steps of keys that a tile's rows see."""
+
     first_key: integer
     first: integer
     last: gl.tensor  # one past the tile's last step

@@ -1,14 +1,13 @@
-"""Causal attention over paged keys and values, chunks and decode rows in one batch, in Triton.
+"""Causal attention over paged keys and values in Triton, for chunks and decode rows in one batch.
 
 8-bit keys and values are converted to the queries' dtype in registers, exactly; their scales
-multiply the scores and the weights. 4-bit ones have a kernel of their own (int4/triton_paged.py).
+multiply the scores and the weights. 4-bit codes have their own kernel (int4/triton_paged.py).
 
 A block computes block_q query rows of all heads that share a KV head, stacked into the rows of one
-product. Where these are too few blocks, split-KV divides the context; merge_splits.py merges the
+product. If that gives too few blocks, split-KV divides the context, and merge_splits.py merges the
 splits. The host reads nothing from the device: grids follow from shapes and the given maxima.
 
-Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table; S splits of a context.
+Legend: see qkernels/ops.py; S splits of a context.
 """
 
 import math
@@ -157,12 +156,15 @@ def paged_attention(
 
 
 def has_options(*options: torch.Tensor | int | None) -> bool:
-    """True if one is given; sm90_decode_8bit.py has no sinks, slopes or chunks."""
+    """Return True if any option is given.
+
+    sm90_decode_8bit.py supports no sinks, slopes or chunks.
+    """
     return any(option is not None for option in options)
 
 
 def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
-    """Why sm90_decode_8bit.py cannot run; None: it can."""
+    """Return why sm90_decode_8bit.py cannot run; None: it can."""
     D = q_THD.shape[2]
     if cache.k_scales is None:
         return "takes 8-bit and 4-bit KV"
@@ -174,14 +176,14 @@ def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
     for pairs in (cache.k_scales, cache.v_scales) if cache.is_4bit else ():
-        count = pairs.shape[3]  # read as one number
+        count = pairs.shape[3]  # the kernel loads them as one integer
         if pairs.data_ptr() % (2 * count) or any(s % count for s in pairs.stride()[:3]):
             return f"takes scales and zeros of a slot that start at multiples of {2 * count} bytes"
     return gpu_device.lacks_arch(q_THD.device, "sm_90")
 
 
 def alignment(*strides: int) -> int:
-    """Elements of a row that one load may take: 16 if all strides allow it, else 8 or 1."""
+    """Return how many elements one load may take: 16 if all strides allow it, else 8 or 1."""
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
 
 
@@ -195,13 +197,13 @@ def _paged_attention(
     lengths_ptr,  # [R]
     k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
     v_scales_ptr,  # [P, B, J]
-    out_ptr,  # [T, H, D], where SPLIT is 1
-    partials_ptr,  # [T, H, S, D], otherwise: each split's weighted sum of values
+    out_ptr,  # [T, H, D], written if SPLIT is 1
+    partials_ptr,  # [T, H, S, D], written otherwise: each split's weighted sum of values
     sums_ptr,  # [2, T, H, S]: each split's largest score, and its sum of weights
     R,
     T,
-    scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
-    cap_log2,  # soft cap in powers of two
+    scale,  # makes scores base-2 logarithms, for exp2; with a soft cap, in units of the cap
+    cap_log2,  # soft cap as a base-2 logarithm
     stride_qt,
     stride_qh,
     stride_kp,
@@ -277,7 +279,7 @@ def _paged_attention(
     weights = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     if sinks_ptr is not None:
-        # a key whose value is zero, of the first split
+        # a sink is a key whose value is zero; it belongs to the first split
         sink = tl.load(sinks_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
         largest = tl.where(split == 0, sink * 1.4426950408889634, largest)  # log2(e)
         weights = tl.where(split == 0, 1.0, weights)
@@ -306,7 +308,7 @@ def _paged_attention(
                 offset = tl.arange(0, B)[None, :]
                 k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
                 v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
-            if ALIGNMENT > 1:  # which a reshape loses
+            if ALIGNMENT > 1:  # the reshape loses this information
                 k_rows = tl.multiple_of(k_rows, ALIGNMENT)
                 v_rows = tl.multiple_of(v_rows, ALIGNMENT)
             k_scale = None

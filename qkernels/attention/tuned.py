@@ -1,4 +1,4 @@
-"""Decode attention in the tuning table."""
+"""Decode attention as a tunable operation."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from qkernels.tuning.op import ConfigSpace, TunedOp, one_field
 
 
 def _changed(config: AttentionConfig, name: str, value: object) -> Iterator[AttentionConfig]:
-    """block_m follows block_q."""
+    """Yield the config with one field changed; block_m follows block_q."""
     if name != "block_q":
         yield from one_field(config, name, value)
     elif value != config.block_q:

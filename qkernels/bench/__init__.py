@@ -1,1 +1,1 @@
-"""How the kernels are measured: `qserve bench kernels`. A server never imports it."""
+"""Kernel benchmarks: `qserve bench kernels`. A server never imports this package."""

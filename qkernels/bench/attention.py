@@ -1,4 +1,4 @@
-"""Attention over paged keys, 16-bit, 8-bit and 4-bit. Heads are Llama-3-8B's."""
+"""Benchmarks of attention over paged keys, 16-bit, 8-bit and 4-bit, with Llama-3-8B's heads."""
 
 import functools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from qkernels.attention.int4.codes import decode_rows, rotate_heads
 from qkernels.attention.tuned import TUNED
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
-# keys of each request, query rows of each request
+# shape -> (keys per request, query rows per request)
 ATTENTION_SHAPES = {
     "1024x1": (1024, 1),
     "2048x1": (2048, 1),
@@ -41,7 +41,7 @@ KV_WRITE_SHAPES = {
     "fp8": torch.float8_e4m3fn,
     "int4": INT4_PAGES,
 }
-# dtype of coded pages, and whether one scale does for all slots, as a checkpoint's
+# suffix -> (dtype of the codes, True: one static scale for all slots, as in a checkpoint)
 CODED = {
     "_int4": (INT4_PAGES, False),
     "_int8": (torch.int8, False),
@@ -55,7 +55,10 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 def _paged_attention(
     shape: str, ms: tuple[int, ...], baselines: Baselines, coded: str = ""
 ) -> Iterator[Case]:
-    """m requests; their pages lie anywhere in a pool that no cache holds. `coded`: their codes."""
+    """Yield cases of m requests, whose pages are scattered in a pool larger than any cache.
+
+    `coded` is a key of CODED.
+    """
     codes, static = CODED.get(coded, (None, False))
     context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
@@ -135,7 +138,7 @@ def _paged_attention(
             )
 
         k, v = dense(k_pages, k_scales), dense(v_pages, v_scales)
-        # float32 and one request at a time: the scores of a chunk are large
+        # in float32 and one request at a time, because the scores of a chunk are large
         want = torch.cat(
             [
                 attend(
@@ -146,7 +149,7 @@ def _paged_attention(
         )
         others: dict[str, list[Call]] = {}
         if "sdpa" in baselines and rows == 1:
-            # contiguous keys, no pages: what torch has; cold where the keys exceed the cache
+            # torch has no pages: contiguous keys, not in the L2 if they are larger than it
             others["sdpa"] = [lambda q=q, k=k, v=v, f=attend, m=m: f(q, k, v, m)] * 2
         seen = rows * context - rows * (rows - 1) // 2  # pairs of a query and a key
         yield Case(
@@ -164,14 +167,14 @@ def _paged_attention(
 
 
 def _bytes_of_key_and_value(codes: torch.dtype | None) -> int:
-    """Bytes of a token's key and value in one head, scales included."""
+    """Return the bytes of a token's key and value in one head, including scales."""
     if codes == INT4_PAGES:
         return HEAD_DIM + 12
     return 2 * (2 * HEAD_DIM if codes is None else HEAD_DIM + 4)
 
 
 def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    """m tokens, each to a slot of its own, anywhere."""
+    """Yield cases of m tokens, each with its own slot anywhere in the pages."""
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
     codes = KV_WRITE_SHAPES[shape]
     angle = torch.rand(8192, D // 2, device="cuda") * 6

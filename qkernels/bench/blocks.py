@@ -1,8 +1,8 @@
-"""Products of weights in blocks of a GGUF file and in 4-bit floats, and of what they replace.
+"""Benchmarks of products with weights in GGUF blocks and in 4-bit floats.
 
-Baselines of the same shape: `sym_g128` and `sym_g32`, symmetric codes in as many bits; `triton`,
+Baselines of the same shape: `sym_g128` and `sym_g32`, symmetric codes with as many bits; `triton`,
 the same weight in the portable kernel; `cublas`, the dequantized weight; `copy`, a copy that moves
-as many bytes as the product reads and writes: the memory's floor on any GPU.
+as many bytes as the product reads and writes, a lower bound for any GPU.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from qkernels.bench.linear import LINEAR_SHAPES, random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
 BLOCKS_M = (1, 4, 16, 64)
-STD = 0.02  # of the weights
+STD = 0.02  # standard deviation of the weights
 
 
 def random_fp4(kind: str, N: int, K: int, seed: int) -> Fp4Weight:
-    """Normal weights rounded to 4-bit floats, on the GPU."""
+    """Return normally distributed weights rounded to 4-bit floats, on the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator) * STD
     return Fp4Weight.from_float(weight_NK, Scheme.parse(f"w4a16-{kind}").weight)
@@ -78,7 +78,7 @@ def _blocks(kind: str, shape: str, ms: tuple[int, ...], baselines: Baselines) ->
 
 
 def _copies(num_bytes: int) -> list[Call]:
-    """Copies that read and write so many bytes together, of buffers that are not in the L2."""
+    """Return copies that together read and write `num_bytes`, of buffers outside of the L2."""
     pairs = [
         [torch.zeros(num_bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2)]
         for _ in range(copies_needed(num_bytes))

@@ -1,4 +1,4 @@
-"""Norms and the gated activation. Widths are Llama-3-8B's."""
+"""Benchmarks of norms and the gated activation, with Llama-3-8B's widths."""
 
 from collections.abc import Iterator
 

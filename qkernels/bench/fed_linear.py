@@ -1,6 +1,6 @@
-"""A W4A16 product of few rows with the operation before it, which may make its limbs.
+"""Benchmarks of a W4A16 product of few rows with the operation before it, which may make its limbs.
 
-Baseline "apart", where it does: the same two operations, the input between them as a tensor.
+Baseline "apart", if the operation makes limbs: the same two operations with a tensor between them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from qkernels.operands.forms import InputForm, LinearInput
 
 FED_M = (1, 2, 4, 8, 16, 32)
 FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}
-# in a form: what comes before the product, its rows of K or 2 K inputs given
+# (rows of K or 2 K inputs, form) -> the product's input, by the operation before it
 Feed = Callable[[torch.Tensor, InputForm], LinearInput]
 
 

@@ -1,7 +1,7 @@
-"""Products of float8 weights and inputs. Shapes are Llama-3-8B's, [N, K].
+"""Benchmarks of products of float8 weights and inputs, with Llama-3-8B's shapes [N, K].
 
-`scaled_mm` is torch's, on codes that are there already and with the tensor core's own sums of 14
-bits ("fast"); `scaled_mm_exact` empties them on the way, as the kernels here do.
+Baseline `scaled_mm` is torch's product of existing codes, with the tensor core's 14-bit sums
+("fast"). `scaled_mm_exact` promotes the sums regularly, as the kernels here do.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _weights(scheme: Scheme, N: int, K: int) -> list[Fp8Weight]:
 
 
 def _fp8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    """Rounding x to float8 included."""
+    """Yield cases that include rounding x to float8."""
     N, K = LINEAR_SHAPES[shape]
     packed = _weights(Scheme.parse("w8a8-fp8"), N, K)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
@@ -74,7 +74,7 @@ def _scaled_mm(
 
 
 def _fp8_block(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    """A scale for each 128 inputs of x and for each 128 x 128 of the weight."""
+    """Yield cases with one scale per 128 inputs of x and per 128 x 128 of the weight."""
     N, K = LINEAR_SHAPES[shape]
     scheme = Scheme.parse("w8a8-fp8-block")
     packed = _weights(scheme, N, K)

@@ -1,4 +1,4 @@
-"""Rounding to int8 fused into its neighbour, against the two operations in turn."""
+"""Benchmarks of int8 rounding fused into the operation before, against two separate operations."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from qkernels.bench.elementwise import ELEMENTWISE_M, NORM_SHAPES, SILU, SILU_SH
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
 from qkernels.operands.codes import Codes, InputRounding
 
-INT8 = InputRounding(ActivationSpec(), None)  # a scale for each token
+INT8 = InputRounding(ActivationSpec(), None)  # one scale per token
 
 
 def _silu_and_mul_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
@@ -57,7 +57,7 @@ def _quantized_case(
     apart: list[Call],
     baselines: Baselines,
 ) -> Case:
-    """Checked, and timed, against the two operations in turn."""
+    """Return a case whose check and baseline are the two separate operations."""
 
     def decoded(codes: Codes) -> torch.Tensor:
         return codes.codes_MK.float() * codes.scales_M1

@@ -1,7 +1,7 @@
-"""Host time of a call: Python, checks, the choice of a tile, and the launch itself.
+"""Benchmarks of the host time of a call: Python, checks, the choice of a config, and the launch.
 
-Where no CUDA graph runs, as in a prompt, the host launches some hundred kernels a step; a GPU that
-is done sooner waits. Here it always is: the problems are small.
+Without a CUDA graph, as in a prompt, the host launches some hundred kernels per step; a GPU that
+finishes earlier waits for it. The problems here are small, so the GPU always waits.
 """
 
 import statistics
@@ -18,12 +18,12 @@ from qkernels.bench.linear import random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case
 
 N, K = 1024, 1024
-CALLS = 100  # fewer than the driver queues before it makes the host wait
+CALLS = 100  # the driver queues more calls than this before it makes the host wait
 REPEATS = 15
 
 
 def host_time(calls: list[Call]) -> float:
-    """Microseconds of one call until it returns; the GPU's work is not waited for."""
+    """Return the microseconds until a call returns, without waiting for the GPU's work."""
     times = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ def _rms_norm(x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
     )
 
 
-# operation -> (ours, torch's nearest, what both should return) for an input [m, K]
+# operation -> function of an input [m, K]: (our call, torch's nearest call, their expected result)
 LAUNCHES: dict[str, Callable[[torch.Tensor], tuple[Call, Call, torch.Tensor]]] = {
     "w4a16": _w4a16,
     "w8a8": _w8a8,
@@ -82,7 +82,7 @@ def _launch(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[C
             calls=[ours] * CALLS,
             timer=host_time,
             want=want,
-            allowed_error=3e-2,  # rounding x to int8 included
+            allowed_error=3e-2,  # includes rounding x to int8
             baselines={"torch": [torchs] * CALLS} if "torch" in baselines else {},
         )
 

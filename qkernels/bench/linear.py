@@ -1,7 +1,7 @@
-"""Products of a quantized weight. Shapes are Llama-3-8B's, [N, K].
+"""Benchmarks of products with a quantized weight, with Llama-3-8B's shapes [N, K].
 
-The bf16 product reads the dequantized weight, since a GPU that is short of power multiplies other
-values faster (4096 rows of gate_up: 1366 us on these, 1188 us on small normal ones).
+The bf16 baseline reads the dequantized weight: a GPU at its power limit multiplies other values at
+another speed (4096 rows of gate_up: 1366 us on these, 1188 us on small normal values).
 """
 
 import functools
@@ -56,7 +56,7 @@ def random_weight(
 
 
 def w4a16_weights(N: int, K: int) -> tuple[list[PreparedWeight], torch.Tensor]:
-    """As many weights as a cold L2 needs, and the first one's values in float64 [N, K]."""
+    """Return enough weights to exceed the L2, and the first one's values in float64 [N, K]."""
     packed = [random_weight(N, K, seed=i) for i in range(copies_needed(N * K // 2))]
     weight_NK = packed[0].dequantize(torch.float64)
     return [ops.prepare_weight(each, torch.bfloat16) for each in packed], weight_NK
@@ -91,7 +91,7 @@ def _weight_only(
         others: dict[str, list[Call]] = {}
         if dense:
             others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
-        if int8 and m > 16:  # fewer rows are more than torch._int_mm takes
+        if int8 and m > 16:  # torch._int_mm takes only more than 16 rows
             codes = torch.randint(-127, 128, (m, K), dtype=torch.int8, device="cuda")
             others["int_mm"] = [lambda c=codes, w=w: torch._int_mm(c, w.t()) for w in int8]
         if rivals:
@@ -111,7 +111,7 @@ def _weight_only(
 
 
 def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    """Rounding x to int8 included; the baselines get it as they need it."""
+    """Yield cases that include rounding x to int8; baselines get x in the form that they need."""
     N, K = read_shape(LINEAR_SHAPES, shape)
     packed = [
         with_activation(
@@ -136,7 +136,7 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
             ]
         if dense:
             others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
-        if plain and m > 16:  # fewer rows are more than torch._int_mm takes
+        if plain and m > 16:  # torch._int_mm takes only more than 16 rows
             others["int_mm"] = [
                 lambda c=codes, w=w: torch._int_mm(c, w.tensors["codes"].t()) for w in plain
             ]
@@ -158,8 +158,10 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
 def _w4a8(
     scheme: str, op: str, shape: str, ms: tuple[int, ...], baselines: Baselines
 ) -> Iterator[Case]:
-    """Rounding x to 8 bits included. `w4a16` multiplies the same codes by x in 16 bits, `w8a8` by
-    8-bit codes of as many inputs and outputs.
+    """Yield cases that include rounding x to 8 bits.
+
+    Baseline `w4a16` multiplies the same codes by x in 16 bits, `w8a8` multiplies 8-bit codes of the
+    same shape.
     """
     N, K = read_shape(LINEAR_SHAPES, shape)
     num_bytes = N * K // 2 + 2 * N * K // GROUP
@@ -205,7 +207,7 @@ def _w4a8(
 
 
 def _in_8_bits(packed: PackedWeight, scheme: Scheme) -> Weight:
-    """The weight rounded to 8 bits with a scale for each output, for a time to compare with."""
+    """Return the weight rounded to 8 bits with one scale per output, as a baseline for times."""
     rounded = round_to_nearest(packed.dequantize(torch.float32), scheme.weight)
     return with_activation(rounded, scheme, None)
 
@@ -213,7 +215,7 @@ def _in_8_bits(packed: PackedWeight, scheme: Scheme) -> Weight:
 def _check_rival(
     name: str, linear: Callable[[torch.Tensor], torch.Tensor], weight_NK: torch.Tensor
 ) -> None:
-    """Nothing is compared with another kernel that was called wrongly."""
+    """Raise KernelError if a baseline's result is wrong: a wrong call is not worth comparing."""
     x = torch.randn(4, weight_NK.shape[1], device="cuda", dtype=torch.bfloat16)
     error = relative_error(linear(x), x.double() @ weight_NK.t())
     if not error < 2e-2:
@@ -221,7 +223,7 @@ def _check_rival(
 
 
 def _gemlite_linear(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As gemlite 0.6 is meant to be called: unsigned codes, and zeros as numbers."""
+    """Call gemlite 0.6 as documented, with unsigned codes and zeros as numbers."""
     from gemlite.helper import A16Wn
 
     return A16Wn(device="cuda", dtype=torch.bfloat16).from_weights(

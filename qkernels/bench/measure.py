@@ -1,8 +1,8 @@
-"""How a kernel is measured: a correctness gate, cold inputs, one CUDA graph.
+"""How a kernel is measured: a correctness check, inputs that are not in the L2, one CUDA graph.
 
-A time is the median over replays of one CUDA graph. The graph makes a call on every copy of the
-inputs. There are enough copies that none is still in the L2 cache at its next call: a decode step
-reads each weight once, from memory. A call with a wrong result is not timed. The floor is the
+A time is the median over replays of one CUDA graph, which makes one call on every copy of the
+inputs. There are so many copies that none is still in the L2 cache at its next call: a decode step
+also reads each weight once, from memory. A call with a wrong result is not timed. The floor is the
 larger of bytes over bandwidth and operations over peak.
 """
 
@@ -16,7 +16,7 @@ from qkernels.errors import KernelError
 from qkernels.tuning.op import TunedOp
 
 COLD_BYTES = 400e6  # an H200's L2 holds 60 MB
-MAX_CALLS = 64  # of one graph; small inputs stay in the cache, as they do in a model
+MAX_CALLS = 64  # most calls of a graph; small inputs stay in the cache, as they do in a model
 REPLAYS = 15
 
 Call = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
@@ -28,7 +28,7 @@ def itself(result: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """Measured peak rates of one GPU, with torch; the floors follow from them."""
+    """Peak rates of one GPU, measured with torch, from which floors follow."""
 
     bytes_per_second: float
     operations_per_second: float  # bf16
@@ -38,7 +38,7 @@ CEILINGS = {"NVIDIA H200": Ceiling(bytes_per_second=4.4e12, operations_per_secon
 
 
 def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
-    """Microseconds of one call, all of them inside one CUDA graph."""
+    """Return the microseconds of one call, with all calls in one CUDA graph."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -60,21 +60,21 @@ def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem: the calls to time, the same on other copies, and what the first must return."""
+    """One problem: the calls to time, one per copy of the inputs, and the first call's result."""
 
     op: str
     shape: str
     m: int  # rows, or requests
-    num_bytes: int  # read or written once
+    num_bytes: int  # bytes that are read or written once
     operations: int
     calls: list[Call]
-    want: torch.Tensor  # in higher precision than the calls'
+    want: torch.Tensor  # expected result, in higher precision than the calls' results
     allowed_error: float
-    values: Callable[..., torch.Tensor] = itself  # of a call's result, to compare with `want`
-    timer: Callable[[list[Call]], float] = time_calls  # microseconds of one call
-    operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
-    baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
-    # operation of qkernels/tuning/table.py and this problem's fields; None: it has no tiles
+    values: Callable[..., torch.Tensor] = itself  # a call's result -> values to compare
+    timer: Callable[[list[Call]], float] = time_calls  # calls -> microseconds of one call
+    operation_rate: float = 1  # peak rate relative to bf16: 2 for products of 8-bit codes
+    baselines: dict[str, list[Call]] = field(default_factory=dict)  # other ways to do the work
+    # tunable operation (qkernels/tuning) and this problem's fields; None: nothing to tune
     tuned: tuple[TunedOp, dict[str, object]] | None = None
 
 
@@ -83,13 +83,16 @@ Baselines = frozenset[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchedOp:
-    """`cases` yields the cases of one shape for several m, given the baselines asked for."""
+    """One benchmarked operation.
+
+    `cases` yields the cases of one shape for several m and baselines.
+    """
 
     cases: Callable[[str, tuple[int, ...], Baselines], Iterator[Case]]
     shapes: dict[str, object]
     default_m: dict[str, tuple[int, ...]]  # shape -> m
     baselines: tuple[str, ...]
-    dims: int = 0  # numbers, joined by x, that may replace a shape's name
+    dims: int = 0  # how many numbers, joined by x, may replace a shape's name; 0: none
 
     def has_shape(self, shape: str) -> bool:
         numbers = shape.split("x")
@@ -97,12 +100,12 @@ class BenchedOp:
         return shape in self.shapes or unnamed
 
     def m_of(self, shape: str) -> tuple[int, ...]:
-        """Default numbers of rows to measure."""
+        """Return the default numbers of rows to measure."""
         return self.default_m.get(shape) or next(iter(self.default_m.values()))
 
 
 def read_shape(shapes: dict[str, tuple[int, ...]], shape: str) -> tuple[int, ...]:
-    """The numbers of a shape: by its name, or as they are, such as 896x4864."""
+    """Return the numbers of a shape, given as a name or as numbers such as 896x4864."""
     return shapes[shape] if shape in shapes else tuple(map(int, shape.split("x")))
 
 
@@ -128,7 +131,7 @@ class Result:
 
 
 def copies_needed(num_bytes: int) -> int:
-    """Copies of an input of this size that are more than any cache holds."""
+    """Return how many copies of an input of this size exceed every cache."""
     return max(1, min(MAX_CALLS, -(-int(COLD_BYTES) // max(1, num_bytes))))
 
 
@@ -137,7 +140,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def check(case: Case) -> float:
-    """The error of the first call. Raises KernelError where it is too large, or not a number."""
+    """Return the error of the first call. Raises KernelError if it is too large or NaN."""
     error = relative_error(case.values(case.calls[0]()), case.want)
     if not error <= case.allowed_error:
         raise KernelError(
@@ -166,7 +169,7 @@ def measure(case: Case, ceiling: Ceiling | None) -> Result:
 
 
 def floor_microseconds(case: Case, ceiling: Ceiling | None) -> float | None:
-    """None: this GPU has no measured rates, or the case moves nothing that is counted."""
+    """Return the floor; None: this GPU has no measured rates, or the case counts no work."""
     if ceiling is None or not case.num_bytes + case.operations:
         return None
     return 1e6 * max(
@@ -181,7 +184,7 @@ HEADER = (
 
 
 def format_result(result: Result) -> str:
-    """One line; a ratio above 1 says that the baseline takes longer."""
+    """Format a result as one line. A ratio above 1 means that the baseline takes longer."""
     floor = "-" if result.floor_microseconds is None else f"{result.floor_microseconds:.1f}"
     percent = "-" if result.percent_of_floor is None else f"{result.percent_of_floor:.0f}"
     line = (
@@ -195,7 +198,10 @@ def format_result(result: Result) -> str:
 
 
 def plot(results: Iterable[Result], path: str) -> None:
-    """Microseconds over m, a panel for each op and shape. Raises KernelError without matplotlib."""
+    """Plot microseconds over m, one panel per op and shape.
+
+    Raises KernelError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter, NullLocator

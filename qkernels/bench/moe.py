@@ -1,7 +1,7 @@
-"""A layer's mixture of experts, from the router's product to the norm that adds the last sums.
+"""Benchmarks of a mixture-of-experts layer, from the router's product to the next norm.
 
-Tokens are random, so every expert is as likely as any other. Calls differ in their tokens: each
-reads experts of its own, and the floor counts those that a call reads on average.
+Tokens are random, so all experts are equally likely. Calls differ in their tokens: each one reads
+its own experts, and the floor counts the experts that a call reads on average.
 """
 
 import copy
@@ -24,7 +24,7 @@ from qkernels.moe.routing import SILU, Routes, Routing
 from qkernels.moe.tuned import TUNED, tuned_problem
 from qkernels.moe.variants import NAMES, SM90_FEW_TOKENS
 
-# hidden size, inner size, experts, experts of a token
+# (hidden size, inner size, experts, experts per token)
 MOE_SHAPES = {
     "mixtral": (4096, 14336, 8, 2),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -34,11 +34,11 @@ MOE_SHAPES = {
     "glm-4.5-air": (4096, 1408, 128, 8),
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
-MOST_CALLS = 16  # each of other tokens
+MOST_CALLS = 16  # each one with other tokens
 OF_8_BIT_INPUTS = ("moe_w8a8", "moe_fp8", "moe_fp8_block", "moe_w4a8", "moe_w4a8_fp8")
 SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
-Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
+Make = Callable[[int, int, int], ExpertMatrix]  # (N, K, seed) -> matrix
 
 
 def _packed(N: int, K: int, seed: int) -> ExpertMatrix:
@@ -93,7 +93,7 @@ def _cases(op: str, make: Make, bits: int) -> Callable[..., Iterator[Case]]:
         )
         prepared = ops.prepare_experts(weights, torch.bfloat16, "cuda")
         layer = _Layer(prepared, C, E, k)
-        num_bytes = 3 * C * inner * bits // 8  # of an expert
+        num_bytes = 3 * C * inner * bits // 8  # bytes of an expert
         for m in ms:
             yield _case(op, shape, m, layer, weights, num_bytes, bits, baselines)
 
@@ -101,7 +101,7 @@ def _cases(op: str, make: Make, bits: int) -> Callable[..., Iterator[Case]]:
 
 
 class _Layer:
-    """Sizes around the experts."""
+    """A layer: experts, router and norm."""
 
     def __init__(self, prepared: PreparedExperts, C: int, E: int, k: int) -> None:
         self.prepared = prepared
@@ -110,7 +110,7 @@ class _Layer:
         self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
 
     def without(self, variants: frozenset[str]) -> "_Layer":
-        """Copy of the layer that runs other kernels."""
+        """Return a copy of the layer that must not use these kernel variants."""
         never = ",".join(f"-{name}" for name in sorted(variants))
         other = copy.copy(self)
         problem = replace(self.prepared.problem, requested=never)
@@ -142,7 +142,7 @@ def _case(
     zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
     routes = [layer.route(x) for x in xs]
     read = sum(len(each.ids_Mk.unique()) for each in routes) / count
-    has_tiles = op == "moe_w4a16"  # whose configs are tuned
+    has_tiles = op == "moe_w4a16"  # the only one with tunable configs
     has_tiles &= ops.plan_experts(layer.prepared, m).variant == SM90_FEW_TOKENS.name
     others: dict[str, list[Call]] = {}
     if "experts" in baselines:  # without router and norm
@@ -150,7 +150,7 @@ def _case(
             lambda x=x, r=r: ops.experts(x, r, layer.prepared)
             for x, r in zip(xs, routes, strict=True)
         ]
-    if "triton" in baselines:  # by the kernels for any GPU
+    if "triton" in baselines:  # with the portable kernels
         plain = layer.without(SM90_VARIANTS)
         others["triton"] = [lambda x=x: plain.run(x, zeros_MC) for x in xs]
     return Case(
@@ -171,7 +171,7 @@ def _case(
 
 
 def _want(x_MC: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.Tensor:
-    """In float32, rounded nowhere."""
+    """Return the layer's result in float32, without intermediate rounding."""
     total_MC = torch.zeros(x_MC.shape, device="cuda")
     for expert in routes.ids_Mk.unique().tolist():
         token, choice = (routes.ids_Mk == expert).nonzero(as_tuple=True)

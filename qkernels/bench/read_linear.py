@@ -1,6 +1,6 @@
-"""A W4A16 product with the operation after it, which may add its parts of K.
+"""Benchmarks of a W4A16 product with the next operation, which may add its split-K partial sums.
 
-Baseline "apart": the same two operations, the parts added before the second.
+Baseline "apart": the same two operations, with the partial sums added before the second.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
 
 READ_M = (8, 16, 32, 64)
-SMALL_SHAPES = {  # of Qwen2.5-0.5B, [N, K]
+SMALL_SHAPES = {  # Qwen2.5-0.5B, [N, K]
     "small_qkv": (1152, 896),
     "small_o": (896, 896),
     "small_down": (896, 4864),
@@ -36,7 +36,7 @@ READ_SHAPES: dict[Consumer, dict[str, tuple[int, int]]] = {
         "norm": ("o", "down", "small_o", "small_down"),
     }.items()
 }
-# outputs [M, N] of the product -> what the operation makes of them
+# outputs [M, N] of the product -> result of the next operation
 Read = Callable[[LinearOutput], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
@@ -53,7 +53,10 @@ def _norm(M: int, N: int) -> tuple[Read, Read]:
 
 
 def _rope(M: int, N: int) -> tuple[Read, Read]:
-    """A sixth of the heads are keys', and as many values'."""
+    """Return RoPE with KV writes, and its exact form.
+
+    A sixth of the heads are keys, a sixth values.
+    """
     D = 128 if N % 128 == 0 and N > 2048 else 64
     J = N // D // 6
     H = N // D - 2 * J
@@ -116,7 +119,7 @@ def _benched(consumer: Consumer, make: Callable[[int, int], tuple[Read, Read]]) 
         shapes=shapes,
         default_m=dict.fromkeys(shapes, READ_M),
         baselines=("apart",),
-        dims=2 if consumer == "norm" else 0,  # N alone says nothing of heads
+        dims=2 if consumer == "norm" else 0,  # RoPE also needs the number of heads
     )
 
 

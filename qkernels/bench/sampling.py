@@ -1,4 +1,4 @@
-"""Drawing tokens. The vocabulary is Llama-3's; the logits have one likely token among noise."""
+"""Benchmarks of sampling with Llama-3's vocabulary and logits with one likely token among noise."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ ROWS = {
     "greedy": SampleRow(),
     "temperature": SampleRow(temperature=0.8),
     "top-k-top-p": SampleRow(temperature=0.8, top_k=50, top_p=0.95),
-    # here some thousand tokens share the last 5 %
+    # in these logits some thousand tokens share the last 5 %
     "flat-top-p": SampleRow(temperature=0.8, top_p=0.95),
     "penalties": SampleRow(
         temperature=0.8,
@@ -61,7 +61,7 @@ def _case(shape: str, logits: torch.Tensor, baselines: Baselines) -> Case:
         others["torch"] = [
             lambda x=x: reference_sampling.sample_(x, settings, history) for x in logits[:4]
         ]
-    # drawing counts the tokens
+    # drawing changes the token counts
     before = None if history is None else history.clone()
     return Case(
         op="sample_",

@@ -1,6 +1,6 @@
-"""`qserve bench kernels`: which problems it measures, and the loop over them.
+"""Table of the benchmarked operations of `qserve bench kernels`, and the loop over them.
 
-Each operation's file holds its shapes, its cases and its baselines.
+Each operation's file holds its shapes, cases and baselines.
 """
 
 import importlib.metadata
@@ -42,7 +42,7 @@ OPS: dict[str, BenchedOp] = (
     | moe.OPS
 )
 
-# Baselines that need a package: used only where it is installed, unless asked for by name.
+# Baseline -> package that it needs. Without the package it is skipped, unless requested by name.
 NEEDS = {"gemlite": "gemlite"}
 
 
@@ -57,7 +57,7 @@ def select(
 ) -> list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]:
     """Parse what to measure. Each argument is a comma-separated list; None: all.
 
-    Raises KernelError for a name that nothing has.
+    Raises KernelError for an unknown name.
     """
     ops_asked = _names("--op", op, OPS)
     known_shapes = dict.fromkeys(s for name in ops_asked for s in OPS[name].shapes)
@@ -102,7 +102,7 @@ def run(
     baseline: str | None = None,
     show: Callable[[Result], None],
 ) -> list[Result]:
-    """Measure and show each result as it comes. Raises KernelError without a GPU."""
+    """Measure the cases, and show each result immediately. Raises KernelError without a GPU."""
     chosen = select(op, shape, m, baseline)
     _check_gpu()
     ceiling = CEILINGS.get(torch.cuda.get_device_name())
@@ -122,9 +122,11 @@ def run_tune(
     seconds: float,
     show: Callable[[Tuned], None],
 ) -> Path:
-    """Choose tiles for this GPU; returns the file that holds them. Raises KernelError without one.
+    """Tune configs for this GPU, and return the path of the table.
 
-    Without `op`, every operation that has tiles.
+    Raises KernelError without a GPU.
+
+    Without `op`, every tunable operation is tuned.
     """
     chosen = select(op, shape, m, "none")
     if op is None:
@@ -145,7 +147,7 @@ def _check_gpu() -> None:
 
 
 def versions() -> str:
-    """The line that every table of times starts with."""
+    """Return the line that precedes every table of times."""
     tuned = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
     count = tuned.num_rows
     return f"{_software()}, bf16" + (f", {count} configs from --tune" if count else "")

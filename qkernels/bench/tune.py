@@ -1,9 +1,9 @@
-"""`qserve bench kernels --tune`: measure other tiles on this GPU and keep what is faster.
+"""`qserve bench kernels --tune`: measure other configs on this GPU and keep faster ones.
 
-A search starts from the choice of the config, changes one field at a time and moves to what is
-faster, until nothing is or the time is over. Every tile is tried through the table that the kernels
-read, so what is timed is what will run; a wrong result is never timed. Compiling takes most of the
-time: a tile that another shape has used costs milliseconds.
+A search starts from the default config, changes one field at a time, and moves to a faster config
+until there is none or the time is over. Every config is tried through the table that the kernels
+read, so the measured config is the one that will run. A wrong result is never timed. Compiling
+takes most of the time: a config that another shape has already used costs milliseconds.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.tuned import TUNED as WNA16
 
-MIN_GAIN = 0.02  # repeated medians differ by less
+MIN_GAIN = 0.02  # least relative gain; repeated medians differ by less
 QUICK_REPLAYS = 5
-TUNED_OPS = (ATTENTION, MOE, W4A8, W8A8, WNA16)  # whose rows a table may hold
+TUNED_OPS = (ATTENTION, MOE, W4A8, W8A8, WNA16)  # all tunable operations
 
 
 class NotTaken(Exception):
-    """No kernel looked for the tile: another one does this problem on this GPU."""
+    """No kernel asked for the config: another kernel runs this problem on this GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """Result of the search of one case. `best` is `default` where nothing was faster."""
+    """Result of the search of one case. If nothing was faster, `best` is `default`."""
 
     case: Case
     default: Config | None
@@ -46,8 +46,8 @@ class Tuned:
     default_microseconds: float
     microseconds: float
     tried: int
-    refused: int  # did not compile, or needs more of the GPU than it has
-    wrong: tuple[Config, ...]  # tiles that gave a wrong result: to be reported
+    refused: int  # configs that did not compile or exceed the GPU's resources
+    wrong: tuple[Config, ...]  # configs with a wrong result, which a user should report
 
     @property
     def is_faster(self) -> bool:
@@ -67,7 +67,7 @@ class Tuned:
 
 
 def starts(op: TunedOp, problem: dict[str, object], sm_count: int) -> list[Config | None]:
-    """The default first, then what else the operation's search begins with and this GPU can run."""
+    """Return the default, then the operation's other start configs that this GPU can run."""
     found = op.starts(sm_count=sm_count, **problem)
 
     def can_run(config: Config | None) -> bool:
@@ -84,7 +84,10 @@ def search(
     time_of: Callable[[Config | None], float],
     out_of_time: Callable[[], bool],
 ) -> dict[Config | None, float]:
-    """Times of all tiles that were tried; inf where one failed. The fastest of `first` leads on."""
+    """Return the times of all tried configs; inf for failures.
+
+    The search continues from the fastest config of `first`.
+    """
     times: dict[Config | None, float] = {}
     for tile in first:
         if tile not in times and (not times or not out_of_time()):
@@ -108,8 +111,10 @@ def search(
 def tune_case(
     case: Case, table: TuningTable, sm_count: int, versions: str, out_of_time: Callable[[], bool]
 ) -> Tuned:
-    """Search one case. `table` is the one that the kernels read; its row of this case is replaced
-    by the fastest tile, or removed where the choice of the config is as fast.
+    """Search one case.
+
+    `table` is the table that the kernels read. Its row of this case is replaced by the fastest
+    config, or removed if the default is as fast.
     """
     op, problem = case.tuned
     first = starts(op, problem, sm_count)
@@ -144,7 +149,7 @@ def tune_case(
     times = search(op, first, is_allowed, time_of, out_of_time)
     best, default = min(times, key=times.get), first[0]
     best_time = default_time = times[default]
-    if best != default:  # once more, side by side and longer
+    if best != default:  # compare both again, with more replays
         default_time, best_time = (time_of(tile, REPLAYS) for tile in (default, best))
         if best_time < (1 - MIN_GAIN) * default_time:
             faster = dataclasses.replace(
@@ -178,10 +183,10 @@ def _compile_errors() -> tuple[type[Exception], ...]:
 def tune(
     cases: Iterable[Case], seconds: float, versions: str, show: Callable[[Tuned], None]
 ) -> Path:
-    """Search each case and write the table after each: a killed run keeps what it found.
+    """Search each case, and write the table after each one, so that a killed run keeps its results.
 
-    A case that a kernel without tiles does on this GPU is left out. Returns where the table is.
-    Raises KernelError where no case has tiles, or the time was too short for one.
+    Cases that a kernel without tunable configs runs on this GPU are skipped. Returns the path of
+    the table. Raises KernelError if no case is tunable, or the time was too short for one.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     table, path = own_table(device)
@@ -209,7 +214,7 @@ def tune(
 
 
 def own_table(device: torch.device) -> tuple[TuningTable, Path]:
-    """The table that the kernels read, and its file. A damaged file is set aside."""
+    """Return the table that the kernels read, and its path. A damaged file is renamed."""
     path = tuning_table.default_path(torch.cuda.get_device_name(device))
     try:
         table = tuning_table.tuning_table_of(device)
@@ -223,7 +228,7 @@ def own_table(device: torch.device) -> tuple[TuningTable, Path]:
 
 
 def format_tuned(tuned: Tuned) -> str:
-    """One line: what was chosen, and the change from the default."""
+    """Format a result as one line: the chosen config, and the change from the default."""
     case = tuned.case
     counts = f"{tuned.tried} tiles tried, {tuned.refused} refused"
     line = f"{case.op:16} {case.shape:12} {case.m:5} {tuned.default_microseconds:8.1f}"
@@ -238,7 +243,7 @@ def format_tuned(tuned: Tuned) -> str:
 
 
 def _difference(tuned: Tuned) -> str:
-    """The fields that differ from the default."""
+    """Return the fields that differ from the default."""
     if tuned.best is None:
         return "dequantize, then the library's product"
     if type(tuned.default) is not type(tuned.best):

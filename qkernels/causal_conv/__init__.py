@@ -1,1 +1,1 @@
-"""Causal convolutions of each channel over time, and the state slots of layers that keep states."""
+"""Causal convolutions over time, one per channel, and the state slots of recurrent layers."""

@@ -1,6 +1,6 @@
-"""Causal convolutions in plain torch, fast enough for a CPU: requests of one row run together.
+"""Causal convolutions in plain torch, fast enough for a CPU: requests with one row run together.
 
-Legend as in ops.py; n rows of a request, B requests of one row that lack none.
+Legend: see ops.py; n rows of a request, B requests that have one row and no lacking rows.
 """
 
 import torch
@@ -41,13 +41,13 @@ def _convolved_(
     conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
-    """Convolution [T, C] in float32, or wider where x is."""
+    """Return the convolution [T, C] in float32, or in x's dtype if that is wider."""
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     y_TC = torch.empty(x_TC.shape, dtype=wide, device=x_TC.device)
     split, W, L = SplitStep.of(step, x_TC.device), weight_CW.shape[1], conv_PCL.shape[2]
     if len(split.rows_B):
         new_BC = x_TC[split.rows_B].to(conv_PCL.dtype)
-        # in the order of their positions, the row's own last
+        # positions of the W - 1 inputs before each row
         positions_BW = split.positions_B[:, None] + torch.arange(1 - W, 0, device=x_TC.device)
         kept_BCL = split.gathered(conv_PCL)
         columns_BCW = (positions_BW % L)[:, None].expand(-1, kept_BCL.shape[1], -1)

@@ -1,4 +1,4 @@
-"""Tiles of the convolutions' kernel, in plain Python."""
+"""Tile sizes of the convolution kernel, in plain Python."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from qkernels.gpu.config import power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvConfig:
-    """One launch of a convolution."""
+    """Launch config of a convolution."""
 
-    channels: int  # of a program
-    rows: int  # of a program, all of one request
+    channels: int  # channels of a program
+    rows: int  # rows of a program, all of one request
     warps: int
 
 
 def conv_config(max_query_len: int, most_rows: int) -> ConvConfig:
-    """Many channels of the few rows that each request has, or fewer of 16 rows.
+    """Return the config: many channels if requests have one row, else fewer channels and more rows.
 
-    `most_rows`: of a verification; all verifications take one kernel.
+    `most_rows` are the rows of the longest verification; all verifications use one kernel.
     """
     if max_query_len == 1:
         return ConvConfig(channels=256, rows=1, warps=4)

@@ -1,7 +1,7 @@
-"""Causal convolutions whose sums have one order: a row's bits are its own request's.
+"""Batch-invariant causal convolutions: a row's bits depend only on its own request.
 
-The Triton kernel adds taps in order for every tile, so it runs as it is. On a CPU each row is
-computed alone. Legend as in ops.py.
+The Triton kernel adds taps in the same order for every tile, so it is used unchanged. On a CPU each
+row is computed alone. Legend: see ops.py.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Causal convolutions over time: each operation checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, C channels of the convolution, W taps, P slots, L inputs
-that a slot keeps.
+T  tokens of a step               W  taps
+R  requests                       P  state slots
+C  channels of the convolution    L  inputs that a slot keeps
 """
 
 import torch
@@ -22,11 +23,11 @@ def causal_conv_(
     step: StateStep,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """silu of a convolution of each channel of x [T, C] over its request's last W inputs.
+    """Return silu of a convolution of each channel of x [T, C] over its request's last W inputs.
 
-    `conv` keeps the newest L inputs, that of position p in column p % L. If L is W - 1 plus the
-    rows of a step, these rows may be computed again from any of them on. `kernel` names a row of
-    causal_conv/rows.py instead of the best one.
+    `conv_PCL` keeps the newest L inputs of each slot: the input at position p is in column p % L.
+    If L is W - 1 plus the rows of a step, a later step can compute again from any of these rows on.
+    `kernel` requests a row of causal_conv/rows.py.
     """
     _check("causal_conv_", x_TC, 1, weight_CW, bias_C, conv_PCL, step)
     return _run(rows.CAUSAL_CONV, x_TC, weight_CW, bias_C, conv_PCL, step, kernel)
@@ -40,9 +41,10 @@ def short_conv_(
     step: StateStep,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """c * convolution of (b * x) over a request's last W products; `mixed` [T, 3 C] is b, c, x.
+    """Return c * conv(b * x), a convolution over a request's last W products b * x.
 
-    `conv` keeps the products as `causal_conv_` keeps inputs.
+    `mixed_TC` [T, 3 C] is b, c and x, concatenated. `conv_PCL` keeps the products as `causal_conv_`
+    keeps inputs.
     """
     _check("short_conv_", mixed_TC, 3, weight_CW, bias_C, conv_PCL, step)
     return _run(rows.SHORT_CONV, mixed_TC, weight_CW, bias_C, conv_PCL, step, kernel)
@@ -51,10 +53,11 @@ def short_conv_(
 def lacking_rows_(
     covered_P: torch.Tensor, step: StateStep, most_rows: int, kernel: str | None = None
 ) -> torch.Tensor:
-    """Rows before the step that the memory of each request's slot does not include, int32 [R].
+    """Return how many rows before the step the recurrent state of each request lacks, int32 [R].
 
-    `covered`, int32, is the number of tokens that the memory of each slot includes; it becomes that
-    after the step, whose memory leaves out verifications: 2 to `most_rows` rows (StateStep).
+    `covered_P`, int32, is the number of tokens that each slot's recurrent state includes. It is
+    updated to the number after this step; rows of a verification (2 to `most_rows` rows, StateStep)
+    do not count.
     """
     op = "lacking_rows_"
     check_step(op, step, step.slots_R)
@@ -71,7 +74,7 @@ def lacking_rows_(
 def check_recent(
     op: str, recent_PNI: torch.Tensor | None, inputs: int, step: StateStep, beside: torch.Tensor
 ) -> None:
-    """Raise KernelError for kept inputs of rows that do not match the step."""
+    """Raise KernelError unless the kept inputs of recent rows match the step."""
     if (recent_PNI is None) != (step.lacking_R is None):
         raise KernelError(f"{op} recent", "expected it and the step's lacking rows, or neither")
     if recent_PNI is None:
@@ -85,7 +88,7 @@ def check_recent(
 
 
 def check_step(op: str, step: StateStep, beside: torch.Tensor) -> None:
-    """Raise KernelError for a step whose tensors do not match."""
+    """Raise KernelError unless the step's tensors match each other."""
     (R,) = expect_ndim(f"{op} slots", step.slots_R, 1)
     int32 = (torch.int32,)
     check_tensor(f"{op} slots", step.slots_R, (R,), int32, beside)
@@ -94,7 +97,7 @@ def check_step(op: str, step: StateStep, beside: torch.Tensor) -> None:
 
 
 def check_dense(name: str, states: torch.Tensor) -> None:
-    """Raise KernelError for states that are not contiguous."""
+    """Raise KernelError unless states are contiguous."""
     if not states.is_contiguous():
         raise KernelError(name, f"expected contiguous states, found strides {states.stride()}")
 

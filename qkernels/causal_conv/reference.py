@@ -1,4 +1,4 @@
-"""Causal convolutions in plain torch, one request after the other: the definition.
+"""Plain torch references of the causal convolutions, one request after the other.
 
 Legend: T tokens of a step, C channels, W taps, P slots, L inputs that are kept.
 """
@@ -16,7 +16,7 @@ def causal_conv_(
     conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
-    """silu of a convolution of each channel over time; `conv` keeps the last L inputs."""
+    """Return silu of a convolution of each channel over time; `conv_PCL` keeps L inputs."""
     y_TC = torch.empty_like(x_TC)
     for each in requests_of(step):
         rows = each.rows
@@ -32,9 +32,9 @@ def short_conv_(
     conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
-    """c * convolution of (b * x), each channel over time; `mixed` is b, c and x side by side.
+    """Return c * conv(b * x), a convolution of each channel over time.
 
-    `conv` keeps the last L products b * x.
+    `mixed_TC` is b, c and x, concatenated. `conv_PCL` keeps the last L products b * x.
     """
     b_TC, c_TC, x_TC = mixed_TC.chunk(3, 1)
     product_TC, y_TC = b_TC * x_TC, torch.empty_like(x_TC, memory_format=torch.contiguous_format)
@@ -52,7 +52,7 @@ def _one_request_(
     conv_PCL: torch.Tensor,
     own: StateRows,
 ) -> torch.Tensor:
-    """Convolution [C, n] of one request's rows, in float32, or wider where x is."""
+    """Return the convolution [C, n] of one request's rows, in float32 or x's dtype if wider."""
     wide = torch.promote_types(x_nC.dtype, torch.float32)
     before_CW = inputs_before(conv_PCL, own, weight_CW.shape[1] - 1)
     seen_CL = torch.cat([before_CW, x_nC.T.to(conv_PCL.dtype)], 1)
@@ -63,7 +63,7 @@ def _one_request_(
 
 
 def inputs_before(conv_PCL: torch.Tensor, own: StateRows, count: int) -> torch.Tensor:
-    """The `count` inputs [C, count] before a request's rows, zeros before position 0."""
+    """Return the `count` inputs [C, count] before a request's rows; zeros before position 0."""
     positions = torch.arange(own.start - count, own.start, device=conv_PCL.device)
     found = conv_PCL[own.slot][:, positions % conv_PCL.shape[2]]
     found[:, positions < 0] = 0
@@ -71,7 +71,7 @@ def inputs_before(conv_PCL: torch.Tensor, own: StateRows, count: int) -> torch.T
 
 
 def keep_inputs_(conv_PCL: torch.Tensor, own: StateRows, x_Cn: torch.Tensor) -> None:
-    """Keep the newest inputs of a request."""
+    """Store the newest inputs of a request in its slot."""
     if own.slot < 0:
         return
     L, end = conv_PCL.shape[2], own.start + x_Cn.shape[1]

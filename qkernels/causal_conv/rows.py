@@ -1,4 +1,4 @@
-"""Operations of causal convolutions, and the kernels that do them."""
+"""Dispatch table of the causal convolutions."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference

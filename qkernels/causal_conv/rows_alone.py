@@ -1,7 +1,7 @@
-"""Operations on states with each row computed alone, for a CPU in fixed order.
+"""Operations on recurrent states that compute each row alone, for a CPU in fixed order.
 
-A row's bits then depend on its request's rows before it alone: the states and the shapes are the
-same in a prompt, in chunks of any length, and in a decode.
+Then a row's bits depend only on the rows of its request before it: states and shapes are the same
+in a whole prompt, in chunks of any length, and in decode.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 
 from qkernels.causal_conv.state import StateStep, keep_recent_, recent_rows, requests_of
 
-# tensors of one row, states [1, ...] that are changed in place, the row's step -> its result [1, .]
+# (tensors of one row, states [1, ...] changed in place, the row's step) -> the row's result [1, .]
 RunRow = Callable[[Sequence[torch.Tensor], torch.Tensor, StateStep], torch.Tensor]
 
 
@@ -20,9 +20,9 @@ class RecentRows:
     """Inputs of the newest rows of each slot, for steps whose rows may be rejected."""
 
     recent_PNI: torch.Tensor | None  # None: no row is ever rejected
-    # rows of a step -> their inputs, side by side in `recent`
+    # rows of a step -> their inputs, which are concatenated in `recent_PNI`
     inputs_of: Callable[[slice], Sequence[torch.Tensor]]
-    # inputs [n, I] -> tensors of n rows, as a step has them
+    # inputs [n, I] of n rows -> the separate tensors, as a step passes them
     rows_of: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 

@@ -1,11 +1,14 @@
-"""State slots of layers that keep states instead of keys, and the slot of each request of a step.
+"""State slots of recurrent layers, which keep a state instead of keys, and the slots of a step.
 
-Some rows of a verification may be rejected, so a slot's memory does not include them yet. The slot
-has the inputs of its newest rows, and the next step first applies those of the accepted ones
-("lacking" rows). Rows are found by their positions alone.
+Some rows of a speculative verification may be rejected, so the recurrent state of a slot ("memory")
+does not include them at first. The slot keeps the inputs of its newest rows, and the next step
+first applies the accepted ones (the "lacking" rows). Rows are found by their positions.
 
-Legend: P slots, R requests of a step, C channels of the convolution, L inputs of it that are kept,
-H heads, K rows and V columns of a head's state, N newest rows, I inputs of a row.
+    P  slots                         H  heads
+    R  requests of a step            K  rows of a head's state
+    C  channels of the convolution   V  columns of a head's state
+    L  kept convolution inputs       N  newest rows that are kept
+    I  inputs of a row
 """
 
 from collections.abc import Iterator
@@ -19,12 +22,15 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlots:
-    """States of one layer. A slot's contents before its owner's first token are never read."""
+    """State slots of one layer.
 
-    # [P, C, L]: the convolution's input at position p is in column p % L; None: there is none
+    Contents of a slot from before its owner's first token are never read.
+    """
+
+    # [P, C, L]: the convolution's input at position p is in column p % L; None: no convolution
     conv_PCL: torch.Tensor | None
-    memory_PHKV: torch.Tensor | None = None  # float32 [P, H, K, V]; None: the convolution is all
-    # the inputs of the row at position p are in row p % N; None: no row is ever rejected
+    memory_PHKV: torch.Tensor | None = None  # float32 recurrent state; None: convolution only
+    # inputs of the row at position p are in row p % N; None: no row is ever rejected
     recent_PNI: torch.Tensor | None = None
 
     @classmethod
@@ -40,9 +46,10 @@ class StateSlots:
         most_rows: int = 0,
         inputs: int = 0,
     ) -> "StateSlots":
-        """`channels` 0: no convolution. `memory`: H, K, V. `dtype`: of activations. `inputs`: I.
+        """Allocate zeroed slots. `dtype` is the dtype of activations.
 
-        `most_rows`: rows of a verification; 0: no row is ever rejected.
+        `channels` 0: no convolution. `memory` is (H, K, V) of the recurrent state. `most_rows` are
+        the rows of the longest verification; 0: no row is ever rejected. `inputs` is I.
         """
         conv_PCL, columns = None, taps - 1 + most_rows
         if channels:
@@ -51,7 +58,7 @@ class StateSlots:
             return cls(conv_PCL=conv_PCL)
         recent_PNI = None
         if most_rows:
-            # A step reads the newest rows while it writes its own.
+            # twice as many rows: a step reads the newest rows while it writes its own
             shape = num_slots, 2 * most_rows, inputs
             recent_PNI = torch.zeros(shape, dtype=dtype, device=device)
         memory_PHKV = torch.zeros(num_slots, *memory, dtype=torch.float32, device=device)
@@ -59,42 +66,42 @@ class StateSlots:
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Empty: a state is kept by slot, not by page."""
+        """Empty: states are kept by slot, not by page."""
         return ()
 
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what each slot holds."""
+        """Tensors [P, ...] that hold the contents of the slots."""
         tensors = self.conv_PCL, self.memory_PHKV, self.recent_PNI
         return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateStep:
-    """The rows of one step, and the slot of each request.
+    """The rows of one step and the slot of each request.
 
-    A request whose rows begin at position 0 starts from a state of zeros, whatever its slot holds.
-    One with NO_SLOT does, too, and its state is kept nowhere.
+    A request whose rows begin at position 0 starts from a zero state, whatever its slot holds. So
+    does a request with NO_SLOT, whose state is not kept.
 
-    With `lacking_R`, a step of 2 to N / 2 rows leaves the memory as it was before its own rows, and
-    keeps their inputs. Other steps include their rows.
+    With `lacking_R`, a step of 2 to N / 2 rows counts as a verification: it leaves the recurrent
+    state as it was before the step's rows, and keeps their inputs. Other steps include their rows.
     """
 
     query_starts_R1: torch.Tensor  # int32 [R + 1]: request r has rows starts[r] .. starts[r + 1]
-    context_lengths_R: torch.Tensor  # int32: tokens up to the request's last row, that included
+    context_lengths_R: torch.Tensor  # int32: tokens up to and including the request's last row
     slots_R: torch.Tensor  # int32
-    max_query_len: int  # an upper bound that the host knows
-    # int32: rows before the step that are not in the memory (ops.lacking_rows_); None: all are
+    max_query_len: int  # upper bound of the rows of a request, known on the host
+    # int32: rows before the step that the state lacks (ops.lacking_rows_); None: it lacks none
     lacking_R: torch.Tensor | None = None
 
 
 class StateRows(NamedTuple):
-    """Rows of one request."""
+    """The rows of one request in a step."""
 
     rows: slice
     slot: int
     start: int  # position of the first row
-    lacking: int  # rows before it that the slot's memory does not include
+    lacking: int  # rows before `start` that the slot's recurrent state does not include
 
     @property
     def count(self) -> int:
@@ -102,16 +109,16 @@ class StateRows(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True if the state begins as zeros."""
+        """True if the request starts from a zero state."""
         return self.slot < 0 or self.start <= 0
 
     def is_verify(self, recent_PNI: torch.Tensor | None) -> bool:
-        """True if the memory stays as it was before these rows."""
+        """Return True if the recurrent state stays as it was before these rows."""
         return recent_PNI is not None and 1 < self.count <= recent_PNI.shape[1] // 2
 
 
 def requests_of(step: StateStep) -> Iterator[StateRows]:
-    """Yield each request with rows."""
+    """Yield the rows of each request that has any."""
     starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
     slots = step.slots_R.tolist()
     lacking = [0] * len(slots) if step.lacking_R is None else step.lacking_R.tolist()
@@ -123,12 +130,12 @@ def requests_of(step: StateStep) -> Iterator[StateRows]:
 
 
 def recent_rows(recent_NI: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Inputs [n, I] of the `count` rows before position `start`."""
+    """Return the inputs [n, I] of the `count` rows before position `start`."""
     return recent_NI[_recent_index(recent_NI, start - count, count)]
 
 
 def keep_recent_(recent_NI: torch.Tensor, start: int, *inputs: torch.Tensor) -> None:
-    """Keep the inputs of rows from position `start` on, side by side."""
+    """Store the inputs of the rows from position `start` on, concatenated."""
     index_n = _recent_index(recent_NI, start, len(inputs[0]))
     recent_NI[index_n] = torch.cat(inputs, 1).to(recent_NI.dtype)
 
@@ -140,14 +147,14 @@ def _recent_index(recent_NI: torch.Tensor, start: int, count: int) -> torch.Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """Requests of one row without lacking rows, which run together; plain torch runs the others.
+    """A step split in two: requests with one row and no lacking rows run together; others do not.
 
     Legend: B requests of the first kind.
     """
 
     rows_B: torch.Tensor
     slots_B: torch.Tensor
-    first_B: torch.Tensor  # their states begin as zeros
+    first_B: torch.Tensor  # True: the request starts from a zero state
     positions_B: torch.Tensor
     others: list[StateRows]
 
@@ -167,12 +174,12 @@ class SplitStep:
         )
 
     def gathered(self, states: torch.Tensor) -> torch.Tensor:
-        """Copy the states of the requests of one row, zeros for those that begin."""
+        """Copy the states of the single-row requests; zeros for requests that start."""
         found = states[self.slots_B.clamp(min=0)]
         found[self.first_B] = 0
         return found
 
     def scatter_(self, states: torch.Tensor, new: torch.Tensor) -> None:
-        """Store the states of the requests of one row."""
+        """Store the new states of the single-row requests."""
         kept_B = self.slots_B >= 0
         states[self.slots_B[kept_B]] = new[kept_B]

@@ -1,7 +1,7 @@
-"""Causal convolutions in Triton: one program for some channels of some rows of a request.
+"""Causal convolutions in Triton: a program computes some channels of some rows of a request.
 
-The program of a request's first rows alone reads and writes the inputs that are kept from step to
-step. Legend as in ops.py; BC channels and BT rows of a program.
+Only the program of a request's first rows reads and writes the inputs that are kept from step to
+step. Legend: see ops.py; BC channels and BT rows of a program.
 """
 
 import torch
@@ -51,7 +51,7 @@ def _run_(
     y_TC = torch.empty((T, C), dtype=x.dtype, device=x.device)
     L, W = conv_PCL.shape[2], weight_CW.shape[1]
     config = conv_config(step.max_query_len, L - (W - 1))
-    # Of many rows: request r owns the blocks from query_starts[r] // BT + r on.
+    # with several rows per block, request r owns the blocks from query_starts[r] // BT + r on
     blocks = R if config.rows == 1 else T // config.rows + R
     with on_device(x):
         launch(
@@ -141,7 +141,7 @@ def _causal_conv(
     block = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
-    # With BT of 1 each request has at most one row.
+    # if BT is 1, each request has at most one row
     r = block if BT == 1 else request_of(starts_ptr, block, R, BT)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
@@ -149,8 +149,8 @@ def _causal_conv(
     if first >= count:
         return
     slot = tl.load(slots_ptr + r)
-    position = tl.load(lengths_ptr + r) - count  # of the first row
-    # Channels of what was kept that are read: all or none.
+    position = tl.load(lengths_ptr + r) - count  # position of the first row
+    # kept inputs are read for all channels or for none
     channels_read = tl.where((slot >= 0) & (position > 0), C, 0)
     x_ptr += start.to(tl.int64) * stride_x
     y_ptr += start.to(tl.int64) * C
@@ -161,7 +161,7 @@ def _causal_conv(
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     for w in tl.static_range(W):
-        at = t - (W - 1) + w  # below 0: among those that were kept
+        at = t - (W - 1) + w  # negative: one of the kept inputs
         weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
         x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
         x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)
@@ -176,7 +176,7 @@ def _causal_conv(
     y = _output(total, x_ptr + rows * stride_x + c[None, :], C, inside, DTYPE, GATED)
     tl.store(y_ptr + rows * C + c[None, :], y, mask=inside)
     if first == 0:
-        # All that was kept is read before any of it is overwritten, by whichever thread.
+        # all threads have read the kept inputs before any thread overwrites them
         tl.debug_barrier()
         channels_kept = tl.where(slot >= 0, C, 0)
         _keep_(x_ptr, kept_ptrs, c, C, position, count, channels_kept, stride_x, L, GATED)

@@ -1,6 +1,6 @@
-"""Rows that memories do not include, in one Triton kernel: a program a request.
+"""Count of the rows that recurrent states lack, in Triton with one program per request.
 
-Legend as in ops.py.
+Legend: see ops.py.
 """
 
 import torch

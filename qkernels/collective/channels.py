@@ -22,8 +22,8 @@ from qkernels.errors import KernelError
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
-# Polls of a waiting block before it gives up, 0.5 us or more each: at least a minute, because a
-# rank may compile a kernel while the others wait for it.
+# Polls of a waiting block before it gives up. A poll takes 0.5 us or more, so a block waits at
+# least a minute: a rank may compile a kernel while the others wait for it.
 SPIN_LIMIT = 2**27
 ABORTED = -1
 ALIGNMENT = 256
@@ -31,7 +31,7 @@ FLAT_PHASES, ROWS_PHASES = 2, 3
 
 
 class PeerLostError(KernelError):
-    """A rank did not send its data for a sum. The ranks are out of step from then on."""
+    """A rank did not send its data for a sum. From then on the ranks are out of step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Channel:
     bases: torch.Tensor  # int64 [n]: address of the region on every rank
     phases: torch.Tensor  # int32 [blocks]: the phase of the next call
     broken: torch.Tensor  # int32 []: rank whose data did not arrive, + 1
-    report: torch.Tensor  # the same in host memory; a negative number stops the wait
+    report: torch.Tensor  # copy of `broken` in host memory; a negative number stops the wait
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -65,7 +65,10 @@ class PeerLayout:
 
     @classmethod
     def of_model(cls, ranks: int, channels: int, within: Limits | None = None) -> "PeerLayout":
-        """Return the layout for a number of ranks and of norm channels; `within`: other limits."""
+        """Return the layout for `ranks` ranks and norms of `channels` channels.
+
+        `within` overrides the limits.
+        """
         if not 2 <= ranks <= MAX_RANKS:
             raise KernelError("ranks", f"expected 2 to {MAX_RANKS}, found {ranks}", "use NCCL")
         found = within or limits(ranks)
@@ -94,8 +97,10 @@ class PeerLayout:
 
 
 class Peers:
-    """One rank's view of all ranks. Its kernels run on one stream, in the same order on all
-    ranks."""
+    """One rank's view of all ranks.
+
+    Kernels that use it must run on one stream, in the same order on all ranks.
+    """
 
     def __init__(
         self, memory: PeerMemory, layout: PeerLayout, spin_limit: int = SPIN_LIMIT

@@ -120,7 +120,7 @@ class ExportedMemory:
     """Device memory that processes outside of a rank group can open by its handle."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate it. Raises PeerAccessError."""
+        """Allocate the memory. Raises PeerAccessError if CUDA refuses."""
         torch.cuda.synchronize(device)  # makes torch's context current in this thread
         self._buffer = _Buffer(num_bytes, device)
         try:
@@ -173,9 +173,10 @@ def copy_from(address: int, target: torch.Tensor) -> None:
 
 
 def register_host(tensor: torch.Tensor) -> None:
-    """Let the device copy to host memory that others allocated, while the host continues.
+    """Pin host memory that other code allocated, so that the device can copy it asynchronously.
 
-    Raises PeerAccessError. CUDA's runtime would keep the error, and raise it in a later call.
+    Raises PeerAccessError. The driver is called directly, because CUDA's runtime would keep an
+    error and raise it in a later call.
     """
     _call(
         "cuMemHostRegister_v2",

@@ -10,7 +10,7 @@ run the same kernel.
 
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
     exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
-    .. wait for the kernel before
+    .. wait for the previous kernel
     words = outgoing(x)
     send(words, exchange, offsets, mask, RANKS)
     total = sum_of_ranks(words, own_ptr + offsets, exchange, mask, DTYPE, RANKS, GROUP)

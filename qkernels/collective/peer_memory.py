@@ -81,8 +81,10 @@ def exchange_by(group: "torch.distributed.ProcessGroup") -> Exchange:
 
 
 def agreed(exchange: Exchange, work: Callable[[], bytes]) -> list[bytes]:
-    """Run `work` and return every rank's result. Raises PeerAccessError on all ranks if one
-    failed."""
+    """Run `work` on every rank and return all results.
+
+    Raises PeerAccessError on all ranks if one failed.
+    """
     try:
         message = b"+" + work()
     except (OSError, AttributeError, RuntimeError, KernelError) as error:

@@ -1,1 +1,1 @@
-"""The gated delta net: a layer whose past is a state of one size, not keys and values."""
+"""Gated delta net: a recurrent layer with a state of fixed size instead of keys and values."""

@@ -1,8 +1,8 @@
-"""The gated delta net in plain torch, fast enough for a CPU: by chunks, and decode rows together.
+"""Gated delta net in plain torch, fast enough for a CPU: prompts in chunks, decode rows together.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024), so a
-prompt takes products of matrices instead of a loop over its tokens. Legend as in reference.py; N
-chunks of L tokens, B requests of one token.
+prompt takes matrix products instead of a loop over its tokens. Legend: see reference.py; N chunks
+of L tokens, B requests of one token.
 """
 
 import torch
@@ -12,8 +12,8 @@ from qkernels.causal_conv.state import SplitStep, StateStep, keep_recent_, recen
 from qkernels.delta_net import reference
 
 CHUNK = 64  # tokens
-# Where each channel keeps a share of its own, what is left between two tokens has a number for each
-# channel: few tokens bound its size.
+# Tokens per chunk if each key channel has its own decay: the decay between two tokens then has one
+# number per channel, and short chunks limit that memory.
 CHUNK_OF_CHANNELS = 16
 
 
@@ -28,7 +28,7 @@ def delta_rule_(
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
 ) -> torch.Tensor:
-    """As reference.delta_rule_."""
+    """Implement ops.delta_rule_ like reference.delta_rule_."""
     numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
     q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v)
@@ -71,28 +71,28 @@ def _chunks(
     beta_HT: torch.Tensor,
     S_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request's outputs [H, T, V] and its state after its last token."""
+    """Return one request's outputs [H, T, V] and its state after its last token."""
     T, by_channel = q_HTK.shape[1], g_HTX.shape[2] > 1
     L = min(CHUNK_OF_CHANNELS if by_channel else CHUNK, T)
     more = -T % L
-    # Padding tokens of zeros write nothing and forget nothing.
+    # padding tokens of zeros leave the state unchanged
     q, k, v, g = (
         F.pad(x, (0, 0, 0, more)).unflatten(1, (-1, L)) for x in (q_HTK, k_HTK, v_HTV, g_HTX)
     )
     beta = F.pad(beta_HT, (0, more)).unflatten(1, (-1, L))
-    total_HNLX = g.cumsum(-2)  # log of what is left of the state before the chunk
+    total_HNLX = g.cumsum(-2)  # log of the decay since the start of the chunk
     between = total_HNLX[..., :, None, :] - total_HNLX[..., None, :, :]
     causal_LL = torch.ones(L, L, dtype=torch.bool, device=g.device).tril()
     left_HNLLX = between.masked_fill(~causal_LL[..., None], -torch.inf).exp()
     bk = beta[..., None] * k
 
     def products(x_HNLK: torch.Tensor) -> torch.Tensor:
-        """Products of rows with earlier keys, of which so much is left."""
+        """Return the products of rows with earlier keys, times the decay between them."""
         if by_channel:
             return (x_HNLK[..., :, None, :] * k[..., None, :, :] * left_HNLLX).sum(-1)
         return (x_HNLK @ k.mT) * left_HNLLX[..., 0]
 
-    # (1 + A) written = beta (v - what the state before the chunk says)
+    # (1 + A) written = beta (v - prediction of the state before the chunk)
     A_HNLL = products(bk)
     read_HNLK = bk * total_HNLX.exp()
     solved = torch.linalg.solve_triangular(

@@ -1,4 +1,4 @@
-"""Tiles of the gated delta net's kernels, in plain Python. Legend as in ops.py."""
+"""Tile sizes of the gated delta net's kernels, in plain Python. Legend: see ops.py."""
 
 from dataclasses import dataclass, replace
 
@@ -9,48 +9,55 @@ from qkernels.gpu.config import power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """One launch of delta_rule_ for rows that are their request's only one."""
+    """Launch config of delta_rule_ for requests with few rows."""
 
-    keys: int  # K, as a power of two
-    columns: int  # of a head's state in one program: of its values
+    keys: int  # K, padded to a power of two
+    columns: int  # columns (values) of a head's state per program
     warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkConfig:
-    """The two launches of delta_rule_ for longer prompts."""
+    """Launch configs of the two kernels of delta_rule_ for longer prompts."""
 
-    rows: int  # of a chunk
-    keys: int  # K, as a power of two
-    operands: torch.dtype  # of products, and of what the first kernel hands to the scan
-    precision: str  # of products, where operands are float32
-    columns: int  # of a head's state in one program of the scan
-    stages: int  # of the scan's loop
+    rows: int  # rows per chunk
+    keys: int  # K, padded to a power of two
+    operands: torch.dtype  # dtype of product operands, and of the first kernel's results
+    precision: str  # input precision of products with float32 operands
+    columns: int  # columns of a head's state per program of the scan
+    stages: int  # pipeline stages of the scan's loop
     system_warps: int
-    system_registers: int | None  # of a thread, at most; None: as the compiler likes
+    system_registers: int | None  # most registers per thread; None: the compiler chooses
     scan_warps: int
 
 
 def step_config(K: int, V: int) -> StepConfig:
-    """32 columns of 128 keys are 16 KiB: the state stays in registers, and 128 programs of 32 heads
-    fill a GPU at one request.
+    """Return the config for few rows.
+
+    32 columns of 128 keys are 16 KiB: the state stays in registers, and 32 heads make 128 programs,
+    which fill a GPU with one request.
     """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
     return StepConfig(keys=keys, columns=min(32, width), warps=4)
 
 
 def recurrence_config(K: int, V: int) -> StepConfig:
-    """One warp for few columns: sums over keys need no other warp, and many programs fit."""
+    """Return the config of the recurrence over all rows.
+
+    One warp has few columns, so that sums over keys stay within the warp and many programs fit.
+    """
     return StepConfig(keys=max(16, power_of_two(K)), columns=8, warps=1)
 
 
 def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
-    """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
-    takes tf32, and float32 three products of tf32 for each. `arch`: as qkernels.gpu.device has it.
+    """Return the config for longer prompts. `arch` is a name from qkernels.gpu.device.arch.
+
+    Products are in bfloat16 if activations are. float16 has too few exponent bits for a state, so
+    float16 activations use tf32, and float32 activations use three tf32 products for each.
     """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
     is_float = dtype == torch.float32
-    # Smaller heads, which no model has, take the more exact products.
+    # smaller heads, which no model has, use the more exact products
     in_bfloat16 = dtype == torch.bfloat16 and min(keys, width) >= 64
     config = ChunkConfig(
         rows=32,
@@ -70,7 +77,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     if keys > 128:
         return replace(config, columns=16, system_warps=8)
     if arch == "sm_90":
-        # Its products read operands from shared memory. Elsewhere 64 rows overflow the registers.
-        # With two stages the next chunk's loads would begin after a chunk's products.
+        # wgmma reads operands from shared memory; on other GPUs 64 rows overflow the registers.
+        # With two stages, the next chunk's loads would start only after a chunk's products.
         return replace(config, rows=64, stages=3, scan_warps=4)
     return config

@@ -1,8 +1,8 @@
-"""The gated delta net in one order: a row's bits depend on its request's rows up to it alone.
+"""Batch-invariant gated delta net: a row's bits depend only on its request's rows up to it.
 
-Every row is a step of the recurrence, in prompts and verifications, too: a chunk's triangular
-system would round otherwise than the decode of the same token. On a CPU each row is computed alone.
-Legend as in ops.py.
+Every row is one step of the recurrence, in prompts and verifications, too: the triangular system of
+a chunk would round differently from the decode of the same token. On a CPU each row is computed
+alone. Legend: see ops.py.
 """
 
 import torch
@@ -53,7 +53,7 @@ def gated_rms_norm(
     eps: float,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """Implement ops.gated_rms_norm. The Triton kernel has a program for each token."""
+    """Implement ops.gated_rms_norm. Rows of the Triton kernel do not depend on each other."""
     if gpu_device.arch(x_THV.device) != "cpu":
         from qkernels.delta_net import triton_norm
 

@@ -1,7 +1,11 @@
-"""The operations of the gated delta net: each checks its arguments, then runs a kernel.
+"""Gated delta net operations: each checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, C channels of queries, keys and values, P slots, J key
-heads, H value heads, K key dim, V value dim, N newest rows, I inputs of a row, A decays of a token.
+T  tokens of a step                        H  value heads
+R  requests                                J  key heads
+C  channels of queries, keys and values    K  key dim
+P  state slots                             V  value dim
+N  newest rows that a slot keeps           A  decays of a token
+I  inputs of a row
 """
 
 from typing import Any
@@ -30,15 +34,18 @@ def delta_rule_(
     *,
     write_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Outputs [T, H, V]: what each token reads from its request's state after its own update.
+    """Update the states by the gated delta rule, and return outputs [T, H, V].
 
-    `mixed` [T, 2 J K + H V] is queries, keys and values; queries and keys are scaled to length 1
-    here. A token writes as much as write_factor sigmoid(b) says, and keeps exp(-exp(a_log)
-    softplus(a + dt_bias)) of what was there: one share of a head (A = H), or one of each key
-    channel (A = H K, Kimi Delta Attention). With a `write_factor` of 2 (OLMo-Hybrid) a token may
-    turn the sign of what its key had. `memory`, float32, is the states, changed in place.
-    `recent`: keys, values, b and a of rows that the memory may not include (StateStep); None: it
-    includes all.
+    A token first updates its request's state, then its output reads the state. `mixed_TC` [T, 2 J K
+    + H V] is queries, keys and values, concatenated; this operation normalizes queries and keys to
+    length 1. `write_factor` sigmoid(b) scales a token's update; OLMo-Hybrid has a factor of 2, with
+    which an update may reverse what the state returns for the token's key. The state decays by
+    exp(-exp(a_log) softplus(a + dt_bias)): one factor per head (A = H), or one per key channel
+    (A = H K, Kimi Delta Attention).
+
+    `memory_PHKV`, float32, holds the states and is changed in place. `recent_PNI` holds keys,
+    values, b and a of rows that a state may not include yet (StateStep); None: states include all
+    rows.
     """
     op = "delta_rule_"
     check_float(f"{op} mixed", mixed_TC)
@@ -81,7 +88,10 @@ def gated_rms_norm(
     *,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x / rms(x) * weight * silu(z) of each head of x [T, H, V]; with `sigmoid` * sigmoid(z)."""
+    """Return x / rms(x) * weight * silu(z) for each head of x [T, H, V].
+
+    With `sigmoid`, the last factor is sigmoid(z).
+    """
     op = "gated_rms_norm"
     check_float(f"{op} x", x_THV)
     shape = expect_ndim(f"{op} x", x_THV, 3)

@@ -1,10 +1,8 @@
-"""The gated delta net in plain torch, one request and one token after the other: the definition.
+"""Plain torch reference of the gated delta net, one request and one token after the other.
 
 Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), with the norms of
-Qwen3-Next; and Kimi Delta Attention ("Kimi Linear", arXiv 2510.26692), where each key channel has
-its own decay. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
-heads, H value heads, K key dim, V value dim, A decays of a token (H, or H K), X decays of a head (1
-or K).
+Qwen3-Next; and Kimi Delta Attention ("Kimi Linear", arXiv 2510.26692), in which each key channel
+has its own decay. Legend: see ops.py; X decays of a head (1 or K).
 """
 
 import torch
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 
 from qkernels.causal_conv.state import StateStep, keep_recent_, recent_rows, requests_of
 
-L2_EPS = 1e-6  # of the norms of queries and keys
+L2_EPS = 1e-6  # epsilon of the norms of queries and keys
 
 
 def delta_rule_(
@@ -26,10 +24,9 @@ def delta_rule_(
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Outputs [T, H, V]: what each token reads from its request's state after its own update.
+    """Reference of ops.delta_rule_.
 
-    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q. The arithmetic is in the state's
-    dtype.
+    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q, computed in the state's dtype.
     """
     numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
     q_THK, k_THK, v_THV, g_THX, beta_TH = split_mixed(mixed_TC, b_TH, a_TA, *numbers)
@@ -60,7 +57,7 @@ def _updated(
     g_HX: torch.Tensor,
     beta_H: torch.Tensor,
 ) -> torch.Tensor:
-    """The state after a token."""
+    """Return the state after a token."""
     S_HKV = S_HKV * g_HX.exp()[:, :, None]
     known_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
     written_HV = beta_H[:, None] * (v_HV - known_HV)
@@ -74,9 +71,9 @@ def gated_rms_norm(
     eps: float,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x / rms(x) * weight * silu(z) of each head; the factor silu(z) is float32.
+    """Return x / rms(x) * weight * silu(z) of each head; the factor silu(z) is float32.
 
-    `sigmoid`: the factor is sigmoid(z), and the result alone is rounded.
+    With `sigmoid`, the factor is sigmoid(z), and only the result is rounded.
     """
     wide = x_THV.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -95,9 +92,9 @@ def split_mixed(
     memory_PHKV: torch.Tensor,
     write_factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k [T, H, K], v [T, H, V], g [T, H, X] and beta [T, H] in the state's dtype.
+    """Return q, k [T, H, K], v [T, H, V], g [T, H, X] and beta [T, H] in the state's dtype.
 
-    Queries and keys have length 1, apart from the scale K^-0.5 of queries. Each key head is
+    Queries and keys have length 1, apart from the factor K^-0.5 of queries. Each key head is
     repeated for its value heads, which are adjacent. beta is write_factor sigmoid(b).
     """
     _, H, K, V = memory_PHKV.shape
@@ -120,14 +117,20 @@ def split_mixed(
 
 
 def recent_width(keys: int, values: int, heads: int, decays: int | None = None) -> int:
-    """Inputs of a row that a later step may apply: I of `recent`. `decays`: A; None: H."""
+    """Return I of `recent_PNI`: the inputs of a row that a later step may apply.
+
+    `decays` is A; None: H.
+    """
     return keys + values + heads + (decays or heads)
 
 
 def row_inputs(
     mixed_TC: torch.Tensor, b_TH: torch.Tensor, a_TA: torch.Tensor, rows: slice, values: int
 ) -> tuple[torch.Tensor, ...]:
-    """Inputs of rows that a later step may apply: keys, values, b and a. `values`: H V."""
+    """Return the inputs of rows that a later step may apply: keys with values, b and a.
+
+    `values` is H V.
+    """
     keys = (mixed_TC.shape[1] - values) // 2
     return mixed_TC[rows, keys:], b_TH[rows], a_TA[rows]
 
@@ -139,7 +142,7 @@ def split_recent(
     memory_PHKV: torch.Tensor,
     write_factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """k [n, H, K], v [n, H, V], g [n, H, X] and beta [n, H] of what `row_inputs` returns."""
+    """Return k [n, H, K], v [n, H, V], g [n, H, X] and beta [n, H] of kept row inputs."""
     H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
     rows = rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A))
     return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV, write_factor)[1:]
@@ -148,7 +151,7 @@ def split_recent(
 def rows_of_inputs(
     inputs_nI: torch.Tensor, heads: int, values: int, decays: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """mixed, b and a of the inputs that `row_inputs` returns, with keys in the place of queries."""
+    """Return mixed, b and a of kept row inputs; the keys also fill the columns of the queries."""
     keys = inputs_nI.shape[1] - values - heads - decays
     mixed_nC, b_nH, a_nA = inputs_nI.split([keys + values, heads, decays], 1)
     return torch.cat([mixed_nC[:, :keys], mixed_nC], 1), b_nH, a_nA

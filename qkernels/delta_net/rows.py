@@ -1,10 +1,10 @@
-"""Operations of a gated delta net, and the kernels that do them."""
+"""Dispatch table of the gated delta net."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference
 from qkernels.problem import Problem, anything, fixed_order, needs_triton_on_gpu
 
-MAX_DIM = 256  # a column block of a head's state lies in one program's registers
+MAX_DIM = 256  # a program holds a column block of a head's state in registers
 
 
 def triton_delta(problem: Problem) -> str | None:

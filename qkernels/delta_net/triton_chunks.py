@@ -1,18 +1,18 @@
-"""The gated delta rule for prompts in Triton: all chunks' systems, then a scan over chunks.
+"""Gated delta rule for prompts in Triton: solve all chunks' systems, then scan over chunks.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
-first kernel inverts it for every chunk of every request and head in parallel; the scan has some
-columns of a head's state in registers and takes its request's chunks in order, products only.
-Requests with few rows are left to triton_delta.py.
+first kernel inverts it for every chunk of every request and head in parallel. The scan holds some
+columns of a head's state in registers and processes its request's chunks in order, with products
+only. triton_delta.py runs requests with few rows.
 
-Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
-as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
-inverse, and all that makes it, is at most 2 in size (each entry is beta times a product of
-contractions 1 - beta k k^T between keys, where beta is at most 2), so float16, with as many digits
-as tf32 has, holds it for operands of 16 bits.
+Operands of products have the workspace's dtype; sums are float32. Queries and keys are multiplied
+unscaled, and the sums are scaled for keys of length 1, so no operand is rounded again. Arguments of
+exp are never positive. All entries of the inverse and of its intermediate results are at most 2 in
+size (each one is beta times a product of contractions 1 - beta k k^T between keys, and beta is at
+most 2). So float16, which has as many mantissa bits as tf32, can hold them for 16-bit operands.
 
-Legend as in ops.py; BK keys, BV columns and BT rows of a tile; solve [T, H, BT]: what a chunk
-writes is solve (v - k S), with S the state before it; inner [T, H, BT]: what its rows read of that.
+Legend: see ops.py; BK keys, BV columns and BT rows of a tile. `solve` [T, H, BT]: a chunk writes
+solve (v - k S), where S is the state before it. `inner` [T, H, BT]: what its rows read of that.
 """
 
 import torch
@@ -41,7 +41,10 @@ def run_chunks_(
     few: int,
     write_factor: float = 1.0,
 ) -> None:
-    """Implement ops.delta_rule_ for requests with more than `few` rows: writes `o`, `memory`."""
+    """Implement ops.delta_rule_ for requests with more than `few` rows.
+
+    Writes their outputs to `o_THV` and their states to `memory_PHKV`.
+    """
     T, C = mixed_TC.shape
     _, H, K, V = memory_PHKV.shape
     R = step.slots_R.shape[0]
@@ -51,7 +54,7 @@ def run_chunks_(
     factors_4HT = torch.empty((4, H, T), dtype=torch.float32, device=mixed_TC.device)
     launch(
         _chunk_systems,
-        # Request r has its chunks from starts[r] / rows + r on: numbers that no other has.
+        # request r has the chunk numbers from starts[r] / rows + r on, which no other request has
         (T // config.rows + R, H),
         mixed_TC,
         b_TH,
@@ -167,7 +170,7 @@ def _chunk_systems(
         i, k = tl.arange(0, BT), tl.arange(0, BK)
         in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
-        # From here on at the chunk's first row of this head.
+        # from here on, pointers are at the chunk's first row of this head
         row = (start + first).to(tl.int64)
         mixed_ptr += row * stride_mixed
         query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
@@ -179,7 +182,7 @@ def _chunk_systems(
         key = key.to(OPERAND)
         a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
-        # Rows after the end write nothing and forget nothing.
+        # rows after the end leave the state unchanged
         beta = tl.where(in_t, write_share(b, WRITE_FACTOR), 0.0)
         decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
         decay = tl.where(in_t, decay, 0.0)

@@ -1,9 +1,9 @@
-"""The gated delta rule in Triton: a request's few rows one after the other, prompts by chunks.
+"""Gated delta rule in Triton: few rows of a request one after the other, prompts in chunks.
 
-For few rows, a program reads and writes some columns of a head's state once. Without `recent`, few
-means one. With it, it means up to the rows of a verification, and rows that the state lacks come
-first; a prompt's are applied here before its chunks (triton_chunks.py) read the state. Legend as in
-ops.py; BK keys and BV columns of a tile.
+For few rows, a program reads and writes some columns of a head's state once. Without `recent_PNI`,
+few means one row. With it, few means up to the rows of a verification, and rows that the state
+lacks are applied first, for prompts before their chunks (triton_chunks.py) read the state. Legend:
+see ops.py; BK keys and BV columns of a tile.
 """
 
 import torch
@@ -32,7 +32,7 @@ def delta_rule_(
     write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
-    if a_TH.shape[1] != b_TH.shape[1]:  # a share of each key channel
+    if a_TH.shape[1] != b_TH.shape[1]:  # each key channel has its own decay
         from qkernels.delta_net import triton_recurrence
 
         return triton_recurrence.delta_rule_(
@@ -78,7 +78,7 @@ def delta_rule_(
         )
 
     with on_device(mixed_TC):
-        # Also with chunks: the longest request may be shorter than the host knows.
+        # run in any case: max_query_len is an upper bound, and all requests may be short
         run_rows_()
         if step.max_query_len > few:
             chunks = chunk_config(K, V, mixed_TC.dtype, arch(mixed_TC.device))
@@ -179,7 +179,7 @@ def _delta_rows(
                 state = updated(state, *inputs, a_log, dt_bias, EPS, False, WRITE_FACTOR)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
-        # What several programs have in common is kept by the first of them.
+        # several programs have the same keys and gates; the first program stores them
         keeps = (count > 1) & (slot >= 0)
         keeps_gates = keeps & (tl.program_id(2) == 0)
         keys_new = tl.where(keeps_gates & (h % (H // J) == 0), K, 0)

@@ -1,13 +1,13 @@
-"""Gates of a token, in Triton: how much of a head's state it keeps, and how much it writes.
+"""Gates of a token in Triton: the decay of a head's state, and the strength of its update.
 
-Legend as in ops.py.
+Legend: see ops.py.
 """
 
 import triton
 import triton.language as tl
 
-# exp(-50) of a number is below its rounding in float32. Sums of such logarithms stay so small that
-# differences of them are exact to 2e-4.
+# exp(-50) times a number is below the number's float32 rounding. With this bound, sums of such
+# logarithms stay small enough for their differences to be exact to 2e-4.
 LEAST_DECAY_LOG = tl.constexpr(-50.0)
 
 

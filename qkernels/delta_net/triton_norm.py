@@ -1,6 +1,6 @@
-"""The norm after a gated delta net in Triton: a program for some heads of a token.
+"""The norm after a gated delta net in Triton: a program normalizes some heads of a token.
 
-Rounds where its twin in reference.py rounds. Legend as in ops.py.
+Values are rounded at the same points as in reference.py. Legend: see ops.py.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 
-TILE = 4096  # numbers
+TILE = 4096  # elements per program
 
 
 def gated_rms_norm(

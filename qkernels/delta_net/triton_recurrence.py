@@ -1,10 +1,10 @@
-"""The gated delta rule in Triton as a recurrence over all rows of a request.
+"""Gated delta rule in Triton as a recurrence over all rows of a request.
 
-One compiled kernel for decodes, prompts and verifications, with speculation and without: the state
-stays in registers from a request's first row to its last, and each row computes what a decode of it
-alone would. Rows that the memory lacks (StateStep) come first, in the same loop. A program is one
-warp and takes a few columns of a head's state, so that sums over keys need no other warp. Legend as
-in ops.py; BK keys and BV columns of a tile.
+One compiled kernel runs decodes, prompts and verifications, with and without speculation. The state
+stays in registers from a request's first row to its last, and each row computes exactly what its
+own decode step would. Rows that the state lacks (StateStep) come first, in the same loop. A program
+is one warp with a few columns of a head's state, so that sums over keys stay within the warp.
+Legend: see ops.py; BK keys and BV columns of a tile.
 """
 
 import torch
@@ -38,7 +38,7 @@ def delta_rule_(
     _, H, K, V = memory_PHKV.shape
     o_THV = torch.empty((T, H, V), dtype=mixed_TC.dtype, device=mixed_TC.device)
     config = recurrence_config(K, V)
-    # Without speculation the same kernel runs, and finds that no row is lacking or kept.
+    # without speculation, the same kernel runs with no lacking and no kept rows
     newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
     with on_device(mixed_TC):
         launch(
@@ -77,7 +77,7 @@ def delta_rule_(
 
 @triton.jit
 def _load_row(
-    t,  # below 0: of those that the memory lacks
+    t,  # negative: a row that the state lacks
     mixed_ptrs,  # queries, and keys with values, of the first row
     b_ptr,
     a_ptr,
@@ -146,7 +146,7 @@ def _delta_rows(
         position = tl.load(lengths_ptr + r) - count  # of the first row
         goes_on = (slot >= 0) & (position > 0)
         lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
-        # A verification's own rows stay out of the memory, and their inputs are kept.
+        # the stored state does not include the rows of a verification; their inputs are kept
         is_verify = (count > 1) & (count <= newest_rows // 2)
         # Keys of the state that are read and written: all or none.
         keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
@@ -174,13 +174,13 @@ def _delta_rows(
         GATES: tl.constexpr = J * K + H * V
         ring = tl.maximum(newest_rows, 1)
         recent_ptr += slot.to(tl.int64) * newest_rows * INPUTS
-        # What several programs have in common is kept by the first of them.
+        # several programs have the same keys and gates; the first program stores them
         keeps = is_verify & (slot >= 0)
         keeps_gates = keeps & (tl.program_id(0) == 0)
         keys_new = tl.where(keeps_gates & (h % (H // J) == 0), K, 0)
         values_new, gates_new = tl.where(keeps, V, 0), tl.where(keeps_gates, 2, 0)
         gate = tl.arange(0, 2)  # b and a
-        b_at = GATES + h  # in a row of `recent`
+        b_at = GATES + h  # index in a row of `recent`
         a_at = GATES + H + (h * K + k if CHANNELS else h)
         decays_new = tl.where(keeps_gates, K, 0)
         mixed_ptrs = mixed_ptr, mixed_ptr + J * K
@@ -204,7 +204,7 @@ def _delta_rows(
             CHANNELS,
         )
         for t in tl.range(-lacking, count):
-            # The next row's loads depend on no sum; the last row loads itself again.
+            # prefetch the next row, whose loads depend on no sum; the last row loads itself again
             after = tl.minimum(t + 1, count - 1)
             at = tl.where(at + 1 < ring, at + 1, 0)
             next_inputs_ptr = recent_ptr + at * INPUTS

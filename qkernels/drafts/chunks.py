@@ -1,7 +1,9 @@
-"""Arguments and results of the drafts' operations for one step.
+"""Arguments and results of the draft operations of one step.
 
-Legend: T rows of the step, R chunks of it, S rows that sample, D chunks that sample, N rows of the
-tables, K drafts, X pages of a block table, P words of sampling.
+T  rows of the step                    N  rows of the tables
+R  chunks of the step                  K  drafts
+S  rows that are sampled               X  pages of a block table
+D  chunks with sampled rows            P  words of sampling settings
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from qkernels.sampling.words import (
     NUM_LOGPROBS,
 )
 
-# Drafts are drawn without token counts, biases and grammars; the model's verify applies them.
+# Drafts are drawn without penalties, biases and grammars; the model's verification applies them.
 NEUTRAL = {
     HISTORY_ROW: -1,
     NUM_LOGPROBS: -1,
@@ -29,58 +31,58 @@ NEUTRAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChunks:
-    """A step. The rows of a chunk are adjacent; the last ones sample.
+    """The chunks of one step. Rows of a chunk are adjacent; the last ones are sampled.
 
     Everything after R chunks, or after their rows, is padding.
     """
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
-    slots_T: torch.Tensor  # int64, -1: written nowhere
+    slots_T: torch.Tensor  # int64, -1: not written
     context_lengths_R: torch.Tensor  # int32
     query_starts_R1: torch.Tensor  # int32
     block_tables_RX: torch.Tensor  # int32
     rows_R: torch.Tensor  # int64: each chunk's row of the tables
-    # int64: so many of its first tokens are in token_ids already. 0: its positions are too high
-    # by the rejected drafts of its last verify
+    # int64: number of the chunk's first tokens that are already in token_ids. 0: the chunk's
+    # positions are too high by the rejected drafts of its last verification
     known_R: torch.Tensor
-    next_R: torch.Tensor  # int64: the token after a chunk that does not sample
-    capacity_R: torch.Tensor  # int64: positions that its pages hold
-    place_R: torch.Tensor  # int64: which of D it is; -1: it does not sample
-    chunk_D: torch.Tensor  # int64, of R
-    first_D: torch.Tensor  # int64, of S: the first of its rows that sample
-    count_D: torch.Tensor  # int64: how many there are
-    most_sampled: int  # the largest of them
+    next_R: torch.Tensor  # int64: the token after a chunk without sampled rows
+    capacity_R: torch.Tensor  # int64: number of positions that the chunk's pages hold
+    place_R: torch.Tensor  # int64: the chunk's index in D; -1: no row is sampled
+    chunk_D: torch.Tensor  # int64: the chunk's index in R
+    first_D: torch.Tensor  # int64: index in S of the chunk's first sampled row
+    count_D: torch.Tensor  # int64: number of the chunk's sampled rows
+    most_sampled: int  # the largest of these numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTables:
-    """State that lasts from step to step."""
+    """State of requests that lasts from step to step."""
 
-    tokens_NK1: torch.Tensor  # int64: each request's newest token, and its drafts
-    refused_N: torch.Tensor  # int64: drafts of its last verify that came to nothing
+    tokens_NK1: torch.Tensor  # int64: each request's newest token, then its drafts
+    refused_N: torch.Tensor  # int64: number of rejected drafts of its last verification
 
 
 class DraftPlaces(NamedTuple):
-    """Positions and pages of the rows after a step: one per sampling chunk and each of K drafts."""
+    """Positions and KV slots of the K draft rows after each chunk with sampled rows."""
 
     positions_KD: torch.Tensor  # int64
-    slots_KD: torch.Tensor  # int64, -1: its pages have no place for it
-    lengths_KD: torch.Tensor  # int32: keys that it sees, as far as there are pages
+    slots_KD: torch.Tensor  # int64, -1: beyond the request's pages
+    lengths_KD: torch.Tensor  # int32: keys that the row sees, limited by the request's pages
 
 
 class Settled(NamedTuple):
     """Verification result of a step's drafts, and the inputs of the next drafts."""
 
-    told: torch.Tensor  # int64 [S + D]: for the host: all tokens, and how many of each are output
-    next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is settled
-    last_rows_D: torch.Tensor  # int64, of T: the row that each one's newest token follows
-    rows_D: torch.Tensor  # int64: each one's row of the tables
-    # int64 [K, D, P]: how each draft is drawn: as the newest token, one position on for each
+    told: torch.Tensor  # int64 [S + D], for the host: all tokens, then the output tokens per chunk
+    next_tokens_T: torch.Tensor  # int64: the token after each row, if it is known
+    last_rows_D: torch.Tensor  # int64: index in T of the row before the chunk's newest token
+    rows_D: torch.Tensor  # int64: the chunk's row of the tables
+    # int64: sampling settings of each draft: those of the newest token, at the draft's position
     words_KDP: torch.Tensor
-    places: DraftPlaces  # after last_rows
+    places: DraftPlaces  # rows after last_rows_D
 
     @property
     def emitted_D(self) -> torch.Tensor:
-        """How many tokens of each chunk that samples are output."""
+        """Number of output tokens of each chunk with sampled rows."""
         return self.told[len(self.told) - len(self.last_rows_D) :]

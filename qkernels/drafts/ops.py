@@ -1,7 +1,4 @@
-"""Filling a step with drafts, judging them, their logits: checked arguments, then a kernel.
-
-Legend as in chunks.py.
-"""
+"""Draft operations: each checks its arguments, then runs a kernel. Legend: see chunks.py."""
 
 import torch
 
@@ -24,11 +21,12 @@ def fill_drafts_(
     fills_tokens: bool = True,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """Write the tokens that the tables alone know, and correct positions, slots and lengths.
+    """Write the tokens that only the device knows; correct positions, slots and lengths.
 
-    A chunk's token in column c is tokens[its row, c], but for its known ones. Returns how much too
-    high its positions were, int64 [R]. `words_TP`: how each row's token is drawn, where all rows
-    sample; their positions are corrected, too. `fills_tokens` False: tokens stay as they are.
+    The token in column c of a chunk is tokens_NK1[its row, c], except for its known tokens. Returns
+    by how much each chunk's positions were too high, int64 [R]. `words_TP` are the sampling
+    settings of the rows, if all rows are sampled; their positions are corrected, too. With
+    `fills_tokens` False the tokens stay unchanged.
     """
     what = "fill_drafts_"
     _check(what, chunks, tables)
@@ -52,14 +50,15 @@ def settle_drafts_(
     accepted_D: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> Settled:
-    """Judge a step's drafts by the tokens that were drawn, and prepare the next `num_drafts`.
+    """Verify a step's drafts against the drawn tokens, and prepare the next `num_drafts` drafts.
 
-    A draft is accepted if it is the token that the row before it drew, and all drafts before it
-    are accepted. The newest token of each chunk and the number of its rejected drafts go to
-    `tables`. `words_SP`: how the tokens were drawn. `tokens_S` None: no row samples.
+    A draft is accepted if it equals the token drawn in the row before it, and all earlier drafts of
+    the chunk are accepted. The newest token of each chunk and the number of its rejected drafts are
+    written to `tables`. `words_SP` are the sampling settings of the tokens. `tokens_S` None: no row
+    is sampled.
 
-    `passes_DK` [D, most_sampled - 1]: True accepts a draft, whatever was drawn, and such drafts are
-    written to `tokens_S`. `accepted_D`: the number of accepted drafts, where it is known.
+    `passes_DK` [D, most_sampled - 1]: True accepts a draft whatever was drawn; such drafts are
+    written to `tokens_S`. `accepted_D` is the number of accepted drafts, if it is already known.
     """
     what = "settle_drafts_"
     _check(what, chunks, tables)
@@ -88,9 +87,9 @@ def settle_drafts_(
 def spread_logits(
     logits_DU: torch.Tensor, columns_V: torch.Tensor, kernel: str | None = None
 ) -> torch.Tensor:
-    """Logits [D, V] of a larger vocabulary: token t has column columns[t]; -inf where that is -1.
+    """Spread logits [D, U] of a draft vocabulary to a larger vocabulary: [D, V].
 
-    `columns` [V] int32.
+    Token t takes column columns_V[t], int32, or -inf if that is -1.
     """
     check_float("spread_logits logits", logits_DU)
     expect_ndim("spread_logits logits", logits_DU, 2)

@@ -1,4 +1,4 @@
-"""The drafts' operations in plain torch: what their kernels compute. Legend as in chunks.py."""
+"""Plain torch references of the draft operations. Legend: see chunks.py."""
 
 import torch
 
@@ -20,7 +20,7 @@ def fill_drafts_(
     count = len(chunk_T)
     token_ids_T, positions_T = chunks.token_ids_T[:count], chunks.positions_T[:count]
     if fills_tokens:
-        # what is known may be a prompt, of more tokens than the table has columns
+        # known tokens may be a prompt with more tokens than the table has columns
         last = tables.tokens_NK1.shape[1] - 1
         tokens_T = tables.tokens_NK1[rows_R[chunk_T], column_T.clamp(max=last)]
         token_ids_T.copy_(torch.where(column_T < known_R[chunk_T], token_ids_T, tokens_T))
@@ -104,7 +104,7 @@ def spread_logits(logits_DU: torch.Tensor, columns_V: torch.Tensor) -> torch.Ten
 
 
 def draft_words(words_DP: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """Words [K, D, P] of `num_drafts` drafts after the tokens that these words draw."""
+    """Return the sampling words [K, D, P] of `num_drafts` drafts after the tokens of `words_DP`."""
     words_KDP = words_DP.expand(num_drafts, *words_DP.shape).clone()
     ahead_K1 = torch.arange(1, num_drafts + 1, device=words_DP.device)[:, None]
     words_KDP[:, :, POSITION] += ahead_K1
@@ -122,7 +122,7 @@ def draft_places(
     page_size: int,
     max_model_len: int,
 ) -> DraftPlaces:
-    """Slots of the rows 1, 2 .. `num_drafts` positions after rows at `positions_D`."""
+    """Return positions and slots of the rows 1, 2 .. `num_drafts` positions after `positions_D`."""
     wanted_KD = positions_D + torch.arange(1, num_drafts + 1, device=positions_D.device)[:, None]
     positions_KD = wanted_KD.clamp(max=max_model_len - 1)
     pages_KD = (positions_KD // page_size).clamp(max=tables_DX.shape[1] - 1)
@@ -130,13 +130,13 @@ def draft_places(
     return DraftPlaces(
         positions_KD=positions_KD,
         slots_KD=torch.where(wanted_KD < capacity_D, slots_KD, -1),
-        # without a place for this row the keys end where the pages do
+        # if the row is beyond the pages, its keys end with the pages
         lengths_KD=torch.minimum(positions_KD + 1, capacity_D).to(torch.int32),
     )
 
 
 def _rows_of(chunks: DraftChunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunk of each row, and the row's index in it."""
+    """Return the chunk of each row, and the row's index in the chunk."""
     starts_R1 = chunks.query_starts_R1[: len(chunks.rows_R) + 1].long()
     chunk_T = torch.repeat_interleave(starts_R1.diff())
     return chunk_T, torch.arange(len(chunk_T), device=chunk_T.device) - starts_R1[chunk_T]

@@ -1,4 +1,4 @@
-"""Operations of drafts, and the kernels that do them."""
+"""Dispatch table of the draft operations."""
 
 from qkernels.dispatch import triton_or_reference
 from qkernels.problem import needs_triton, needs_triton_on_gpu

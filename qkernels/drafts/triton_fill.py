@@ -1,6 +1,6 @@
-"""Fill in tokens and positions that only the device knows: one Triton kernel, a block per chunk.
+"""Fill in tokens and positions that only the device knows, in Triton with one block per chunk.
 
-Legend as in chunks.py.
+Legend: see chunks.py.
 """
 
 import torch
@@ -11,7 +11,7 @@ from qkernels.drafts.chunks import DraftChunks, DraftTables
 from qkernels.gpu.launch import launch, on_device
 from qkernels.sampling.words import NUM_WORDS, POSITION
 
-BLOCK = 128  # rows per iteration: a verification has few, and rows of a prompt are not touched
+BLOCK = 128  # rows per iteration: a verification has few rows, and prompt rows are not changed
 
 
 def fill_drafts_(

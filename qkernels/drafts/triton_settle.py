@@ -1,6 +1,6 @@
-"""Drafts judged, and what the next ones need, in one Triton kernel: a block a chunk.
+"""Verify drafts and prepare the next ones, in one Triton kernel with one block per chunk.
 
-Legend as in chunks.py.
+Legend: see chunks.py.
 """
 
 import torch
@@ -12,7 +12,7 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, launches_nothing, on_device
 from qkernels.sampling.words import NUM_WORDS, POSITION
 
-BLOCK = 512  # rows of a turn, of a chunk of a prompt
+BLOCK = 512  # rows per iteration over the chunk of a prompt
 
 
 def settle_drafts_(
@@ -30,10 +30,10 @@ def settle_drafts_(
     """Implement ops.settle_drafts_."""
     token_ids_T, device = chunks.token_ids_T, chunks.rows_R.device
     D, K = len(chunks.chunk_D), num_drafts
-    # each draft's places begin where 16 divides the address: other kernels take them
+    # each draft's places start at a 16-byte boundary, as other kernels expect
     stride = ceil_div(D, 4) * 4
     S = 0 if tokens_S is None else len(tokens_S)
-    # Where nothing is launched, readers still look tokens and rows up.
+    # if launches are only recorded, other operations still use tokens and rows as indices
     new = torch.zeros if launches_nothing() else torch.empty
     int64 = {"dtype": torch.int64, "device": device}
     settled = Settled(
@@ -48,7 +48,7 @@ def settle_drafts_(
             lengths_KD=new((K, stride), dtype=torch.int32, device=device)[:, :D],
         ),
     )
-    # what no chunk reads still needs a place to point at
+    # unused pointers still need a tensor
     nothing = chunks.rows_R
     with on_device(nothing):
         launch(
@@ -162,7 +162,7 @@ def _settle_drafts(
     first, count = 0, 0
     if d >= 0:
         first, count = tl.load(first_ptr + d).to(tl.int32), tl.load(count_ptr + d).to(tl.int32)
-    # rows that do not sample are followed by the chunk's next
+    # a row that is not sampled is followed by the chunk's next token
     for begin in range(start, end - count, BLOCK):
         t = begin + tl.arange(0, BLOCK)
         token = tl.load(token_ids_ptr + t + 1, mask=t + 1 < end, other=0)
@@ -175,7 +175,7 @@ def _settle_drafts(
     if d >= 0:
         row = tl.load(rows_ptr + r)
         capacity = tl.load(capacity_ptr + r)
-        begin = end - count  # of T, the first row that samples
+        begin = end - count  # index in T of the first sampled row
         k = tl.arange(0, COLUMNS)
         token = tl.load(tokens_ptr + first + k, mask=k < count, other=0)
         is_draft = k < count - 1
@@ -188,7 +188,7 @@ def _settle_drafts(
                 agrees = tl.load(passes_ptr + k, mask=is_draft, other=0) != 0
             else:
                 agrees = token == draft
-            # the last row judges no draft, so one of them always ends the run
+            # the last row verifies no draft, so it always ends the run of accepted drafts
             accepted = tl.min(tl.where(is_draft & agrees, COLUMNS, k), 0)
         if HAS_PASSES:
             token = tl.where(k < accepted, draft, token)

@@ -1,4 +1,4 @@
-"""Logits of a draft vocabulary in the places of the model's, in one Triton kernel.
+"""Spread the logits of a draft vocabulary to the model's vocabulary, in Triton.
 
 Legend: D rows, U draft vocabulary, V vocabulary.
 """

@@ -1,8 +1,9 @@
-"""Makes the names of compiled kernels in Triton's cache the same in every process.
+"""Patch Triton so that a compiled kernel has the same cache key in every process.
 
-Triton 3.6 hashes the constants that a kernel's functions use, but those of a function alone that
-another kernel has used before: so a kernel's key depends on what ran before it, and a process does
-not find what a compile worker made. Triton 3.9 asks for the function's key first, as is done here.
+A kernel's key includes the constants that its device functions use. Triton 3.6 hashes them only for
+functions that another kernel has already used, so the key depends on what ran before, and a process
+does not find the kernel that a compile worker made. Triton 3.9 computes the functions' keys first;
+this patch does the same.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def settle_cache_keys() -> None:
-    """Patch Triton before the first key is made; does nothing where Triton needs no patch."""
+    """Patch Triton, if its version needs it. Call this before the first key is made."""
     from triton.runtime import jit
 
     finder = getattr(jit, "DependenciesFinder", None)
@@ -20,19 +21,20 @@ def settle_cache_keys() -> None:
         return
 
     def key_first(self: Any, function: Any) -> None:
-        _ = function.cache_key  # finds what the function uses
+        _ = function.cache_key  # computing it finds the constants that the function uses
         update(self, function)
 
     finder._update_hash = key_first
 
 
 def hash_compiler() -> None:
-    """Compute the part of cache keys that names the compiler, which Triton does once, 0.35 s.
+    """Compute the compiler's part of the cache keys early; Triton computes it once, in 0.35 s.
 
-    Its files are read and hashed without the GIL for the most part: for a thread of a start.
+    Triton reads and hashes its own files, mostly without the GIL, so a start can call this in a
+    thread.
     """
     from triton.runtime import cache
 
     compute = getattr(cache, "triton_key", None)
-    if compute is not None:  # else the first launch does it, whatever its name is
+    if compute is not None:  # in other versions of Triton the first launch computes it
         compute()

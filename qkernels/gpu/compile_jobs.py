@@ -1,7 +1,7 @@
-"""A kernel's launch as a line of JSON, from which another process can compile the same kernel.
+"""Compile jobs: a kernel launch as a line of JSON, from which another process compiles the kernel.
 
-A job names the kernel and holds what Triton specializes on: the types of the arguments, the values
-of integers, and all constants.
+A job names the kernel and holds everything that Triton specializes on: the types of the arguments,
+the values of integers, and all constants.
 """
 
 import dataclasses
@@ -18,17 +18,21 @@ from triton.runtime.jit import MockTensor
 
 from qkernels.gpu.cache_keys import settle_cache_keys
 
-# Where classes of constants may come from: nothing else is imported by name.
+# Packages that a job may name modules and classes of; nothing else is imported by name.
 TRUSTED = ("qkernels.", "triton.")
 PLAIN = (bool, int, float, str)
 
 
 class NotDescribable(ValueError):
-    """A launch has an argument that a compile job cannot hold."""
+    """Error for a launch that a compile job cannot hold."""
 
 
 def describe_launch(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> str:
-    """The job of a launch. Raises NotDescribable; such a kernel is compiled when it is launched."""
+    """Return the compile job of a launch.
+
+    Raises NotDescribable if the job cannot hold an argument; that kernel compiles at its first
+    launch.
+    """
     job = {
         "module": kernel.fn.__module__,
         "kernel": kernel.fn.__qualname__,
@@ -41,7 +45,7 @@ def describe_launch(kernel: Any, arguments: tuple, constants: dict[str, Any]) ->
 def compile_job(line: str) -> None:
     """Compile the kernel of a job for Triton's active driver, without launching it.
 
-    The result is written to Triton's cache on disk, where the process that described it finds it.
+    The result goes to Triton's disk cache, where the process that described the launch finds it.
     """
     settle_cache_keys()
     job = json.loads(line)
@@ -53,10 +57,10 @@ def compile_job(line: str) -> None:
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Write the host code of a kernel's launches to Triton's cache, too.
+    """Compile the host code that launches a kernel into Triton's cache, too.
 
-    Triton 3.6 writes C for each kind of launch and calls gcc, 0.1 to 0.3 s each: as long as the
-    kernels themselves take on 16 cores. Later versions, and other GPUs, need none.
+    Triton 3.6 writes C code for each kind of launch and calls gcc, which takes 0.1 to 0.3 s. On 16
+    cores this takes as long as the kernels. Later versions and other GPUs need no host code.
     """
     from triton.backends.nvidia import driver
 
@@ -66,12 +70,12 @@ def compile_launcher(compiled: Any) -> None:
 
 
 def digest(line: str) -> str:
-    """A short name of a job."""
+    """Return a short name for a job."""
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 class _Base:
-    """Placeholder for a TMA descriptor's tensor: its dtype, at an address that passes checks."""
+    """Placeholder for a TMA descriptor's tensor: a dtype, and an address that passes the checks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -156,5 +160,5 @@ def _trusted_class(name: str) -> Any:
 
 
 def toolchain() -> str:
-    """Everything that machine code depends on apart from the job."""
+    """Return the versions that machine code depends on, apart from the job."""
     return f"triton {triton.__version__}"

@@ -1,7 +1,7 @@
-"""CompilePool: processes that compile kernels before they are launched, on all cores.
+"""CompilePool: worker processes that compile kernels on all cores before they are launched.
 
-Results are in Triton's cache on disk. An index in the same folder names the finished jobs, so that
-a start with a full cache starts no process.
+Compiled kernels are in Triton's disk cache. An index file in the same folder names the finished
+jobs, so that a start with a full cache starts no process.
 """
 
 import hashlib
@@ -23,25 +23,26 @@ from qkernels.gpu.compile_jobs import digest, toolchain
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 16  # each takes about 0.5 GiB of the host's memory
-FEW_JOBS = 2  # compiled sooner where they are launched than a process is up
+FEW_JOBS = 2  # so few compile faster at their first launch than a worker starts
 WORKER = "qkernels.gpu.compile_worker"
-HOME = Path(__file__).resolve().parents[2]  # of our packages
+HOME = Path(__file__).resolve().parents[2]  # folder that holds our packages
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class CompilePool:
-    """Workers for one GPU's architecture. `close` ends those that are left."""
+    """Pool of compile workers for one GPU architecture. `close` ends the workers that still run."""
 
     def __init__(self, num_workers: int | None = None, *, folder: Path | None = None) -> None:
-        """`num_workers`: None is one for each core, 0 none. `folder` is that of Triton's cache.
+        """Create the pool. `folder` is the folder of Triton's cache.
 
-        If nothing was ever compiled the workers start immediately: they are ready when jobs come.
+        `num_workers`: None is one per core, 0 none. If nothing was ever compiled, the workers start
+        immediately, so that they are ready when jobs come.
         """
         self._num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         target = triton.runtime.driver.active.get_current_target()
@@ -55,9 +56,10 @@ class CompilePool:
             self._start(self._num_workers)
 
     def compile(self, jobs: Iterable[str], on_done: Callable[[], object] = lambda: None) -> int:
-        """Compile what the index does not name. Returns how many jobs that were.
+        """Compile the jobs that the index does not name, and return how many there were.
 
-        `on_done` is called after each, in any thread.
+        Up to FEW_JOBS jobs are left to their first launch, and the result is 0. `on_done` is called
+        after each job, from any thread.
         """
         missing = sorted({job for job in jobs if digest(job) not in self._done})
         if len(missing) <= FEW_JOBS or not self._num_workers:
@@ -84,12 +86,12 @@ class CompilePool:
         return len(missing)
 
     def missing(self, jobs: Iterable[str]) -> int:
-        """How many of the jobs the index does not name."""
+        """Return how many of the jobs the index does not name."""
         return len(self.digests(jobs) - self._done)
 
     @staticmethod
     def digests(jobs: Iterable[str]) -> set[str]:
-        """Short names of jobs."""
+        """Return the short names of jobs."""
         return set(map(digest, jobs))
 
     @property
@@ -102,7 +104,7 @@ class CompilePool:
         return len(self._processes)
 
     def close(self) -> None:
-        """End the workers; what one is compiling is lost."""
+        """End the workers. A job that is being compiled is lost."""
         for process in self._processes:
             process.stdin.close()
             process.kill()
@@ -111,20 +113,20 @@ class CompilePool:
         self._processes = []
 
     def _start(self, count: int) -> None:
-        # No GPU: a context on it would take its memory and seconds. One thread: there are others.
+        # Hide the GPU: a CUDA context would cost GPU memory and seconds. Use one thread per worker.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         path = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{HOME}{os.pathsep}{path}" if path else str(HOME)
         self._processes = [
             subprocess.Popen(
-                # Without -P a folder named formats/ in the working directory would hide our own.
+                # without -P a folder formats/ in the working directory would shadow our package
                 [sys.executable, "-P", "-m", WORKER, *self._target],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
                 text=True,
                 bufsize=1,
-                start_new_session=True,  # Ctrl-C goes to this process, which ends them
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
             )
             for _ in range(count)
         ]
@@ -132,7 +134,7 @@ class CompilePool:
     def _feed(
         self, process: subprocess.Popen, waiting: queue.SimpleQueue, on_done: Callable[[], object]
     ) -> None:
-        """Give one worker a job after the other, until none is left or it has ended."""
+        """Send jobs to one worker, one at a time, until none is left or the worker has ended."""
         while True:
             try:
                 job = waiting.get_nowait()
@@ -154,7 +156,7 @@ class CompilePool:
             on_done()
 
     def _version(self) -> str:
-        """Changes with everything that machine code depends on and a job does not hold."""
+        """Return a hash of everything that machine code depends on, apart from the job."""
         hashed = hashlib.sha256(" ".join([toolchain(), *self._target]).encode())
         for path in sorted((HOME / "qkernels").rglob("*.py")):
             hashed.update(path.relative_to(HOME).as_posix().encode() + path.read_bytes())
@@ -167,7 +169,10 @@ class CompilePool:
             return set()
 
     def _write_index(self) -> None:
-        """Replace the file, atomically and with what other engines added. Without it all works."""
+        """Replace the index file atomically, with the entries that other engines have added.
+
+        If it cannot be written, a warning is logged: the index only saves time.
+        """
         self._done |= self._read_index()
         try:
             write_whole(self._index, json.dumps(sorted(self._done)))

@@ -1,17 +1,17 @@
-"""Base of all kernels' configs: integer helpers, limits, and checks. Plain Python."""
+"""Base of all kernel configs: integer helpers, limits, and checks, in plain Python."""
 
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
-HOPPER_SHARED_BYTES = 227 * 1024  # the most that a block may have on sm_90
+HOPPER_SHARED_BYTES = 227 * 1024  # most shared memory of a block on sm_90
 SM_REGISTERS = 65536
 
 
 class CompileTimeConfig:
-    """A config that is passed to a kernel as a constexpr, together with its properties.
+    """Config that is passed to a kernel as a constexpr; the kernel also uses its properties.
 
-    Triton's disk cache distinguishes constants by `cache_key`, or by their repr, which for a
-    dataclass is its fields. A kernel also depends on the properties, and another version of this
-    package may compute them differently, so the key contains them.
+    Triton's disk cache identifies a constant by `cache_key`, else by its repr, which for a
+    dataclass shows only the fields. Another version of this package may compute a property
+    differently, so the key includes the properties.
     """
 
     __slots__ = ()
@@ -24,21 +24,24 @@ class CompileTimeConfig:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 MAX_STAGES = 8
-WARPGROUP_ROWS = 64  # of operand A of one wgmma
+WARPGROUP_ROWS = 64  # rows of the A operand of one wgmma
 
 
 def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int) -> str | None:
-    """Why a launch cannot have these numbers, block_m from `least` to `most`; None: it can."""
+    """Return why these launch parameters are invalid; None: they are valid.
+
+    `block_m` must be from `least` to `most`.
+    """
     if not is_power(block_m, least, most):
         return f"a block must be a power of two from {least} to {most}, found {block_m}"
     if warps not in (1, 2, 4, 8, 16):
@@ -49,7 +52,10 @@ def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int
 
 
 def split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
-    """Why K cannot be split so often, of so many K steps, tiles and outputs M * N; None: it can."""
+    """Return why K cannot be split into `split` ranges; None: it can.
+
+    The product has `steps` K steps, `tiles` output tiles and M * N = `outputs`.
+    """
     if not 1 <= split <= steps:
         return f"split must be 1 to {steps}, the number of K steps, found {split}"
     if split > 1 and split * outputs > WORKSPACE_FLOATS:

@@ -1,4 +1,4 @@
-"""Properties of a device that a launch depends on: architecture, SMs, shared memory."""
+"""Properties of a device that a launch depends on: architecture, SM count, shared memory."""
 
 import functools
 import importlib.metadata
@@ -6,20 +6,20 @@ import os
 
 import torch
 
-# Triton's own switch, read by it at import: its interpreter runs no inline assembly.
+# Triton reads this switch at import. Its interpreter cannot run inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# The first triton whose Gluon has what the kernels for sm_90 use.
+# First version of Triton whose Gluon has the functions that our sm_90 kernels use.
 GLUON_TRITON = (3, 6)
 
-# In Triton's interpreter there are no SMs; any small number exercises the same choices.
+# Triton's interpreter has no SMs; any small number leads to the same choices.
 INTERPRETER_SM_COUNT = 4
 INTERPRETER_SHARED_BYTES = 227 * 1024
 
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Number of SMs of a GPU; a small number where kernels are interpreted."""
+    """Return the number of SMs of a GPU; a small number for Triton's interpreter."""
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -27,7 +27,7 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory of one block at most, in bytes."""
+    """Return the most shared memory that a block may have, in bytes."""
     if device.type != "cuda":
         return INTERPRETER_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -35,9 +35,9 @@ def shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def arch(device: torch.device) -> str:
-    """The device's architecture as compilers name it: "sm_90", "gfx942", "cpu".
+    """Return the device's architecture as compilers name it: "sm_90", "gfx942", "cpu".
 
-    Where torch sees no GPU, a "cuda" device is taken for sm_90: only `explain` asks there.
+    A "cuda" device counts as sm_90 if torch sees no GPU: only `explain` asks then.
     """
     if device.type != "cuda":
         return device.type
@@ -51,22 +51,23 @@ def arch(device: torch.device) -> str:
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Return True if a kernel may start while the one before it ends: sm_90 and later."""
+    """Return True if a kernel may start before the previous one ends (PDL: sm_90 and later)."""
     name = arch(device)
     return name.startswith("sm_") and int(name[3:]) >= 90
 
 
 @functools.cache
 def uses_ptx(device: torch.device) -> bool:
-    """Return True if kernels may contain inline PTX: NVIDIA GPUs, not Triton's interpreter."""
+    """Return True if kernels may contain inline PTX: NVIDIA GPUs, but not Triton's interpreter."""
     return arch(device).startswith("sm_") and not INTERPRETED
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Return True if the hardware has tensor descriptors (sm_90 and later).
+    """Return True if the hardware has TMA tensor descriptors (sm_90 and later).
 
-    Triton emulates them elsewhere by pointers. Its interpreter counts as hardware.
+    On other GPUs Triton emulates descriptors with pointers. Triton's interpreter counts as
+    hardware.
     """
     name = arch(device)
     return name == "cpu" or (name.startswith("sm_") and int(name[3:]) >= 90)
@@ -74,7 +75,7 @@ def has_tma(device: torch.device) -> bool:
 
 @functools.cache
 def lacks_arch(device: torch.device, wanted: str) -> str | None:
-    """Reason why Gluon kernels for one architecture cannot run on `device`; None: they can."""
+    """Return why Gluon kernels for `wanted` cannot run on `device`; None: they can."""
     if INTERPRETED:
         return "triton's interpreter does not run Gluon"
     if device.type != "cuda":

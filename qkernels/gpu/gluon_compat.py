@@ -1,6 +1,6 @@
-"""One name for each Gluon function that triton 3.6 and 3.9 name differently, and `aggregate`.
+"""Gluon functions that triton 3.6 and 3.9 name differently, under one name, and `aggregate`.
 
-Importing this module requires a triton that has Gluon.
+Importing this module requires a version of Triton that has Gluon.
 """
 
 import torch
@@ -34,7 +34,7 @@ load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy
 # synchronizes the warps of a block, or of a warp-specialized partition
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# an integer argument of a kernel: triton compiles in the ones that are 1
+# type of a kernel's integer argument: an argument of 1 is compiled in as a constexpr
 integer = gl.tensor | gl.constexpr
 
 _make_aggregate = getattr(gluon, "aggregate", None) or _aggregate
@@ -45,14 +45,14 @@ def _init(self, **fields) -> None:
         setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
 
 
-_init.__triton_builtin__ = True  # or triton refuses a function that is not compiled
+_init.__triton_builtin__ = True  # otherwise triton refuses to call a plain Python function
 
 
 def aggregate(cls: type) -> type:
-    """A struct of a kernel's values: tensors, descriptors, constexprs, other aggregates.
+    """Make a class a struct of kernel values: tensors, descriptors, constexprs, other aggregates.
 
-    The class annotates its fields, is built by keyword, and never changes. Its `gluon.jit` methods
-    can be called in kernels.
+    The class annotates its fields, is built by keyword, and is immutable. Kernels can call its
+    `gluon.jit` methods.
     """
     cls.__init__ = _init
     return _make_aggregate(cls)
@@ -77,7 +77,7 @@ def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """A TMA descriptor of a matrix, for boxes of `block`."""
+    """Return a TMA descriptor of a matrix, with boxes of shape `block`."""
     return describe(_descriptor, tensor, tuple(block))
 
 

@@ -1,4 +1,4 @@
-"""Launching Triton kernels in a fraction of the host time that Triton itself takes."""
+"""Launch Triton kernels with a fraction of the host time that Triton itself takes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,32 +9,37 @@ import torch
 from qkernels.gpu.cache_keys import settle_cache_keys
 from qkernels.gpu.device import INTERPRETED
 
-# launch key -> the kernel, its compiled form, and the values of its last parameters
+# launch key -> the kernel, the compiled kernel, and the values of its last parameters
 _COMPILED: dict[tuple, tuple[Any, Any, tuple]] = {}
-# launch key -> its compile job, while launches are recorded; None: launches run
+# launch key -> compile job, while launches are recorded; None: kernels run
 _RECORDED: dict[tuple, str] | None = None
-_PLAIN = False  # set_plain_launches
+_PLAIN = False  # set by set_plain_launches
 
 
 def set_plain_launches(plain: bool) -> None:
-    """Launch every kernel of this process through Triton itself: `kernel[grid](...)`, no more.
+    """Launch every kernel of this process directly through Triton, as `kernel[grid](...)`.
 
-    For telling a fault of `launch` from a kernel's: one that stays with plain launches is not the
-    launcher's. Each launch takes several times as much host time.
+    For finding out whether `launch` or a kernel is at fault: an error that also occurs with plain
+    launches is not the launcher's. Each launch takes several times as much host time.
     """
     global _PLAIN
     _PLAIN = plain
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run kernel[grid](*arguments, **constants); from the second call on with little host time.
+    """Run kernel[grid](*arguments, **constants), with little host time from the second call on.
 
-    Triton describes all arguments and options of each launch as text, to find the compiled kernel.
-    Here a tuple finds it: the device, and everything that Triton specializes on. Some launches go
-    through Triton: the first one of each kind, those that the tuple cannot describe (an address not
-    divisible by 16, an integer beyond 32 bits, an unknown type), and all after
-    set_plain_launches(True). `arguments` are the kernel's first parameters, `constants` the others
-    and Triton's options. Descriptors come from gpu/tma.py.
+    At each launch, Triton builds a text of all arguments and options to look up the compiled
+    kernel. Here the look-up key is a tuple: the device and everything that Triton specializes on.
+    Three kinds of launches go through Triton itself:
+
+    - the first launch of its kind;
+    - one that the tuple cannot describe (an address not divisible by 16, an integer beyond 32 bits,
+      an unknown type);
+    - all launches after set_plain_launches(True).
+
+    `arguments` are the kernel's first parameters; `constants` are the others and Triton's options.
+    TMA descriptors must come from gpu/tma.py.
     """
     key = None if INTERPRETED or _PLAIN else _launch_key(kernel, arguments, constants)
     if _RECORDED is not None:
@@ -55,9 +60,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[dict[tuple, str]]:
-    """Record launches instead of running them, as compile jobs by launch key.
+    """Record launches as compile jobs, by launch key, instead of running them.
 
-    Results of kernels are undefined meanwhile. One thread at a time.
+    Results of kernels are undefined meanwhile. Only one thread may launch kernels.
     """
     global _RECORDED
     _RECORDED = {}
@@ -68,7 +73,7 @@ def recorded_launches() -> Iterator[dict[tuple, str]]:
 
 
 def launches_nothing() -> bool:
-    """Return True while launches are recorded: results of kernels are undefined then."""
+    """Return True while launches are recorded, when the results of kernels are undefined."""
     return _RECORDED is not None
 
 
@@ -77,13 +82,13 @@ def _record(key: tuple | None, kernel: Any, arguments: tuple, constants: dict[st
         return
     from qkernels.gpu.compile_jobs import NotDescribable, describe_launch  # imports triton
 
-    # A launch that cannot be described is compiled when it is launched.
+    # a kernel whose launch cannot be described compiles at its first launch
     with contextlib.suppress(NotDescribable):
         _RECORDED[key] = describe_launch(kernel, arguments, constants)
 
 
 def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple | None:
-    """Everything that Triton specializes on; None: the launch goes through Triton."""
+    """Return everything that Triton specializes on; None: the launch must go through Triton."""
     kinds = [id(kernel), torch.cuda.current_device()]
     addresses = 0
     for argument in _flat(arguments):
@@ -96,7 +101,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
                 return None
             # Triton compiles 1 in, and specializes on divisibility by 16
             kinds.append(-1 if argument == 1 else argument % 16 == 0)
-        elif kind is type:  # of a struct, whose fields follow
+        elif kind is type:  # the class of a struct, whose fields follow
             kinds.append(argument)
         elif argument is None or kind is float:
             kinds.append(kind)
@@ -108,7 +113,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
 
 
 def _flat(arguments: tuple) -> list:
-    """Arguments, each struct (a named tuple of arguments) replaced by its class and its fields."""
+    """Return the arguments, with each named tuple replaced by its class and its fields."""
     flat = []
     for argument in arguments:
         if isinstance(argument, tuple):
@@ -119,7 +124,7 @@ def _flat(arguments: tuple) -> list:
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's device current: Triton launches there, wherever its arguments are."""
+    """Make the tensor's device current: Triton ignores the arguments' device."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

@@ -1,9 +1,13 @@
-"""Programmatic dependent launch (PDL, sm_90): a kernel starts while the previous one ends.
+"""Programmatic dependent launch (PDL, sm_90): a kernel starts before the previous one ends.
 
-Such a kernel is launched with `pdl_options`. It calls `pdl_launch_and_wait` before it writes
-anything, before it reads what another kernel may have written (unless its caller says
-`inputs_ready`), and before any block returns. Without a wait a grid could complete before the
-previous one, and the next grid waits only for this one.
+A kernel that is launched with `pdl_options` must call `pdl_launch_and_wait`
+
+- before it writes anything,
+- before it reads what another kernel may have written (unless its caller says `inputs_ready`),
+- before any of its blocks returns.
+
+A grid that does not wait could complete before the previous one, and the next grid waits only for
+this one.
 """
 
 import torch
@@ -12,12 +16,12 @@ import triton.language as tl
 
 from qkernels.gpu.device import has_pdl
 
-# Kernels of more rows fill the GPU, and leave no room for the next one's blocks.
+# Kernels over more rows fill the GPU and leave no room for blocks of the next kernel.
 PDL_MAX_ROWS = 128
 
 
 def pdl_options(x: torch.Tensor, rows: int) -> dict[str, bool]:
-    """The launch options of a kernel over so many rows."""
+    """Return the PDL launch options of a kernel over this many rows."""
     starts = rows <= PDL_MAX_ROWS and has_pdl(x.device)
     return {"PDL": starts, **({"launch_pdl": True} if starts else {})}
 

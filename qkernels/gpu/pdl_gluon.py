@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (PDL) in Gluon, as gpu/pdl.py has it in Triton."""
+"""Programmatic dependent launch (PDL) for Gluon kernels, as gpu/pdl.py is for Triton kernels."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,7 +1,7 @@
-"""Multistage pipelines in shared memory, in Gluon, after CUTLASS's PipelineTmaAsync.
+"""Multistage pipelines in shared memory, in Gluon, modeled on CUTLASS's PipelineTmaAsync.
 
-A producer fills stages in turn, its consumers read them. Each stage has two barriers: `full`, which
-the producer's copies complete, and `empty`, at which every consumer arrives once it has read.
+A producer fills the stages in turn, and consumers read them. Each stage has two barriers: the
+producer's copies complete `full`; every consumer arrives at `empty` after it has read the stage.
 
     producer                                       consumer
     state = pipeline.producer_start()              state = pipeline.consumer_start()
@@ -27,7 +27,7 @@ def next_stage(stage, NUM_STAGES: gl.constexpr):
 
 @aggregate
 class PipelineState:
-    """The stage that a producer or consumer is at, and the phase in which it waits there."""
+    """The current stage of a producer or consumer, and the barrier phase that it waits for."""
 
     stage: gl.tensor
     phase: gl.tensor
@@ -44,7 +44,7 @@ class PipelineState:
 
 @aggregate
 class Pipeline:
-    """The stages' shared memory, and their barriers."""
+    """Shared memory of the stages and their barriers."""
 
     mem: base_value  # a shared memory descriptor, or an aggregate of several
     full: gl.shared_memory_descriptor

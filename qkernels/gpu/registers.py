@@ -1,10 +1,10 @@
-"""Tensors in registers, split or converted within each thread, in Gluon."""
+"""Gluon functions that split or convert tensors in registers, within each thread."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# PTX: a word of four 8-bit codes to two words of float16x2, exactly. An int8 with its sign bit
-# flipped is the mantissa of 1024 + 128 + code.
+# PTX: convert a word of four 8-bit codes to two float16x2 words, exactly. An int8 with its sign bit
+# flipped is the low byte of the float16 1024 + 128 + code.
 INT_TO_HALF = gl.constexpr("""{
     .reg .b32 x, low, high, magic;
     xor.b32 x, $2, 0x80808080;

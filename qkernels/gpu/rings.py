@@ -1,9 +1,9 @@
-"""Inputs and tokens of captured steps in rings of the host's pinned memory.
+"""Ring buffers in pinned host memory for the inputs and sampled tokens of CUDA graph replays.
 
-A graph's kernels have fixed addresses, but the host writes the inputs of a step while the one
-before it runs, and reads the tokens of the one before that. So both are rings, and a counter on the
-device says which entry is next: a replay needs no other launch. Legend: D entries of a ring, B
-words of an entry, T tokens of the step, S rows that sample, R rows of `samples`.
+The kernels of a CUDA graph have fixed addresses. But the host writes the inputs of a step while the
+previous step runs, and reads the tokens of the step before that. So inputs and tokens each have a
+ring, and a counter on the device selects the entry: a replay needs no other launch. Legend: D
+entries of a ring, B words of an entry, T tokens of the step, S sampled rows, R rows of `samples`.
 """
 
 import torch
@@ -23,9 +23,9 @@ def receive_(
     samples_R: torch.Tensor,
     num_tokens: int,
 ) -> None:
-    """Copy the counter's entry of the ring to `to_B`; all int64.
+    """Copy the ring entry that the counter selects to `to_B`. All tensors are int64.
 
-    The first `num_tokens` words are token ids. A negative one, -1 - r, is the token samples_R[r].
+    The first `num_tokens` words are token ids. A negative id, -1 - r, refers to samples_R[r].
     """
     depth, count = ring_DB.shape
     assert len(to_B) <= count and num_tokens <= len(to_B), (to_B, ring_DB)
@@ -49,9 +49,9 @@ def receive_(
 def deliver_(
     tokens_S: torch.Tensor, samples_R: torch.Tensor, ring_DR: torch.Tensor, counter: torch.Tensor
 ) -> None:
-    """Copy drawn tokens to the counter's entry of the ring and to `samples_R`, and count up.
+    """Copy sampled tokens to the counter's ring entry and to `samples_R`; increment the counter.
 
-    `samples_R` gets 0 instead of a negative token: the next step reads an embedding there.
+    `samples_R` gets 0 instead of a negative token, because the next step looks up its embedding.
     """
     depth, rows = ring_DR.shape
     assert len(tokens_S) <= rows <= len(samples_R), (tokens_S, samples_R, ring_DR)
@@ -67,7 +67,7 @@ def deliver_(
             rows,
             DEPTH=depth,
             BLOCK=power_of_two(rows),
-            num_warps=1,  # loads the counter before it stores it
+            num_warps=1,  # with one warp, all threads load the counter before it is stored
         )
 
 

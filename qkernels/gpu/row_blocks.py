@@ -1,6 +1,6 @@
-"""Blocks of rows of several requests: a program's block belongs to one request.
+"""Split the rows of several requests into blocks, so that each block belongs to one request.
 
-Request r owns the blocks from starts[r] // BLOCK_Q + r on; a grid of T // BLOCK_Q + R blocks holds
+Request r owns the blocks from starts[r] // BLOCK_Q + r on. A grid of T // BLOCK_Q + R blocks holds
 all of them. Legend: T rows of a step, R requests.
 """
 

@@ -1,7 +1,7 @@
-"""Split-K reductions of warpgroup accumulators through the L2, in Gluon.
+"""Split-K reduction of warpgroup accumulators through the L2, in Gluon.
 
-Each split adds up a range of K. The consumer warpgroups that hold the same outputs of all SPLIT
-splits exchange their partial sums in a slot of the workspace, and `slot` counts these groups.
+Each split sums over a range of K. The consumer warpgroups that hold the same outputs in all SPLIT
+splits exchange their partial sums in one slot of the workspace; `slot` is its index.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from qkernels.gpu.gluon_compat import barrier
 from qkernels.gpu.registers import split_columns
 
-SUMS_IN_FLIGHT = gl.constexpr(64 * 128)  # partial sums that a warpgroup has in flight
+SUMS_IN_FLIGHT = gl.constexpr(64 * 128)  # partial sums that a warpgroup loads at the same time
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
-"""Split-K reduction in the last block to arrive, in Triton, as gpu/split_k_reduce.py in Gluon.
+"""Split-K reduction in the last block to arrive, in Triton (gpu/split_k_reduce.py is in Gluon).
 
-A block stores its partial sums and counts itself in. The last of a tile's SPLIT blocks sums all
-splits in order, so the result does not depend on which block came last, and leaves the counter at
-zero.
+A block stores its partial sums and increments its tile's counter. The last of the tile's SPLIT
+blocks sums all splits in order, so the result does not depend on which block came last. It also
+resets the counter to zero.
 
     if arrives_last(sums, ptrs + split * stride, mask, counter_ptr, SPLIT):
         sums = sum_splits(ptrs, stride, mask, SPLIT)

@@ -1,6 +1,6 @@
-"""TMA descriptors, checked once for all tensors of one shape.
+"""TMA descriptors that are checked once for all tensors of one shape.
 
-Triton checks each descriptor that is made, which takes 10 to 20 us of Python.
+Triton checks every descriptor that it makes, which takes 10 to 20 us of host time.
 """
 
 import functools
@@ -12,14 +12,14 @@ import torch
 # (anything with a dtype and data_ptr(), shape, strides, block) -> a Triton descriptor
 Make = Callable[[Any, tuple[int, ...], tuple[int, ...], list[int]], Any]
 
-TMA_ALIGNMENT = 16  # bytes, of every address
+TMA_ALIGNMENT = 16  # bytes; every address and stride must be divisible by it
 
 
 def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
-    """make(tensor, shape, strides, block), called and checked once for each dtype and shape.
+    """Return make(tensor, shape, strides, block), called and checked once for each dtype and shape.
 
-    Raises AssertionError where TMA cannot address the tensor. All descriptors that the same
-    compiled kernel takes have the same object as `kind`.
+    Raises AssertionError if TMA cannot address the tensor. Descriptors that one compiled kernel can
+    take share the same object as `kind`.
     """
     assert tensor.data_ptr() % TMA_ALIGNMENT == 0, "TMA takes addresses divisible by 16"
     like = _template(make, tensor.dtype, tensor.shape, tensor.stride(), block)
@@ -30,7 +30,7 @@ def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
 
 
 class _Base:
-    """Placeholder for a tensor: its dtype, at an address that passes Triton's checks."""
+    """Placeholder for a tensor: a dtype, and an address that passes Triton's checks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -52,5 +52,5 @@ def _kind(make: Make, dtype: torch.dtype, block: tuple[int, ...]) -> object:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it at an address that TMA takes."""
+    """Return x, or a copy of x at an address that TMA accepts."""
     return x.clone() if x.data_ptr() % TMA_ALIGNMENT else x

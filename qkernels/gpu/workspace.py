@@ -9,22 +9,22 @@ WORKSPACE_FLOATS = 2**22
 WORKSPACE_COUNTERS = 4096  # output tiles that may be split
 
 Workspace = tuple[torch.Tensor, torch.Tensor]
-# (device, stream, whether a CUDA graph is captured) -> its workspace
+# (device, stream, True during CUDA graph capture) -> workspace
 _WORKSPACES: dict[tuple[torch.device, int, bool], Workspace] = {}
-# CUDA device -> a workspace for the next stream that captures: a capture can zero no memory
+# CUDA device -> spare workspace for the next capturing stream: a capture cannot zero memory
 _SPARES: dict[torch.device, Workspace] = {}
 
 
 def workspace(device: torch.device) -> Workspace:
-    """Partial sums and counters of split-K kernels for the current stream of `device`.
+    """Return the partial sums and counters of split-K kernels for the current stream of `device`.
 
-    Kernels that share a workspace must run one after another, which one stream guarantees, and
-    leave every counter at zero. Size and address of a workspace never change, so captured CUDA
-    graphs stay valid: memory grows by 16 MiB for each stream that is used, not with calls.
+    Kernels that share a workspace must run one after another, which a stream guarantees, and must
+    leave every counter at zero. The size and address of a workspace never change, so captured CUDA
+    graphs stay valid. Memory grows by 16 MiB for each stream that is used, not with calls.
 
     Graphs may be replayed on any stream, so they do not use the workspace of eager calls. Graphs
-    captured on one stream share a workspace; to replay two graphs at the same time, capture them
-    on two streams. Raises KernelError in a capture that no eager call came before.
+    that were captured on one stream share a workspace; to replay two graphs at the same time,
+    capture them on two streams. Raises KernelError in a capture without an eager call before it.
     """
     if device.type != "cuda":
         return _kept(device, 0, False)
@@ -33,7 +33,7 @@ def workspace(device: torch.device) -> Workspace:
         return _WORKSPACES.get((device, stream, True)) or _take_spare(device, stream)
     if device not in _SPARES:
         _SPARES[device] = _allocate(device)
-        torch.cuda.current_stream(device).synchronize()  # a graph may be replayed elsewhere
+        torch.cuda.current_stream(device).synchronize()  # a graph may run on another stream
     return _kept(device, stream, False)
 
 
@@ -54,7 +54,7 @@ def _take_spare(device: torch.device, stream: int) -> Workspace:
 
 
 def _current_stream(device: torch.device) -> tuple[int, bool]:
-    """The stream that Triton launches on, and whether a CUDA graph is captured."""
+    """Return the stream that Triton launches on, and True if a CUDA graph is being captured."""
     from triton.runtime import driver  # a CPU may lack triton
 
     stream = driver.active.get_current_stream(device.index)

@@ -6,26 +6,26 @@ import torch
 
 
 def is_aligned(entry: int, latent: int) -> bool:
-    """Return True if entries of 8 bits, and the keys in them, begin at multiples of 16 bytes."""
+    """Return True if 8-bit entries, and the keys in them, begin at multiples of 16 bytes."""
     return entry % 16 == 0 and latent % 16 == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLatents:
-    """One entry for each token: its normed latent, then its rotated key, for all heads.
+    """One entry per token, which all heads share: its normalized latent, then its rotated key.
 
-    A slot is page * B + offset. In 8 bits the latent has one scale and the key another, which
-    writes find.
+    A slot is page * B + offset. In 8 bits, latent and key have separate scales, which writes
+    compute.
     """
 
-    pages: torch.Tensor  # [P, B, E], of the activations' dtype, int8 or float8_e4m3fn
+    pages: torch.Tensor  # [P, B, E]: the activations' dtype, int8 or float8_e4m3fn
     scales: torch.Tensor | None = None  # float32 [P, B, 2], with 8-bit pages
 
     @classmethod
     def zeros(
         cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> "PagedLatents":
-        """Make pages of `shape` [P, B, E], with scales if `dtype` has 8 bits."""
+        """Allocate pages of `shape` [P, B, E], with scales if `dtype` has 8 bits."""
         pages = torch.zeros(shape, dtype=dtype, device=device)
         if dtype.itemsize > 1:
             return cls(pages=pages)
@@ -33,8 +33,8 @@ class PagedLatents:
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what each page holds; entries as bytes."""
-        pages = self.pages.view(torch.uint8)  # float8 has no indexed copies everywhere
+        """Tensors [P, ...] of the contents of pages; entries as bytes."""
+        pages = self.pages.view(torch.uint8)  # not every device has indexed copies of float8
         return (pages,) if self.scales is None else (pages, self.scales)
 
     @property
@@ -47,7 +47,7 @@ class PagedLatents:
         return self.pages.shape[1]
 
     def by_slot(self) -> "PagedLatents":
-        """Return the same entries in pages of one entry, numbered by slot."""
+        """Return a view of the entries as pages of one entry, numbered by slot."""
         scales = None if self.scales is None else self.scales.view(-1, 1, 2)
         return PagedLatents(pages=self.pages.view(-1, 1, self.pages.shape[2]), scales=scales)
 

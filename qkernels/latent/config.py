@@ -1,4 +1,4 @@
-"""Launch configs of latent attention, from numbers of the host alone."""
+"""Launch configs of latent attention, chosen from numbers that the host knows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.latent.expanded import BLOCK_HEADS, heads_of_group
 
 MAX_SPLIT_KV = 32
-LARGE_SHARED = 200_000  # bytes of shared memory of a block: sm_90 and sm_100 have 232,448
-MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and to merge than it saves
+LARGE_SHARED = 200_000  # bytes of shared memory per block; sm_90 and sm_100 have 232,448
+MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and merge than it saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """A launch: block_q query rows of block_heads heads, over one of `split` parts of the keys."""
+    """Launch config: a program does block_q query rows of block_heads heads over one KV split."""
 
     block_heads: int
     block_q: int
-    keys: int  # keys of one step
+    keys: int  # keys per step
     split: int
     warps: int
     stages: int
@@ -34,11 +34,14 @@ def default_latent_config(
     sm_count: int,
     shared_bytes: int,
 ) -> LatentConfig:
-    """From host numbers alone, so that a CUDA graph captured with the config stays valid."""
-    # 64 keys and 32 rows of 576 numbers take 115 KB; measured on sm_90 alone.
+    """Choose a config from numbers that the host knows.
+
+    So a CUDA graph that was captured with the config stays valid.
+    """
+    # 64 keys and 32 rows of 576 numbers take 115 KB; measured only on sm_90
     is_large = shared_bytes >= LARGE_SHARED and element_size < 4
     block_heads = min(2 * BLOCK_HEADS if is_large else BLOCK_HEADS, power_of_two(heads))
-    # 32 rows share each entry that they load; 64 spill registers (compiled for sm_90)
+    # 32 rows share each loaded entry; 64 rows would spill registers (compiled for sm_90)
     rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 else 32
     block_q = rows // block_heads
     tiles = max(1, num_requests * -(-max_query_len // block_q) * -(-heads // block_heads))
@@ -52,7 +55,8 @@ def default_latent_config(
     return LatentConfig(
         block_heads=block_heads,
         block_q=block_q,
-        # 32 rows, 128 requests of 4,096 keys: 289 us with 64 keys, 447 with 32. 16 rows: 301, 228.
+        # 128 requests of 4,096 keys. With 32 rows: 289 us with 64 keys, 447 us with 32 keys. With
+        # 16 rows: 301 and 228 us.
         keys=16 if element_size == 4 else 64 if is_large and rows == 32 else 32,
         split=split,
         warps=4 if rows == 16 else 8,
@@ -70,7 +74,7 @@ def latent_boundaries(
     max_context_len: int,
     shared_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Return (requests, tokens of each, keys) that together launch every kernel."""
+    """Yield (requests, tokens per request, keys) that together launch every kernel."""
     first: dict[LatentConfig, tuple[int, int, int]] = {}
     for count in (*_powers(1, max_tokens), max_tokens):
         for requests in range(1, min(max_requests, max_tokens // count) + 1):
@@ -99,7 +103,10 @@ def selected_boundaries(
     max_context_len: int,
     shared_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Return (1, rows, keys) that launch every kernel over up to `most` selected keys of a row."""
+    """Yield (1, rows, keys) that together launch every kernel over selected keys.
+
+    A row has up to `most` selected keys.
+    """
     first: dict[LatentConfig, tuple[int, int, int]] = {}
     for rows in (*_powers(1, max_tokens), max_tokens):
         keys = max(rows, most + 1)
@@ -128,10 +135,10 @@ def expanded_boundaries(
     max_tokens: int,
     max_context_len: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Return (requests, tokens of each, keys) that launch every kernel over expanded keys.
+    """Yield (requests, tokens per request, keys) that launch every kernel over expanded keys.
 
-    `width`: of an expanded key and value. `min_rows` of a chunk and `min_pairs` of rows
-    and keys: from which it is expanded.
+    `width` is the width of an expanded key and value. A chunk is expanded from `min_rows` rows and
+    `min_pairs` pairs of row and key on.
     """
     first: dict[object, tuple[int, int, int]] = {}
     for count in (*_powers(min_rows, max_tokens), max_tokens):
@@ -169,7 +176,7 @@ def expanded_kernels(
 
 
 def _powers(least: int, most: int) -> Iterator[int]:
-    """Return `least` and its doubles up to `most`."""
+    """Yield `least` and its doubles up to `most`."""
     while least <= most:
         yield least
         least *= 2

@@ -1,15 +1,18 @@
-"""Latent attention of long chunks over keys and values of heads, made from entries.
+"""Latent attention of long chunks with expanded keys and values: one key and value per head.
 
     k = [W_UK c | r]        v = c W_UV        out = softmax(q k) v
 
-An expanded key and value cost 2 L (P + V) operations for each head, and then each row P + R + V
-instead of 2 L + R multiplications: less in all from expanded_rows on. The attention is
-paged_attention over keys and values that lie in pages of this call alone. Chunks of up to
-MAX_KEYS keys are computed together, heads in groups whose keys and values take at most MAX_BYTES.
+Expanding a key and value costs 2 L (P + V) operations for each head. Each row then needs P + R + V
+multiplications per key instead of 2 L + R, so from expanded_rows on the total is lower. The
+attention itself is paged_attention over temporary pages of this call. Chunks of up to MAX_KEYS keys
+are computed together, heads in groups whose keys and values take at most MAX_BYTES.
 
-Legend: N rows of the chunks, H heads, K entries with padding to whole pages, X pages of entries; L
-numbers of a latent, R of a rotated key, P of a query's other part, V of a value; D = P + R, or V
-where that is wider; G heads of a group, B tokens of a page of keys.
+    N  rows of the chunks                L  numbers of a latent
+    H  heads                             R  numbers of a rotated key
+    G  heads of a group                  P  numbers of a query's other part
+    K  entries, padded to whole pages    V  numbers of a value
+    X  pages of entries                  D  = max(P + R, V)
+    B  tokens of a page of keys
 """
 
 from dataclasses import dataclass
@@ -22,28 +25,28 @@ from qkernels.attention.ops import paged_attention
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.latent.cache import PagedLatents
 
-BLOCK_HEADS = 16  # heads of a program over entries: the least rows of a tensor core's product
-MAX_BYTES = 2**28  # of the keys and values of a group of heads
-MAX_KEYS = 2**18  # of several requests, which fit into MAX_BYTES for one head of 256 numbers
-KEYS_OF_PIECE = 8192  # whose entries are decoded together
+BLOCK_HEADS = 16  # heads per program over entries: the fewest rows that a tensor core takes
+MAX_BYTES = 2**28  # most bytes of the keys and values of a group of heads
+MAX_KEYS = 2**18  # most keys of several requests; one head of 256 numbers then fits MAX_BYTES
+KEYS_OF_PIECE = 8192  # entries that are decoded together
 KEYS_OF_PAGE = 64
-# Operations of attention over keys of heads take about a quarter of the time of those over
-# entries (sm_90; qserve/notes/latent_attention.md).
+# An operation of attention over expanded keys takes about a quarter of the time of an operation of
+# attention over entries (sm_90; qserve/notes/latent_attention.md).
 SPEED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandedChunks:
-    """Chunks of some requests, and where their entries are; made once for a step."""
+    """Chunks of some requests and the pages of their entries, made once per step."""
 
-    rows: slice | torch.Tensor  # of the step's T
-    # int64: each request's pages, then any others up to a whole page of keys
+    rows: slice | torch.Tensor  # which of the step's T rows
+    # int64: each request's pages of entries, padded with any pages to a whole page of keys
     pages_X: torch.Tensor
-    step: AttentionStep  # of these rows over expanded keys, whose pages are those of `pages_X`
+    step: AttentionStep  # these rows over expanded keys, in the order of `pages_X`
 
 
 def expanded_rows(*, heads: int, latent: int, nope: int, value: int) -> int | None:
-    """Return the rows from which a chunk is faster with expanded keys; None: it never is."""
+    """Return the number of rows from which expanded keys are faster; None: they never are."""
     saved = 2 * latent - nope - value
     if saved <= 0:
         return None
@@ -51,7 +54,7 @@ def expanded_rows(*, heads: int, latent: int, nope: int, value: int) -> int | No
 
 
 def absorbed_heads(heads: int) -> int:
-    """Return the heads that programs over entries compute, with those that pad a block."""
+    """Return the heads that programs over entries compute, including padding to whole blocks."""
     block = min(BLOCK_HEADS, power_of_two(heads))
     return ceil_div(heads, block) * block
 
@@ -66,7 +69,7 @@ def heads_of_group(
 
 
 def key_page_size(page_size: int) -> int:
-    """Return the tokens of a page of expanded keys, for entries in pages of `page_size`."""
+    """Return the tokens of a page of expanded keys, if pages of entries have `page_size` tokens."""
     whole = KEYS_OF_PAGE % page_size == 0 or page_size % KEYS_OF_PAGE == 0
     return KEYS_OF_PAGE if whole else page_size
 
@@ -84,7 +87,7 @@ def expanded_attention(
 ) -> torch.Tensor:
     """Implement ops.expanded_latent_attention.
 
-    `max_bytes` bounds the memory of keys and values, `max_keys` that of entries.
+    `max_bytes` limits the memory of keys and values, `max_keys` the memory of entries.
     """
     N, H, width = q_NHD.shape
     V = value_up_HLV.shape[2]
@@ -131,7 +134,7 @@ def _expand_(
     key_up_GPL: torch.Tensor,
     value_up_GLV: torch.Tensor,
 ) -> None:
-    """Make the keys [W_UK c | r] and values c W_UV of entries [c | r]."""
+    """Compute the keys [W_UK c | r] and values c W_UV of entries [c | r]."""
     G, P, L = key_up_GPL.shape
     c_GKL = entries_KE[:, :L].expand(G, -1, -1)
     torch.bmm(c_GKL, key_up_GPL.mT, out=k_GKD[..., :P])

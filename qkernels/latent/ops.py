@@ -1,8 +1,11 @@
 """Writes of latents and attention over them: each checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, R
-of its rotated key, P pages, B tokens of a page; of expanded attention N rows, P numbers of a query
-without rotation, V of a value.
+    T  tokens of a step     E  numbers of an entry
+    R  requests             L  numbers of its latent
+    H  query heads          R  numbers of its rotated key
+    P  pages                B  tokens of a page
+
+In expanded attention: N rows, P numbers of a query without rotation, V numbers of a value.
 """
 
 import torch
@@ -31,13 +34,13 @@ def rope_write_latents_(
     interleaved: bool = False,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """Write the entries of tokens, and return their queries [T, H, E] without the absorbed part.
+    """Write the entries of tokens, and return their queries [T, H, E] for latent_attention.
 
-    `made` [T, E] holds each token's latent, which is normed (RMS), then its key, which is rotated;
-    both go into the token's slot of the pages, page * B + offset, in 8 bits with a scale each if
-    the pages have scales. Slot -1 is padding; slots differ. The last E - L numbers of the result
-    are the rotated queries; the caller fills the first L. `cos_sin` and `interleaved` as in
-    apply_rope; all R channels rotate.
+    `made_TE` holds each token's latent, which is normalized (RMS), then its key, which is rotated.
+    Both are written to the token's slot, page * B + offset; if the pages have scales, in 8 bits
+    with one scale each. Slot -1 is padding; other slots must differ. The last E - L numbers of the
+    result are the rotated queries; the caller fills in the first L, the absorbed part. `cos_sin`
+    and `interleaved` are those of apply_rope; all R channels are rotated.
     """
     op = "rope_write_latents_"
     check_float(f"{op} made", made_TE)
@@ -80,12 +83,12 @@ def latent_attention(
     scale: float,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every request's query rows over its entries: [T, H, L].
+    """Return causal attention of every request's query rows over its entries: [T, H, L].
 
-    All heads read the same entries [E]: whole as keys, their first L = `latent_width` numbers as
-    values. Row i of `count` is at position context_length - count + i; its entry must be in
-    the pages already. Rows beyond the last request are unspecified on a GPU. `kernel` asks for a
-    row of latent/rows.py, or forbids some with a leading minus.
+    All heads read the same entries [E]: the whole entry is the key, its first L = `latent_width`
+    numbers are the value. Row i of a request with `count` rows has position context_length - count
+    + i; its entry must already be in the pages. Rows beyond the last request are unspecified on a
+    GPU. `kernel` requests a row of latent/rows.py, or forbids some with a leading minus.
     """
     op = "latent_attention"
     check_float(f"{op} q", q_THE)
@@ -131,11 +134,11 @@ def expanded_latent_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of chunks' rows [N, H, P + R] with keys and values of heads: [N, H, V].
+    """Return causal attention of chunk rows [N, H, P + R] with keys and values per head: [N, H, V].
 
-    Equals, but for rounding, latent_attention with queries [q_n W_UK | q_r] and its result times
-    W_UV; q_n are the first P numbers of a query, `key_up` is W_UK and `value_up` W_UV. Faster for
-    many rows (expanded.expanded_rows).
+    Apart from rounding, the result equals latent_attention with queries [q_n W_UK | q_r],
+    multiplied by W_UV. q_n are the first P numbers of a query, `key_up_HPL` is W_UK, `value_up_HLV`
+    is W_UV. It is faster for many rows (expanded.expanded_rows).
     """
     op = "expanded_latent_attention"
     check_float(f"{op} q", q_NHD)

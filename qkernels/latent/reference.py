@@ -1,7 +1,6 @@
-"""Latent attention in plain torch: the reference of the kernels. CPUs run it.
+"""Plain torch references of latent attention; CPUs run them.
 
-Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
-pages, B tokens of a page, N rows of a request, K its keys.
+Legend: see latent/ops.py; N rows of a request, K its keys.
 """
 
 import torch
@@ -27,7 +26,7 @@ def rope_write_latents_(
     eps: float,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Norm latents, rotate keys and queries, write entries; returns queries [T, H, E]."""
+    """Normalize latents, rotate keys and queries, write entries; return queries [T, H, E]."""
     L = norm_L.shape[0]
     q_THR, r_T1R = apply_rope(q_THR, made_TE[:, None, L:], cos_sin, positions_T, interleaved)
     c_TL = normalized(made_TE[:, :L], NormSpec(weight_C=norm_L, eps=eps))
@@ -40,7 +39,7 @@ def _write(
 ) -> None:
     """Write each token's entry into its slot, page * B + offset; slot -1 is padding.
 
-    The host waits for nothing: a padding token repeats the first real one, or the old entry.
+    The host does not wait: a padding token rewrites the first real token, or else the old entry.
     """
     if not slots_T.numel():
         return
@@ -55,7 +54,7 @@ def _write(
         parts, scales = zip(*(round_input(part, spec, None) for part in parts), strict=True)
         scales_T2 = torch.where(valid_T.any(), torch.cat(scales, dim=1), cache.scales[index])
         cache.scales.index_put_(index, scales_T2)
-    # as bytes, which every device can choose from
+    # as bytes, because not every device has torch.where for float8
     stored = cache.pages if dtype.itemsize > 1 else cache.pages.view(torch.uint8)
     rows_TE = torch.cat([part.to(dtype).view(stored.dtype) for part in parts], dim=1)
     stored.index_put_(index, torch.where(valid_T.any(), rows_TE, stored[index]))
@@ -69,10 +68,10 @@ def latent_attention(
     latent_width: int,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of all heads over the same entries, in float32. [T, H, L].
+    """Return causal attention of all heads over the same entries, in float32: [T, H, L].
 
-    Row i of a request with `count` rows is at position context_length - count + i. The value
-    of a key is the first L numbers of its entry. Rows of no request are zero.
+    Row i of a request with `count` rows has position context_length - count + i. The value of a key
+    is the first L numbers of its entry. Rows that belong to no request are zero.
     """
     T, H, E = q_THE.shape
     out_THL = q_THE.new_zeros((T, H, latent_width))

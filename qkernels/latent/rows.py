@@ -1,11 +1,11 @@
-"""Operations of latent attention, and the kernels that do them."""
+"""Dispatch table of latent attention."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import Problem, fixed_order, needs_triton_on_gpu, refuses_pages
 
-MAX_ENTRY = 640  # two steps of wider ones do not fit into the shared memory of all GPUs
+MAX_ENTRY = 640  # two steps of wider entries do not fit into shared memory on every GPU
 
 
 def triton_latents(problem: Problem) -> str | None:

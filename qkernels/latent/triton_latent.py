@@ -1,12 +1,11 @@
-"""Latent attention over paged entries, chunks and decode rows in one batch, in Triton.
+"""Latent attention over paged entries in Triton, for chunks and decode rows in one batch.
 
 All heads read the same entries: a program computes block_q query rows of up to 32 heads, stacked
-into the rows of one product, and reads each entry once, as key and as value. Where these are too
-few programs, split-KV divides the context. The host reads nothing from the device: grids follow
-from shapes and the given maxima.
+into the rows of one product, and reads each entry once, as key and as value. If that gives too few
+programs, split-KV divides the context. The host reads nothing from the device: grids follow from
+shapes and the given maxima.
 
-Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
-pages, B tokens of a page, X pages of a block table; S splits of a context.
+Legend: see latent/ops.py; X pages of a block table, S splits of a context.
 """
 
 import torch
@@ -24,7 +23,8 @@ from qkernels.gpu.row_blocks import request_of
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import LatentConfig, default_latent_config
 
-# Factor of weights times scales of codes in 16 bits: float16 is denser at larger numbers.
+# Multiplies the float16 products of weights and code scales, to keep them out of the range of small
+# numbers, where float16 is less exact.
 CODE_FACTOR = tl.constexpr(64.0)
 
 
@@ -103,12 +103,12 @@ def _latent_attention(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
-    out_ptr,  # [T, H, L], where SPLIT is 1
-    partials_ptr,  # [T, H, S, L], otherwise: each split's weighted sum of values
+    out_ptr,  # [T, H, L], written if SPLIT is 1
+    partials_ptr,  # [T, H, S, L], written otherwise: each split's weighted sum of values
     sums_ptr,  # [2, T, H, S]: each split's largest score, and its sum of weights
     R,
     T,
-    scale,  # to scores in powers of two, since exp2 is the hardware's
+    scale,  # makes scores base-2 logarithms, for exp2
     stride_table,
     H: tl.constexpr,
     E: tl.constexpr,

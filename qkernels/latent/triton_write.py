@@ -1,7 +1,6 @@
-"""Writing latents to their pages, in 8 bits or not, after their norm and rotation, in Triton.
+"""Write latents to their pages after norm and rotation, optionally in 8 bits, in Triton.
 
-Rounds where reference.py rounds. Legend: T tokens of a step, H query heads, E numbers of an entry,
-L of its latent, R of its rotated key, P pages, B tokens of a page.
+Values are rounded at the same points as in reference.py. Legend: see latent/ops.py.
 """
 
 import torch
@@ -30,7 +29,7 @@ def rope_write_latents_(
     eps: float,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Implement ops.rope_write_latents_: a program for each head, and one for the entry."""
+    """Implement ops.rope_write_latents_, with one program per head and one for the entry."""
     (T, H, R), E = q_THR.shape, made_TE.shape[1]
     q_THR = q_THR if q_THR.stride(2) == 1 else q_THR.contiguous()
     made_TE = made_TE if made_TE.stride(1) == 1 else made_TE.contiguous()

@@ -1,4 +1,4 @@
-"""Input gradient of a frozen quantized layer, for use inside training."""
+"""Input gradient of a frozen quantized linear, for training the layers around it."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 class FrozenLinear(torch.autograd.Function):
-    """y = run(x); the gradient for x is grad @ dequantize()."""
+    """y = run(x), with the gradient grad @ dequantize() for x."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, run: Callable, dequantize: Callable) -> torch.Tensor:

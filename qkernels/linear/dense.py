@@ -1,6 +1,6 @@
 """Quantized linear as a float matmul: the weight is dequantized once, at load.
 
-The default on a CPU, where dequantizing on every call costs far more than the product itself.
+This is the default on a CPU, where dequantizing at each call would cost far more than the product.
 """
 
 import torch
@@ -22,5 +22,5 @@ def prepare_weight(
 def run(
     plan: GemmPlan, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply x [M, K] to [M, N]."""
+    """Multiply x [M, K] by the dequantized weight. Returns [M, N]."""
     return torch.nn.functional.linear(x, weight.tensors["weight_NK"], bias)

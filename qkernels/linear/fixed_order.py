@@ -1,7 +1,7 @@
-"""Products with float weights whose sums have one order: a row's bits depend on it alone.
+"""Batch-invariant products with float weights: a row's bits do not depend on the other rows.
 
-On a GPU all inputs of an output are added 16 at a time in one chain, for every number of rows and
-every tile. On a CPU each row is multiplied alone. Legend: M rows of x, K inputs, N outputs.
+On a GPU the inputs of an output are added 16 at a time in one chain, the same for every M and every
+tile size. On a CPU each row is multiplied alone. Legend: M rows of x, K inputs, N outputs.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ from qkernels.problem import HALF_DTYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatConfig:
-    """A launch of triton_float.py: tiles of block_m rows by block_n outputs."""
+    """Launch config of triton_float.py: tiles of block_m rows by block_n outputs."""
 
     block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
-    weight_is_a: bool  # y^T = W x^T: few rows are then the narrow operand
+    weight_is_a: bool  # compute y^T = W x^T, so that the few rows of x are the narrow B operand
 
 
 def float_config(M: int, N: int, sm_count: int) -> FloatConfig:
-    """The config for M rows. Tiles of few outputs fill the GPU where K cannot be divided."""
+    """Return the config for M rows.
+
+    K cannot be split without changing the order of sums, so narrow tiles must fill the GPU.
+    """
     if M <= 64:
         wide = ceil_div(N, 128) >= 2 * sm_count
         return FloatConfig(
@@ -55,8 +58,8 @@ def fixed_order_linear(
 ) -> torch.Tensor:
     """Multiply x [..., K] by the float weight's transpose and add the bias. Returns [..., N].
 
-    A row of the result has the same bits whatever the other rows are. Raises KernelError for
-    float32 on a GPU.
+    The bits of a row of the result do not depend on the other rows. Raises KernelError for float32
+    on a GPU.
     """
     x_MK = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu":
@@ -77,7 +80,7 @@ def fixed_order_linear(
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Dequantize the weight, for a CPU; one with 8-bit inputs is prepared as in reference.py."""
+    """Dequantize the weight, for a CPU. With 8-bit activations, prepare it as reference.py does."""
     return (dense if packed.activation is None else reference).prepare_weight(packed, dtype, device)
 
 
@@ -87,7 +90,7 @@ def run(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply each row of x [M, K], or of its codes, alone. Returns [M, N]."""
+    """Multiply each row of x [M, K], or of its codes, on its own. Returns [M, N]."""
     if weight.activation is None:
         return fixed_order_linear(x, weight.tensors["weight_NK"], bias)
     if isinstance(x, Codes):
@@ -101,6 +104,6 @@ def linear_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes for each row alone."""
+    """Implement ops.linear_codes one row at a time."""
     rows = zip(codes_MK.split(1), scales_M1.split(1), strict=True)
     return torch.cat([reference.linear_codes(*row, weight, bias) for row in rows])

@@ -1,4 +1,4 @@
-"""Linear operations. Each checks its arguments, then runs a kernel. Legend as in ops.py."""
+"""Linear operations: each checks its arguments, then runs a kernel. Legend: see qkernels/ops.py."""
 
 import functools
 from dataclasses import replace
@@ -33,14 +33,14 @@ def prepare_weight(
     device: torch.device | str | None = None,
     kernel: str | None = None,
 ) -> PreparedWeight:
-    """Convert a weight to one kernel's own layout. `packed` is not changed.
+    """Convert a weight to the layout of one kernel. `packed` is not changed.
 
-    `dtype` is the activations' dtype; `device` None means the weight's device. `kernel` names a
-    kernel or one of its variants to use instead of the best one, or, with a leading minus, kernels
-    to exclude (`explain("linear", ...)` lists them). Raises KernelError if none can run.
+    `dtype` is the dtype of the activations. `device` None keeps the weight's device. `kernel`
+    requests a kernel or one of its variants by name, or excludes the names that have a leading
+    minus (`explain("linear", ...)` lists all names). Raises KernelError if no kernel can run.
     """
     if isinstance(packed, Fp4Weight) and packed.activation is not None:
-        packed = packed.as_codes()  # no kernel takes both in few bits; the 8-bit codes are exact
+        packed = packed.as_codes()  # no kernel takes FP4 weights with 8-bit x; codes are exact
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
         raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")
@@ -79,12 +79,12 @@ def plan_linear(
     fused: bool = True,
     adapted: tuple[int, ...] | None = None,
 ) -> GemmPlan:
-    """Return the cached plan of `linear` for M >= 1 rows: kernel, form of input and output.
+    """Return the cached plan of `linear` for M >= 1 rows: kernel, input form and output form.
 
-    `fused`: the operation before the product can produce the form `input` at little cost. With a
-    `consumer`, the only operation that takes the result, the result may be split-K partials.
-    `adapted`: outputs of the fused linears if rows have LoRA adapters; these read the input as a
-    tensor, so the form `input` includes or is a tensor.
+    - `consumer`: the only operation that reads the result; the result may then be split-K partials.
+    - `fused`: the operation before the product can produce the form `input` at little cost.
+    - `adapted`: output sizes of the fused linears, if rows have LoRA adapters. Adapters read the
+      input as a tensor, so the form `input` then is or includes a tensor.
     """
     return _plan(weight.problem, M, consumer, fused, adapted, tuning_table.num_changes())
 
@@ -110,7 +110,7 @@ def _plan(
         plan = make(problem, M, consumer, fused=False)
     fault = getattr(module, "adapters_fault", None)
     adds = fault is not None and fault(plan, adapted) is None
-    if not adds and plan.output == "split_k":  # lora_expand_ adds to a sum
+    if not adds and plan.output == "split_k":  # lora_expand_ needs the finished sum
         plan = make(problem, M, fused=False)
     return replace(plan, input=with_tensor(plan.input), adds_adapters=adds)
 
@@ -125,7 +125,7 @@ def linear(
     """Multiply x [..., K] by the weight's transpose and add bias [N]. Returns [..., N].
 
     With a plan, x may have the form `plan.input`, and the result has the form `plan.output`. `term`
-    is the adapters' term if `plan.adds_adapters`.
+    is the LoRA adapters' term; it needs `plan.adds_adapters`.
     """
     module = dispatch.module_of(LINEAR, weight.kernel)
     if term is not None:
@@ -147,7 +147,7 @@ def linear(
             lambda: _in_order_of_inputs(module.dequantize(weight), weight),
         )
     x = weight.sorted_inputs(x)
-    # reshape and view cost a tenth of this call's host time even without effect
+    # a reshape or view, even one without effect, costs a tenth of this call's host time
     x_MK = (x if x.ndim == 2 else x.reshape(-1, weight.in_features)).contiguous()
     if x_MK.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], weight.out_features)
@@ -164,7 +164,7 @@ def _adapted(
     plan: GemmPlan | None,
     term: LoraTerm,
 ) -> LinearOutput:
-    """Run `linear` on [M, K], M >= 1, with a kernel that adds adapters."""
+    """Run `linear` on x [M, K], M >= 1, with a kernel that also adds the LoRA term."""
     if plan is None or not plan.adds_adapters:
         raise KernelError("linear term", "its plan adds no adapters", "call lora_expand_ after it")
     if isinstance(x, Limbs):
@@ -187,7 +187,7 @@ def _as_operand(x_MK: torch.Tensor, plan: GemmPlan) -> LinearInput:
 
 
 def _in_order_of_inputs(weight_NK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
-    """Return the weight with its columns in the model's order of inputs."""
+    """Return the weight with its columns in the model's input order."""
     if weight.input_order is None:
         return weight_NK
     unsorted_NK = torch.empty_like(weight_NK)
@@ -203,9 +203,9 @@ def linear_codes(
 ) -> torch.Tensor:
     """Run `linear` on codes [M, K] with float32 scales [M, 1]. Returns [M, N].
 
-    Use it if another operation already quantizes the input. The weight must be prepared by a kernel
-    for 8-bit activations or by `reference`, with one input scale per row of x. The result has the
-    weight's activation dtype.
+    For an input that another operation has already quantized. The weight must be prepared by a
+    kernel for 8-bit activations or by `reference`, with one input scale per row of x. The result
+    has the dtype that the weight was prepared for.
     """
     check_codes(codes_MK, scales_M1, weight, bias)
     module = dispatch.module_of(LINEAR, weight.kernel)
@@ -218,7 +218,7 @@ def check_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
 ) -> None:
-    """Raise KernelError unless codes [M, K] with a scale for each row fit a weight."""
+    """Raise KernelError unless the weight takes codes [M, K] with one scale per row."""
     if weight.activation is None or weight.activation.per == "group":
         raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
     wanted = CODE_DTYPES[weight.activation.type]
@@ -234,7 +234,7 @@ def check_codes(
 
 
 def check_limbs_of(limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None) -> None:
-    """Raise KernelError unless limbs fit a weight."""
+    """Raise KernelError unless the limbs and the bias fit the weight."""
     if weight.input_order is not None:
         raise KernelError("linear limbs", "the weight sorts its inputs", "give x as a tensor")
     if limbs.words.device != weight.device or limbs.in_features != weight.in_features:
@@ -248,7 +248,7 @@ def check_limbs_of(limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | No
 
 
 def check_linear(x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> None:
-    """Raise KernelError unless x [..., K] and bias [N] or None fit a weight."""
+    """Raise KernelError unless x [..., K] and bias [N] or None fit the weight."""
     check_float("linear x", x)
     if x.ndim == 0 or x.shape[-1] != weight.in_features:
         raise KernelError(

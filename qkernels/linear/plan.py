@@ -1,7 +1,7 @@
 """Plan of one product of a weight and M rows, made once and read by all operations around it.
 
-Norms and activations read `input`, the product reads `config`, warm-up and benches walk the plans.
-Legend: M rows of x, N outputs, K inputs.
+Norms and activations read `input`, the product reads `config`, warm-up and benchmarks enumerate
+plans. Legend: M rows of x, N outputs, K inputs.
 """
 
 import functools
@@ -17,25 +17,25 @@ from qkernels.operands.forms import InputForm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
-    """Kernel variant, its config, and the forms of its input and output."""
+    """Kernel variant of one product, its config, and the forms of its input and output."""
 
     variant: str
-    config: object | None = None  # the variant's launch config; None: it has no choices
-    operand: InputForm = None  # what the kernel multiplies; `ops.linear` converts tensors to it
-    # form that the operation before the product should produce: `operand`, or None if it cannot
-    # (sorted inputs, scales for groups of inputs)
+    config: object | None = None  # the variant's launch config; None: nothing to configure
+    operand: InputForm = None  # form that the kernel multiplies; `ops.linear` converts tensors
+    # Form that the operation before the product should produce: `operand`, or None if that
+    # operation cannot (sorted inputs, one scale per group of inputs).
     input: InputForm = None
-    output: Literal["sum", "split_k"] = "sum"  # split_k: the consumer reduces the partials
-    rows: int | None = None  # the first rows run in this kernel, the tail rows in `tail`
+    output: Literal["sum", "split_k"] = "sum"  # split_k: the consumer adds the partial sums
+    rows: int | None = None  # this kernel runs the first `rows` rows; `tail` runs the tail rows
     tail: "GemmPlan | None" = None
     adds_adapters: bool = False  # the product takes a LoraTerm; else lora_expand_ runs after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmProblem:
-    """Key of plans, apart from M and the consumer. Equal weights share one object.
+    """Cache key of a plan, apart from M and the consumer. Equal weights share one object.
 
-    It is compared and hashed by identity, so that a plan is found by one dictionary look-up.
+    Problems compare and hash by identity, so that finding a plan is one dictionary look-up.
     """
 
     kernel: str  # the row of linear/rows.py
@@ -44,7 +44,7 @@ class GemmProblem:
     in_features: int
     spec: QuantSpec
     activation: ActivationSpec | None
-    rounding: InputRounding | None  # rounding of x to codes; None: x stays float
+    rounding: InputRounding | None  # how x is rounded to codes; None: x stays float
     sorts_inputs: bool
     dtype: torch.dtype
     device: torch.device
@@ -55,7 +55,7 @@ class GemmProblem:
 
 
 def gemm_problem(*, rounding: InputRounding | None, **fields: object) -> GemmProblem:
-    """Return the shared problem with these fields."""
+    """Return the shared problem with these fields; one with a static scale is not shared."""
     if rounding is not None and rounding.scale is not None:
         return GemmProblem(rounding=rounding, **fields)
     return _shared(rounding=rounding, **fields)
@@ -67,7 +67,7 @@ def _shared(**fields: object) -> GemmProblem:
 
 
 def plan_without_choice(problem: GemmProblem) -> GemmPlan:
-    """Return the plan of a kernel that runs every M in the same way."""
+    """Return the plan of a kernel that runs every M the same way."""
     takes_codes = problem.activation is not None and problem.activation.per != "group"
     return GemmPlan(
         variant=problem.kernel,

@@ -1,6 +1,6 @@
-"""Weight in the private layout of one kernel.
+"""PreparedWeight: a weight in the private layout of one kernel.
 
-It is made once at load and never saved: files and state_dict hold the GPTQ tensors.
+It is made once at load and never saved: files and state_dict hold the stored format's tensors.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,9 @@ from qkernels.operands.codes import InputRounding
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedWeight:
-    """One kernel's own copy of a weight [N, K], for activations of `dtype`."""
+    """One kernel's copy of a weight [N, K], for activations of `dtype`."""
 
-    kernel: str  # the row of linear/rows.py that made it and that must run it
+    kernel: str  # row of linear/rows.py that prepared this weight and must run it
     tensors: dict[str, torch.Tensor]
     spec: QuantSpec
     out_features: int
@@ -25,9 +25,9 @@ class PreparedWeight:
     dtype: torch.dtype
     # set by ops.prepare_weight: column j of the weight takes input input_order[j]; None: input j
     input_order: torch.Tensor | None = None
-    activation: ActivationSpec | None = None  # how the kernel rounds its input; None: not at all
+    activation: ActivationSpec | None = None  # how the kernel rounds x; None: x stays float
     requested: str | None = None  # kernels that were requested or excluded by name
-    problem: GemmProblem = field(init=False)  # key of its plans
+    problem: GemmProblem = field(init=False)  # cache key of this weight's plans
 
     def __post_init__(self) -> None:
         rounding = None
@@ -57,7 +57,10 @@ class PreparedWeight:
         dtype: torch.dtype,
         rounds_input: bool = False,
     ) -> "PreparedWeight":
-        """Make one kernel's copy from its tensors; `rounds_input`: the kernel takes 8-bit x."""
+        """Create a prepared weight from a kernel's tensors.
+
+        `rounds_input`: the kernel takes 8-bit x.
+        """
         if rounds_input and weight.input_scale is not None:
             tensors = {**tensors, "input_scale": weight.input_scale}
         return cls(

@@ -1,6 +1,6 @@
-"""Linear operations in plain torch for any weight, which define the kernels' results.
+"""Plain torch references of the linear operations, for every kind of weight.
 
-Legend: M rows of x, K inputs, N outputs, G groups.
+They define the results of the kernels. Legend: M rows of x, K inputs, N outputs, G groups.
 """
 
 from collections.abc import Iterable
@@ -23,16 +23,16 @@ from qkernels.operands.limbs import Limbs
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise.reference import quantize_input
 
-# Inputs of one float32 product of int8 codes: 2^10 * 2^7 * 2^7 = 2^24, still exact.
+# Largest K for which a float32 product of int8 codes is exact: 2^10 * 2^7 * 2^7 = 2^24.
 EXACT_INPUTS = 1024
 
 
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Keep the codes as they are; `linear` dequantizes on every call.
+    """Keep the codes packed; `linear` dequantizes them at every call.
 
-    Symmetric 8-bit codes with one scale per output become int8 if the input is rounded to int8.
+    If x is rounded to int8, symmetric 8-bit codes with one scale per output become int8.
     """
     packed = packed if device is None else packed.to(device)
     if isinstance(packed, KWeight):
@@ -62,7 +62,7 @@ def prepare_weight(
 def run(
     plan: GemmPlan, x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply x [M, K], its codes or its limbs. Returns [M, N]."""
+    """Multiply x [M, K], given as a tensor, codes or limbs. Returns [M, N]."""
     if isinstance(x, Codes):
         return linear_codes(*x, weight, bias)
     return linear(x, weight, bias)
@@ -87,7 +87,7 @@ def linear_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply codes [M, K] with S scales per row. Returns [M, N], rounded once."""
+    """Multiply codes [M, K] with S scales per row. Returns [M, N], rounded once at the end."""
     tensors = weight.tensors
     if "int8" in tensors:
         sums_MN = int8_matmul(codes_MK, tensors["int8"])
@@ -108,7 +108,7 @@ def scale_sums(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply both scales to exact int32 sums [M, N], add the bias."""
+    """Apply both scales to exact int32 sums [M, N] and add the bias."""
     y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
     if bias is not None:
         y_MN = y_MN + bias.float()
@@ -121,7 +121,7 @@ def _linear_groups(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """linear_codes for integer codes of fewer bits, or in groups, each with exact sums."""
+    """Implement linear_codes for packed symmetric integer codes, with exact sums in each group."""
     words, scales_NG = weight.tensors["words"], weight.tensors["scales"]
     signed_NK = unpack(words, weight.spec.bits).to(torch.int16) - weight.spec.symmetric_zero
     group = weight.spec.group_length(weight.in_features)
@@ -137,9 +137,9 @@ def scale_group_sums(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Scale each group's exact int32 sums [M, N], add them in order, in float32, round once.
+    """Scale each group's exact int32 sums [M, N], add the groups in float32 in order, round once.
 
-    A single group is scaled last, as in scale_sums.
+    With a single group, the product is scaled at the end, as in scale_sums.
     """
     if scales_GN.shape[0] == 1:
         (only,) = sums
@@ -163,12 +163,12 @@ def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def signed_codes(packed: PackedWeight) -> torch.Tensor:
-    """Return symmetric codes less their zero point, int8 [N, K]."""
+    """Return symmetric codes minus their zero point, int8 [N, K]."""
     return (packed.codes().to(torch.int16) - packed.spec.symmetric_zero).to(torch.int8)
 
 
 def _sums_integers(weight: PreparedWeight) -> bool:
-    """Return True if both sides are integers with no zero points, and x has a scale for a row."""
+    """Return True if both sides are symmetric integers and x has one scale per row."""
     activation, spec = weight.activation, weight.spec
     is_integer = activation.type == "int" and activation.per != "group" and spec.type == "int"
     return is_integer and spec.symmetric and "words" in weight.tensors
@@ -186,7 +186,7 @@ def _is_int8(packed: PackedWeight) -> bool:
 
 
 def _dequantize(weight: PreparedWeight) -> torch.Tensor:
-    """Dequantize to float32 [N, K]."""
+    """Return the weight in float32 [N, K]."""
     tensors = weight.tensors
     if "blocks" in tensors:
         inputs = tensors.get("inputs")

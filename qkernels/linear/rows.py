@@ -1,4 +1,4 @@
-"""Dispatch table of the quantized linear, with the kernels of all folders."""
+"""Dispatch table of the quantized linear, with the kernels of all weight formats."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference

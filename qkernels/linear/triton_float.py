@@ -1,6 +1,7 @@
-"""y = x W^T with a 16-bit float weight, in Triton: one chain of sums over K for every tile size.
+"""y = x W^T with a 16-bit float weight, in Triton, batch-invariant: one chain of sums over K.
 
-Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile.
+The order of the sums is the same for every tile size. Legend: M rows of x, K inputs, N outputs; BM,
+BN, BK the tile.
 """
 
 import torch
@@ -15,7 +16,7 @@ from qkernels.gpu.pdl import pdl_options
 from qkernels.gpu.tma import TMA_ALIGNMENT, describe
 from qkernels.linear.fixed_order import FloatConfig, float_config
 
-GROUP_M = 8  # row tiles that run side by side, to share weight rows in the L2
+GROUP_M = 8  # row tiles that run at the same time, to share weight rows in the L2
 
 
 def multiply(
@@ -24,7 +25,7 @@ def multiply(
     bias_N: torch.Tensor | None = None,
     config: FloatConfig | None = None,
 ) -> torch.Tensor:
-    """Return x W^T + bias, [M, N]. `config` replaces the default; it does not change a bit."""
+    """Return x W^T + bias, [M, N]. `config` replaces the default; it does not change any bit."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     y_MN = x_MK.new_empty(M, N)
     if M == 0:

@@ -1,9 +1,9 @@
-"""Tiles of the adapters' kernels, in plain Python. Legend as in weights.py.
+"""Tile sizes of the LoRA kernels, in plain Python. Legend: see weights.py.
 
-A block computes the rows of one adapter in a tile of rows. There is a block for each slot; or, if a
-tile has fewer rows than there are slots, for each row, and the block of an adapter's first row does
-the work. Blocks without work end immediately, which is all that rows without an adapter and unused
-slots cost.
+A block computes the rows of one adapter within a tile of rows. A tile has one block per adapter
+slot. If it has fewer rows than there are slots, it has one block per row, and the block of an
+adapter's first row does the work. Blocks without work end immediately, so rows without an adapter
+and unused slots cost almost nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -11,31 +11,31 @@ from dataclasses import dataclass, replace
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS
 
-RANK_BLOCK = 16  # the least that tensor cores multiply
-FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
-MAX_SLICES = 3
-PARTS_LEFT = 16  # at most, to what reads them
-FIXED_PARTS = 8  # of K for every number of rows, in fixed order
-WIDE_OUTPUTS = 256  # of a tile of 16 rows, for many rows
-BLOCKS_WANTED = 128  # of shrink: about one for each SM
+RANK_BLOCK = 16  # smallest size that tensor cores multiply
+FEW_ROWS = 128  # most rows with which kernels use PDL (gpu/pdl.py)
+MAX_SLICES = 3  # most fused linears (q, k, v)
+PARTS_LEFT = 16  # most split-K parts that shrink leaves to its consumer
+FIXED_PARTS = 8  # split-K parts in fixed order, for every number of rows
+WIDE_OUTPUTS = 256  # outputs of a tile of 16 rows in fixed order, for many rows
+BLOCKS_WANTED = 128  # blocks of shrink: about one per SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkConfig:
-    """One launch of lora_shrink."""
+    """Launch config of lora_shrink."""
 
-    rows: int  # of a tile
-    inputs: int  # of one product
-    parts: int  # of K, each in a block of its own
-    adds_parts: bool  # in the last block to end; else that is left to what reads them
-    by_row: bool  # `owns_by_row`
+    rows: int  # rows of a tile
+    inputs: int  # inputs that one K step multiplies
+    parts: int  # parts that K is split into; each one has its own block
+    adds_parts: bool  # the last block to end adds the partial sums; False: the consumer does
+    by_row: bool  # a tile has one block per row (owns_by_row)
     warps: int
-    by_warp: bool  # each warp multiplies some of the inputs, else some of the rows
+    by_warp: bool  # each warp multiplies some of the inputs; False: some of the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandConfig:
-    """One launch of lora_expand_."""
+    """Launch config of lora_expand_."""
 
     rows: int
     outputs: int
@@ -44,37 +44,43 @@ class ExpandConfig:
 
 
 def tile_rows(T: int) -> int:
-    """Rows of a tile. A tile reads its adapters' matrices once."""
+    """Return the rows of a tile. A tile reads the matrices of its adapters once."""
     return 16 if T <= 16 else 32 if T <= 32 else 64
 
 
 def owns_by_row(T: int, num_slots: int, rows: int | None = None) -> bool:
-    """True: a tile (of `tile_rows`) has a block for each row; False: for each slot."""
+    """Return True if a tile has one block per row; False: one per slot.
+
+    `rows` are the rows of a tile, by default tile_rows(T).
+    """
     return min(T, rows or tile_rows(T)) < num_slots
 
 
 def num_owners(T: int, num_slots: int, rows: int | None = None) -> int:
-    """Blocks that look for their rows in one tile (of `tile_rows`)."""
+    """Return the number of blocks that look for their rows in one tile.
+
+    `rows` are the rows of a tile, by default tile_rows(T).
+    """
     return min(T, rows or tile_rows(T), num_slots)
 
 
 def shrink_config(
     T: int, K: int, S: int, R: int, num_slots: int, *, leaves_parts: bool = False
 ) -> ShrinkConfig:
-    """Tile for T rows of K inputs, S linears side by side, slots of R ranks.
+    """Return the config for T rows of K inputs, S fused linears, `num_slots` slots of rank up to R.
 
-    `leaves_parts`: the consumer of the result can add its parts; used for few rows only.
+    `leaves_parts`: the consumer can add the partial sums. This is used only for few rows.
     """
     rows = tile_rows(T)
     by_warp = rows <= 32
     warps = 8 if by_warp and K > 8192 else 4
-    # [rows, inputs] of x are in registers
+    # registers hold [rows, inputs] of x
     inputs = (2048 * warps if by_warp else 4096) // rows
-    groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
+    groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # groups of parts, for each owner
     adds_parts = not (leaves_parts and rows <= 32)
     most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
     if not adds_parts and rows > 16:
-        most = min(most, 8)  # for more the products of as many rows have no registers
+        most = min(most, 8)  # with so many rows the product has no registers for more parts
     if adds_parts and groups * num_owners(T, num_slots) > WORKSPACE_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)
@@ -91,7 +97,7 @@ def shrink_config(
 
 
 def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
-    """For T rows of N outputs, so many slots."""
+    """Return the config for T rows of N outputs and `num_slots` adapter slots."""
     rows = tile_rows(T)
     outputs = 64 if N <= 8192 else 4096 // rows
     by_row = owns_by_row(T, num_slots)
@@ -99,9 +105,10 @@ def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
 
 
 def fixed_shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> ShrinkConfig:
-    """Tile in which a row's sum has one order: T changes the grid alone, and K its parts.
+    """Return a config that adds a row's inputs in the same order for every T.
 
-    The parts are added in order, by the kernel or, where it has too few counters, after it.
+    T only changes the grid; the number of parts depends on K. The parts are added in order: by the
+    kernel, or after it if the workspace has too few counters.
     """
     few = shrink_config(1, K, S, R, num_slots)
     steps = ceil_div(K, few.inputs)
@@ -115,21 +122,24 @@ def fixed_shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> Shrin
 
 
 def fixed_expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
-    """Tiles of 16 rows for every T. An output's sum is one chain over ranks in any tile."""
+    """Return a config with tiles of 16 rows for every T.
+
+    An output is one chain of sums over the ranks, whatever the tile.
+    """
     few = expand_config(1, N, num_slots)
     outputs = few.outputs if T <= FEW_ROWS else WIDE_OUTPUTS
     return replace(few, outputs=outputs, by_row=owns_by_row(T, num_slots, few.rows))
 
 
 def whole_blocks(R: int) -> int:
-    """Ranks that h has for those that read it in whole blocks."""
+    """Return R rounded up to whole blocks of ranks."""
     return ceil_div(R, RANK_BLOCK) * RANK_BLOCK
 
 
 def row_boundaries(
     max_rows: int, K: int, S: int, R: int, num_slots: int, *, fixed_order: bool = False
 ) -> list[int]:
-    """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
+    """Return the smallest T, up to `max_rows`, of every distinct compiled kernel for K inputs."""
     found: dict[object, int] = {}
     if fixed_order:
         for T in range(1, max_rows + 1):

@@ -1,8 +1,8 @@
-"""Adapters whose sums have one order: a row's bits depend on it and its adapter alone.
+"""Batch-invariant LoRA operations: a row's bits depend only on the row and its adapter.
 
-On a GPU one compiled kernel runs for every number of rows: tiles of 16 rows, and K in the same
-parts. No product adds the term itself, since not every number of rows would take such a product. On
-a CPU each row is computed alone. Legend as in weights.py.
+On a GPU one compiled kernel runs for every number of rows, with tiles of 16 rows and the same parts
+of K. Products never add the term themselves, because such products do not exist for every number of
+rows. On a CPU each row is computed alone. Legend: see weights.py.
 """
 
 import torch
@@ -15,7 +15,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """Implement ops.lora_shrink; on a GPU rows without an adapter hold anything."""
+    """Implement ops.lora_shrink; on a GPU, rows without an adapter are undefined."""
     if gpu_device.arch(x_TK.device) == "cpu":
         rows = zip(x_TK.split(1), slots_T.split(1), strict=True)
         return torch.cat([reference.lora_shrink(x.clone(), slot, weights) for x, slot in rows])

@@ -1,6 +1,6 @@
-"""The operations of adapters: each checks its arguments, then runs a kernel. Legend in weights.py.
+"""LoRA operations: each checks its arguments, then runs a kernel. Legend: see weights.py.
 
-Around a linear's product: `lora_shrink` of its input before it, `lora_expand_` on its result.
+`lora_shrink` reads the input of a linear, before its product. `lora_expand_` adds to its result.
 """
 
 import torch
@@ -19,10 +19,10 @@ from qkernels.problem import FLOAT_DTYPES
 def lora_shrink(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
 ) -> torch.Tensor:
-    """A x of each row's adapter, float32 [T, S, R].
+    """Return A x for each row's adapter, float32 [T, S, R].
 
-    `slots` int32: each row's, -1 where it has no adapter; what such rows get means nothing.
-    `kernel` names a row of lora/rows.py instead of the best one.
+    `slots_T` is int32: the adapter slot of each row, or -1 for no adapter. Results of rows without
+    an adapter are undefined. `kernel` requests a row of lora/rows.py.
     """
     return _shrink(rows.SHRINK, x_TK, slots_T, weights, kernel)
 
@@ -30,9 +30,9 @@ def lora_shrink(
 def lora_term(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
 ) -> LoraTerm:
-    """LoRA term for a `linear` that adds the adapters itself, where its plan says so.
+    """Return the LoRA term for a `linear` whose plan adds adapters (`adds_adapters`).
 
-    As `lora_shrink`, but for parts of A x that are left to the product.
+    As `lora_shrink`, but A x may be partial sums that the product adds.
     """
     h_PTSR = _shrink(rows.SHRINK_PARTS, x_TK, slots_T, weights, kernel)
     return LoraTerm(h_PTSR=h_PTSR, slots_T=slots_T, weights=weights)
@@ -67,9 +67,10 @@ def lora_expand_(
     weights: LoraWeights,
     kernel: str | None = None,
 ) -> None:
-    """Add scale * B h to the rows of y [T, N] that have an adapter; of parts of K, to the first.
+    """Add scale * B h to the rows of y [T, N] that have an adapter.
 
-    `h` is what `lora_shrink` returned for the same slots.
+    If y is split-K partial sums, the first one is changed. `h_TSR` is the result of `lora_shrink`
+    for the same slots. `kernel` requests a row of lora/rows.py.
     """
     check_float("lora_expand_ y", y_TN, parts=True)
     T = y_TN.shape[0]

@@ -1,4 +1,4 @@
-"""Adapters in plain torch, in float32. Legend as in weights.py."""
+"""Plain torch references of the LoRA operations, in float32. Legend: see weights.py."""
 
 import torch
 from torch.nn import functional
@@ -9,7 +9,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """A x of each row's adapter, float32 [T, S, R]; rows without one hold zeros."""
+    """Return A x for each row's adapter, float32 [T, S, R]; zeros for rows without an adapter."""
     S, R = weights.num_slices, weights.max_rank
     h_TSR = torch.zeros(x_TK.shape[0], S, R, dtype=torch.float32, device=x_TK.device)
     for slot, rows in _adapters(slots_T):
@@ -23,7 +23,7 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
 def lora_shrink_parts(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
 ) -> torch.Tensor:
-    """lora_shrink as one part, with ranks in whole blocks."""
+    """Return lora_shrink as one partial sum, with ranks padded to whole blocks."""
     h_TSR = lora_shrink(x_TK, slots_T, weights)
     return functional.pad(h_TSR, (0, whole_blocks(weights.max_rank) - weights.max_rank))[None]
 
@@ -47,7 +47,7 @@ def lora_expand_(
 
 
 def _adapters(slots_T: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """The slots in use, each with its rows."""
+    """Return the slots in use, each with its row indices."""
     return [
         (slot, (slots_T == slot).nonzero()[:, 0]) for slot in slots_T.unique().tolist() if slot >= 0
     ]

@@ -1,4 +1,4 @@
-"""Operations of adapters, and the kernels that do them."""
+"""Dispatch table of the LoRA operations."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
@@ -10,7 +10,7 @@ def in_fixed_order(problem: Problem) -> str | None:
 
 
 def _operation(name: str) -> Operation:
-    """An operation with a row of one order of summation."""
+    """Make an operation with Triton, reference and fixed-order rows."""
     return Operation(
         name,
         Kernel(name="triton", module="lora.triton_lora", priority=20, supports=needs_triton_on_gpu),

@@ -1,10 +1,9 @@
-"""scale * B h of each row's adapter, added inside of a product on sm_90, in Gluon.
+"""Device functions that add scale * B h of each row's adapter inside a product on sm_90, in Gluon.
 
-A tile of 64 outputs starts its sums with the term: most loads of the term arrive while the first
-weights are in flight. Few rows add it after their sums, since there other blocks' loads hide it.
-h is rounded to B's dtype, as lora_expand_ does; everything else is float32.
-
-Legend as in weights.py; P parts of h, BM rows of a tile.
+A tile of 64 outputs initializes its accumulators with the term: most of the term's loads complete
+while the first weights are in flight. With few rows, the term is added after the sums, where loads
+of other blocks hide it. h is rounded to B's dtype, as in lora_expand_; everything else is float32.
+Legend: see weights.py; P partial sums of h, BM rows of a tile.
 """
 
 from triton.experimental import gluon
@@ -14,16 +13,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 
-BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
+BLOCK = gl.constexpr(RANK_BLOCK)  # ranks that one product multiplies
 PREFETCHED_ROWS = gl.constexpr(16)
 MOST_PARTS = gl.constexpr(PARTS_LEFT)
 
-pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
+pointer = gl.tensor | gl.constexpr  # without a term, a constexpr None
 
 
 @aggregate
 class LoraTermArguments:
-    """The fields of term.py's TermArguments, and the number of h's parts."""
+    """Fields of term.py's TermArguments, and the number of partial sums of h."""
 
     h_ptr: pointer
     slots_ptr: pointer

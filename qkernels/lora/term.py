@@ -1,7 +1,7 @@
 """The LoRA term of a product, scale * B h, for kernels that add it themselves.
 
-Such a kernel adds it to its sums (sm90_term.py), which saves the launch of lora_expand_.
-Legend as in weights.py; P parts of h.
+Such a kernel adds the term to its sums (sm90_term.py) and saves the launch of lora_expand_. Legend:
+see weights.py; P partial sums of h.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from qkernels.checks import check_tensor
 from qkernels.lora.config import whole_blocks
 from qkernels.lora.weights import LoraWeights
 
-TILE_OUTPUTS = 64  # that such a kernel reads of one B
+TILE_OUTPUTS = 64  # outputs of a tile, for which such a kernel reads one B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTerm:
-    """h as parts, which the product adds in order, with the slots of rows and the adapters."""
+    """Partial sums of h = A x, which the product adds in order, and each row's slot and adapter."""
 
-    h_PTSR: torch.Tensor  # float32, what lora_shrink makes
+    h_PTSR: torch.Tensor  # float32, result of lora_shrink_parts
     slots_T: torch.Tensor
     weights: LoraWeights
 
 
 def tiles_fault(sizes: Sequence[int]) -> str | None:
-    """Reason why no product can add the adapters of linears of these sizes; None: one can.
+    """Return why no product can add adapters to fused linears of these sizes; None: one can.
 
-    A tile of outputs must belong to one of the linears side by side.
+    An output tile must lie within one of the fused linears.
     """
     if any(size % TILE_OUTPUTS for size in sizes):
         return f"takes linears of outputs divisible by {TILE_OUTPUTS}, not {list(sizes)}"
@@ -38,7 +38,7 @@ def tiles_fault(sizes: Sequence[int]) -> str | None:
 
 
 def check_term(name: str, term: LoraTerm, M: int, N: int, dtype: torch.dtype) -> None:
-    """Raise KernelError unless a product of M rows and N outputs can add it."""
+    """Raise KernelError unless the term fits a product of M rows and N outputs."""
     weights = term.weights
     of_rows = (M, weights.num_slices, whole_blocks(weights.max_rank))
     check_tensor(f"{name} h", term.h_PTSR, (None, *of_rows), (torch.float32,), weights.b_LRN)
@@ -47,7 +47,10 @@ def check_term(name: str, term: LoraTerm, M: int, N: int, dtype: torch.dtype) ->
 
 
 class TermArguments(NamedTuple):
-    """The argument of a kernel that adds a term; all None where there is none (sm90_term.py)."""
+    """The argument of a kernel that adds a term (sm90_term.py).
+
+    All fields are None without a term.
+    """
 
     h_ptr: torch.Tensor | None  # float32 [P, T, S, R]
     slots_ptr: torch.Tensor | None  # int32 [T]
@@ -60,12 +63,12 @@ class TermArguments(NamedTuple):
     b_rank_stride: int | None
     ranks_stride: int | None
     scales_stride: int | None
-    first_end: int | None  # outputs of the first of the S, and of the first two
-    second_end: int | None
+    first_end: int | None  # outputs of the first fused linear
+    second_end: int | None  # outputs of the first two fused linears
 
 
 def term_arguments(term: LoraTerm | None) -> TermArguments:
-    """Arguments of a kernel that adds `term`."""
+    """Return the kernel argument for `term`."""
     if term is None:
         return _NO_TERM
     weights, (_, _, S, R) = term.weights, term.h_PTSR.shape
@@ -91,5 +94,5 @@ _NO_TERM = TermArguments(*(None,) * len(TermArguments._fields))
 
 
 def term_parts(term: LoraTerm | None) -> int:
-    """A constant of such a kernel; 0: there is no term."""
+    """Return the number of partial sums of h, a kernel constant. 0: there is no term."""
     return 0 if term is None else term.h_PTSR.shape[0]

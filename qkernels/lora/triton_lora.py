@@ -1,10 +1,9 @@
-"""Adapters in Triton: A x of each row's adapter, then scale * B h added to the product.
+"""LoRA in Triton: A x for each row's adapter, then scale * B h added to the product.
 
-Two kernels, since every output of the second needs all inputs of the first. The first runs before
-the base product, which prefetches its weights meanwhile (PDL), the second after it. Data that does
-not depend on other kernels (slots, ranks, the first tile of A or B) is read before the wait.
-
-Legend as in weights.py; P parts of K, BM rows of a tile, BK, BN, BR of the other sizes.
+There are two kernels, because every output of the second needs all inputs of the first. The first
+runs before the base product, which prefetches its weights meanwhile (PDL); the second runs after
+it. Data that no kernel of the step writes (slots, ranks, the first tile of A or B) is read before
+the PDL wait. Legend: see weights.py; P parts of K, BM rows of a tile, BK, BN, BR its other sizes.
 """
 
 import torch
@@ -34,9 +33,9 @@ def lora_shrink(
     weights: LoraWeights,
     config: ShrinkConfig | None = None,
 ) -> torch.Tensor:
-    """Implement ops.lora_shrink; rows without an adapter hold anything.
+    """Implement ops.lora_shrink; rows without an adapter are undefined.
 
-    Parts of K that `config` leaves are added here, in order.
+    Partial sums that the kernel leaves (`config.adds_parts` False) are added here, in order.
     """
     config = config or shrink_config(*x_TK.shape, *_sizes(weights))
     if config.adds_parts or config.parts == 1:
@@ -54,7 +53,7 @@ def lora_shrink(
 def lora_shrink_parts(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
 ) -> torch.Tensor:
-    """Implement ops.lora_shrink_parts; rows without an adapter hold anything."""
+    """Implement ops.lora_term's A x as partial sums; rows without an adapter are undefined."""
     config = shrink_config(*x_TK.shape, *_sizes(weights), leaves_parts=True)
     parts = 1 if config.adds_parts else config.parts
     h_PTSR = _empty_h(x_TK, weights, whole_blocks(weights.max_rank), parts)
@@ -78,7 +77,7 @@ def _launch_shrink(
     config: ShrinkConfig,
     h: torch.Tensor,
 ) -> None:
-    """To h [T, S, R], or to its parts where these are not added."""
+    """Write h [T, S, R], or its partial sums if the kernel does not add them."""
     (T, K), S, R = x_TK.shape, weights.num_slices, h.shape[-1]
     adds = config.adds_parts and config.parts > 1
     h_PTSR = h.new_empty((config.parts, T, S, R)) if adds else h
@@ -126,7 +125,10 @@ def lora_expand_(
     weights: LoraWeights,
     config: ExpandConfig | None = None,
 ) -> None:
-    """Add scale * B h to the rows of y that have an adapter; of parts of K, to the first."""
+    """Add scale * B h to the rows of y that have an adapter.
+
+    If y is split-K partial sums, the first one is changed.
+    """
     out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
     T, S, R = h_TSR.shape
     config = config or expand_config(T, weights.out_features, weights.num_slots)

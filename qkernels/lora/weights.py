@@ -1,29 +1,31 @@
-"""The adapters of one linear in the kernels' layout: slots of one memory, and each row's slot.
+"""Adapters of one linear in the kernels' layout: a tensor with one slot per adapter.
 
-An adapter's matrices are cut by rank: row j of all its As and column j of all its Bs are adjacent.
-So an adapter of rank r is the first r such pieces, and one copy fills a slot.
+The matrices are stored by rank: row j of all As of an adapter is contiguous, and so is column j of
+all its Bs. An adapter of rank r takes the first r of these rows, so one copy fills a slot.
 
-Legend: L slots, R the largest rank, S linears side by side (q, k, v), K inputs, N outputs of all S,
-T rows of x.
+    L  adapter slots          K  inputs
+    R  largest rank           N  outputs of all S linears
+    S  fused linears (q, k, v)
+    T  rows of x
 """
 
 from dataclasses import dataclass
 
 import torch
 
-NO_ADAPTER = -1  # instead of a row's slot
-TABLE_COLUMNS = 4  # of slices; 16 bytes, as kernels want addresses
+NO_ADAPTER = -1  # slot of a row without an adapter
+TABLE_COLUMNS = 4  # columns of the tables by slice; 4 make each row 16 bytes, as kernels align
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraWeights:
-    """Slots of adapters of one linear. Elements beyond a slice's rank are undefined."""
+    """Adapter slots of one linear. Elements beyond an adapter's rank are undefined."""
 
     a_LRSK: torch.Tensor
     b_LRN: torch.Tensor  # B transposed
     ranks_LS: torch.Tensor  # int32 [L, TABLE_COLUMNS]; 0: this linear is not adapted
     scales_LS: torch.Tensor  # float32 [L, TABLE_COLUMNS]
-    sizes: tuple[int, ...]  # outputs of each of the S
+    sizes: tuple[int, ...]  # outputs of each of the S linears
 
     @property
     def num_slots(self) -> int:

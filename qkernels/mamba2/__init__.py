@@ -1,1 +1,1 @@
-"""Mamba-2: a layer whose past is a state of one size in each head, read and written by a scan."""
+"""Mamba-2: a recurrent layer with a state of fixed size in each head."""

@@ -1,7 +1,7 @@
-"""Mamba-2 in plain torch, fast enough for a CPU: by chunks, and decode rows together.
+"""Mamba-2 in plain torch, fast enough for a CPU: prompts in chunks, decode rows together.
 
-Within a chunk the outputs are a product of matrices (the dual form of Dao and Gu, 2024). Legend as
-in reference.py; L tokens of a chunk, B requests of one token.
+Within a chunk the outputs are matrix products (the dual form of Dao and Gu, 2024). Legend: see
+ops.py; L tokens of a chunk, B requests of one token.
 """
 
 import torch
@@ -65,9 +65,9 @@ def _chunk(
     g_HL: torch.Tensor,
     S_HND: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [H, L, D] of one chunk, and the state after it."""
+    """Return the outputs [H, L, D] of one chunk and the state after it."""
     L = x_HLD.shape[1]
-    total_HL = g_HL.cumsum(-1)  # log of what is left of the state before the chunk
+    total_HL = g_HL.cumsum(-1)  # log of the decay since the start of the chunk
     between = total_HL[:, :, None] - total_HL[:, None, :]
     causal_LL = torch.ones(L, L, dtype=torch.bool, device=g_HL.device).tril()
     left_HLL = between.masked_fill(~causal_LL, -torch.inf).exp()

@@ -1,4 +1,4 @@
-"""Tiles of Mamba-2's kernels, in plain Python. Legend as in ops.py."""
+"""Tile sizes of Mamba-2's kernels, in plain Python. Legend: see ops.py."""
 
 from dataclasses import dataclass
 
@@ -9,39 +9,47 @@ from qkernels.gpu.config import power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """One launch of selective_scan_ for rows that are their request's only one."""
+    """Launch config of selective_scan_ for requests with few rows."""
 
-    state: int  # N, as a power of two
-    columns: int  # of a head's state in one program
+    state: int  # N, padded to a power of two
+    columns: int  # columns of a head's state per program
     warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanConfig:
-    """One launch of selective_scan_ for longer prompts."""
+    """Launch config of selective_scan_ for longer prompts."""
 
-    rows: int  # of a chunk
-    state: int  # N, as a power of two
-    columns: int  # of a head's state in one program
-    operands: torch.dtype  # of products
-    precision: str  # of products, where operands are float32
+    rows: int  # rows per chunk
+    state: int  # N, padded to a power of two
+    columns: int  # columns of a head's state per program
+    operands: torch.dtype  # dtype of product operands
+    precision: str  # input precision of products with float32 operands
     warps: int
     stages: int
 
 
 def step_config(N: int, D: int) -> StepConfig:
-    """32 columns of 128 states are 16 KiB, which stay in registers."""
+    """Return the config for few rows.
+
+    32 columns of 128 states are 16 KiB, which stay in registers.
+    """
     return StepConfig(state=_padded(N), columns=min(32, _padded(D)), warps=4)
 
 
 def recurrence_config(N: int, D: int) -> StepConfig:
-    """One warp for few columns: sums over states need no other warp, and many programs fit."""
+    """Return the config of the recurrence over all rows.
+
+    One warp has few columns, so that sums over states stay within the warp and many programs fit.
+    """
     return StepConfig(state=_padded(N), columns=8, warps=1)
 
 
 def scan_config(N: int, D: int, dtype: torch.dtype) -> ScanConfig:
-    """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
-    takes tf32, and float32 three products of tf32 for each.
+    """Return the config for longer prompts.
+
+    Products are in bfloat16 if activations are. float16 has too few exponent bits for a state, so
+    float16 activations use tf32, and float32 activations use three tf32 products for each.
     """
     state, width = _padded(N), _padded(D)
     narrow = min(16 if state > 128 else 32, width)
@@ -62,5 +70,5 @@ def scan_config(N: int, D: int, dtype: torch.dtype) -> ScanConfig:
 
 
 def _padded(size: int) -> int:
-    """Tiles of products have 16 rows and columns at least."""
+    """Pad a size for tiles of products, which have at least 16 rows and columns."""
     return max(16, power_of_two(size))

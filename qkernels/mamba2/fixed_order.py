@@ -1,7 +1,7 @@
-"""Mamba-2 in one order: a row's bits depend on its request's rows up to it alone.
+"""Batch-invariant Mamba-2: a row's bits depend only on its request's rows up to it.
 
-Every row is a step of the recurrence, in prompts and verifications, too. On a CPU each row is
-computed alone. Legend as in ops.py.
+Every row is one step of the recurrence, in prompts and verifications, too. On a CPU each row is
+computed alone. Legend: see ops.py.
 """
 
 import torch
@@ -53,7 +53,7 @@ def gated_group_norm(
     eps: float,
     norm_first: bool,
 ) -> torch.Tensor:
-    """Implement ops.gated_group_norm. The Triton kernel has a program for each token and group."""
+    """Implement ops.gated_group_norm. Rows of the Triton kernel do not depend on each other."""
     settings = weight_C, groups, eps, norm_first
     if gpu_device.arch(x_TC.device) != "cpu":
         from qkernels.mamba2 import triton_norm

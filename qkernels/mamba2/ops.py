@@ -1,7 +1,9 @@
-"""The operations of Mamba-2: each checks its arguments, then runs a kernel.
+"""Mamba-2 operations: each checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, C channels of x, B and C, P slots, G groups, H heads, N state size, D
-head dim.
+T  tokens of a step            H  heads
+C  channels of x, B and C      G  groups
+P  state slots                 N  state size
+                               D  head dim
 """
 
 import torch
@@ -27,13 +29,16 @@ def selective_scan_(
     recent_PNI: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """Outputs [T, H, D]: what each token reads from its request's state after its own update.
+    """Update the states by a selective scan, and return outputs [T, H, D].
 
-    `mixed` [T, H D + 2 G N] is x, B and C. A token's step is softplus(dt + dt_bias) within
-    `dt_limits`; it keeps exp(-exp(a_log) step) of the state and adds step B x^T. `skip` times x is
-    added to the output. `memory`, float32, is the states, changed in place. `recent`: x, B and dt
-    of rows that the memory may not include (StateStep); None: it includes all. `kernel` names a row
-    of mamba2/rows.py instead of the best one.
+    A token first updates its request's state, then its output reads the state. `mixed_TC` [T, H D +
+    2 G N] is x, B and C, concatenated. A token's step size is softplus(dt + dt_bias), clamped to
+    `dt_limits`. The state decays by exp(-exp(a_log) step), and step B x^T is added to it. `skip_H`
+    times x is added to the output.
+
+    `memory_PHND`, float32, holds the states and is changed in place. `recent_PNI` holds x, B and dt
+    of rows that a state may not include yet (StateStep); None: states include all rows. `kernel`
+    requests a row of mamba2/rows.py.
     """
     op = "selective_scan_"
     check_float(f"{op} mixed", mixed_TC)
@@ -75,9 +80,9 @@ def gated_group_norm(
     norm_first: bool,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """x * silu(z), normalized by the RMS of each group of channels, times the weight.
+    """Return x * silu(z), normalized by the RMS of each group of channels, times the weight.
 
-    `norm_first`: the norm is of x alone, before the product. Without a weight nothing is
+    With `norm_first`, x alone is normalized, before the product. Without a weight nothing is
     normalized.
     """
     op = "gated_group_norm"

@@ -1,7 +1,6 @@
-"""Mamba-2 in plain torch, one request and one token after the other: the definition.
+"""Plain torch reference of Mamba-2, one request and one token after the other.
 
-Dao and Gu, "Transformers are SSMs" (2024). Legend: T tokens of a step, C channels of x, B and C, P
-slots, G groups, H heads, N state size, D head dim.
+Dao and Gu, "Transformers are SSMs" (2024). Legend: see ops.py.
 """
 
 import torch
@@ -21,10 +20,9 @@ def selective_scan_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Outputs [T, H, D]: what each token reads from its request's state after its own update.
+    """Reference of ops.selective_scan_.
 
-    S = exp(-exp(a_log) dt) S + dt B x^T;  y = S^T C + skip x. The arithmetic is in the state's
-    dtype.
+    S = exp(-exp(a_log) dt) S + dt B x^T;  y = S^T C + skip x, computed in the state's dtype.
     """
     numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
     x_THD, b_THN, c_THN, sizes_TH, g_TH = split_mixed(mixed_TC, dt_TH, *numbers)
@@ -55,7 +53,7 @@ def _updated(
     size_H: torch.Tensor,
     g_H: torch.Tensor,
 ) -> torch.Tensor:
-    """The state after a token."""
+    """Return the state after a token."""
     written_HND = b_HN[:, :, None] * (size_H[:, None] * x_HD)[:, None]
     return g_H.exp()[:, None, None] * S_HND + written_HND
 
@@ -68,7 +66,7 @@ def gated_group_norm(
     eps: float,
     norm_first: bool,
 ) -> torch.Tensor:
-    """x * silu(z) with an RMS norm of each group before or after; without a weight, no norm."""
+    """Reference of ops.gated_group_norm."""
     wide, gate = x_TC.float(), F.silu(z_TC.float())
     if weight_C is None:
         return (wide * gate).to(x_TC.dtype)
@@ -87,7 +85,7 @@ def split_mixed(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
 ) -> tuple[torch.Tensor, ...]:
-    """x [T, H, D], B and C [T, H, N], dt and the log of the decay [T, H] in the state's dtype.
+    """Return x [T, H, D], B and C [T, H, N], dt and the log decay [T, H] in the state's dtype.
 
     B and C of a group are repeated for its heads, which are adjacent.
     """
@@ -101,14 +99,17 @@ def split_mixed(
 
 
 def recent_width(inner: int, groups: int, heads: int) -> int:
-    """Inputs of a row that a later step may apply: I of `recent`. `groups`: G N."""
+    """Return I of `recent_PNI`: the inputs of a row that a later step may apply.
+
+    `groups` is G N.
+    """
     return inner + groups + heads
 
 
 def row_inputs(
     mixed_TC: torch.Tensor, dt_TH: torch.Tensor, rows: slice, inner: int
 ) -> tuple[torch.Tensor, ...]:
-    """Inputs of rows that a later step may apply: x, B and dt. `inner`: H D."""
+    """Return the inputs of rows that a later step may apply: x with B, and dt. `inner` is H D."""
     of_groups = (mixed_TC.shape[1] - inner) // 2
     return mixed_TC[rows, : inner + of_groups], dt_TH[rows]
 
@@ -120,7 +121,7 @@ def split_recent(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
 ) -> tuple[torch.Tensor, ...]:
-    """x [n, H, D], B [n, H, N], dt and g [n, H] of the inputs that `row_inputs` returns."""
+    """Return x [n, H, D], B [n, H, N], dt and the log decay [n, H] of kept row inputs."""
     _, H, _, D = memory_PHND.shape
     numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
     x, b, _, sizes, g = split_mixed(*rows_of_inputs(inputs_nI, H, H * D), *numbers)
@@ -130,6 +131,6 @@ def split_recent(
 def rows_of_inputs(
     inputs_nI: torch.Tensor, heads: int, inner: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mixed and dt of the inputs that `row_inputs` returns, with B in the place of C."""
+    """Return mixed and dt of kept row inputs; B also fills the columns of C."""
     mixed_nC, dt_nH = inputs_nI.split([inputs_nI.shape[1] - heads, heads], 1)
     return torch.cat([mixed_nC, mixed_nC[:, inner:]], 1), dt_nH

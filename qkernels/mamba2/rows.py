@@ -1,11 +1,11 @@
-"""Operations of Mamba-2, and the kernels that do them."""
+"""Dispatch table of Mamba-2."""
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference
 from qkernels.problem import Problem, anything, fixed_order, needs_triton_on_gpu
 
-MAX_DIM = 256  # a column block of a head's state lies in one program's registers
-MAX_GROUP = 16384  # a group's row lies in one program's registers
+MAX_DIM = 256  # a program holds a column block of a head's state in registers
+MAX_GROUP = 16384  # a program holds a group's channels in registers
 
 
 def triton_scan(problem: Problem) -> str | None:

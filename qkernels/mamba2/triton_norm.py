@@ -1,6 +1,6 @@
-"""The gated norm of Mamba-2 in Triton: a program for one group of a token's channels.
+"""The gated norm of Mamba-2 in Triton: a program normalizes one group of a token's channels.
 
-Legend as in ops.py; BC channels of a tile.
+Legend: see ops.py; BC channels of a tile.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """The scan of Mamba-2 in Triton as a recurrence over all rows of a request.
 
-One compiled kernel for decodes, prompts and verifications, with speculation and without: the state
-stays in registers from a request's first row to its last, and each row computes what a decode of it
-alone would. Rows that the memory lacks (StateStep) come first, in the same loop. A program is one
-warp and takes a few columns of a head's state. Legend as in ops.py; BN states and BD columns of a
+One compiled kernel runs decodes, prompts and verifications, with and without speculation. The state
+stays in registers from a request's first row to its last, and each row computes exactly what its
+own decode step would. Rows that the state lacks (StateStep) come first, in the same loop. A program
+is one warp with a few columns of a head's state. Legend: see ops.py; BN states and BD columns of a
 tile.
 """
 
@@ -35,7 +35,7 @@ def selective_scan_(
     _, H, N, D = memory_PHND.shape
     y_THD = torch.empty((T, H, D), dtype=mixed_TC.dtype, device=mixed_TC.device)
     config = recurrence_config(N, D)
-    # Without speculation the same kernel runs, and finds that no row is lacking or kept.
+    # without speculation, the same kernel runs with no lacking and no kept rows
     newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
     with on_device(mixed_TC):
         launch(
@@ -70,7 +70,7 @@ def selective_scan_(
 
 @triton.jit
 def _load_row(
-    t,  # below 0: of those that the memory lacks
+    t,  # negative: a row that the state lacks
     mixed_ptr,
     dt_ptr,
     inputs_ptr,
@@ -127,7 +127,7 @@ def _mamba_rows(
         position = tl.load(lengths_ptr + r) - count  # of the first row
         goes_on = (slot >= 0) & (position > 0)
         lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
-        # A verification's own rows stay out of the memory, and their inputs are kept.
+        # the stored state does not include the rows of a verification; their inputs are kept
         is_verify = (count > 1) & (count <= newest_rows // 2)
         # States that are read and written: all or none.
         states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
@@ -142,14 +142,14 @@ def _mamba_rows(
         decay, dt_bias = -tl.exp(tl.load(a_log_ptr + h)), tl.load(dt_bias_ptr + h)
         skip = tl.load(skip_ptr + h)
         x_at, b_at = h * D + d, H * D + h // (H // G) * N + n
-        dt_at = H * D + G * N + h  # in a row of `recent`
+        dt_at = H * D + G * N + h  # index in a row of `recent`
         INPUTS: tl.constexpr = H * D + G * N + H
         mixed_ptr += first * stride_mixed
         dt_ptr += first * stride_dt + h
         y_ptr += (first * H + h) * D
         ring = tl.maximum(newest_rows, 1)
         recent_ptr += slot.to(tl.int64) * newest_rows * INPUTS
-        # What several programs have in common is kept by the first of them.
+        # several programs have the same inputs; the first program stores them
         keeps = is_verify & (slot >= 0)
         keeps_dt = keeps & (tl.program_id(0) == 0)
         b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
@@ -172,7 +172,7 @@ def _mamba_rows(
             stride_dt,
         )
         for t in tl.range(-lacking, count):
-            # The next row's loads depend on no sum; the last row loads itself again.
+            # prefetch the next row, whose loads depend on no sum; the last row loads itself again
             after = tl.minimum(t + 1, count - 1)
             at = tl.where(at + 1 < ring, at + 1, 0)
             next_inputs_ptr = recent_ptr + at * INPUTS

@@ -1,10 +1,10 @@
-"""The scan of Mamba-2 in Triton: a request's few rows one after the other, and prompts by chunks.
+"""The scan of Mamba-2 in Triton: few rows of a request one after the other, prompts in chunks.
 
-A program takes some columns of a head's state of one request, which stay in registers over all of
-its rows or chunks. Without `recent`, few rows are one. With it, they are up to those of a
-verification, and rows that the state lacks come first; a prompt's are applied before its chunks
-read the state. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu,
-2024). Legend as in ops.py; BT rows, BN states and BD columns of a tile.
+A program holds some columns of a head's state of one request in registers over all of its rows or
+chunks. Without `recent_PNI`, few means one row. With it, few means up to the rows of a
+verification, and rows that the state lacks are applied first, for prompts before their chunks read
+the state. Within a chunk the outputs are matrix products (the dual form of Dao and Gu, 2024).
+Legend: see ops.py; BT rows, BN states and BD columns of a tile.
 """
 
 import torch
@@ -16,8 +16,8 @@ from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 from qkernels.mamba2.config import scan_config, step_config
 
-# exp(-50) of a number is below its rounding in float32. Sums of such logarithms stay so small that
-# differences of them are exact to 2e-4.
+# exp(-50) times a number is below the number's float32 rounding. With this bound, sums of such
+# logarithms stay small enough for their differences to be exact to 2e-4.
 LEAST_DECAY_LOG = tl.constexpr(-50.0)
 
 
@@ -47,7 +47,7 @@ def selective_scan_(
     newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
     few, config = max(1, newest_rows // 2), step_config(N, D)
     with on_device(mixed_TC):
-        # Also with chunks: the longest request may be shorter than the host knows.
+        # run in any case: max_query_len is an upper bound, and all requests may be short
         launch(
             _mamba_rows,
             (R, H, ceil_div(D, config.columns)),
@@ -160,7 +160,7 @@ def _mamba_rows(
                 state = updated(state, x, b, size, decay)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
-        # What several programs have in common is kept by the first of them.
+        # several programs have the same inputs; the first program stores them
         keeps = (count > 1) & (slot >= 0)
         keeps_dt = keeps & (tl.program_id(2) == 0)
         b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
@@ -247,7 +247,7 @@ def _mamba_chunks(
             b = tl.load(b_ptrs + moved, mask=in_t & in_n, other=0.0).to(OPERAND)
             c = tl.load(b_ptrs + G * N + moved, mask=in_t & in_n, other=0.0).to(OPERAND)
             dt = tl.load(dt_ptrs + done * stride_dt, mask=inside, other=0.0)
-            # Rows beyond the request write nothing and forget nothing.
+            # rows after the end leave the state unchanged
             size = tl.where(inside, step_size(dt, dt_bias, dt_least, dt_most), 0.0)
             total = tl.cumsum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
             whole = tl.sum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)

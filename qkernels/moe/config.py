@@ -1,7 +1,7 @@
-"""How the experts of a layer run M tokens: plans and launch numbers. Plain Python, no tensors.
+"""Plans and launch configs for running M tokens through the experts of a layer, in plain Python.
 
-Legend: M tokens, E experts, k experts of a token, P = M k pairs of token and expert, N outputs and
-K inputs of a product.
+Legend: M tokens, E experts, k experts per token, P = M k pairs of token and expert, N outputs and K
+inputs of a product.
 """
 
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from typing import Literal
 
 from qkernels.gpu.config import power_of_two
 
-# Above so many tokens pairs are sorted by expert first. Below, each block of the product finds the
-# tokens of its expert itself, and a tile holds all tokens, whichever their experts are.
+# With more tokens than this, pairs are sorted by expert first. Otherwise each block of the product
+# finds the tokens of its expert itself, and a tile has room for all tokens.
 FEW_TOKENS = 32
-FEW_PAIRS = 256  # what a block looks through
-# Above so many numbers of partial sums (4 MiB) the sum is a kernel of its own.
+FEW_PAIRS = 256  # most pairs that a block searches
+# With more elements of partial sums than this (4 MiB), a separate kernel adds them.
 MOST_PARTIALS = 2**20
-MOST_PARTS = 16  # that the norm after the experts adds
-MIN_ROWS = 16  # of a tile of tokens: the tensor core's least
+MOST_PARTS = 16  # most partial sums that the norm after the experts adds
+MIN_ROWS = 16  # rows of the smallest tile of tokens that a tensor core takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """One launch of a product. The grid is [blocks of pairs, N / block_n, split]."""
+    """Launch config of one product. The grid is [blocks of pairs, N / block_n, split]."""
 
-    block_m: int  # pairs of a block
-    block_n: int  # outputs
+    block_m: int  # pairs per block
+    block_n: int  # outputs per block
     split: int = 1  # split-K
     warps: int = 4
     stages: int = 3
@@ -33,19 +33,22 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
-    """How M tokens run."""
+    """How M tokens run: the variant, the configs of both products, the form of the output."""
 
     variant: str  # a row of variants.py, or "reference"
-    gate_up: object | None = None  # the variant's launch numbers; None: it has none
+    gate_up: object | None = None  # launch config of the first product, if the variant has one
     down: object | None = None
-    # parts: partial sums [split k, M, C] for the norm that follows
+    # parts: partial sums [split k, M, C], which the next norm adds
     output: Literal["parts", "sum"] = "sum"
 
 
 def few_plan(
     *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
 ) -> ExpertsPlan | None:
-    """Tile of the portable kernels where each block finds its tokens; None: too many tokens."""
+    """Return the plan of the portable kernels in which each block finds its tokens itself.
+
+    None: there are too many tokens.
+    """
     pairs = M * top_k
     if M > FEW_TOKENS or pairs > FEW_PAIRS:
         return None
@@ -62,7 +65,7 @@ def few_plan(
 def sorted_plan(
     *, M: int, top_k: int, num_experts: int, shared_bytes: int, packed: bool
 ) -> ExpertsPlan:
-    """Tiles of the portable kernels for any number of tokens.
+    """Return the plan of the portable kernels for any number of tokens, with sorted pairs.
 
     `packed`: 4- or 8-bit weights with 16-bit activations. `shared_bytes`: limit of one block.
     """
@@ -71,7 +74,7 @@ def sorted_plan(
 
 
 def _down_split(tiles: int, steps: int, top_k: int, sums: int, sm_count: int) -> int:
-    """So that blocks fill the GPU twice, and each has 8 K steps or more."""
+    """Return the largest split with 8 K steps or more per block and at most four blocks per SM."""
     for split in (8, 7, 6, 5, 4, 3, 2):
         if (
             steps // split >= 8
@@ -84,9 +87,10 @@ def _down_split(tiles: int, steps: int, top_k: int, sums: int, sm_count: int) ->
 
 
 def _sorted_config(rows: float, packed: bool, shared_bytes: int) -> ExpertsConfig:
-    """For so many pairs of an expert on average."""
+    """Return the config for `rows` pairs per expert on average."""
     block_m = next((each for each in (16, 32, 64) if rows <= 0.75 * each), 128)
-    # 128 inputs of x in 16 bits and of W in 8; or of both 64 in 16 bits, which is 128 in 8
+    # packed: a stage has 128 inputs of x in 16 bits, and of W in at most 8 bits.
+    # Otherwise: 64 inputs of both in 16 bits, or 128 in 8 bits.
     of_stage = 2 * block_m * 128 + 64 * 128 if packed else (block_m + 64) * 128
     stages = 3 if packed and block_m == 128 else 4
     return ExpertsConfig(
@@ -95,17 +99,17 @@ def _sorted_config(rows: float, packed: bool, shared_bytes: int) -> ExpertsConfi
 
 
 def sort_chunk(pairs: int) -> int:
-    """Pairs that a block of the sort reads at a time."""
+    """Return the number of pairs that a block of the sort reads at a time."""
     return min(2048, max(128, power_of_two(pairs)))
 
 
 def num_blocks(config: ExpertsConfig, pairs: int, num_experts: int) -> int:
-    """The most blocks of pairs that there can be, whichever the experts are."""
+    """Return an upper bound of the blocks of pairs, for any choice of experts."""
     return (pairs + min(num_experts, pairs) * (config.block_m - 1)) // config.block_m
 
 
 def fits(hidden: int, inner: int, gated: bool) -> str | None:
-    """Why the kernels cannot tile these sizes; None: they can."""
+    """Return why the kernels cannot tile these sizes; None: they can."""
     divisor = 32 if gated else 64
     if hidden % 64 or inner % divisor:
         return (

@@ -1,7 +1,9 @@
-"""The prepared experts of one layer, and the plan by which M tokens run.
+"""The prepared experts of one layer, and the key of the plan by which M tokens run.
 
-Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size, N outputs and K
-inputs of a product.
+M  tokens               C  hidden size
+E  experts              I  inner size
+k  experts per token    N  outputs and
+                        K  inputs of a product
 """
 
 from collections.abc import Sequence
@@ -23,26 +25,28 @@ ExpertMatrix = torch.Tensor | Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """The experts of a layer as a checkpoint has them.
+    """The experts of a layer as a checkpoint stores them.
 
-    `gate_up` is gate's rows above up's; without a gate it is up. With `routed_experts` these are
-    some of a layer's experts: ids count them, and E is the id of all experts that are elsewhere.
+    `gate_up` holds gate's rows, then up's; without a gate only up's. With `routed_experts`, this
+    rank holds only some of a layer's experts: ids count these, and E is the id of every other
+    expert.
     """
 
-    top_k: int  # experts of a token
-    gate_up: Sequence[ExpertMatrix]  # of each expert, [2 I, C]; without a gate [I, C]
-    down: Sequence[ExpertMatrix]  # [C, I]
+    top_k: int  # experts per token
+    gate_up: Sequence[ExpertMatrix]  # one per expert, [2 I, C]; without a gate [I, C]
+    down: Sequence[ExpertMatrix]  # one per expert, [C, I]
     gate_up_bias_EN: torch.Tensor | None = None
     down_bias_EN: torch.Tensor | None = None
     glu: Glu
-    routed_experts: int | None = None  # that a token chooses from; None: all are here
+    routed_experts: int | None = None  # experts on all ranks; None: all experts are here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertStack:
-    """One product of all experts in one weight: expert e has the outputs from e N on."""
+    """One product of all experts, stacked into one weight: expert e has the outputs from e N on."""
 
-    # packed: few bits, 16-bit inputs; w4a8: 4 bits, 8-bit inputs; codes: 8 bits on both sides
+    # packed: 4- or 8-bit weights, 16-bit inputs; w4a8: 4-bit weights, 8-bit inputs; codes: 8 bits
+    # on both sides
     kind: Literal["packed", "w4a8", "codes", "float"]
     tensors: dict[str, torch.Tensor]
     spec: QuantSpec | None  # None: float
@@ -58,7 +62,7 @@ class ExpertStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertList:
-    """One product of all experts, each a weight of its own."""
+    """One product of all experts, with a separate weight per expert."""
 
     members: tuple[PreparedWeight | torch.Tensor, ...]
     bias_EN: torch.Tensor | None
@@ -66,33 +70,33 @@ class ExpertList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsProblem:
-    """Everything that a plan depends on apart from M."""
+    """Cache key of a plan, apart from M."""
 
     kernel: str  # the row of moe/rows.py
-    kind: str  # of the stacks
+    kind: str  # kind of the stacks
     spec: QuantSpec | None
     activation: ActivationSpec | None
     num_experts: int  # E
-    routed_experts: int  # that a token chooses from; more than E if some are elsewhere
+    routed_experts: int  # experts on all ranks; more than E if other ranks hold some
     top_k: int
     hidden: int  # C
     inner: int  # I
-    gated: bool = True  # the first product makes gate and up
-    gelu: bool = False  # the tanh approximation of GELU is applied to gate
-    cut_after: bool = False  # the activation's result is cut above a limit
+    gated: bool = True  # the first product computes gate and up, not only up
+    gelu: bool = False  # the gate's activation is the tanh approximation of GELU
+    cut_after: bool = False  # the result of the activation is clamped to a limit from above
     dtype: torch.dtype
     device: torch.device
-    requested: str | None = None  # kernels that were asked for or forbidden (choice.py)
+    requested: str | None = None  # kernels that were requested or forbidden (choice.py)
 
     @property
     def is_partial(self) -> bool:
-        """Return True if some of the experts that tokens choose are elsewhere."""
+        """Return True if other ranks hold some of the experts that tokens choose."""
         return self.routed_experts > self.num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedExperts:
-    """One kernel's private copy of a layer's experts, for activations of `dtype`."""
+    """One kernel's copy of a layer's experts, for activations of `dtype`."""
 
     gate_up: ExpertStack | ExpertList
     down: ExpertStack | ExpertList
@@ -109,17 +113,17 @@ class PreparedExperts:
 
 
 def spec_of(matrix: ExpertMatrix) -> QuantSpec | None:
-    """Its numerics; None: a float matrix."""
+    """Return the matrix's quantization; None: it is a float matrix."""
     return None if isinstance(matrix, torch.Tensor) else matrix.spec
 
 
 def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
-    """[N, K]."""
+    """Return (N, K)."""
     if isinstance(matrix, torch.Tensor):
         return tuple(matrix.shape)
     return matrix.out_features, matrix.in_features
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:
-    """True if the weights are integer codes, packed into words, or 4-bit floats."""
+    """Return True if the weights are packed integer codes or 4-bit floats."""
     return isinstance(matrix, PackedWeight | Fp4Weight)

@@ -1,6 +1,6 @@
-"""The operations of mixtures of experts: each checks its arguments, then runs a kernel.
+"""Mixture-of-experts operations: each checks its arguments, then runs a kernel.
 
-Legend as in ops.py of the package; E experts, k experts of a token.
+Legend: see qkernels/ops.py; E experts, k experts per token.
 """
 
 import functools
@@ -27,10 +27,10 @@ def route(
     correction_E: torch.Tensor | None = None,
     numbers_E: torch.Tensor | None = None,
 ) -> Routes:
-    """The experts of each token and their shares, from the router's logits [M, E].
+    """Choose the experts of each token and their routing weights, from router logits [M, E].
 
-    `correction` [E] float32 is added to the scores for the choice alone. `numbers` [E] int32
-    replaces the ids of the chosen experts: those of a rank that holds some of the experts.
+    `correction_E`, float32, is added to the scores for the choice only. `numbers_E`, int32, maps
+    the chosen experts to other ids: to those of a rank that holds some of the experts.
     """
     check_float("route logits", logits_ME)
     check_tensor("route logits", logits_ME, (None, routing.num_experts), FLOAT_DTYPES, logits_ME)
@@ -61,9 +61,9 @@ def route_tokens(
     fixed_order: bool = False,
     numbers_E: torch.Tensor | None = None,
 ) -> Routes:
-    """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype.
+    """Run `route` on the router's logits x W^T + bias, computed in the weight's dtype.
 
-    With `fixed_order` a token's bits do not depend on the other tokens.
+    With `fixed_order`, a token's bits do not depend on the other tokens.
     """
     check_float("route_tokens x", x_MC)
     E, C = routing.num_experts, expect_ndim("route_tokens x", x_MC, 2)[1]
@@ -83,9 +83,10 @@ def prepare_experts(
     device: torch.device | str,
     kernel: str | None = None,
 ) -> PreparedExperts:
-    """Make one kernel's private copy of a layer's experts. Pure: `weights` is untouched.
+    """Make one kernel's copy of a layer's experts. `weights` is not changed.
 
-    `dtype` is the activations'. Raises KernelError where `kernel`, which was asked for, cannot run.
+    `dtype` is the dtype of the activations. Raises KernelError if `kernel`, requested by name,
+    cannot run.
     """
     device = torch.device(device)
     if dtype not in FLOAT_DTYPES:
@@ -139,7 +140,7 @@ def _plan(problem: ExpertsProblem, M: int, tuned: int) -> ExpertsPlan:
 
 
 def plan_experts(prepared: PreparedExperts, M: int) -> ExpertsPlan:
-    """How `experts` runs M >= 1 tokens. Cached."""
+    """Return the cached plan of `experts` for M >= 1 tokens."""
     return _plan(prepared.problem, M, tuning_table.num_changes())
 
 
@@ -150,10 +151,11 @@ def experts(
     plan: ExpertsPlan | None = None,
     shared_MC: torch.Tensor | None = None,
 ) -> LinearOutput:
-    """The sum over a token's experts of share * down(glu(gate_up(x))), plus `shared`: [M, C].
+    """Return the weighted sum over each token's experts, plus `shared_MC` if given: [M, C].
 
-    Experts that are elsewhere (ExpertWeights.routed_experts) add nothing and cost nothing.
-    With a plan whose output is "parts" the sum is left to the norm that follows.
+    An expert computes down(glu(gate_up(x))); the weights are its routing weights
+    (`routes.shares_Mk`). Experts on other ranks (ExpertWeights.routed_experts) add nothing and cost
+    nothing. With a plan whose output is "parts", the result is partial sums for the next norm.
     """
     problem = prepared.problem
     check_tensor("experts x", x_MC, (None, problem.hidden), (problem.dtype,), x_MC)

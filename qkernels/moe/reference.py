@@ -1,6 +1,6 @@
-"""Mixtures of experts in plain torch: the definition that kernels follow, and what a CPU runs.
+"""Plain torch references of the mixture-of-experts operations; CPUs run them.
 
-Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size.
+Legend: M tokens, E experts, k experts per token, C hidden size, I inner size.
 """
 
 import torch
@@ -21,7 +21,7 @@ from qkernels.moe.experts import (
 )
 from qkernels.moe.routing import GEGLU, SILU, Glu, Routes, Routing
 
-TINY = 1e-20  # added to a sum of shares, as the models' authors do
+TINY = 1e-20  # added to a sum of routing weights, as in the models' own code
 
 
 def route(
@@ -72,7 +72,7 @@ def route_tokens(
 ) -> Routes:
     """Reference of ops.route_tokens."""
     if fixed_order and x_MC.shape[0] > 1:
-        # Scores row by row, too: on a CPU a sigmoid's bits depend on its place in a vector.
+        # scores row by row, too: on a CPU a sigmoid's bits depend on its SIMD lane
         rows = [
             route_tokens(x, weight_EC, routing, bias_E, correction_E, True, numbers_E)
             for x in x_MC.split(1)
@@ -83,7 +83,7 @@ def route_tokens(
 
 
 def _sparsemixer(logits_ME: torch.Tensor, ids_Mk: torch.Tensor, jitter: float) -> torch.Tensor:
-    """Shares [M, k] as Routing states them for sparsemixer."""
+    """Return routing weights [M, k] by the sparsemixer rule of Routing.scores."""
     shares, left_ME = [], logits_ME
     for ids_M1 in ids_Mk.split(1, dim=1):
         best_M1 = logits_ME.gather(1, ids_M1)
@@ -95,14 +95,14 @@ def _sparsemixer(logits_ME: torch.Tensor, ids_Mk: torch.Tensor, jitter: float) -
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices along the last dim, the largest first, of equal ones the lowest."""
+    """Return the indices of the largest values in the last dim, descending; ties: lowest index."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
-    """activation(gate) * up as Glu states it, where x is [gate, up].
+    """Return activation(gate) * up as Glu defines it, for x = [gate, up].
 
-    Without a gate x is up [M, I], and the result is the square of its ReLU.
+    Without a gate, x is up [M, I] and the result is the square of its ReLU.
     """
     if not kind.gated:
         return F.relu(x_M2I).square()
@@ -123,7 +123,7 @@ def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
 def prepare_experts(
     weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> PreparedExperts:
-    """Each expert's matrices as `linear` takes them."""
+    """Prepare each expert's matrices for `linear`."""
     hidden, inner = shape_of(weights.down[0])
     return PreparedExperts(
         gate_up=_list(weights.gate_up, weights.gate_up_bias_EN, dtype, device),
@@ -175,7 +175,10 @@ def experts(
     plan: ExpertsPlan | None = None,
     shared_MC: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reference of ops.experts, expert by expert. It waits for the device: not for CUDA graphs."""
+    """Reference of ops.experts, one expert at a time.
+
+    It waits for the device, so a CUDA graph cannot capture it.
+    """
     if parse_choice(prepared.problem.requested).only == FIXED_ORDER and x_MC.shape[0] > 1:
         rows = zip(x_MC.split(1), routes.ids_Mk.split(1), routes.shares_Mk.split(1), strict=True)
         out_MC = torch.cat([experts(x, Routes(*of_row), prepared) for x, *of_row in rows])
@@ -183,7 +186,7 @@ def experts(
     ids_Mk, shares_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
     for expert in ids_Mk.unique().tolist():
-        if expert == prepared.problem.num_experts:  # elsewhere
+        if expert == prepared.problem.num_experts:  # on another rank
             continue
         token, choice = (ids_Mk == expert).nonzero(as_tuple=True)
         hidden = glu(_product(x_MC[token], prepared.gate_up, expert), prepared.glu)

@@ -1,6 +1,6 @@
-"""Routing rules by which tokens choose experts, and the chosen experts.
+"""Routing rules, by which tokens choose experts, and the chosen experts.
 
-Legend: M tokens, E experts, k experts of a token.
+Legend: M tokens, E experts, k experts per token.
 """
 
 from dataclasses import dataclass
@@ -13,25 +13,26 @@ from qkernels.errors import KernelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The rule of one model: scores of all experts, the choice, the chosen experts' shares.
+    """Routing rule of a model: scores of all experts, the choice, and the routing weights.
 
-    Of equal scores the lowest expert is chosen.
+    The code calls routing weights "shares". Ties go to the lowest expert.
     """
 
     num_experts: int
     top_k: int
-    # of the router's logits; softmax_of_chosen: the choice is by logits, the softmax comes after
-    # it; sparsemixer: the same choice, and each share is of a softmax over the logits near the
-    # chosen one, without those of experts chosen before (arXiv 2409.12136)
+    # Scores from the router's logits. softmax_of_chosen: choose by logits, then take the softmax
+    # over the chosen ones. sparsemixer: choose by logits; each routing weight comes from a softmax
+    # over the logits near the chosen one, without experts chosen before it (arXiv 2409.12136).
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
-    jitter: float = 0.0  # of sparsemixer: near is within 2 jitter of the larger magnitude
-    normalized: bool = False  # the shares are divided by their sum
-    # Experts are divided into groups of equal size; all but the best groups are left out.
+    jitter: float = 0.0  # sparsemixer: near means within 2 jitter, relative to the larger magnitude
+    normalized: bool = False  # divide the routing weights by their sum
+    # Experts are divided into `num_groups` groups of equal size; only the `top_groups` best groups
+    # take part in the choice.
     num_groups: int = 1
     top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"  # of a group: its best score, or its two best's sum
-    factor: float = 1.0  # of the shares
-    rounded: bool = False  # the shares are rounded to the logits' dtype
+    group_score: Literal["max", "top2"] = "max"  # best score of a group, or sum of its two best
+    factor: float = 1.0  # factor of the routing weights
+    rounded: bool = False  # round the routing weights to the logits' dtype
 
     def __post_init__(self) -> None:
         E, k, G = self.num_experts, self.top_k, self.num_groups
@@ -45,31 +46,32 @@ class Routing:
 
 
 class Routes(NamedTuple):
-    """The choice of M tokens."""
+    """The chosen experts of M tokens and their routing weights."""
 
-    # int32, the k of a token distinct, best first; E for all experts that are elsewhere
+    # int32, distinct for a token, best first; E is the id of every expert of another rank
     ids_Mk: torch.Tensor
     shares_Mk: torch.Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glu:
-    """Activation between an expert's products.
+    """Activation between the two products of an expert.
 
-    "swiglu": gate * sigmoid(alpha * gate) * (up + offset). The default is silu(gate) * up; other
-    numbers are gpt-oss's. "geglu": gelu(gate) * up, with the tanh approximation of GELU.
-    "relu2": the square of ReLU of up, without a gate.
+    - "swiglu": gate * sigmoid(alpha * gate) * (up + offset). The defaults give silu(gate) * up;
+      gpt-oss uses other numbers.
+    - "geglu": gelu(gate) * up, with the tanh approximation of GELU.
+    - "relu2": the square of ReLU of up, without a gate.
     """
 
     kind: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     alpha: float = 1.0
     offset: float = 0.0
-    limit: float | None = None  # gate is cut above it, up outside of it on both sides
-    cut_after: bool = False  # silu(gate) is cut above it, not gate; alpha is 1, offset 0
+    limit: float | None = None  # gate is clamped to at most `limit`, up to -limit .. limit
+    cut_after: bool = False  # silu(gate) is clamped instead of gate; alpha is 1, offset 0
 
     @property
     def gated(self) -> bool:
-        """Return True if the first product makes gate and up, False if up alone."""
+        """Return True if the first product computes gate and up, False if only up."""
         return self.kind != "relu2"
 
     @property
@@ -78,7 +80,7 @@ class Glu:
         return self.kind == "geglu"
 
     def outputs(self, inner: int) -> int:
-        """Return the outputs of the first product for `inner` inputs of the second."""
+        """Return the number of outputs of the first product if the second has `inner` inputs."""
         return 2 * inner if self.gated else inner
 
 

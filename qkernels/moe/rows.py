@@ -1,4 +1,4 @@
-"""Operations of a mixture of experts, and the kernels that do them."""
+"""Dispatch table of the mixture-of-experts operations."""
 
 import torch
 
@@ -22,7 +22,10 @@ from qkernels.wna16.layout import MIN_K_STEP, k_step
 
 
 def triton_experts(problem: Problem) -> str | None:
-    """`in_features` is the inner size, `out_features` the hidden one."""
+    """Return why Triton cannot run the experts; None: it can.
+
+    `in_features` is the inner size, `out_features` the hidden size.
+    """
     reason = needs_triton(problem)
     if reason is not None:
         return reason
@@ -93,13 +96,13 @@ def _refuses_w4a8(problem: Problem) -> str | None:
 
 
 def explain_variants(problem: Problem) -> list[tuple[str, str]]:
-    """(variant, how many tokens it takes or why none)."""
+    """Return (variant, how many tokens it takes or why it takes none) for every variant."""
     spec, activation = problem.spec, problem.activation
     weight_only = spec is not None and activation is None
     layer = Layer(
         kind="float" if spec is None else "packed" if weight_only else _kind_of_codes(spec.bits),
         spec=spec,
-        num_experts=1,  # which variant refuses a layer depends on none of the zeros and ones
+        num_experts=1,  # why a variant refuses a layer does not depend on these zeros and ones
         top_k=1,
         hidden=problem.out_features,
         inner=problem.in_features,
@@ -122,7 +125,10 @@ def _kind_of_codes(bits: int) -> str:
 
 
 def fixed_order_on_cpu(problem: Problem) -> str | None:
-    """The reference computes each token alone where the order is requested."""
+    """Return why the reference does not run as the fixed-order kernel; None: it runs.
+
+    It then computes each token alone.
+    """
     if problem.requested != FIXED_ORDER:
         return "runs where it is requested by name"
     return None if problem.device == "cpu" else "for a CPU: on a GPU it is a variant of triton"

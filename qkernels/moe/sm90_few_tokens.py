@@ -1,17 +1,21 @@
-"""Products of experts in 4 bits for few tokens on sm_90, in Gluon: y^T = W x^T with wgmma.
+"""Products of 4-bit experts for few tokens on sm_90, in Gluon: y^T = W x^T with wgmma.
 
-The pipeline is that of wna16/sm90_small_m.py: a producer warp keeps TMA loads of packed weights,
-scales and x in flight, one or two consumer warpgroups multiply 64 outputs each. Work is a tile and
-a split of an active expert; resident blocks share it evenly, whichever experts are active.
+The pipeline is the one of wna16/sm90_small_m.py: a producer warp keeps TMA loads of packed weights,
+scales and x in flight, and one or two consumer warpgroups multiply 64 outputs each. A work tile is
+one split of one output tile of an active expert. Resident blocks share the work tiles evenly,
+whichever experts are active.
 
-Up to 8 tokens: a tile has a column for each token. Columns of tokens that did not choose the expert
-are computed but not stored, since eight columns cost as much as one. So no row is gathered. gate_up
-stores the activated product of the d-th active expert and token m in row d M + m, so down finds its
-tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column for each
-of up to BM sorted pairs, and further pairs of an expert are an entry of their own.
+- Up to 8 tokens, a tile has one column per token. Columns of tokens that did not choose the expert
+  are computed but not stored, because eight columns cost as much as one; so no row is gathered.
+  gate_up stores the activated product of the d-th active expert and token m in row d M + m, so down
+  finds the rows of its tokens adjacent.
+- More tokens are gathered by expert beforehand: a tile has one column per sorted pair, up to BM.
+  Further pairs of an expert make another entry.
 
-Legend: M tokens, k experts of a token, P = M k pairs, D entries, each an active expert with up to
-BM of its pairs; N outputs and K inputs of an expert; BM columns of a tile.
+    M  tokens               D  entries: an active expert with up to BM of its pairs
+    k  experts per token    N  outputs and
+    P  = M k pairs          K  inputs of an expert
+                            BM columns of a tile
 """
 
 import torch
@@ -56,10 +60,10 @@ def gate_up(
     glu: Glu,
     config: FewTokensConfig,
 ) -> torch.Tensor:
-    """The activated products, [P, I] of sorted pairs, or [D M, I].
+    """Return the activated products, [P, I] of sorted pairs, or [D M, I].
 
-    Row d M + m is that of token m and the d-th active expert; rows of tokens that did not choose
-    it are undefined.
+    Row d M + m belongs to token m and the d-th active expert; rows of tokens that did not choose
+    the expert are undefined.
     """
     sorts = wanted.order is not None
     tile = TokensTile(
@@ -87,10 +91,10 @@ def down(
     config: FewTokensConfig,
     y: torch.Tensor,
 ) -> None:
-    """Apply down and the routing weights, to `y`: float32 [split k or more, M, C], or [P, C].
+    """Apply down and the routing weights; write `y`: float32 [split k or more, M, C], or [P, C].
 
-    Follows gate_up directly, or a kernel that began after it: the active experts' first weights are
-    in flight before that has ended.
+    It must follow gate_up directly, or a kernel that started after gate_up: it loads the first
+    weights of the active experts before that kernel has ended.
     """
     sorts = wanted.order is not None
     tile = TokensTile(
@@ -117,7 +121,7 @@ def _launch(
     N, K = weight.out_features, weight.in_features
     scales, factors = weight.tensors["scales"], weight.tensors.get("blocks")
     offsets, box = weight.tensors.get("offsets", scales), TILE_N
-    if factors is not None:  # 4-bit floats: one or two words of a row and K step
+    if factors is not None:  # 4-bit floats: one or two words of scales per row and K step
         box *= scales.shape[-1]
     tiles = N // config.block_n
     launch(
@@ -160,7 +164,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     next_tile = gemm.work_tile(gl.program_id(0), num_entries)
     state = pipeline.consumer_start()
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        # what is looked up here is read after the K steps, or in the next work tile
+        # these look-ups are used after the K steps, or in the next work tile
         work_tile = next_tile
         next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
         if LOOK_FIRST:
@@ -296,7 +300,7 @@ def _load(gemm, pipeline):
     """The producer warp: all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     if gemm.TILE.glu:
-        # the kernel before computes which experts are active
+        # the previous kernel computes which experts are active
         griddepcontrol_wait()
     num_entries = gemm.num_entries()
     num_work = num_entries * gemm.tiles * CONFIG.split
@@ -309,7 +313,7 @@ def _load(gemm, pipeline):
         load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
     if not gemm.TILE.glu:
         griddepcontrol_wait()
-    # After the wait: blocks of the next kernel may read what was written before this one.
+    # after the wait: blocks of the next kernel may read what was written before this kernel
     launch_dependents()
     state = pipeline.producer_start()
     loaded = 0

@@ -1,6 +1,6 @@
-"""Configs of W4A16 experts for few tokens on sm_90 (sm90_few_tokens.py). Plain Python.
+"""Configs of W4A16 experts for few tokens on sm_90 (sm90_few_tokens.py), in plain Python.
 
-Legend: M tokens, E experts, k experts of a token, P = M k pairs, N outputs and K inputs of an
+Legend: M tokens, E experts, k experts per token, P = M k pairs, N outputs and K inputs of an
 expert's product.
 """
 
@@ -11,24 +11,24 @@ from qkernels.gpu.config import MAX_STAGES, SM_REGISTERS, CompileTimeConfig
 from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
 from qkernels.wna16.layout import TILE_N, k_step
 
-K_STEP = 128  # inputs
-FEW_TOKENS_ROWS = (8, 16, 32)  # block_m of all configs
-# Pairs of an expert on average, up to which a tile has so many columns. An expert with more than
-# that takes another entry, and its weights are read again, from the L2.
+K_STEP = 128  # inputs per K step
+FEW_TOKENS_ROWS = (8, 16, 32)  # possible values of block_m
+# Columns of a tile -> largest average number of pairs per expert for which it is chosen. An expert
+# with more pairs than columns takes another entry, and its weights are read again, from the L2.
 MOST_ROWS = {8: 5, 16: 11, 32: 40}
-MOST_PAIRS = 1024  # that each block of wanted_pairs looks through
-REGISTERS_OF_THREAD = 232  # that setmaxnreg can give, at most
+MOST_PAIRS = 1024  # most pairs, which each block of wanted_pairs searches
+REGISTERS_OF_THREAD = 232  # most registers per thread that setmaxnreg is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTokensConfig(CompileTimeConfig):
-    """One launch. A tile is 64 outputs for each consumer, by block_m tokens."""
+    """Launch config of one product. A tile is 64 outputs per consumer by block_m columns."""
 
-    block_m: int  # columns: tokens, at least M; or sorted pairs
-    sorts: bool = False  # pairs are sorted and their tokens gathered
-    num_consumers: int = 2  # warpgroups that multiply
+    block_m: int  # columns: at least M tokens; or sorted pairs
+    sorts: bool = False  # pairs are sorted by expert, and their tokens are gathered
+    num_consumers: int = 2  # consumer warpgroups
     split: int = 1  # split-K
-    stages: int = 4  # of the pipeline, one K step of 128 inputs each
+    stages: int = 4  # pipeline stages, one K step of 128 inputs each
     blocks_per_sm: int = 2
 
     @property
@@ -42,7 +42,7 @@ class FewTokensConfig(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch, then redistributed between warps.
+        """Registers per thread at launch; the warps redistribute them.
 
         The producer's warp counts as a warpgroup.
         """
@@ -60,7 +60,7 @@ class FewTokensConfig(CompileTimeConfig):
 
 
 def few_tokens_config_fault(config: FewTokensConfig, *, M: int, N: int, K: int) -> str | None:
-    """Why the kernel cannot run it; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     if config.block_m not in FEW_TOKENS_ROWS or (config.block_m < M and not config.sorts):
         return (
             f"block_m must be of {FEW_TOKENS_ROWS}, and at least the {M} tokens unless pairs are"
@@ -83,7 +83,7 @@ def few_tokens_config_fault(config: FewTokensConfig, *, M: int, N: int, K: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTokensTiles:
-    """Both launches of a layer, as a tuning table holds them."""
+    """Configs of both products of a layer, as the tuning table stores them."""
 
     block_m: int
     sorts: bool
@@ -127,24 +127,24 @@ class FewTokensTiles:
 
 
 def most_splits(*, M: int, top_k: int, hidden: int) -> int:
-    """Largest split of down that the next norm adds; 0: none, a kernel of its own sums."""
+    """Return the largest split of down that the next norm adds; 0: a separate kernel must add."""
     return min(MOST_PARTS // top_k, MOST_PARTIALS // (top_k * M * hidden))
 
 
 def few_tokens_tiles(
     *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
 ) -> FewTokensTiles | None:
-    """The default; None: the kernel does not take M tokens."""
+    """Return the default configs; None: the kernel does not take M tokens."""
     pairs = M * top_k
     sorts = FEW_TOKENS_ROWS[0] < M
     rows = pairs / num_experts if sorts else 1
     block_m = next((each for each, most in MOST_ROWS.items() if rows <= most), None)
     if block_m is None or pairs > MOST_PAIRS:
         return None
-    # tiles of 64 outputs where x is small: it is read again for each tile
+    # tiles of 64 outputs only if x is small, because every tile reads x again
     gate_up, down = (1 if block_m == 8 or N % (2 * TILE_N) else 2 for N in (2 * inner, hidden))
     stages, blocks_per_sm = (6, 4) if block_m == 8 else (4, 2)
-    wanted = num_experts * (1 - (1 - top_k / num_experts) ** M)  # of random choices
+    wanted = num_experts * (1 - (1 - top_k / num_experts) ** M)  # expected active experts
     tiles = wanted * hidden / (TILE_N * down)
     splits = most_splits(M=M, top_k=top_k, hidden=hidden)
     return FewTokensTiles(
@@ -170,7 +170,7 @@ def few_tokens_tiles_fault(
     inner: int,
     group: int,
 ) -> str | None:
-    """Why the kernel cannot run them; None: it can."""
+    """Return why the kernel cannot run these configs; None: it can."""
     if k_step(group) != K_STEP:
         return f"takes groups divisible by {K_STEP}, found {group}"
     if M * top_k > MOST_PAIRS:
@@ -184,7 +184,10 @@ def few_tokens_tiles_fault(
 
 
 def _down_split(tiles_of_sm: float, steps: int, most: int) -> int:
-    """So that SMs have equal work, three blocks or more, of 6 K steps or more."""
+    """Return the split that gives the SMs equal work.
+
+    It prefers three blocks or more per SM and needs 6 K steps or more per split.
+    """
 
     def cost(split: int) -> float:
         work = tiles_of_sm * split

@@ -1,6 +1,6 @@
-"""Structs of sm90_few_tokens.py: the constants of a launch, the kernel's arguments, its work.
+"""Structs of sm90_few_tokens.py: constants of a launch, arguments of the kernel, work tiles.
 
-Legend: as there.
+Legend: see sm90_few_tokens.py.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from qkernels.gpu.gluon_compat import aggregate, integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensTile(CompileTimeConfig):
-    """Constants of a launch, compiled in."""
+    """Compile-time constants of a launch."""
 
     top_k: int
-    glu: bool  # gate_up: outputs are gate and up; else down
-    sorted: bool  # columns are sorted pairs; else tokens
-    counted: bool  # entries follow their number; else they are one token's experts, k of them
-    # down's outputs, times the shares: parts float32 [split, k, M, N], or rows [P, N]
+    glu: bool  # True: gate_up, whose outputs are gate and up; False: down
+    sorted: bool  # True: columns are sorted pairs; False: tokens
+    counted: bool  # True: the list starts with the number of entries; False: it is one token's ids
+    # weighted outputs of down: partial sums float32 [split, k, M, N]; False: rows [P, N]
     parts: bool = False
     alpha: float = 1.0
     offset: float = 0.0
@@ -36,11 +36,11 @@ class TokensTile(CompileTimeConfig):
 class WorkTile:
     """One split of one tile of an entry."""
 
-    entry: gl.tensor  # its number d
+    entry: gl.tensor  # number d of the entry
     expert: gl.tensor
-    first: gl.tensor  # of its sorted pairs
+    first: gl.tensor  # first of its sorted pairs
     pairs: gl.tensor
-    tile: gl.tensor  # among the expert's
+    tile: gl.tensor  # number of the tile within the expert
     split: gl.tensor
     k_begin: gl.tensor  # in K steps
     k_end: gl.tensor
@@ -48,11 +48,11 @@ class WorkTile:
 
 @aggregate
 class Experts:
-    """The kernel's arguments."""
+    """Arguments of the kernel."""
 
     weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
     x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
-    scales: tma.tensor_descriptor  # [E N/64 G 64]; of 4-bit floats words of rows
+    scales: tma.tensor_descriptor  # [E N/64 G 64]; with 4-bit floats words of scales by row
     offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
     bias_ptr: gl.tensor  # [E, N], valid if has_bias
     factors_ptr: gl.tensor  # float32 [E, N], valid with fp4
@@ -63,16 +63,16 @@ class Experts:
     M: integer
     N: integer
     k_steps: integer
-    tiles: integer  # of an expert
-    most: integer  # entries that there can be
+    tiles: integer  # tiles per expert
+    most: integer  # largest possible number of entries
     CONFIG: gl.constexpr  # FewTokensConfig
     NUMERICS: gl.constexpr  # WeightNumerics
     TILE: gl.constexpr  # TokensTile
 
     @gluon.jit
     def num_entries(self):
-        # .cg, here and below: a block may start before the kernel that wrote these has ended, and
-        # an SM's L1 may hold what was there before
+        # .cg, here and below: a block may start before the kernel that wrote these values has
+        # ended, and the SM's L1 may hold older values
         if self.TILE.counted:
             return gl.load(self.wanted_ptr, cache_modifier=".cg")
         else:

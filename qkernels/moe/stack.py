@@ -1,7 +1,7 @@
-"""All experts' weights as one: the outputs of expert e + 1 follow those of e.
+"""Stack the weights of all experts into one: the outputs of expert e + 1 follow those of e.
 
-The rows of gate and up alternate, eight of one and eight of the other. A thread of a tensor core's
-fragment holds rows r and r + 8 of sixteen, so it has a gate and the up that belongs to it.
+Rows of gate and up alternate, eight of gate and eight of up. In a tensor core fragment of sixteen
+rows, a thread holds rows r and r + 8, so it has a gate and the matching up.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from qkernels.w4a8 import layout as w4a8
 from qkernels.w4a8.prepack import prepacked_tensors
 from qkernels.wna16.layout import kernel_spec
 
-PAIR_ROWS = 8  # of gate, and then of up
-CODES_AT_ONCE = 2**27  # that are prepacked; each takes some 12 bytes meanwhile
+PAIR_ROWS = 8  # rows of gate, followed by as many rows of up
+CODES_AT_ONCE = 2**27  # codes that are prepacked together; each takes about 12 bytes meanwhile
 SCALE_INPUTS = 128  # inputs that share a scale of a block-scaled float8 weight
 
 
 def glu_order(inner: int, device: torch.device) -> torch.Tensor:
-    """Row r of the stacked matrix is row order[r] of gate's rows above up's."""
+    """Return the row order of the stack: its row r is row order[r] of [gate; up]."""
     rows = torch.arange(2 * inner, device=device).view(2, -1, PAIR_ROWS)
     return rows.transpose(0, 1).flatten()
 
 
 def stack_fault(matrices: Sequence[ExpertMatrix]) -> str | None:
-    """Why these cannot be one weight; None: they can."""
+    """Return why these matrices cannot be stacked; None: they can."""
     first = matrices[0]
     for matrix in matrices:
         if (type(matrix), shape_of(matrix), spec_of(matrix)) != (
@@ -62,7 +62,7 @@ def stack(
     gated: bool,
     bias_EN: torch.Tensor | None,
 ) -> ExpertStack:
-    """`gated`: the rows are gate's above up's."""
+    """Stack the experts' matrices. `gated`: each one has gate's rows, then up's."""
     N, K = shape_of(matrices[0])
     order = glu_order(N // 2, device) if gated else None
     if order is not None:
@@ -94,13 +94,13 @@ def stack(
 def _prepacked(
     matrices: Sequence[PackedWeight | Fp4Weight], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """As one prepacked weight, made of a few experts at a time to spare memory."""
+    """Prepack the stack, a few experts at a time to limit memory."""
     module = dispatch.module_of(LINEAR, f"w{matrices[0].spec.bits}a16")
     return _together(matrices, lambda few: module.prepare_weight(few, dtype).tensors)
 
 
 def _prepacked_w4a8(matrices: Sequence[PackedWeight]) -> dict[str, torch.Tensor]:
-    """As one prepacked weight of W4A8, and the inputs' static scale if there is one."""
+    """Prepack the stack for W4A8, with the inputs' static scale if there is one."""
     first = matrices[0]
     block_k = w4a8.k_step(first.spec.group_length(first.in_features))
     tensors = _together(matrices, lambda few: prepacked_tensors(few, block_k))
@@ -112,7 +112,7 @@ def _prepacked_w4a8(matrices: Sequence[PackedWeight]) -> dict[str, torch.Tensor]
 def _together(
     matrices: Sequence[Weight], prepack: Callable[[Weight], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of all matrices under each other, made of a few at a time."""
+    """Prepack a few matrices at a time and concatenate the results by rows."""
     N, K = shape_of(matrices[0])
     at_once = max(1, CODES_AT_ONCE // (N * K))
     parts = [
@@ -127,7 +127,7 @@ def _merged(matrices: Sequence[Weight]) -> Weight:
 
 
 def _codes(weight: Weight) -> dict[str, torch.Tensor]:
-    """Signed codes [N, K]; float32 scales [N], or [N, K / 128]."""
+    """Return signed codes [N, K] and float32 scales [N] or [N, K / 128]."""
     if isinstance(weight, Fp8Weight):
         codes_NK, scales = weight.codes_NK, weight.scales_RC
         scales = scales.expand(codes_NK.shape[0], -1) if len(scales) == 1 else scales
@@ -145,7 +145,7 @@ def _codes(weight: Weight) -> dict[str, torch.Tensor]:
 
 
 def _ordered(matrix: ExpertMatrix, order: torch.Tensor | None) -> ExpertMatrix:
-    """The matrix with its rows in an order; float8 with a scale for each row."""
+    """Reorder the rows of a matrix; block-scaled float8 gets one scale per row."""
     if isinstance(matrix, Fp8Weight):
         matrix = _with_scales_of_rows(matrix)
     if order is None:

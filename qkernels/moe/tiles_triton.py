@@ -1,7 +1,7 @@
-"""Device functions of the experts' products: a block's pairs and expert, its results' rows.
+"""Triton device functions of the expert products: a block's expert and pairs, and its output rows.
 
-A pair p = m k + j is token m and its j-th expert. Legend: M tokens, E experts, k experts of a
-token, P = M k pairs; BM pairs of a block, BN outputs of a tile.
+A pair p = m k + j is token m and its j-th expert. Legend: M tokens, E experts, k experts per token,
+P = M k pairs; BM pairs of a block, BN outputs of a tile.
 """
 
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsTile:
-    """Constants of the products' kernels, compiled in."""
+    """Compile-time constants of the product kernels."""
 
     top_k: int
-    # how a block finds its pairs: in the ids of all pairs, padded to so many; 0: they are sorted
+    # a block finds its pairs in the ids of all pairs, padded to this number; 0: pairs are sorted
     pairs: int
-    experts: int  # at least E, a power of two
-    glu: bool = False  # the outputs are gate and up, of which the activation makes half as many
-    gelu: bool = False  # of the gate, instead of gate * sigmoid(alpha * gate)
+    experts: int  # power of two, at least E
+    glu: bool = False  # the outputs are gate and up; the activation halves their number
+    gelu: bool = False  # gelu(gate) instead of gate * sigmoid(alpha * gate)
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
     cut_after: bool = False  # the activation's result is cut above limit, not gate
     relu2: bool = False  # the square of ReLU is applied to the outputs
-    parts: bool = False  # weighted float32 sums for the consumer: [split, k, M, N]
-    partial: bool = False  # some of the experts are elsewhere
-    weighted: bool = False  # times the pair's share
+    parts: bool = False  # store weighted float32 partial sums for the consumer: [split, k, M, N]
+    partial: bool = False  # other ranks hold some of the experts
+    weighted: bool = False  # multiply by the pair's routing weight
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, T
     """
     r = tl.arange(0, BM)
     if TILE.pairs > 0:
-        # The block belongs to the pair of its number. The first pair of each expert represents all
-        # pairs of the expert; there are at most BM, since a token's experts are distinct.
+        # Block number b belongs to pair b. The block of an expert's first pair does all pairs of
+        # the expert: at most BM, because a token's experts are distinct.
         p = tl.arange(0, TILE.pairs)
         ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
         expert = tl.load(ids_ptr + block)

@@ -1,8 +1,9 @@
 """The experts of a layer in Triton, on any GPU: two grouped products and the sum over experts.
 
-Every grid depends on the number of tokens alone, and nothing waits for the GPU: for CUDA graphs.
-Equal inputs give equal bits. Legend: M tokens, E experts, k experts of a token, P = M k pairs, C
-hidden size, I inner size.
+Every grid depends only on the number of tokens, and nothing waits for the GPU, so CUDA graphs can
+capture the kernels. Equal inputs give equal bits.
+
+Legend: M tokens, E experts, k experts per token, P = M k pairs, C hidden size, I inner size.
 """
 
 import torch
@@ -37,14 +38,14 @@ from qkernels.wna16.prepack import VALUE_OF_ZERO
 from qkernels.wna16.unpack.fp4_layout import fp4_words
 from qkernels.wna16.unpack.words import MAGIC_WORD
 
-PLAIN_BLOCK_K = {1: 128, 2: 64}  # by bytes of an element
+PLAIN_BLOCK_K = {1: 128, 2: 64}  # bytes per element -> inputs of a tile
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def prepare_experts(
     weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> PreparedExperts:
-    """Both products' weights of all experts, each in one stack."""
+    """Stack the weights of all experts, once for each of the two products."""
     gate_up = stack(
         weights.gate_up,
         dtype=dtype,
@@ -80,7 +81,7 @@ def prepare_experts(
 
 
 def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
-    """How M tokens run on the problem's GPU."""
+    """Return the plan for M tokens on the problem's GPU."""
     choice = parse_choice(problem.requested)
     measured = measured_plan(problem, M, choice)
     return measured or plan_experts(layer_of(problem), M, choice)
@@ -112,7 +113,7 @@ def experts(
         if plan.output == "parts":
             parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
             if problem.is_partial and not few:
-                parts.zero_()  # no block has the pairs of experts that are elsewhere
+                parts.zero_()  # no block writes the pairs of experts of other ranks
             tile = ExpertsTile(parts=True, weighted=True, **common)
             _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
             if shared_MC is not None:
@@ -133,7 +134,7 @@ def _few_tokens(
     plan: ExpertsPlan,
     shared_MC: torch.Tensor | None,
 ) -> LinearOutput:
-    # Gluon is imported only where it runs
+    # import Gluon only if this kernel runs
     from qkernels.moe import sm90_few_tokens as kernel
 
     ids_Mk, shares_Mk = routes
@@ -164,13 +165,13 @@ def _few_tokens(
 
 
 def _empty_parts(x_MC: torch.Tensor, count: int, shared_MC: torch.Tensor | None) -> torch.Tensor:
-    """Memory for partial sums; the shared expert's output is one more."""
+    """Allocate partial sums, one more if there is a shared expert's output."""
     count += shared_MC is not None
     return torch.empty((count, *x_MC.shape), dtype=torch.float32, device=x_MC.device)
 
 
 def _constants(glu: Glu) -> dict[str, float]:
-    """Return the constants of the first product's tile."""
+    """Return the activation constants of the first product."""
     if not glu.gated:
         return {"relu2": True}
     if glu.gelu:
@@ -189,7 +190,7 @@ def _product(
     y: torch.Tensor,
     tile: ExpertsTile,
 ) -> None:
-    """One product of all pairs. `row_pairs`: pairs that share a row of x."""
+    """Run one product of all pairs. `row_pairs`: number of pairs that share a row of x."""
     N, K, P = weight.out_features, weight.in_features, lists[0].numel()
     scales = weight.tensors.get("scales")
     num_experts = _num_experts(weight)

@@ -1,15 +1,15 @@
-"""Products of experts with packed weights in Triton: with 16-bit or with 8-bit activations.
+"""Products of experts with packed weights in Triton, with 16-bit or 8-bit activations.
 
-One matrix holds all experts, prepacked as of a single linear: an expert's tiles of 64 outputs
-follow the one's before. The weight is operand A. Rows of x are gathered.
+One matrix holds all experts, prepacked like a single linear: an expert's tiles of 64 outputs follow
+those of the previous expert. The weight is operand A. Rows of x are gathered.
 
-- `experts_packed`: 4- or 8-bit weights or 4-bit floats, and 16-bit activations. The layout is that
-  of wna16/prepack.py, the inner loop that of wna16/triton_gemm.py: a scale multiplies the sums of a
-  K step, or weights are scaled (4-bit floats).
-- `experts_w4a8`: 4-bit weights and 8-bit activations. The layout is that of w4a8/layout.py, the
-  inner loop that of w4a8/triton_gemm.py: codes are expanded to int8 or e4m3. The sum of a group is
-  an integer, or a float8 product's sum, and enters the float32 total by the group's scale; codes
-  with a scale for each output are summed as integers to the end.
+- `experts_packed`: 4- or 8-bit weights or 4-bit floats, with 16-bit activations. It uses the layout
+  of wna16/prepack.py and the inner loop of wna16/triton_gemm.py: a scale multiplies the sums of a K
+  step; 4-bit floats are scaled before the product.
+- `experts_w4a8`: 4-bit weights and 8-bit activations. It uses the layout of w4a8/layout.py and the
+  inner loop of w4a8/triton_gemm.py: codes are expanded to int8 or e4m3. The sum of a group
+  (integer, or float32 for float8) is scaled and added to a float32 total. With one scale per
+  output, integers are summed to the end.
 
 Legend: K inputs, N outputs of an expert, G groups; BM pairs, BN outputs, BK inputs of a tile.
 """

@@ -1,6 +1,6 @@
-"""Pairs of token and expert in order of their experts, and sums over a token's experts, in Triton.
+"""Sort (token, expert) pairs by expert, and sum the experts' outputs of each token, in Triton.
 
-Legend: M tokens, E experts, k experts of a token, P = M k pairs, C hidden size.
+Legend: M tokens, E experts, k experts per token, P = M k pairs, C hidden size.
 """
 
 import torch
@@ -14,11 +14,11 @@ from qkernels.moe.config import sort_chunk
 
 
 def sort_pairs(ids_Mk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs in order of their experts, int32 [P], and each expert's number of pairs, int32 [E].
+    """Return the pairs sorted by expert, int32 [P], and the number of pairs per expert, int32 [E].
 
-    Of one expert they stay in order. A block for each expert counts and places its own, so none
-    waits for another. Pairs of experts that are elsewhere (id E) are in none; their places, the
-    last ones, are undefined.
+    The sort is stable. A block per expert counts and writes its own pairs, so no block waits for
+    another. Pairs of experts of other ranks (id E) are left out; the last elements, which would
+    hold them, are undefined.
     """
     P = ids_Mk.numel()
     sorted_P = torch.empty((P,), dtype=torch.int32, device=ids_Mk.device)
@@ -67,9 +67,9 @@ def sum_pairs(
     ids_Mk: torch.Tensor | None = None,
     num_experts: int = 0,
 ) -> None:
-    """Write the sums over each token's experts, whose outputs are weighted, plus `shared`.
+    """Write the sum of the weighted outputs of each token's experts, plus `shared`.
 
-    `ids`: given if some experts are elsewhere, whose outputs are undefined and left out.
+    `ids` is given if other ranks hold some experts; outputs of these are undefined and not added.
     """
     M, C = out_MC.shape
     block = min(1024, power_of_two(C))

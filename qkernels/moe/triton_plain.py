@@ -1,9 +1,7 @@
-"""Products of experts whose weight is a plain matrix: float, or 8-bit codes on both sides.
+"""Products of experts with a plain weight matrix in Triton: float, or 8-bit codes on both sides.
 
 Integer codes are summed exactly in int32, float8 codes in float32. The weight is operand A. Rows of
-x are gathered.
-
-Legend: K inputs, N outputs of an expert; BM pairs, BN outputs, BK inputs of a tile.
+x are gathered. Legend: K inputs, N outputs of an expert; BM pairs, BN outputs, BK inputs of a tile.
 """
 
 import triton
@@ -15,7 +13,7 @@ from qkernels.moe.tiles_triton import clear_part, find_pairs, store_pairs
 @triton.jit(do_not_specialize=["P"])
 def experts_plain(
     x_ptr,  # [rows, K]
-    x_scales_ptr,  # [rows], or [rows, K / BK] with BLOCKS, or None: x is no codes
+    x_scales_ptr,  # [rows], or [rows, K / BK] with BLOCKS; None: x is not quantized
     weight_ptr,  # [E N, K]
     scales_ptr,  # [E N], or [E N, K / BK] with BLOCKS, or None
     bias_ptr,  # [E, N] or None

@@ -1,6 +1,6 @@
-"""The choice of experts in Triton, of logits or of the hidden states that they are products of.
+"""Choice of experts in Triton, from router logits or from the hidden states that produce them.
 
-Legend: M tokens, E experts, k experts of a token, C hidden size.
+Legend: M tokens, E experts, k experts per token, C hidden size.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from qkernels.linear.ops import fixed_order_linear
 from qkernels.moe.routing import Routes, Routing
 from qkernels.problem import HALF_DTYPES
 
-# Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
+# With more tokens, cuBLAS computes the logits: here the blocks of every token read the whole
+# weight, from the L2.
 ROUTER_MOST_TOKENS = 32
-ROUTER_BLOCKS = 64  # of a token, about: what one adds up alone is latency
-ROUTER_BLOCK = 4096  # weights that a block requests before the kernel before has ended
+ROUTER_BLOCKS = 64  # approximate blocks per token; more weights per block would add latency
+ROUTER_BLOCK = 4096  # weights that a block loads before the previous kernel has ended
 
 
 def route(
@@ -29,7 +30,7 @@ def route(
     correction_E: torch.Tensor | None = None,
     numbers_E: torch.Tensor | None = None,
 ) -> Routes:
-    """Implement ops.route. Of equal scores the lowest expert is chosen."""
+    """Implement ops.route. Ties go to the lowest expert."""
     M, E = logits_ME.shape
     k = routing.top_k
     logits_ME = logits_ME.contiguous()
@@ -110,9 +111,9 @@ def route_tokens(
 
 
 def _new_ids(tokens: int, choices: int, device: torch.device) -> torch.Tensor:
-    """Return memory for the chosen experts; while nothing is launched, of expert 0.
+    """Allocate ids of the chosen experts; filled with 0 while launches are only recorded.
 
-    Experts in plain torch read the numbers even then.
+    Experts in plain torch read the ids even then.
     """
     new = torch.zeros if launches_nothing() else torch.empty
     return new((tokens, choices), dtype=torch.int32, device=device)
@@ -143,7 +144,7 @@ def _route_tokens(
     c = tl.arange(0, BC)
     weight_ptrs = weight_ptr + e.to(tl.int64)[:, None] * C + c[None, :]
     inside = (e < E)[:, None] & (c < C)[None, :]
-    # the first weights are under way while the kernel before ends
+    # the first weights are loaded before the previous kernel has ended
     weight = tl.load(weight_ptrs, mask=inside, other=0.0)
     if PDL:
         pdl_launch_and_wait()
@@ -190,23 +191,23 @@ def _first_largest(values, order, NONE: tl.constexpr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """Constants of the choice, compiled in."""
+    """Compile-time constants of the choice."""
 
     scores: str
     normalized: bool
     rounded: bool
     top_k: int
-    slots: int  # at least top_k, a power of two
+    slots: int  # power of two, at least top_k
     groups: int
     padded_groups: int
-    in_group: int  # at least the experts of a group, a power of two
+    in_group: int  # power of two, at least the number of experts in a group
     top_groups: int
     by_two: bool
     jitter: float
 
 
 def rule_of(routing: Routing) -> RoutingRule:
-    """The routing as the kernel's constant, with its sizes as powers of two."""
+    """Return the routing rule as the kernel's constant, with sizes padded to powers of two."""
     E, G = routing.num_experts, routing.num_groups
     return RoutingRule(
         scores=routing.scores,
@@ -259,7 +260,7 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
     shares = tl.full(j.shape, -float("inf"), tl.float32)
     left = mask
     for i in tl.static_range(TOP_K):
-        # among those left, so that one is found even where all scores are NaN or -inf
+        # only among experts that are left, so that one is found even if all scores are NaN or -inf
         best_score = tl.max(tl.where(left, choice, -float("inf")))
         candidates = left & (choice >= best_score)
         chosen = tl.min(tl.where(candidates, e, NONE))
@@ -352,7 +353,7 @@ def choose_experts(
     if RULE.groups > TOP_GROUPS:
         best = tl.max(choice, 1)
         if RULE.by_two:
-            # of equal scores one alone is left out
+            # if scores are equal, only one of them is left out
             at = tl.min(tl.where(choice == best[:, None], s[None, :], NONE), 1)
             best += tl.max(tl.where(s[None, :] == at[:, None], -float("inf"), choice), 1)
         best = tl.where(g < RULE.groups, best, -float("inf"))

@@ -1,10 +1,8 @@
-"""Work of blocks that go from one active expert to the next, in Triton.
+"""List the active experts, and sort their pairs, for blocks that go from one expert to the next.
 
-Pairs of experts that are elsewhere (id E) are in no list. Where parts of the sum are left to the
-norm, theirs are cleared here.
-
-Legend: M tokens, E experts, k experts of a token, P = M k pairs, C hidden size; BM columns of a
-tile.
+Pairs of experts of other ranks (id E) are in no list. If the next norm adds partial sums, their
+partial sums are zeroed here. Legend: M tokens, E experts, k experts per token, P = M k pairs, C
+hidden size; BM columns of a tile.
 """
 
 from dataclasses import dataclass
@@ -23,21 +21,25 @@ COLUMNS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """The experts that some token wants, in the order of their numbers.
+    """The active experts, which at least one token chose, in ascending order.
 
-    Of one token `list` is its choice, [k]. Of several, or where some experts are elsewhere, int32
-    [1 + E']: how many there are, and then the experts; or with `order` [1 + 3 E']: entries, of
-    which an expert with more than BM pairs has several. After their number their experts, then the
-    first of their sorted pairs, then how many pairs they have. E' is `most`. What follows the last
-    entry is unspecified.
+    `list` has one of three forms; E' is `most`:
+
+    - one token, all experts on this rank: the token's choice, [k];
+    - otherwise, without `order`: int32 [1 + E'], the number of active experts, then the experts;
+    - with `order`: int32 [1 + 3 E'], the number of entries, then for all entries the experts, the
+      first of their sorted pairs, and their numbers of pairs. An expert with more than BM pairs has
+      several entries.
+
+    Elements after the last entry are unspecified.
     """
 
     list: torch.Tensor
-    most: int  # experts or entries that there can be
+    most: int  # largest possible number of experts or entries
     counted: bool = True  # the list begins with the number of entries
     order: torch.Tensor | None = None  # [P] pairs, sorted by expert
-    shares: torch.Tensor | None = None  # [P] of the sorted pairs
-    x_PC: torch.Tensor | None = None  # the tokens of the sorted pairs
+    shares: torch.Tensor | None = None  # [P] routing weights of the sorted pairs
+    x_PC: torch.Tensor | None = None  # rows of x of the sorted pairs
 
 
 def wanted_experts(
@@ -46,9 +48,10 @@ def wanted_experts(
     is_partial: bool = False,
     parts: torch.Tensor | None = None,
 ) -> Wanted:
-    """Without an order: every token is a column of each of them.
+    """List the active experts without sorting: every token is a column of each expert.
 
-    `is_partial`: some are elsewhere. `parts` [split k, M, C]: given if theirs are to be cleared.
+    `is_partial`: other ranks hold some experts; their partial sums in `parts` [split k, M, C] are
+    zeroed, if it is given.
     """
     M, P = ids_Mk.shape[0], ids_Mk.numel()
     most = min(num_experts, P)
@@ -84,9 +87,9 @@ def wanted_pairs(
     block_m: int,
     parts: torch.Tensor | None = None,
 ) -> Wanted:
-    """Sorted pairs, up to `block_m` in an entry, and their tokens side by side.
+    """Sort the pairs, up to `block_m` per entry, and gather their rows of x.
 
-    `parts` [split k, M, C]: given if those of experts elsewhere are to be cleared.
+    If `parts` [split k, M, C] is given, the partial sums of experts of other ranks are zeroed.
     """
     ids_Mk, shares_Mk = routes
     P, C = ids_Mk.numel(), x_MC.shape[1]
@@ -125,7 +128,7 @@ def wanted_pairs(
 
 
 def _slots(num_experts: int) -> int:
-    """Counts of a block: at least one for each thread of a warp."""
+    """Return the number of counters in a block: at least one per thread of a warp."""
     return max(32, power_of_two(num_experts))
 
 

@@ -1,4 +1,4 @@
-"""W4A16 experts in the tuning table: the configs of the one variant that has any to choose."""
+"""W4A16 experts as a tunable operation: configs of sm90_few_tokens, the only tunable variant."""
 
 from qkernels.choice import KernelChoice
 from qkernels.moe.config import ExpertsPlan
@@ -46,14 +46,14 @@ TUNED = TunedOp(
 
 
 def tuned_problem(problem: ExpertsProblem, M: int) -> dict[str, int]:
-    """The fields of a row."""
+    """Return the problem fields of a table row."""
     sizes = {name: getattr(problem, name) for name in ("hidden", "inner", "top_k")}
     sizes["num_experts"] = problem.routed_experts
     return sizes | {"group": problem.spec.group_length(problem.inner), "M": M}
 
 
 def measured_plan(problem: ExpertsProblem, M: int, choice: KernelChoice) -> ExpertsPlan | None:
-    """The plan that was found fastest on this GPU; None: nothing was measured."""
+    """Return the plan that was measured as fastest on this GPU; None: no measurement applies."""
     variant = SM90_FEW_TOKENS
     asked = choice.only in (None, problem.kernel, variant.name) and variant.name not in choice.never
     if not asked or problem.spec is None or has_fp4(problem.spec):

@@ -1,6 +1,6 @@
-"""The kernel variants of a layer's experts, one row each, and which of them takes M tokens.
+"""Kernel variants of a layer's experts, one row each, and the choice of a variant for M tokens.
 
-Plain Python, no tensors.
+Plain Python, without tensors.
 """
 
 import functools
@@ -22,11 +22,11 @@ ANY = KernelChoice()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer's experts, and the GPU they are on."""
+    """The experts of a layer and the GPU that they are on."""
 
     kind: Literal["packed", "w4a8", "codes", "float"]
     spec: QuantSpec | None
-    num_experts: int  # that a token chooses from: pairs are divided over all of them
+    num_experts: int  # experts on all ranks, over which the pairs are distributed
     top_k: int
     hidden: int
     inner: int
@@ -34,8 +34,8 @@ class Layer:
     gelu: bool
     cut_after: bool = False
     sm_count: int
-    shared_bytes: int  # what one block may have
-    lacks_sm90: str | None  # why this GPU does not run kernels for sm_90
+    shared_bytes: int  # most shared memory of a block
+    lacks_sm90: str | None  # why this GPU cannot run sm_90 kernels; None: it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class Variant:
     """One way to run the two products."""
 
     name: str
-    tokens: str  # for `explain`
-    refuses: Callable[[Layer], str | None]  # why it runs no number of tokens; None: it runs some
-    plan: Callable[[Layer, int], ExpertsPlan | None]  # None: it does not take so many tokens
+    tokens: str  # which numbers of tokens it takes, for `explain`
+    refuses: Callable[[Layer], str | None]  # why the layer cannot run; None: it can
+    plan: Callable[[Layer, int], ExpertsPlan | None]  # (layer, M) -> plan; None: M is too large
 
 
 def _refuses_few_tokens(layer: Layer) -> str | None:
@@ -94,10 +94,10 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
 
 
 def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
-    """K not divided, and the experts' outputs added by a kernel of its own, for every M.
+    """Return a plan that does not split K and adds the experts' outputs in a separate kernel.
 
-    All variants scale the sums of a K step, which begin at zero, and add them to those before.
-    4-bit floats are scaled before the product: there the portable kernel alone is taken.
+    All variants sum a K step from zero, scale the sum and add it to the total, so they give the
+    same bits. 4-bit floats are scaled before the product; for them only the portable kernels run.
     """
     portable = layer.spec is not None and has_fp4(layer.spec)
     of_sm90 = None if portable or _refuses_few_tokens(layer) else _few_tokens(layer, M)
@@ -111,13 +111,13 @@ SM90_FEW_TOKENS = Variant(
     refuses=_refuses_few_tokens,
     plan=_few_tokens,
 )
-# In order of preference; the last takes what is left.
+# In order of preference; the last variant takes every M.
 VARIANTS: tuple[Variant, ...] = (
     SM90_FEW_TOKENS,
     Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
     Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
 )
-# A token's bits do not depend on the other tokens (choice.py). Runs where it is requested.
+# Batch-invariant: a token's bits do not depend on the other tokens (choice.py). Runs on request.
 ON_REQUEST = Variant(
     name=FIXED_ORDER,
     tokens="any number of tokens, where it is requested by name",
@@ -128,7 +128,7 @@ NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 
 def layer_of(problem: ExpertsProblem) -> Layer:
-    """The problem's experts on its GPU."""
+    """Return the problem's experts and GPU as a Layer."""
     names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu", "cut_after")
     return Layer(
         **{name: getattr(problem, name) for name in names},
@@ -141,10 +141,10 @@ def layer_of(problem: ExpertsProblem) -> Layer:
 
 @functools.lru_cache(maxsize=2**14)
 def plan_experts(layer: Layer, M: int, choice: KernelChoice = ANY) -> ExpertsPlan:
-    """Plan of the first variant that takes M tokens.
+    """Return the plan of the first variant that takes M tokens.
 
-    A requested variant is taken wherever it runs, a forbidden one nowhere, except for the last
-    variant, which takes what no other does.
+    A requested variant is used wherever it can run. A forbidden variant is never used, except for
+    the last one, which runs if no other variant does.
     """
     asked = [each for each in (*VARIANTS, ON_REQUEST) if each.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:

@@ -1,4 +1,4 @@
-"""Rounding to 8-bit codes in registers, for kernels in Triton: scales, int8 and float8."""
+"""Triton device functions that round values in registers to 8-bit codes, int8 or float8."""
 
 import torch
 import triton
@@ -9,20 +9,23 @@ from formats.scheme import FP8_MAX, ActivationSpec
 from qkernels.gpu.device import INTERPRETED
 from qkernels.operands.codes import CODE_DTYPES, InputRounding
 
-# [smallest, largest] code; a dynamic scale is the row's largest magnitude over the largest code
+# (smallest, largest) code. A dynamic scale is the row's largest magnitude over the largest code.
 CODE_RANGE = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-FP8_MAX, FP8_MAX)}
 
 
 def empty_codes(
     M: int, C: int, activation: ActivationSpec, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for codes [M, C] and the scales [M, 1] of their rows."""
+    """Allocate codes [M, C] and the scales [M, 1] of their rows."""
     codes_MC = torch.empty((M, C), dtype=CODE_DTYPES[activation.type], device=device)
     return codes_MC, torch.empty((M, 1), dtype=torch.float32, device=device)
 
 
 def rounding_constants(rounding: InputRounding | None) -> dict[str, object]:
-    """Constants of a kernel that rounds rows to codes; None: zeros for one that does not."""
+    """Return the compile-time constants of a kernel that rounds rows to codes.
+
+    None: the kernel does not round, and the range of codes is 0.
+    """
     smallest = largest = 0.0
     if rounding is not None:
         smallest, largest = CODE_RANGE[CODE_DTYPES[rounding.activation.type]]

@@ -1,4 +1,4 @@
-"""Forms in which a linear takes its input: a tensor as it is, 8-bit codes, or limbs."""
+"""Forms of a linear's input: a plain tensor, 8-bit codes, or limbs."""
 
 from dataclasses import replace
 
@@ -7,10 +7,10 @@ import torch
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm, Limbs
 
-InputForm = InputRounding | LimbForm | None  # None: a tensor as it is
+InputForm = InputRounding | LimbForm | None  # None: a plain tensor
 LinearInput = torch.Tensor | Codes | Limbs
 
 
 def with_tensor(form: InputForm) -> InputForm:
-    """The form to produce when another consumer reads the result as a tensor."""
+    """Return the form to produce if another consumer also reads the input as a tensor."""
     return replace(form, with_tensor=True) if isinstance(form, LimbForm) else None

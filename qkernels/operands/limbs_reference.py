@@ -1,4 +1,4 @@
-"""Inputs to limbs (limbs.py) and back, in plain torch, bit for bit."""
+"""Plain torch conversion of inputs to limbs (limbs.py) and back, bit-exact with the kernels."""
 
 from dataclasses import replace
 
@@ -14,7 +14,10 @@ from qkernels.operands.limbs import (
 
 
 def inputs_of_words(bits: int) -> torch.Tensor:
-    """The input of a step that byte b of word (i, w, t) has: int64 [2 i, 4 w, 4 t, 4 b]."""
+    """Return the input index within a K step of each byte b of word (i, w, t).
+
+    The result is int64 [2 i, 4 w, 4 t, 4 b].
+    """
     i, w, t, b = torch.meshgrid(*(torch.arange(size) for size in (2, 4, 4, 4)), indexing="ij")
     if bits == 4:
         return 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t + 16 * (b % 2) + b // 2
@@ -49,7 +52,10 @@ def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
 
 
 def from_limbs(limbs: Limbs) -> torch.Tensor:
-    """The inputs [M, K] that the limbs represent, in float64: 31 bits do not fit into float32."""
+    """Return the inputs [M, K] that the limbs represent.
+
+    The result is float64, because float32 cannot hold 31 bits.
+    """
     M, form = limbs.num_rows, limbs.form
     data = limbs.words.view(torch.int8)  # [S, T, i, 8, t, w b]
     data = data.unflatten(5, (4, 4)).unflatten(3, (2, LIMBS_OF_INPUT))

@@ -1,7 +1,8 @@
-"""Inputs as int8 limbs (limbs.py), made in registers and stored, for kernels in Triton.
+"""Triton device functions that convert inputs to int8 limbs (limbs.py) in registers and store them.
 
-Words are stored by one index for all steps: with two, Triton would give neighbouring lanes
-neighbouring steps. Legend: M rows, K inputs; BLOCK steps of 128 inputs.
+One index covers the words of all steps of a block. With separate indices for step and word, Triton
+would assign neighboring lanes to neighboring steps. Legend: M rows, K inputs; BLOCK steps of 128
+inputs.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""A linear's output as split-K partial sums, which the next operation adds as it reads them."""
+"""A linear's output as split-K partial sums, which the next operation adds when it loads them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,14 +8,17 @@ import torch
 
 from qkernels.errors import KernelError
 
-# The operation that takes the sums and adds them: ops.norm, whatever the form of its result,
-# or ops.rope_write_kv_.
+# Operation that loads the partial sums and adds them: ops.norm (any output form) or
+# ops.rope_write_kv_.
 Consumer = Literal["norm", "rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKPartials:
-    """A tensor as partial sums: float32 [S, *shape], added over S in order, rounded to dtype."""
+    """A tensor as partial sums, float32 [S, *shape].
+
+    The tensor is the sum over S, added in order and rounded to `dtype`.
+    """
 
     parts: torch.Tensor
     dtype: torch.dtype
@@ -45,7 +48,7 @@ class SplitKPartials:
         return self.parts.device
 
     def total(self) -> torch.Tensor:
-        """Add the partial sums: the tensor."""
+        """Add the partial sums and return the tensor."""
         first, *others = self.parts.unbind(0)
         return sum(others, first).to(self.dtype)
 
@@ -54,12 +57,12 @@ LinearOutput = torch.Tensor | SplitKPartials
 
 
 def reduced(x: LinearOutput) -> torch.Tensor:
-    """x as a tensor, in plain torch."""
+    """Return x as a tensor; partial sums are added in plain torch."""
     return x.total() if isinstance(x, SplitKPartials) else x
 
 
 def split_heads(x: LinearOutput, heads: Iterable[int], head_dim: int) -> tuple[LinearOutput, ...]:
-    """x [T, sum(heads) D] to views [T, heads, D], one for each number of heads."""
+    """Split x [T, sum(heads) D] into views [T, n, D], one for each n in `heads`."""
     if isinstance(x, SplitKPartials):
         return tuple(replace(x, parts=each) for each in split_heads(x.parts, heads, head_dim))
     return x.unflatten(-1, (-1, head_dim)).split(list(heads), dim=-2)

@@ -1,4 +1,4 @@
-"""Device functions that load a tensor or add its split-K partial sums (operands/split_k.py)."""
+"""Triton device function that loads a tensor or adds its split-K partial sums while loading."""
 
 from dataclasses import dataclass, replace
 
@@ -13,14 +13,14 @@ _TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialsFormat:
-    """Constants of load_reduced, compiled in."""
+    """Compile-time constants of load_reduced."""
 
-    parts: int  # to add; 0: there is the tensor itself
-    dtype: tl.dtype  # of the tensor
+    parts: int  # number of partial sums to add; 0: the source is the tensor itself
+    dtype: tl.dtype  # dtype of the tensor
 
 
 def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]:
-    """Arguments of load_reduced: (the tensor or the first split; stride between splits; format)."""
+    """Return load_reduced's arguments: (tensor or first split, stride between splits, format)."""
     dtype = _TRITON_DTYPE[x.dtype]
     if isinstance(x, SplitKPartials):
         parts = x.parts
@@ -29,12 +29,15 @@ def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]
 
 
 def reduce_warps(block: int) -> int:
-    """Warps of a program that adds partial sums of `block` channels: 2 or more for a thread."""
+    """Return the warps of a program that adds partial sums of `block` channels.
+
+    Each thread has 2 channels or more.
+    """
     return min(16, max(1, block // 64))
 
 
 def contiguous(x: LinearOutput) -> LinearOutput:
-    """The tensor, or the partials, without gaps."""
+    """Return the tensor or the partial sums in contiguous memory."""
     if isinstance(x, SplitKPartials):
         return replace(x, parts=x.parts.contiguous())
     return x.contiguous()

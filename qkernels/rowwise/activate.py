@@ -1,7 +1,7 @@
-"""Activations in Triton, gated or not, with the result as a tensor, 8-bit codes or limbs.
+"""Activation functions in Triton, gated or not, with a tensor, 8-bit codes or limbs as the result.
 
-Each form has a kernel, because each spreads rows over programs differently. Each value is rounded
-where reference.py rounds it. Legend: M rows, I features of the result.
+Each output form has its own kernel, because the kernels spread rows over programs differently.
+Values are rounded at the same points as in reference.py. Legend: M rows, I features of the result.
 """
 
 import torch
@@ -33,7 +33,7 @@ from qkernels.rowwise.spec import ActSpec
 
 
 def activate(x: torch.Tensor, spec: ActSpec, out: InputForm = None) -> LinearInput:
-    """ops.activate in Triton."""
+    """Implement ops.activate in Triton."""
     width = x.shape[-1] // 2 if spec.gated else x.shape[-1]
     constants = {"KIND": spec.kind, "GATED": spec.gated, "LIMIT": spec.limit or 0.0}
     x = x.contiguous()
@@ -95,9 +95,8 @@ def _to_codes(
     if M:
         chunk, chunks, warps = row_chunks(width, x.element_size())
         bounded = x.element_size() == 2 and chunks < 8 and width % 16 == 0
-        # 4096 rows of 14336: 70.7 us with three blocks per SM, 77 with two; 72.1 with dependent
-        # launch. 256 rows: 6.2 us with two blocks per SM; 7.5 with three, some of which wait
-        # elsewhere.
+        # 4096 rows of 14336 take 70.7 us with three blocks per SM, 77 with two, and 72.1 with
+        # PDL. 256 rows take 6.2 us with two blocks per SM and 7.5 with three.
         many = 2 * sm_count(x.device) < M
         pdl = NO_PDL if many else dependent_launch(M, width, x.device)
         with on_device(x):

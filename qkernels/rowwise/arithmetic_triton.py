@@ -1,7 +1,7 @@
 """Device functions of the row kernels: norms, activations, and the store of a finished row.
 
-The kernels differ in how they spread rows over programs. All of them compute with these functions,
-which are specialized at compile time by the kinds of spec.py. Legend: C channels.
+The kernels differ only in how they spread rows over programs. All of them call these functions,
+which are specialized at compile time by the kinds in spec.py. Legend: C channels.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""Normalized embeddings and states side by side, as a draft head reads them, in one Triton kernel.
+"""Normalized embeddings and states, concatenated as a draft head reads them, in one Triton kernel.
 
-Each value is rounded as in an RMS norm (norm.py), and limbs equal those of to_limbs. Legend: M
-rows, V tokens of the table, C channels.
+Values are rounded as in an RMS norm (norm.py), and limbs equal those of to_limbs. Legend: M rows, V
+tokens of the table, C channels.
 """
 
 import torch
@@ -97,7 +97,7 @@ def _embed_norms_to_limbs(
 ) -> tuple[Limbs, torch.Tensor]:
     M, C = state_MC.shape
     steps = C // K_STEP
-    # no block has steps of both halves
+    # a power of two that divides `steps`, so that no block spans both halves
     block = min(NORM_STEPS, steps & -steps)
     limbs = empty_limbs(form, M, HALVES * C, state_MC.device)
     normed_MC = torch.empty_like(state_MC)

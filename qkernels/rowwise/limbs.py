@@ -27,7 +27,10 @@ def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
 
 
 def limbs_by_steps(kernel, x: torch.Tensor, limbs: Limbs, *tensors, **constants: object) -> None:
-    """Allocate limbs for the rows of x and launch a kernel whose blocks do some steps of a row."""
+    """Launch a kernel that fills `limbs` from the rows of x.
+
+    A block does STEPS_OF_BLOCK K steps of one row.
+    """
     M, steps = limbs.num_rows, limbs.in_features // K_STEP
     with on_device(x):
         launch(

@@ -1,8 +1,8 @@
-"""Norms in Triton: the input may be a sum (residual, split-K), the output has any form.
+"""Norms in Triton. The input may be a sum (residual, split-K); the output may have any form.
 
-There are two kernels. One has a program per row and stores a tensor or 8-bit codes. The other has
-several programs per row: each reduces the whole row and makes limbs of its own steps. Each value is
-rounded where reference.py rounds it. Legend: M rows, C channels.
+There are two kernels. One has one program per row and stores a tensor or 8-bit codes. The other has
+several programs per row: each one reduces the whole row and makes limbs of its own K steps. Values
+are rounded at the same points as in reference.py. Legend: M rows, C channels.
 """
 
 import torch
@@ -34,10 +34,10 @@ from qkernels.rowwise.limbs import to_limbs
 from qkernels.rowwise.quantize import dependent_launch, row_warps
 from qkernels.rowwise.spec import PLAIN, Branch, NormSpec, norm_constants, norm_tensors
 
-# Steps per block, so that a row has several blocks: each reduces the whole row and makes limbs of
-# its own steps. One block for 32 steps takes 1 us for its instructions alone.
+# K steps per block. Several blocks share a row because the instructions of one block for 32 steps
+# take 1 us.
 NORM_STEPS = 8
-MOST_CHANNELS = 2**14  # channels of a row that a block's registers hold
+MOST_CHANNELS = 2**14  # most channels of a row that a block can hold in registers
 
 
 def norm(
@@ -95,7 +95,7 @@ def norm(
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps: four channels at a time per thread, 8 warps at most."""
+    """Return the number of warps: one for 256 channels, at most 8."""
     return min(8, max(1, block // 256))
 
 

@@ -1,7 +1,7 @@
-"""Norms, activations and conversions. Each operation checks its arguments, then runs a kernel.
+"""Norms, activations and conversions: each operation checks its arguments, then runs a kernel.
 
-Legend as in qkernels/ops.py. A form (operands/forms.py) is the input format that the next linear's
-plan requires.
+A form (operands/forms.py) is the input format that the plan of the next linear asks for. Legend:
+see qkernels/ops.py.
 """
 
 import math
@@ -30,10 +30,10 @@ def norm(
 ) -> tuple[LinearInput, torch.Tensor]:
     """Normalize x + residual over the last dim. Returns (the norm in the form `out`, the sum).
 
-    x [..., C] may be split-K partials if there is a residual. `branch` is applied to x before it is
-    added to the residual. Without a residual, the sum is x itself. `spec` None: nothing is
-    normalized and the first result is the sum. Codes and limbs take x [M, C]. `kernel` names a row
-    of rowwise/rows.py instead of the best one. Raises KernelError.
+    `branch` is applied to x before the residual is added. x [..., C] may be split-K partial sums if
+    there is a residual; without one, the sum is x itself. If `spec` is None, nothing is normalized
+    and the first result is the sum. Codes and limbs need x [M, C]. `kernel` requests a row of
+    rowwise/rows.py. Raises KernelError if arguments do not fit.
     """
     check_float("norm x", x, parts=residual is not None)
     if residual is not None:
@@ -51,8 +51,8 @@ def activate(
 ) -> LinearInput:
     """Return activation(x) of x [..., I], or activation(gate) * up of x [..., 2 I], gate first.
 
-    The result [..., I] is in the form `out`; codes and limbs take x [M, I] or [M, 2 I]. Raises
-    KernelError.
+    The result [..., I] has the form `out`; codes and limbs need x [M, I] or [M, 2 I]. Raises
+    KernelError if arguments do not fit.
     """
     check_float("activate x", x)
     width = x.shape[-1]
@@ -79,10 +79,10 @@ def quantize_input(
     scale: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [M, K] to (codes [M, K], scales [M, S] float32), as `linear` rounds its input.
+    """Round x [M, K] as `linear` rounds its input. Returns (codes [M, K], float32 scales [M, S]).
 
-    Codes are int8 or float8_e4m3fn. `scale` [] float32 is the scale of a static activation, else
-    None. `kernel` names a row of rowwise/rows.py instead of the best one.
+    Codes are int8 or float8_e4m3fn. `scale`, float32 [], is the scale of a static activation, else
+    None. `kernel` requests a row of rowwise/rows.py.
     """
     form = InputRounding(activation, scale)
     check_float("quantize_input x", x_MK)
@@ -94,7 +94,7 @@ def quantize_input(
 def to_limbs(x_MK: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
     """Convert a linear's float16 or bfloat16 input to 8-bit limbs (operands/limbs.py).
 
-    `kernel` names a row of rowwise/rows.py instead of the best one.
+    `kernel` requests a row of rowwise/rows.py.
     """
     check_float("to_limbs x", x_MK)
     check_form("to_limbs", x_MK, x_MK.shape[-1], form)
@@ -111,9 +111,9 @@ def embed_norms(
     out: InputForm = None,
     kernel: str | None = None,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """Normalize the tokens' rows of a table [V, C] and states [M, C] by RMS norms, side by side.
+    """RMS-normalize the tokens' rows of a table [V, C] and states [M, C], and concatenate both.
 
-    Returns (both [M, 2 C] in the form `out`, the normed states [M, C]); `tokens` [M] int64.
+    Returns ([M, 2 C] in the form `out`, the normalized states [M, C]). `tokens_M` is int64.
     """
     op = "embed_norms"
     check_float(f"{op} states", state_MC)
@@ -155,7 +155,7 @@ def _run(
 
 
 def check_norm_spec(name: str, spec: NormSpec, x: LinearOutput) -> None:
-    """Raise KernelError unless a norm fits x's channels. An RMS norm has no bias."""
+    """Raise KernelError unless the norm's tensors fit x's channels. An RMS norm has no bias."""
     check_norm(f"{name} weight", spec.weight_C, x)
     check_norm(f"{name} bias", spec.bias_C, x)
     if spec.bias_C is not None and spec.kind == "rms":
@@ -163,7 +163,7 @@ def check_norm_spec(name: str, spec: NormSpec, x: LinearOutput) -> None:
 
 
 def check_form(op: str, x: LinearOutput, width: int, out: InputForm) -> None:
-    """Raise KernelError unless results of `width` columns per row of x can have a form."""
+    """Raise KernelError unless results of `width` columns per row of x can have the form `out`."""
     if out is None:
         return
     expect_ndim(f"{op} x", x, 2)

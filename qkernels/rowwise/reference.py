@@ -1,4 +1,4 @@
-"""Norms, activations and conversions in plain torch, which define the kernels' results.
+"""Plain torch references of norms, activations and conversions, which define the kernels' results.
 
 Legend: M rows of x, K inputs, C channels, I features, V tokens.
 """
@@ -31,9 +31,11 @@ def norm(
     out: InputForm = None,
     branch: Branch = PLAIN,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """Add x, after `branch`, to the residual. Returns (the norm of the sum in a form, the sum).
+    """Apply `branch` to x and add the residual.
 
-    Intermediate results (the branch's norm, its product, the sum) are rounded.
+    Returns (the norm of the sum in the form `out`, the sum).
+
+    Every intermediate result (the branch's norm, its product, the sum) is rounded to x's dtype.
     """
     total = reduced(x)
     if residual is not None:
@@ -47,10 +49,10 @@ def norm(
 
 
 def normalized(x: torch.Tensor, spec: NormSpec) -> torch.Tensor:
-    """Normalize over the last dim.
+    """Normalize x over its last dim.
 
-    Rounding follows transformers' LlamaRMSNorm, or GemmaRMSNorm with a float32 weight. A layer norm
-    rounds as torch.nn.LayerNorm and transformers' CohereLayerNorm do.
+    An RMS norm rounds as transformers' LlamaRMSNorm, or with a float32 weight as GemmaRMSNorm. A
+    layer norm rounds as torch.nn.LayerNorm and transformers' CohereLayerNorm.
     """
     x_float, weight_C = x.float(), spec.weight_C
     if spec.kind == "rms":
@@ -84,7 +86,7 @@ def in_form(x_MK: torch.Tensor, form: InputForm) -> LinearInput:
 def quantize_input(
     x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x [M, K] to (codes [M, K], scales [M, S]); groups may pad the codes."""
+    """Round x [M, K] to (codes [M, K], scales [M, S]); with groups, the codes may be padded."""
     return round_input(x_MK, activation, scale)
 
 
@@ -97,7 +99,7 @@ def embed_norms(
     eps: float,
     out: InputForm = None,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """Implement ops.embed_norms in torch."""
+    """Reference of ops.embed_norms."""
     embedded_MC = normalized(table_VC[tokens_M], NormSpec(weight_C=table_norm_C, eps=eps))
     normed_MC = normalized(state_MC, NormSpec(weight_C=state_norm_C, eps=eps))
     return in_form(torch.cat([embedded_MC, normed_MC], 1), out), normed_MC

@@ -11,7 +11,7 @@ from qkernels.problem import (
     refuses_activation,
 )
 
-FUSED_MAX_INPUTS = 2**14  # the computation before it takes registers too
+FUSED_MAX_INPUTS = 2**14  # less than QUANTIZE_MAX_INPUTS: the norm or activation needs registers
 
 
 def _refuses_float8(problem: Problem) -> str | None:

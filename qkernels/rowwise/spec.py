@@ -1,4 +1,4 @@
-"""Specifications of norms, activations and branch epilogues.
+"""Specifications of norms, activations and branch epilogues, as kernel arguments.
 
 Legend: C channels.
 """
@@ -30,7 +30,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActSpec:
-    """Activation function. If gated, its result for the first half is multiplied by the second.
+    """Activation function. If gated, the first half of x is activated and multiplied by the second.
 
     "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU. With a `limit` the
     function's result is cut above it, and the second half outside of it on both sides.
@@ -43,7 +43,7 @@ class ActSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
-    """Epilogue of attention or feed-forward before the residual is added.
+    """Epilogue of an attention or feed-forward block, applied before the residual is added.
 
     It is a norm (Gemma, OLMo 2), a factor (Granite), or both in this order.
     """
@@ -56,7 +56,7 @@ PLAIN = Branch()
 
 
 def norm_tensors(spec: NormSpec | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return weight and bias as kernels take them."""
+    """Return a norm's (weight, bias) as kernel arguments."""
     return (None, None) if spec is None else (spec.weight_C, spec.bias_C)
 
 

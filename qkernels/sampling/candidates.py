@@ -1,10 +1,10 @@
-"""The values of one row that may be drawn, found without a sort: device functions.
+"""Device functions that find the values of a row that may be drawn, without a sort.
 
-A search finds a float's bits, four at a time, by counting (or adding the probabilities of) what
-lies above each of 16 pivots. Few candidates are not searched: each is compared with each.
+A search finds a float's bits, four at a time: it counts the values above each of 16 pivots, or adds
+their probabilities. If there are few candidates, each one is compared with each other one instead.
 
-Legend: V vocabulary, G groups. Candidates are lists of values and tokens in order of token, so of
-equal values the first in the list is the likelier.
+Legend: V vocabulary, G groups. Candidates are lists of values and tokens in token order, so of
+equal values the first in the list ranks higher.
 """
 
 import triton
@@ -12,11 +12,11 @@ import triton.language as tl
 
 from qkernels.sampling.logits import adjust, noise, order, weight
 
-GROUP = 64  # tokens whose largest value is kept
+GROUP = 64  # tokens per group; the first kernel keeps a group's largest value
 TILE = 512  # values that a search reads together
 COLLECT_GROUPS = 32  # groups that are read again together
-FEW = 128  # so many candidates are ranked by comparing each with each,
-ROWS = 16  # so many with all together
+FEW = 128  # up to this many candidates are ranked by comparing each with each,
+ROWS = 16  # this many with all others at a time
 _GROUP, _TILE = tl.constexpr(GROUP), tl.constexpr(TILE)
 _COLLECT_GROUPS = tl.constexpr(COLLECT_GROUPS)
 _FEW, _ROWS = tl.constexpr(FEW), tl.constexpr(ROWS)

@@ -1,6 +1,7 @@
 """Device functions of the sampling kernels: adjust a row's logits, and draw its noise.
 
-Rounding where sampling/reference.py rounds; `words` are a row's of sampling/words.py.
+Values are rounded at the same points as in sampling/reference.py. `words` are a row's settings as
+sampling/words.py packs them.
 """
 
 import triton
@@ -13,7 +14,7 @@ from qkernels.sampling.words import BIAS_END, BIAS_START, NUMBERS
 if not INTERPRETED:
     from triton.language.extra import libdevice
 else:
-    libdevice = None  # the interpreter's log is exact, and it knows no library
+    libdevice = None  # the interpreter's log is exact, and it has no libdevice
 
 
 _WORD = {name: tl.constexpr(index) for index, name in enumerate(NUMBERS)}

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: arguments are checked, then a kernel runs. Legend as in ops.py."""
+"""Sampling: `sample_` checks its arguments, then runs a kernel. Legend: see qkernels/ops.py."""
 
 import torch
 
@@ -16,13 +16,12 @@ def sample_(
     history_WV: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> Samples:
-    """Draw a token from each row of logits [S, V], as `settings` says (sampling/settings.py).
+    """Draw a token from each row of logits [S, V] by `settings` (sampling/settings.py).
 
-    `settings` are on the logits' device. `history` [W, V] int32 holds, for each row with penalties,
-    2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
-    row's draw depends on nothing but that row. settings.invalid_token stands for a row
-    that holds NaN.
-    `kernel` names a row of sampling/rows.py instead of the best one.
+    `settings` are on the logits' device. `history_WV`, int32, has for each row with penalties and
+    each token: 2 * (occurrences in the output) + (1 if the token is in the prompt). Drawn tokens
+    are added in place. A row's draw depends only on that row. A row that contains NaN gets
+    settings.invalid_token. `kernel` requests a row of sampling/rows.py.
     """
     check_float("sample_ logits", logits_SV)
     rows, vocabulary = expect_ndim("sample_ logits", logits_SV, 2)

@@ -1,9 +1,9 @@
-"""`sample_` in plain torch, under the same name and signature: the CPU path.
+"""Plain torch reference of `sample_`, which CPUs run.
 
-Legend: S rows, V vocabulary, W rows of the history table, N alternatives. Random numbers come from
-a counter: a hash of (seed, position, token id), so a row's draw depends on nothing else in the
-batch and is the same when a request is computed again. Picking the largest of logit + Gumbel noise
-draws from the softmax (Gumbel-max).
+Random numbers are a hash of (seed, position, token id), so a row's draw does not depend on the rest
+of the batch and repeats when a request is computed again. The largest value of logit + Gumbel noise
+is a draw from the softmax (Gumbel-max). Legend: S rows, V vocabulary, W rows of the history table,
+N alternatives.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import BIAS_END, BIAS_START, MASK_BITS
 
-MIN_TEMPERATURE = 1e-5  # lower ones would overflow
+MIN_TEMPERATURE = 1e-5  # lower temperatures would overflow
 
 # splitmix64's constants as signed 64-bit integers: torch multiplies modulo 2^64
 MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
@@ -53,18 +53,18 @@ def sample_(
 def adjust(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits with bias and mask, then the repetition, frequency and presence penalties, as vLLM."""
+    """Apply bias and mask, then the repetition, frequency and presence penalties, as vLLM does."""
     if len(settings.bias_E):
         starts_S, ends_S = settings.words_SP[:, BIAS_START], settings.words_SP[:, BIAS_END]
         counts_S = ends_S - starts_S
         row_E = torch.repeat_interleave(counts_S)
-        # rows may be some of those that were packed; masks come after the biases of all
+        # the rows may be only some of the packed rows; the masks follow the biases of all rows
         before_S = counts_S.cumsum(0) - counts_S
         index_E = torch.arange(len(row_E), device=row_E.device) + (starts_S - before_S)[row_E]
         bias_E = settings.bias_E[index_E]
         values_E = bias_E.to(torch.int32).view(torch.float32)
         logits_SV = logits_SV.index_put((row_E, bias_E >> 32), values_E, accumulate=True)
-        # a forbidden token of infinite logit
+        # an infinite logit of a forbidden token gives NaN
         logits_SV = logits_SV.masked_fill(logits_SV.isnan(), -torch.inf)
         logits_SV = _masked(logits_SV, settings.column("mask_start"), settings.bias_E)
     if history_WV is None:
@@ -82,7 +82,7 @@ def adjust(
 
 
 def _masked(logits_SV: torch.Tensor, start_S: torch.Tensor, bias_E: torch.Tensor) -> torch.Tensor:
-    """-inf for the tokens whose bit in a row's mask is 0."""
+    """Set tokens to -inf whose bit in the row's mask is 0."""
     masked_M = (start_S >= 0).nonzero()[:, 0]
     if not len(masked_M):
         return logits_SV
@@ -97,7 +97,10 @@ def _masked(logits_SV: torch.Tensor, start_S: torch.Tensor, bias_E: torch.Tensor
 def filter_logits(
     logits_SV: torch.Tensor, min_p_S: torch.Tensor, top_k_S: torch.Tensor, top_p_S: torch.Tensor
 ) -> torch.Tensor:
-    """Set to -inf what min_p, then top_k, then top_p exclude. The likeliest token always stays."""
+    """Set tokens to -inf that min_p, then top_k, then top_p exclude.
+
+    The likeliest token always stays.
+    """
     vocabulary = logits_SV.shape[1]
     sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     # p >= min_p * p_max, in logits
@@ -118,7 +121,7 @@ def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int
     key_S = _mix(_mix(seed_S) + position_S)
     token_V = torch.arange(vocabulary, device=seed_S.device)
     bits_SV = _mix(key_S[:, None] + token_V * GOLDEN)
-    # 23 high bits and a half: never 0 or 1
+    # the 23 high bits plus a half, so never 0 or 1
     uniform_SV = ((_shift(bits_SV, 41)).float() + 0.5) * 2.0**-23
     return -(-uniform_SV.log()).log()
 
@@ -126,7 +129,7 @@ def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int
 def row_logprobs(
     raw_SV: torch.Tensor, tokens_S: torch.Tensor, settings: SampleSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log probabilities of the drawn and the likeliest tokens: the last three of Samples."""
+    """Return log probabilities of drawn and likeliest tokens: the last three fields of Samples."""
     logprobs_SV = raw_SV.log_softmax(-1)
     drawn_S = logprobs_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
     count = min(settings.num_logprobs, raw_SV.shape[1])
@@ -143,13 +146,13 @@ def row_logprobs(
 
 
 def _likeliest(logprobs_SV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tokens [S, count] of the largest values; of equal ones the lower id comes first.
+    """Return the tokens [S, count] of the largest values; of equal values the lower id comes first.
 
-    A search over unique integers: a stable sort of a whole row takes ten times as long.
+    It searches over unique integers: a stable sort of a whole row takes ten times as long.
     """
     if count == 0:
         return torch.empty(len(logprobs_SV), 0, dtype=torch.int64, device=logprobs_SV.device)
-    # bits of floats of 0 or less are in the opposite order of the floats; adding 0 removes -0.0
+    # negated values are at least 0, so their bits sort like the values; 0.0 - x also removes -0.0
     bits_SV = (0.0 - logprobs_SV).view(torch.int32).to(torch.int64)
     token_V = torch.arange(logprobs_SV.shape[1], device=logprobs_SV.device)
     return (bits_SV << 32 | token_V).topk(count, largest=False, sorted=True).values & 0xFFFFFFFF

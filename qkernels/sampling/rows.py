@@ -1,4 +1,4 @@
-"""Sampling, and the kernels that do it."""
+"""Dispatch table of sampling."""
 
 from qkernels.dispatch import triton_or_reference
 from qkernels.problem import needs_triton_on_gpu

@@ -1,8 +1,7 @@
-"""Arguments and results of `sample_` for all rows.
+"""Arguments and results of `sample_`.
 
-All settings of a row are packed into 64-bit words (words.py), so that a step needs one copy to
-the device.
-Legend: S rows, P words of a row, E bias entries, N alternatives.
+All settings of a row are packed into 64-bit words (words.py), so that a step needs one copy to the
+device. Legend: S rows, P words of a row, E bias entries, N alternatives.
 """
 
 from collections.abc import Sequence
@@ -28,31 +27,32 @@ from qkernels.sampling.words import (
     pack_row,
 )
 
-INVALID_TOKEN = -1  # marks a row whose logits hold NaN
-MAX_LOGPROBS = 20  # alternatives of one row
+INVALID_TOKEN = -1  # token of a row whose logits contain NaN
+MAX_LOGPROBS = 20  # most alternatives of a row
 
 
 class Samples(NamedTuple):
-    """Drawn tokens. The last three are None where no row asked for log probabilities."""
+    """Drawn tokens. The last three fields are None if no row asked for log probabilities."""
 
-    tokens_S: torch.Tensor  # int64, SampleSettings.invalid_token where a row's logits hold NaN
+    tokens_S: torch.Tensor  # int64; SampleSettings.invalid_token if a row's logits contain NaN
     logprobs_S: torch.Tensor | None  # float32, of the drawn tokens
-    top_tokens_SN: torch.Tensor | None  # int64, likeliest first, -1 beyond what the row asked for
-    top_logprobs_SN: torch.Tensor | None  # float32, -inf there
+    top_tokens_SN: torch.Tensor | None  # int64, likeliest first; -1 beyond the row's num_logprobs
+    top_logprobs_SN: torch.Tensor | None  # float32; -inf beyond the row's num_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSettings:
-    """All rows of one call. Made by `of`."""
+    """Settings of all rows of one call. Made by `of`."""
 
     words_SP: torch.Tensor  # int64; a float is its float32 bits
-    # int64: token << 32 | float32 bits; and masks, token t is bit t % 64 of word t // 64
+    # int64: biases, as token << 32 | float32 bits, then masks, where token t is bit t % 64 of word
+    # t // 64
     bias_E: torch.Tensor
     any_random: bool
     any_filter: bool
-    num_logprobs: int  # the most that any row asks for; -1: none asks
-    any_history: bool = False  # penalties
-    invalid_token: int = INVALID_TOKEN  # 0 where tokens are indices and no row has penalties
+    num_logprobs: int  # the largest number that a row asks for; -1: no row asks
+    any_history: bool = False  # a row has penalties
+    invalid_token: int = INVALID_TOKEN  # 0 if tokens are used as indices and no row has penalties
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow]) -> "SampleSettings":
@@ -67,9 +67,13 @@ class SampleSettings:
 
     @classmethod
     def of_words(cls, words_SP: np.ndarray, bias_E: np.ndarray) -> "SampleSettings":
-        """Settings of rows from `pack_row` and `pack_bias`, with the ends of each row's biases."""
+        """Make settings from the words of rows and their biases.
+
+        A row's words are `pack_row` and the range of its entries in `bias_E`, which are
+        `pack_bias`.
+        """
         temperature_S, top_k_S = words_SP[:, TEMPERATURE], words_SP[:, TOP_K]
-        # bits of floats that are not negative are in the order of the floats
+        # the bits of non-negative floats sort like the floats
         chooses_S = (top_k_S > 0) | (words_SP[:, TOP_P] < ONE) | (words_SP[:, MIN_P] > 0)
         return cls(
             words_SP=torch.from_numpy(words_SP),
@@ -81,11 +85,11 @@ class SampleSettings:
         )
 
     def of_rows(self, words_SP: torch.Tensor) -> "SampleSettings":
-        """Settings of other or changed rows whose biases and masks are among these."""
+        """Return the settings of other or changed rows, whose biases and masks are among these."""
         return replace(self, words_SP=words_SP)
 
     def to(self, device: torch.device) -> "SampleSettings":
-        """Copy to the device without waiting for it."""
+        """Copy to a device without waiting for it."""
         if device.type != "cuda":
             return self
         words_SP, bias_E = (
@@ -95,6 +99,6 @@ class SampleSettings:
         return replace(self, words_SP=words_SP, bias_E=bias_E)
 
     def column(self, name: str) -> torch.Tensor:
-        """One field of all rows: [S], float32 or int64."""
+        """Return one field of all rows: [S], float32 or int64."""
         column_S = self.words_SP[:, NUMBERS.index(name)]
         return column_S.to(torch.int32).view(torch.float32) if name in FLOATS else column_S

@@ -1,13 +1,14 @@
-"""From logits to tokens in two Triton kernels, without a sort.
+"""Sampling in two Triton kernels, without a sort.
 
-The first kernel reads each row once, in chunks on as many SMs as there are: the best token of rows
-without a filter, sums for log probabilities, and the largest value of every group of 64 tokens. In
-the second one block finishes each row. The k-th largest of the groups' maxima is at most the row's
-k-th largest value, so a search over the maxima gives a bound, and the few groups that reach it are
-read again for the candidates (candidates.py). A row's results depend on nothing but that row: sums
-are taken chunk by chunk, however many chunks a block reads.
+The first kernel reads each row once, in chunks on as many SMs as there are. It finds the best token
+of rows without a filter, sums for log probabilities, and the largest value of every group of 64
+tokens. In the second kernel, one block finishes each row. The k-th largest of the groups' maxima is
+at most the row's k-th largest value, so a search over the maxima gives a lower bound; only the few
+groups that reach it are read again for candidates (candidates.py).
 
-Legend: S rows, V vocabulary, W rows of the history table, N alternatives, G groups, C chunks.
+A row's results depend only on that row: sums are computed chunk by chunk, however many chunks a
+block reads. Legend: S rows, V vocabulary, W rows of the history table, N alternatives, G groups, C
+chunks.
 """
 
 import torch
@@ -32,14 +33,14 @@ from qkernels.sampling.logits import adjust, filters, key_of, log, noise, order,
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS, NUMBERS
 
-CHUNK_GROUPS = 16  # groups of one block of the first kernel
+CHUNK_GROUPS = 16  # groups per chunk of the first kernel
 CHUNK = GROUP * CHUNK_GROUPS
 FEW_CHUNKS = 2048
 CHUNKS_OF_BLOCK = 8
 
-# Rows of the first kernel's results: for each chunk, the last for each block.
+# Rows of the first kernel's results: one value per chunk, in the last row one per block.
 _CHUNK_FLOATS = 5  # raw largest, raw sum, largest, sum, best score
-_CHUNK_INTS = 2  # for each block: whether there is NaN, best token
+_CHUNK_INTS = 2  # per block: 1 if there is NaN, best token
 
 
 def sample_(
@@ -52,7 +53,7 @@ def sample_(
     device = logits_SV.device
     C, G = ceil_div(V, CHUNK), ceil_div(V, GROUP)
     N = min(settings.num_logprobs, V)
-    # Where nothing is launched, readers still look tokens up: a drafter's embedding.
+    # if launches are only recorded, a drafter still looks up the tokens' embeddings
     new_tokens = torch.zeros if launches_nothing() else torch.empty
     tokens_S = new_tokens(S, dtype=torch.int64, device=device)
     logprobs_S = top_tokens_SN = top_logprobs_SN = None
@@ -62,23 +63,23 @@ def sample_(
         top_logprobs_SN = torch.empty((S, N), dtype=torch.float32, device=device)
     if S == 0:
         return Samples(tokens_S, logprobs_S, top_tokens_SN, top_logprobs_SN)
-    # Few rows: every chunk on an SM of its own. Many: what a block costs beside is paid less often.
+    # few rows: one chunk per block, to use more SMs; many rows: several, to pay less overhead
     chunks_of_block = 1 if S * C <= FEW_CHUNKS else CHUNKS_OF_BLOCK
     blocks = ceil_div(C, chunks_of_block)
     chunk_floats = torch.empty((S, _CHUNK_FLOATS, C), dtype=torch.float32, device=device)
     chunk_ints = torch.empty((S, _CHUNK_INTS, C), dtype=torch.int32, device=device)
-    # Every token of a row may be a candidate, where all are equal.
+    # if all values are equal, every token of a row may be a candidate
     searches = settings.any_filter or N > 0
     size = V if searches else 1
     group_max = torch.empty((S, 2, G if searches else 1), dtype=torch.float32, device=device)
     candidates = torch.empty((S, size), dtype=torch.float32, device=device)
     candidate_tokens = torch.empty((S, size), dtype=torch.int32, device=device)
     group_list = torch.empty((S, G if searches else 1), dtype=torch.int32, device=device)
-    # Pointers that no row uses still need a place to point at, of the type they would have: one
-    # compiled kernel then does for all.
+    # unused pointers still need a tensor of the right type, so that one compiled kernel serves all
+    # calls
     history = chunk_ints if history_WV is None else history_WV
-    # Products and sums are rounded one by one, as torch does: both kernels, and the reference, then
-    # see the same values.
+    # no fused multiply-adds: products and sums are rounded separately, as in torch, so that both
+    # kernels and the reference see the same values
     options = {"num_warps": 8, "enable_fp_fusion": False}
     with on_device(logits_SV):
         launch(
@@ -236,12 +237,12 @@ def _draw(
     if min_p > 0:
         bound = order(largest + log(min_p, INTERPRETED))
     if (top_k > 0) | only_top_p:
-        # a group weighs at least what its largest value does
+        # a group has at least the probability of its largest value
         wanted = tl.where(only_top_p, top_p * mass * 1.0001, top_k)
         found = search(group_max_ptr, G, wanted, largest, only_top_p, 4)
         bound = tl.maximum(bound, found)
     if only_top_p:
-        # V values below this together weigh less than what top_p may leave out
+        # V values below this have less probability together than top_p may leave out
         spare = tl.maximum((1 - top_p) * 0.999, 1e-9) * mass / V
         bound = tl.maximum(bound, order(largest + log(spare, INTERPRETED)))
     n = collect(

@@ -1,4 +1,4 @@
-"""Settings of one row for `sample_`, as 64-bit words. Imports no torch.
+"""Settings of one row for `sample_`, as 64-bit words. This module does not import torch.
 
 Legend: P words of a row, E bias entries.
 """
@@ -12,22 +12,22 @@ from operator import attrgetter
 class SampleRow:
     """How to draw one row's token.
 
-    The order of work: bias, mask, penalties, temperature, min_p, top_k, top_p. Where values are
-    equal the lower token id counts as likelier. Log probabilities are of the logits as they came.
+    Steps run in this order: bias, mask, penalties, temperature, min_p, top_k, top_p. Of equal
+    values the lower token id ranks higher. Log probabilities are those of the unchanged logits.
     """
 
-    temperature: float = 0.0  # 0: greedy; no filter matters then
-    top_p: float = 1.0  # keep the likeliest until their share of what is left reaches this
-    min_p: float = 0.0  # drop what is less likely than this share of the likeliest
-    presence_penalty: float = 0.0  # subtracted from tokens of the output
-    frequency_penalty: float = 0.0  # subtracted once for each time in the output
+    temperature: float = 0.0  # 0: greedy, and filters have no effect
+    top_p: float = 1.0  # keep the likeliest tokens until their total probability reaches this
+    min_p: float = 0.0  # drop tokens below this fraction of the likeliest token's probability
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the output
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits; prompt too
-    top_k: int = 0  # keep the k likeliest; 0: all
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
     seed: int = 0
-    position: int = 0  # of the token that is drawn; the noise follows from seed, position, token
-    history_row: int = -1  # the row of the history table; -1: no penalties
-    num_logprobs: int = -1  # alternatives to report; -1: not even the drawn token's
-    mask_start: int = -1  # where in bias_E a bit for each token begins, 1 allows it; -1: all may be
+    position: int = 0  # position of the drawn token; the noise depends on seed, position, token
+    history_row: int = -1  # row of the history table; -1: no penalties
+    num_logprobs: int = -1  # alternatives to report; -1: no log probabilities at all
+    mask_start: int = -1  # index in bias_E of a mask, whose bit 1 allows a token; -1: no mask
     bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit); -inf forbids it
 
     @property
@@ -47,22 +47,22 @@ TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION = map(
 SEED, HISTORY_ROW, NUM_LOGPROBS, MASK_START = map(
     NUMBERS.index, ("seed", "history_row", "num_logprobs", "mask_start")
 )
-MASK_BITS = 64  # tokens of a word of a mask
+MASK_BITS = 64  # tokens per word of a mask
 _floats_of, _integers_of = attrgetter(*FLOATS), attrgetter(*INTEGERS)
 
 
 def pack_row(row: SampleRow) -> tuple[int, ...]:
-    """The first words of a row: its numbers, without its biases."""
+    """Return the first words of a row: its numbers, without its biases."""
     return (*_bits(*_floats_of(row)), *_integers_of(row))
 
 
 def pack_bias(row: SampleRow) -> list[int]:
-    """A row's entries of bias_E."""
+    """Return a row's entries of bias_E."""
     return [token << 32 | _bits(value)[0] for token, value in row.bias]
 
 
 def _bits(*values: float) -> tuple[int, ...]:
-    """The float32 bits of numbers, 0 to 2^32 - 1."""
+    """Return the float32 bits of numbers as integers from 0 to 2^32 - 1."""
     return struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
 
 

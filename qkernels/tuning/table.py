@@ -1,8 +1,8 @@
-"""Configs measured on one GPU: a JSON file, one line for each problem.
+"""Tuning table of one GPU: measured configs in a JSON file, one line per problem.
 
-`qserve bench kernels --tune` writes the file; a kernel's host function asks `find` before its own
-default. Rows of an operation are read and checked when it first asks: a split that overran the
-workspace would write over other memory.
+`qserve bench kernels --tune` writes the file. A kernel's host function asks `find` before it uses
+its default config. An operation's rows are read and checked when it first asks: a split that does
+not fit the workspace would overwrite other memory.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _num_changes = 0
 
 
 def num_changes() -> int:
-    """How often any table has changed: what was decided with an older one is out of date."""
+    """Return how often any table has changed. A plan from before the last change is out of date."""
     return _num_changes
 
 
@@ -39,14 +39,14 @@ def _count_change() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRow:
-    """One measured choice. `config` None: dequantize and cuBLAS."""
+    """One measured config. `config` None: dequantize, then cuBLAS."""
 
     op: TunedOp
     problem: dict[str, object]
     config: Config | None
     microseconds: float
-    default_microseconds: float | None  # the default's, same run; None: it does not run
-    versions: str = ""  # what it was measured with
+    default_microseconds: float | None  # time of the default in the same run; None: cannot run
+    versions: str = ""  # software versions of the measurement
 
     @property
     def key(self) -> Key:
@@ -55,25 +55,27 @@ class TuningRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningTable:
-    """The rows of one GPU, by key."""
+    """All rows of one GPU, by key."""
 
     gpu: str
     path: Path | None = None
     rows: dict[Key, TuningRow] = field(default_factory=dict)
     # rows of the file by operation, until the operation first asks
     unread: dict[str, list[dict]] = field(default_factory=dict)
-    # keys of the rows that kernels took: so a search knows that its config ran
+    # keys of the rows that kernels used, from which a search knows that its config ran
     taken: set[Key] = field(default_factory=set, compare=False)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table, whether an operation has asked for them or not."""
+        """Number of rows, including those that no operation has asked for yet."""
         return len(self.rows) + sum(map(len, self.unread.values()))
 
     def find(self, op: TunedOp, **problem: object) -> TuningRow | None:
-        """The row of this problem. Cheap where the table is empty, as it is on most machines.
+        """Return the row of this problem, or None.
 
-        Raises KernelError where the file's rows of this operation are damaged.
+        Costs little if the table is empty, the usual case.
+
+        Raises KernelError if the file's rows of this operation are damaged.
         """
         if not self.rows and not self.unread:
             return None
@@ -85,7 +87,7 @@ class TuningTable:
         return row
 
     def measured(self, op: TunedOp, **exact: object) -> list[TuningRow]:
-        """The rows of products like this, whatever their number of rows."""
+        """Return the rows of problems with these exact fields, for any number of rows M."""
         self.read_rows_(op)
         return [
             row
@@ -98,12 +100,15 @@ class TuningTable:
         _count_change()
 
     def remove_(self, key: Key) -> None:
-        """Forget a row, if it is there."""
+        """Remove a row, if it exists."""
         self.rows.pop(key, None)
         _count_change()
 
     def read_rows_(self, op: TunedOp) -> None:
-        """Check and take the file's rows of one operation, once. Raises KernelError."""
+        """Check and take over the file's rows of one operation, once.
+
+        Raises KernelError if damaged.
+        """
         for stored in self.unread.get(op.name, ()):
             with _damage_named(self.path):
                 self.add_(_row_from_json(op, stored))
@@ -111,7 +116,7 @@ class TuningTable:
 
     @contextlib.contextmanager
     def trying(self, row: TuningRow) -> Iterator[None]:
-        """The table with this row in it, and afterwards as it was."""
+        """Use a row temporarily: afterwards the table is as it was before."""
         self.read_rows_(row.op)
         before = dict(self.rows)
         self.taken.discard(row.key)
@@ -125,14 +130,14 @@ class TuningTable:
 
 
 def default_path(gpu: str) -> Path:
-    """Path of the table of a GPU; the file is named after the GPU."""
+    """Return the path of a GPU's table; the file has the name of the GPU."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-")
-    # not Path.home(): that raises where a container's user has none
+    # Path.home() would raise for a container's user without a home folder
     return Path(os.path.expanduser("~/.cache/qserve/tiles"), f"{name}.json")
 
 
 def write(table: TuningTable, path: Path) -> None:
-    """Write all rows, a line each. Another process never sees half a file."""
+    """Write all rows, one per line, atomically: another process never reads half a file."""
     rows = [_row_to_json(row) for row in table.rows.values()]
     rows += [stored for rows_of_op in table.unread.values() for stored in rows_of_op]
     head = {"format": FORMAT, "gpu": table.gpu}
@@ -142,7 +147,10 @@ def write(table: TuningTable, path: Path) -> None:
 
 
 def read(path: Path, gpu: str) -> TuningTable:
-    """The table at `path`; empty where no file can be reached. Raises KernelError for a bad one."""
+    """Return the table at `path`; an empty one if no file can be opened.
+
+    Raises KernelError for a damaged file or the table of another GPU.
+    """
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -162,7 +170,7 @@ def read(path: Path, gpu: str) -> TuningTable:
 
 @contextlib.contextmanager
 def _damage_named(path: Path | None) -> Iterator[None]:
-    """Errors of reading as one KernelError that names the file."""
+    """Turn the errors of reading a table into a KernelError that names the file."""
     try:
         yield
     except KeyError as error:
@@ -184,12 +192,12 @@ def _row_to_json(row: TuningRow) -> dict[str, object]:
 
 
 def config_to_dict(config: Config) -> dict[str, object]:
-    """Its fields, and which kernel's config it is."""
+    """Return the config's fields and, as `kind`, its class."""
     return {"kind": type(config).__name__} | dataclasses.asdict(config)
 
 
 def _row_from_json(op: TunedOp, stored: dict) -> TuningRow:
-    """Raises KeyError, ValueError or TypeError."""
+    """Return a checked row. Raises KeyError, ValueError or TypeError."""
     problem = stored["problem"]
     if set(problem) != {*op.exact, *op.bucketed}:
         raise ValueError(f"{op.name}: expected a problem of {(*op.exact, *op.bucketed)}")
@@ -224,7 +232,7 @@ def _config_from_dict(op: TunedOp, stored: dict) -> Config:
 
 @functools.cache
 def tuning_table_of(device: torch.device) -> TuningTable:
-    """Configs measured on this GPU, maybe none. Raises KernelError for a damaged file."""
+    """Return the table of this GPU, which may be empty. Raises KernelError for a damaged file."""
     if device.type != "cuda":
         return TuningTable(gpu=device.type)
     gpu = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Launch configs of the W4A8 products, in Triton and for sm_90: their defaults.
+"""Default launch configs of the W4A8 products, in Triton and for sm_90.
 
 Legend: M rows of x, N outputs, K inputs.
 """
@@ -25,7 +25,7 @@ MAX_SPLIT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W4A8TritonConfig:
-    """A launch of triton_gemm.py. The grid is [tiles of outputs, split, tiles of rows]."""
+    """Launch config of triton_gemm.py. The grid is [tiles of outputs, split, tiles of rows]."""
 
     block_m: int
     block_n: int = 64
@@ -33,11 +33,11 @@ class W4A8TritonConfig:
     warps: int = 4
     stages: int = 4
     pdl: bool = True  # programmatic dependent launch
-    use_tma: bool = True  # for x
+    use_tma: bool = True  # load x by TMA
 
 
 def default_triton_config(M: int, N: int, K: int, block_k: int, sm_count: int) -> W4A8TritonConfig:
-    """The config for M >= 1 rows, in K steps of block_k inputs."""
+    """Return the config for M >= 1 rows, in K steps of block_k inputs."""
     block_m = min(128, max(16, power_of_two(M)))
     tiles = ceil_div(N, 128) * ceil_div(M, block_m)
     block_n = 128 if tiles >= 1.5 * sm_count or M > 256 else 64
@@ -68,11 +68,11 @@ def default_triton_config(M: int, N: int, K: int, block_k: int, sm_count: int) -
 def triton_config_fault(
     config: W4A8TritonConfig, *, M: int, N: int, K: int, group: int, integers: bool = True
 ) -> str | None:
-    """Why the kernel cannot run the config; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     if config.block_n not in (64, 128):
         return f"block_n must be 64 or 128, found {config.block_n}"
     tiles = ceil_div(N, config.block_n) * ceil_div(M, max(1, config.block_m))
-    # the longest K step: it may be shorter, and then there are more
+    # K_STEP is the longest K step; with shorter ones there are more steps
     return launch_fault(
         config.block_m, config.warps, config.stages, least=16, most=256
     ) or split_fault(config.split, ceil_div(K, K_STEP), tiles, M * N)
@@ -80,26 +80,26 @@ def triton_config_fault(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W4A8Sm90Config(CompileTimeConfig):
-    """A launch of sm90.py: as many blocks as are resident, each with several output tiles.
+    """Launch config of sm90.py: blocks are resident and compute several output tiles each.
 
-    A tile has 64 outputs for each consumer warpgroup, by block_b rows of x. The names are those of
-    W8A8Sm90Config with the weight as operand A, whose epilogue reads them.
+    A tile has 64 outputs per consumer warpgroup by block_b rows of x. Field names are those of
+    W8A8Sm90Config with the weight as operand A, because w8a8's epilogue reads them.
     """
 
     num_consumers: int
     block_b: int
     split: int = 1  # split-K
-    # splits are reduced by reduce-scatter, else in the last block to arrive
+    # reduce splits by reduce-scatter; False: in the last block to arrive
     reduce_scatter: bool = False
-    group_a: int = 8  # tiles of outputs that run side by side, to share rows of x in the L2
-    promotes: bool = True  # sums enter a float32 total after each step; False: integers to the end
-    store_stages: int = 2  # store tiles in flight, for each consumer
+    group_a: int = 8  # output tiles that run at the same time, to share rows of x in the L2
+    promotes: bool = True  # add sums to a float32 total after each step; False: integers to the end
+    store_stages: int = 2  # store tiles in flight per consumer
     max_stages: int = 12
     blocks_per_sm: int = 1
     max_prefetch_stages: int = 8  # stages whose weights are loaded before griddepcontrol.wait
     # griddepcontrol.launch_dependents before the producer's loop, not after it
     launch_dependents_first: bool = False
-    # packed words of the next K step are loaded while this one's are multiplied
+    # load packed words of the next K step while this step is multiplied
     loads_ahead: bool = False
 
     consumer_rows = WARPGROUP_ROWS
@@ -110,21 +110,21 @@ class W4A8Sm90Config(CompileTimeConfig):
 
     @property
     def stored_columns(self) -> int:
-        """Rows of x of a tile that a block stores."""
+        """Rows of x in a tile that a block stores."""
         return self.block_b // self.split if self.reduce_scatter else self.block_b
 
     @property
     def store_width(self) -> int:
-        """Rows of x of a store tile."""
+        """Rows of x per store tile."""
         return min(32 if self.num_consumers == 3 else 64, self.stored_columns)
 
     @property
     def stages(self) -> int:
-        """As many as shared memory holds in addition to store tiles, column vectors, barriers."""
-        # a consumer's codes, and up to four float32 scales for each of its outputs
+        """As many as fit into shared memory with store tiles, column vectors and barriers."""
+        # a consumer's codes, and up to four float32 scales per output
         of_consumer = WARPGROUP_ROWS * (K_STEP // 2 + 16)
         stage = self.num_consumers * of_consumer + self.block_b * K_STEP + 16
-        shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # CUDA reserves 1 KB
         store_tile = WARPGROUP_ROWS * self.store_width * 2
         stores = self.num_consumers * self.store_stages * store_tile
         vectors = 0
@@ -138,7 +138,7 @@ class W4A8Sm90Config(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch; then the producer's warpgroup gives its own to others."""
+        """Registers per thread at launch; the producer's warpgroup then gives up its own."""
         threads = 128 * (self.num_consumers + 1) * self.blocks_per_sm
         return min(168, SM_REGISTERS // threads // 8 * 8)
 
@@ -157,20 +157,23 @@ class W4A8Sm90Config(CompileTimeConfig):
 
     @property
     def column_vectors_in_shared(self) -> bool:
-        """True if scales of x's rows wait in shared memory until the product ends."""
+        """True if the scales of x's rows wait in shared memory until the product ends."""
         return self._sum_registers > 64
 
     @property
     def fits_thread(self) -> bool:
-        """Return True if a consumer's thread has registers for its sums, codes and addresses."""
+        """True if a consumer's thread has registers for its sums, codes and addresses."""
         return self._sum_registers <= 128 and self._sum_registers + 40 <= self.consumer_registers
 
     def tiles(self, M: int, N: int) -> int:
         return ceil_div(N, self.num_consumers * TILE_N) * ceil_div(M, self.block_b)
 
     def fits(self, M: int, N: int, K: int, sm_count: int) -> bool:
-        """True if each split has a K step, the workspace holds all of them, and, to
-        reduce-scatter, all are resident."""
+        """Return True if the kernel can run this split on a GPU with `sm_count` SMs.
+
+        Each split must have a K step, the workspace must hold all partial sums, and for a
+        reduce-scatter all blocks must be resident.
+        """
         if self.split == 1:
             return True
         max_blocks = sm_count * self.blocks_per_sm
@@ -184,9 +187,10 @@ class W4A8Sm90Config(CompileTimeConfig):
         return slots <= WORKSPACE_FLOATS and consumers <= WORKSPACE_COUNTERS
 
 
-# Above 64 rows: (config, time of a tile on an SM relative to one of 128 x 128). A product takes the
-# time of its waves of tiles. The costs are estimates: those of w8a8/config.py, plus the conversion
-# and the multiply-add of each sum in each K step, which take half as many cycles as its products.
+# For more than 64 rows: (config, time of a tile on an SM relative to a tile of 128 x 128). A
+# product takes the time of its waves of tiles. The costs are estimates: those of w8a8/config.py
+# plus the conversion and multiply-add of each sum in each K step, half as many cycles as its
+# products.
 _INTEGERS = (
     (W4A8Sm90Config(num_consumers=1, block_b=128, promotes=False), 0.72),
     (W4A8Sm90Config(num_consumers=2, block_b=128, promotes=False), 1.1),
@@ -199,14 +203,14 @@ _PROMOTED = (
 
 
 def sums_are_promoted(K: int, group: int, integers: bool) -> bool:
-    """Return True if sums enter a float32 total: those of groups, and of float8 products."""
+    """Return True if sums are added to a float32 total: with groups, and for float8 products."""
     return group != K or not integers
 
 
 def default_sm90_config(
     M: int, N: int, K: int, group: int, sm_count: int, integers: bool
 ) -> W4A8Sm90Config:
-    """The config for M >= 1 rows."""
+    """Return the config for M >= 1 rows."""
     promotes = sums_are_promoted(K, group, integers)
     if M <= 64:
         return _small_m_config(max(16, power_of_two(M)), N, K, sm_count, promotes)
@@ -224,7 +228,7 @@ def default_sm90_config(
 def fixed_order_config(
     M: int, N: int, K: int, group: int, sm_count: int, integers: bool
 ) -> W4A8Sm90Config:
-    """The config whose sums have one order for all M: float32 totals are not split."""
+    """Return a batch-invariant config: float32 totals are never split."""
     config = default_sm90_config(M, N, K, group, sm_count, integers)
     if not config.promotes:
         return config  # integer sums are exact in any order
@@ -234,19 +238,22 @@ def fixed_order_config(
     return config
 
 
-# Microseconds of a K step of one of an SM's two blocks, by block_b; a step loads the weights that
-# wna16/sm90_small_m loads, and half of its x.
+# block_b -> microseconds per K step of one of an SM's two blocks. A step loads the same weights as
+# wna16/sm90_small_m, and half as many bytes of x.
 _K_STEP_TIME = {16: 0.35, 32: 0.36, 64: 0.42}
-_ONE_BLOCK_FACTOR = 1.25  # no other block hides an SM's latencies
+_ONE_BLOCK_FACTOR = 1.25  # if an SM has one block: no other block hides its latencies
 _WAVE_TIME = 3.0
-_FULL_WAVE = 7 / 8  # of a wave's room: then the next kernel's blocks find none
+_FULL_WAVE = 7 / 8  # above this fraction of a wave, the next kernel's blocks find no room
 _FULL_WAVE_TIME = 0.5
 _REDUCE_ROW_TIME = 1 / 128  # times (split + 3) and block_b
 
 
 @functools.lru_cache(maxsize=4096)
 def _small_m_config(block_b: int, N: int, K: int, sm_count: int, promotes: bool) -> W4A8Sm90Config:
-    """Two warpgroups a block and two blocks an SM, and the split-K that is predicted fastest."""
+    """Return the config for few rows with the split-K that is predicted as fastest.
+
+    It has two consumer warpgroups per block and two blocks per SM.
+    """
     two = W4A8Sm90Config(num_consumers=2, block_b=block_b, promotes=promotes)
     two = replace(two, max_stages=6, blocks_per_sm=2 if block_b < 64 else 1)
     if block_b == 64 and two.tiles(1, N) > sm_count:
@@ -283,7 +290,7 @@ def _small_m_config(block_b: int, N: int, K: int, sm_count: int, promotes: bool)
 
 
 def sm90_search_starts(M: int, K: int, group: int, integers: bool) -> list[W4A8Sm90Config]:
-    """A config of every size that defaults are chosen from: where a search on a GPU begins."""
+    """Return a config of every size that defaults are chosen from, where a search starts."""
     promotes = sums_are_promoted(K, group, integers)
     if M > 64:
         return [config for config, _ in (_PROMOTED if promotes else _INTEGERS)]
@@ -297,7 +304,7 @@ def sm90_search_starts(M: int, K: int, group: int, integers: bool) -> list[W4A8S
 def sm90_config_fault(
     config: W4A8Sm90Config, *, M: int, N: int, K: int, group: int, integers: bool = True
 ) -> str | None:
-    """Why the kernel cannot run the config on a GPU with enough SMs (see `fits`); None: it can."""
+    """Return why the kernel cannot run the config; None: it can, if `fits` is True."""
     if config.num_consumers not in (1, 2, 3):
         return f"num_consumers must be 1 to 3, found {config.num_consumers}"
     if not is_power(config.block_b, 16, 256):

@@ -1,9 +1,8 @@
-"""W4A8 on a CPU through float32 products of integers. Bit for bit what reference.py computes.
+"""W4A8 on a CPU by float32 products of integers, bit-exact with reference.py.
 
-A sum of products of up to 128 and 8 is exact in float32 as far as 2^24, whatever the order; torch's
-int8 product takes 15 times as long with AVX2. A code takes a byte in memory.
-
-Legend: M rows of x, N outputs, K inputs, G groups of g inputs.
+A sum of products of numbers up to 128 and 8 is exact in float32 up to 2^24, in any order. torch's
+int8 product takes 15 times as long with AVX2. A code takes a byte in memory. Legend: M rows of x, N
+outputs, K inputs, G groups of g inputs.
 """
 
 import torch
@@ -14,13 +13,13 @@ from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
 
-EXACT_INPUTS = 2**24 // (128 * 8)  # of a sum
+EXACT_INPUTS = 2**24 // (128 * 8)  # most inputs of an exact sum
 
 
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Signed codes [G, N, g] and float32 scales [G, N]."""
+    """Return signed codes [G, N, g] and float32 scales [G, N]."""
     packed = packed if device is None else packed.to(device)
     signed_NK = linear_reference.signed_codes(packed)
     groups = packed.scales_NG.shape[1]
@@ -36,7 +35,7 @@ def prepare_weight(
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N]."""
+    """Multiply codes [M, K] to [M, N]."""
     return linear_codes(*x, weight, bias)
 
 
@@ -46,7 +45,7 @@ def linear_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N]; rounded once."""
+    """Multiply codes [M, K] to [M, N], rounded once at the end."""
     weight_GNg, scales_GN = weight.tensors["int8"], weight.tensors["scales"]
     x_MK = codes_MK.float()
     sums = (
@@ -57,7 +56,7 @@ def linear_codes(
 
 
 def _exact_sums(x_Mg: torch.Tensor, weight_Ng: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a group's integers [M, N]: in float32, or int64 if it has too many."""
+    """Return exact sums of a group's integers [M, N], in float32 or, for a long group, int64."""
     if x_Mg.shape[1] <= EXACT_INPUTS:
         return x_Mg @ weight_Ng.t()
     parts = zip(x_Mg.split(EXACT_INPUTS, 1), weight_Ng.split(EXACT_INPUTS, 1), strict=True)

@@ -1,8 +1,8 @@
-"""The prepacked 4-bit weight of W4A8 products: codes in the order of an 8-bit tensor core fragment.
+"""Prepacked 4-bit weight of W4A8 products: codes in the order of an 8-bit tensor core fragment.
 
-A K step has BK inputs and lies in one tile of 64 outputs. A byte holds two codes; the 16 bytes that
-a thread of the tensor core needs of a row and 128 inputs are contiguous (notes/layouts.md). For
-float8 inputs a code is stored as a sign and a magnitude, which become e4m3 in a few instructions.
+A K step has BK inputs of one tile of 64 outputs. A byte holds two codes. The 16 bytes of a row and
+128 inputs that one thread of the tensor core needs are contiguous (notes/layouts.md). For float8
+inputs a code is stored as a sign and a magnitude, which take few instructions to convert to e4m3.
 
 Legend: N outputs, K inputs, G groups; BK inputs of a K step.
 """
@@ -11,18 +11,18 @@ import torch
 
 from qkernels.gpu.config import ceil_div
 
-TILE_N = 64  # outputs of a stored tile: the rows of operand A of one wgmma
-K_STEP = 128  # inputs of a K step at most: 128 bytes of x, the widest swizzle of shared memory
+TILE_N = 64  # outputs per stored tile: the rows of operand A of one wgmma
+K_STEP = 128  # most inputs of a K step: 128 bytes of x, the widest swizzle of shared memory
 MIN_K_STEP = 32  # inputs of one 8-bit product of the tensor core
-ZERO = 8  # the code of 0
+ZERO = 8  # code of the value 0
 
-# Kernels multiply int8 codes as 16 times their value, and float8 ones as 2^-9 times: e4m3's
-# smallest number is 2^-9, so a magnitude's bits are its own e4m3.
+# In products, an int8 code is 16 times its value, a float8 code 2^-9 times: e4m3's smallest number
+# is 2^-9, so the bits of a magnitude are already an e4m3 number.
 INT_FACTOR = 16.0
 FLOAT8_FACTOR = 2.0**-9
 
-# A word of eight codes, $2, to two words of int8: the low codes shifted left, masked, and their
-# sign bits flipped.
+# Convert a word of eight codes, $2, to two words of int8: the low codes are shifted left; then both
+# are masked and their sign bits flipped.
 INT8_PTX = """{
     .reg .b32 low;
     shl.b32 low, $2, 4;
@@ -30,8 +30,8 @@ INT8_PTX = """{
     lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
 }"""
 
-# As signs and magnitudes, to two words of e4m3. Of a code n, t is the sign bit: n + 0x79 t has that
-# at bit 7, and one added to the magnitude of a negative number.
+# Convert a word of signs and magnitudes to two words of e4m3. t is the sign bit of a code n:
+# n + 0x79 t moves the sign to bit 7 and adds one to the magnitude of a negative number.
 FLOAT8_PTX = """{
     .reg .b32 n, t, high;
     and.b32 n, $2, 0x0F0F0F0F; shr.u32 t, $2, 3; and.b32 t, t, 0x01010101;
@@ -43,42 +43,43 @@ FLOAT8_PTX = """{
 
 
 def code_factor(type: str) -> float:
-    """Return how many times its value a code is in a product with inputs of this type."""
+    """Return by which factor codes exceed their values in a product with inputs of this type."""
     return INT_FACTOR if type == "int" else FLOAT8_FACTOR
 
 
 def k_step(group: int) -> int:
-    """Return the inputs of a K step of Triton's kernel: at most K_STEP, and none of two groups."""
+    """Return the inputs of a K step of the Triton kernel: at most K_STEP, within one group."""
     return min(K_STEP, group & -group)
 
 
 def padded_n(N: int) -> int:
-    """Return the outputs that are stored: whole tiles."""
+    """Return the number of stored outputs, in whole tiles."""
     return ceil_div(N, TILE_N) * TILE_N
 
 
 def sign_and_magnitude(codes_NK: torch.Tensor) -> torch.Tensor:
-    """Return 4-bit codes as float8 products hold them: code - 8 if that is positive or 0.
+    """Convert 4-bit codes to the form for float8 products: sign and magnitude of code - 8.
 
-    Others are 8 plus the magnitude of code - 8, minus 1, so that -8 fits.
+    A code that is not negative becomes code - 8. A negative one becomes 8 plus its magnitude minus
+    1, so that -8 fits.
     """
     return torch.where(codes_NK < ZERO, 15 - codes_NK, codes_NK - ZERO)
 
 
 def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
-    """4-bit codes [N, K] to bytes, uint8 [N, K / 32, 4, 4], two codes each.
+    """Pack 4-bit codes [N, K] into bytes, uint8 [N, K / 32, 4, 4], two codes each.
 
-    Of 32 consecutive inputs, byte j of lane t holds input 4 t + j in its low and input
-    16 + 4 t + j in its high four bits.
+    The layout repeats every 32 inputs. Byte j of lane t holds input 4 t + j in its low four bits
+    and input 16 + 4 t + j in its high four bits.
     """
     codes_NChtj = codes_NK.to(torch.uint8).unflatten(1, (-1, 2, 4, 4))
     return codes_NChtj[:, :, 0] | codes_NChtj[:, :, 1] << 4
 
 
 def tiles_of_codes(codes_NK: torch.Tensor, type: str, block_k: int) -> torch.Tensor:
-    """Return packed codes, uint8 [N/64, K/BK, 64, BK/2], for inputs of this type.
+    """Pack codes, uint8 [N/64, K/BK, 64, BK/2], for inputs of this type.
 
-    A row of a K step is [4 lanes, BK/32, 4 bytes]. Outputs are padded with zeros.
+    A row of a K step is [4 lanes, BK/32, 4 bytes]. Padding outputs are zeros.
     """
     if type == "float":
         codes_NK = sign_and_magnitude(codes_NK.to(torch.int16))
@@ -89,7 +90,7 @@ def tiles_of_codes(codes_NK: torch.Tensor, type: str, block_k: int) -> torch.Ten
 
 
 def tiles_of_scales(scales_NG: torch.Tensor) -> torch.Tensor:
-    """Return scales [N, G] as [N/64, G, 64]. Outputs are padded with zeros."""
+    """Rearrange scales [N, G] to [N/64, G, 64]. Padding outputs are zeros."""
     return _padded(scales_NG, 0).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The prepacked weight of W4A8 kernels, as tensors. Legend: N outputs, K inputs, G groups."""
+"""Prepacked weight of the W4A8 kernels, as tensors. Legend: N outputs, K inputs, G groups."""
 
 import torch
 
@@ -16,10 +16,10 @@ def prepacked(
     kernel: str,
     block_k: int,
 ) -> PreparedWeight:
-    """Return codes `packed` [N/64, K/block_k, 64, block_k/2] and their scales.
+    """Prepack codes as `packed` [N/64, K/block_k, 64, block_k/2], with their scales.
 
-    Scales of groups are [N/64, G, 64] in the checkpoint's dtype. One scale for each output is
-    float32 [N], divided by the factor of codes, which is a power of two.
+    Scales of groups are [N/64, G, 64] in the checkpoint's dtype. One scale per output is float32
+    [N], divided by the factor of codes, which is a power of two.
     """
     packed = packed if device is None else packed.to(device)
     tensors = prepacked_tensors(packed, block_k)

@@ -1,4 +1,4 @@
-"""Kernels of products of 4-bit weights and 8-bit activations: rows of `linear`."""
+"""Rows of `linear` for 4-bit weights with 8-bit activations."""
 
 import functools
 
@@ -23,7 +23,7 @@ from qkernels.w4a8.tuned import TUNED
 
 
 def note_measured(problem: Problem, config: type) -> str:
-    """For how many rows this GPU has measured configs of the kernel's own kind; "" for none."""
+    """Return a note on the configs that were measured for this kernel on this GPU; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
     rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
@@ -39,7 +39,7 @@ def note_measured(problem: Problem, config: type) -> str:
 
 
 def _refuses_numerics(problem: Problem) -> str | None:
-    """Why no W4A8 kernel takes the weight and the activation; None: they do."""
+    """Return why no W4A8 kernel takes the weight and the activation; None: they do."""
     spec, activation = problem.spec, problem.activation
     if activation is None:
         return "takes activations rounded to 8 bits, not 16-bit ones"
@@ -93,8 +93,8 @@ def cpu_w4a8(problem: Problem) -> str | None:
     return None if problem.activation.type == "int" else "takes int8 activations, not float8"
 
 
-# Each has the variant of a fixed order: the sum of a group is an integer, exact in any order, and
-# groups are added in theirs. float8 has it on sm_90 alone.
+# All of them have a fixed-order variant: the sum of a group is an integer, exact in any order, and
+# groups are added in order. For float8 only the sm_90 kernel has it.
 KERNELS = (
     Kernel(
         name="sm90_w4a8",

@@ -1,11 +1,11 @@
 """y = x W^T with 4-bit weights and 8-bit activations, for sm_90, in Gluon.
 
-A persistent, warp-specialized kernel, built as w8a8/sm90.py is, for every number of rows. One
+A persistent, warp-specialized kernel for every number of rows, built like w8a8/sm90.py. One
 producer warp keeps TMA loads of packed codes, scales and x in flight. One to three consumer
 warpgroups multiply 64 outputs each: operand A is codes, expanded to 8 bits in registers; operand B
-is x, in shared memory. The sum of each group is an integer, or a float8 product's sum, and enters
-the float32 total with one fused multiply-add by the group's scale. Codes with a scale for each
-output are summed as integers to the end.
+is x, in shared memory. The sum of each group (integer, or the tensor core's for float8) is added to
+a float32 total with one fused multiply-add by the group's scale. With one scale per output, codes
+are summed as integers to the end.
 
 Legend: M rows of x, K inputs, N outputs, G groups; a K step is 128 inputs.
 """
@@ -48,20 +48,20 @@ from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_structs import EpilogueBuffers
 
-WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step: two outputs a line
+WEIGHT_BOX = [32, 32]  # packed words of a stored tile in one K step: two outputs per line
 
 
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Packed codes in K steps of 128 inputs, and scales of groups, or of outputs."""
+    """Prepack codes in K steps of 128 inputs, and scales by group or by output."""
     return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=layout.K_STEP)
 
 
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
-    """The config for M rows; the input is rounded by the operation before, where it can."""
+    """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
     return replace(plan_without_choice(problem), variant="sm90", config=config)
 
@@ -69,7 +69,7 @@ def plan(
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    """Multiply codes [M, K] to [M, N], rounded once to the weight's dtype."""
     return linear_codes(*x, weight, bias, config=plan.config)
 
 
@@ -81,7 +81,7 @@ def linear_codes(
     *,
     config: W4A8Sm90Config | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config."""
     (M, K), N = codes_MK.shape, weight.out_features
     device = codes_MK.device
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
@@ -126,7 +126,7 @@ def linear_codes(
 
 
 def numerics_of(problem: GemmProblem) -> Numerics:
-    """How a weight's codes are scaled."""
+    """Return how a weight's codes are scaled."""
     factor = layout.code_factor(problem.activation.type)
     if problem.group == problem.in_features:
         return Numerics(factor=factor, in_groups=False)
@@ -138,10 +138,10 @@ def numerics_of(problem: GemmProblem) -> Numerics:
 
 
 def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
-    """The config that was measured on this GPU, else the default.
+    """Return the config measured on this GPU, else the default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
-    reduce-scatter but are not all resident would wait forever.
+    reduce-scatter without all being resident would wait forever.
     """
     N, K, group = problem.out_features, problem.in_features, problem.group
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
@@ -163,7 +163,7 @@ def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.cons
         a = expand(load_words(pipeline.mem.weight.index(slot)), pipeline.mem.x.dtype, A)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
-        # operand A's registers are read until the product ends
+        # the product reads operand A's registers until it ends
         sums = warpgroup_mma_wait(0, deps=[sums])
         pipeline.consumer_release(state)
         state = state.advance()
@@ -235,7 +235,7 @@ def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.conste
         product = gl.zeros(total.shape, PRODUCT, LAYOUT)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
-        # after the last step that step again, which is not multiplied
+        # beyond the last step, load it again without multiplying
         following = state.advance()
         is_last = k_step == work_tile.k_end - 1
         ahead = PipelineState(
@@ -263,7 +263,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     SUM: gl.constexpr = gemm.partials_ptr.dtype.element_ty
     COLUMNS: gl.constexpr = CONFIG.block_b
     STORE_TILES: gl.constexpr = COLUMNS // CONFIG.store_width
-    # triton has the integer instruction for up to 224 columns
+    # triton supports the integer instruction for up to 224 columns
     INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()

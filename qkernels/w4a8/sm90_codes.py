@@ -1,8 +1,8 @@
-"""Packed 4-bit codes in shared memory to operand A of an 8-bit wgmma in registers, in Gluon.
+"""Gluon functions that convert packed 4-bit codes in shared memory to operand A of an 8-bit wgmma.
 
-A thread loads the four words of each of its two rows, lane // 4 and lane // 4 + 8, that belong to
-its part of operand A. Only that load crosses threads. The codes of a word become int8 in three
-instructions, e4m3 in nine, both exactly (layout.py has their factors).
+A thread loads four words of each of its two rows, lane // 4 and lane // 4 + 8: its own elements of
+operand A. Only this load crosses threads. The codes of a word are converted to int8 in three
+instructions or to e4m3 in nine, both exactly (layout.py has the factors).
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from qkernels.w4a8.layout import FLOAT8_PTX, INT8_PTX
 
-# Each takes a word four times, once for each byte of a result.
+# Both take a word four times, once per byte of a result.
 _TO_INT8, _TO_FLOAT8 = gl.constexpr(INT8_PTX), gl.constexpr(FLOAT8_PTX)
 
 

@@ -37,7 +37,7 @@ def load(gemm, pipeline):
     CONFIG: gl.constexpr = gemm.CONFIG
     BK: gl.constexpr = gemm.x.block_type.shape[1]
     first = gl.program_id(0)
-    # Weights never change: their loads into the first stages do not wait for the previous kernel.
+    # weights never change, so their loads into the first stages do not wait for the previous kernel
     work_tile = gemm.work_tile(first)
     num_prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.prefetch_stages)
     for stage in range(num_prefetched):

@@ -12,28 +12,28 @@ from qkernels.w8a8.sm90_structs import WorkTile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """A constexpr of the kernel: how sums of products become results."""
+    """How sums of products become results; a constexpr of the kernel."""
 
-    factor: float  # how many times its value a code is in the product
-    groups: int = 1  # of a K step; each has a scale, and a sum of its own
+    factor: float  # factor by which codes exceed their values in the product
+    groups: int = 1  # groups per K step; each has its own scale and sum
     steps_per_group: int = 1  # K steps that share a scale; 1 if a K step has several groups
-    # groups have scales, which multiply their sums; else an output has one, for the last sum
+    # scales of groups multiply the groups' sums; False: one scale per output multiplies the total
     in_groups: bool = True
 
 
 @aggregate
 class Gemm:
-    """The kernel's arguments. Pointers are valid where their flag is set."""
+    """Arguments of the kernel. Pointers are valid if their flag is set."""
 
     weight: tma.tensor_descriptor  # packed words [N/64 K/128 32, 32]
     scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_groups
     x: tma.tensor_descriptor  # codes [M, K]
     y: tma.tensor_descriptor  # [M, N]
     input_scales_ptr: gl.tensor  # [M]
-    scales_ptr: gl.tensor  # [N], of a code as it is multiplied; OUTPUT_SCALES
+    scales_ptr: gl.tensor  # [N], already divided by the factor of codes; OUTPUT_SCALES
     bias_ptr: gl.tensor  # [N]; HAS_BIAS
-    partials_ptr: gl.tensor  # a slot for each split of each tile; split > 1
-    counters_ptr: gl.tensor  # zero, one for each consumer of each tile; split > 1
+    partials_ptr: gl.tensor  # one slot per split of each tile; split > 1
+    counters_ptr: gl.tensor  # zeros, one per consumer of each tile; split > 1
     M: gl.tensor
     N: integer
     tiles_a: gl.tensor
@@ -42,8 +42,8 @@ class Gemm:
     CONFIG: gl.constexpr  # W4A8Sm90Config
     NUMERICS: gl.constexpr  # Numerics
     HAS_BIAS: gl.constexpr
-    OUTPUT_SCALES: gl.constexpr  # a scale for each output: not in the sums yet
-    # what the epilogue of w8a8 can do and these products do not need
+    OUTPUT_SCALES: gl.constexpr  # one scale per output, which the epilogue applies
+    # option of w8a8's epilogue that these products do not use
     BLOCKS: gl.constexpr
 
     @gluon.jit
@@ -74,7 +74,7 @@ class Gemm:
 
 @aggregate
 class Stages:
-    """Shared memory of the pipeline. A stage has a slot for each consumer."""
+    """Shared memory of the pipeline. A stage has one slot per consumer."""
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]: 64 outputs, 16 words each
     scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_groups

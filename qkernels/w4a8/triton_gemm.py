@@ -1,10 +1,10 @@
 """W4A8 in Triton, for any GPU and for Triton's interpreter: y^T = W x^T.
 
-The weight is operand A: its codes are expanded to int8 or e4m3, exactly, and multiplied as they
-are. The sum of a group is an integer, or a float8 product's sum, and enters the float32 total with
-one fused multiply-add by the group's scale. Codes with a scale for each output are summed as
-integers to the end. On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the results are the
-same without it.
+The weight is operand A: its codes are expanded to int8 or e4m3, exactly, and multiplied without
+scales. The sum of a group (integer, or the tensor core's for float8) is added to a float32 total
+with one fused multiply-add by the group's scale. With one scale per output, codes are summed as
+integers to the end. On NVIDIA GPUs USE_PTX enables a piece of inline PTX; the results are the same
+without it.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
@@ -38,7 +38,7 @@ from qkernels.w4a8.tuned import TUNED
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Packed codes in K steps that lie in one group, and scales of groups, or of outputs."""
+    """Prepack codes in K steps that lie within one group, and scales by group or by output."""
     block_k = k_step(packed.spec.group_length(packed.in_features))
     return prepacked(packed, dtype, device, kernel="triton_w4a8", block_k=block_k)
 
@@ -46,7 +46,7 @@ def prepare_weight(
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
-    """The config for M rows; the input is rounded by the operation before, where it can."""
+    """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
     return replace(plan_without_choice(problem), variant="triton", config=config)
 
@@ -54,7 +54,7 @@ def plan(
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    """Multiply codes [M, K] to [M, N], rounded once to the weight's dtype."""
     return linear_codes(*x, weight, bias, config=plan.config)
 
 
@@ -66,7 +66,7 @@ def linear_codes(
     *,
     config: W4A8TritonConfig | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config."""
     (M, K), N = codes_MK.shape, weight.out_features
     device = codes_MK.device
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
@@ -118,8 +118,10 @@ def linear_codes(
 
 
 def _chosen_config(problem: GemmProblem, M: int) -> W4A8TritonConfig:
-    """The config that was measured on this GPU, else the default. A fixed order splits no group
-    sums, which are added in float32."""
+    """Return the config measured on this GPU, else the default.
+
+    In fixed order, K is not split if groups are added in float32.
+    """
     N, K, group = problem.out_features, problem.in_features, problem.group
     integers = problem.activation.type == "int"
     row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
@@ -193,8 +195,8 @@ def _w4a8(
     M,
     N,
     K,
-    STEPS_PER_GROUP: tl.constexpr,  # 0: a scale for each output, not for groups
-    FACTOR: tl.constexpr,  # how many times its value a code is in the product
+    STEPS_PER_GROUP: tl.constexpr,  # 0: one scale per output, no groups
+    FACTOR: tl.constexpr,  # factor by which codes exceed their values in the product
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -214,7 +216,7 @@ def _w4a8(
     steps = K // BK
     first = split * steps // SPLIT
     last = (split + 1) * steps // SPLIT
-    # tiles of 128 outputs may begin their second half beyond the stored ones: the last one again
+    # the second half of a tile of 128 outputs may be beyond the stored tiles: repeat the last one
     stored_tile = tl.minimum(n // TILE_N, tl.cdiv(N, TILE_N) - 1)
     stored_row = n % TILE_N
     packed_row = ((stored_tile * steps + first).to(tl.int64) * TILE_N + stored_row) * (BK // 2)
@@ -226,7 +228,7 @@ def _w4a8(
         groups = steps // STEPS_PER_GROUP
         scale_ptrs = scales_ptr + stored_tile * groups * TILE_N + stored_row
     if PDL:
-        # weights never change; x and the workspace are the previous kernel's until it has ended
+        # weights never change; the previous kernel may use x and the workspace until it has ended
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BN, BM), SUM)
     for step in tl.range(first, last, num_stages=STAGES):
@@ -242,7 +244,7 @@ def _w4a8(
         if INTEGERS and STEPS_PER_GROUP == 0:
             total = tl.dot(weights, x, total, out_dtype=tl.int32)
         else:
-            # the tensor core keeps 14 bits of a float8 sum: it is added in float32 after each step
+            # the tensor core keeps 14 bits of a float8 sum: add it in float32 after each step
             product = tl.dot(weights, x, out_dtype=PRODUCT).to(tl.float32)
             if STEPS_PER_GROUP > 0:
                 scale = tl.load(scale_ptrs + step // STEPS_PER_GROUP * TILE_N).to(tl.float32)

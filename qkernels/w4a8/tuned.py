@@ -1,4 +1,4 @@
-"""W4A8 in the tuning table: configs of both kernel variants, and where a search starts."""
+"""W4A8 as a tunable operation: the configs of both kernel variants, and where a search starts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from qkernels.w4a8.config import (
 )
 from qkernels.w4a8.layout import K_STEP, k_step
 
-MAX_SEARCH_ROWS = 1024  # larger problems are searched from their own default alone
+MAX_SEARCH_ROWS = 1024  # with more rows, a search starts only from the problem's own default
 W4A8Config = W4A8TritonConfig | W4A8Sm90Config
 
 
@@ -35,7 +35,7 @@ def _default(sm_count: int, *, M: int, N: int, K: int, group: int, integers: boo
 def _starts(
     sm_count: int, *, M: int, N: int, K: int, group: int, integers: bool
 ) -> list[W4A8Config]:
-    """The choice for twice and half as many rows; on sm_90 also a config of each size."""
+    """Return the defaults for twice and half as many rows; on sm_90 also a config of each size."""
     found = [
         _default(sm_count, M=other, N=N, K=K, group=group, integers=integers)
         for other in (min(2 * M, MAX_SEARCH_ROWS), max(1, M // 2))
@@ -44,7 +44,7 @@ def _starts(
 
 
 def _changed(config: W4A8Sm90Config, name: str, value: object) -> Iterator[W4A8Sm90Config]:
-    """A split is reduced in either way."""
+    """Yield changed configs; a changed split is tried with both ways of reduction."""
     if name != "split":
         yield from one_field(config, name, value)
         return

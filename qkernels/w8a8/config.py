@@ -1,8 +1,8 @@
-"""Launch configs of the W8A8 products, int8 and float8, in Triton and for sm_90: their defaults.
+"""Default launch configs of the W8A8 products, int8 and float8, in Triton and for sm_90.
 
-Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, bf16, cold weights, calls
-inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], gate_up [28672, 4096], down [4096,
-14336]. "Rounded" includes rounding x to codes; "of codes" does not.
+Legend: M rows of x, N outputs, K inputs. Times are microseconds on an H200, with bf16, weights that
+are not in the L2, and calls in one CUDA graph; qkv is [6144, 4096], o [4096, 4096], gate_up [28672,
+4096], down [4096, 14336]. "Rounded" times include rounding x to codes; times "of codes" do not.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W8A8TritonConfig:
-    """A launch of triton_gemm.py. The grid is [output tiles, split]."""
+    """Launch config of triton_gemm.py. The grid is [output tiles, split]."""
 
     block_m: int
     block_n: int
@@ -31,17 +31,17 @@ class W8A8TritonConfig:
     split: int = 1  # split-K
     warps: int = 4
     stages: int = 4
-    weight_is_a: bool = True  # y^T = W x^T: few rows of x are then the narrow operand B
+    weight_is_a: bool = True  # y^T = W x^T, so that few rows of x are the narrow B operand
     pdl: bool = True  # programmatic dependent launch
-    group_m: int = 8  # row tiles that run side by side, to share weight rows in the L2
+    group_m: int = 8  # row tiles that run at the same time, to share weight rows in the L2
     use_tma: bool = True
 
 
-_BARRIER_BYTES = 256  # of shared memory, in addition to the stages
+_BARRIER_BYTES = 256  # shared memory of the barriers
 
 
-# Measured choices, us for qkv / o / gate_up / down, rounding x to int8 included. W: block_n 128 at
-# gate_up, L: block_m 128, block_n 256.
+# Measured us of the choices for qkv / o / gate_up / down, including rounding x to int8. W: block_n
+# 128 at gate_up. L: block_m 128, block_n 256.
 # M = 1     10.3 / 9.0 / 31.9 / 20.5   split 1 / 1 / W / 4
 # M = 16    10.6 / 9.3 / 33.3 / 22.5   the same
 # M = 32    11.0 / 9.6 / 34.1 / 23.6   the same
@@ -54,7 +54,7 @@ _BARRIER_BYTES = 256  # of shared memory, in addition to the stages
 def default_w8a8_triton_config(
     M: int, N: int, K: int, sm_count: int, integers: bool = True
 ) -> W8A8TritonConfig:
-    """The config for M >= 1 rows of int8 codes, or of float8 codes."""
+    """Return the config for M >= 1 rows of int8 codes, or of float8 codes."""
     if M <= 64:
         block_m = max(16, power_of_two(M))
         if ceil_div(N, 128) >= 1.5 * sm_count:
@@ -79,9 +79,9 @@ def default_w8a8_triton_config(
 
 
 def fitted(config: W8A8TritonConfig, shared_bytes: int) -> W8A8TritonConfig:
-    """The config with as many stages as a block's shared memory holds, at least one.
+    """Return the config with at most as many stages as fit into shared memory, at least one.
 
-    An H200 has 227 KB; desktop GPUs with TMA (sm_120) have 99.
+    A block has 227 KB on an H200, and 99 KB on desktop GPUs with TMA (sm_120).
     """
     stage = (config.block_m + config.block_n) * config.block_k
     fits = (shared_bytes - _BARRIER_BYTES) // stage
@@ -89,17 +89,17 @@ def fitted(config: W8A8TritonConfig, shared_bytes: int) -> W8A8TritonConfig:
 
 
 def without_tma(config: W8A8TritonConfig) -> W8A8TritonConfig:
-    """The config for a GPU without TMA.
+    """Return the config for a GPU without TMA.
 
-    There a descriptor is loads that Triton does not pipeline. Such a GPU has no wgmma either: both
-    operands go through registers, and 4 warps spill a few at 128 rows.
+    Without TMA, Triton turns a descriptor into loads that it does not pipeline. Such a GPU also has
+    no wgmma: both operands go through registers, and 4 warps spill a few at 128 rows.
     """
     warps = max(8, config.warps) if config.block_m >= 128 else config.warps
     return replace(config, use_tma=False, warps=warps)
 
 
 def _split(M: int, N: int, tiles: int, steps: int, min_steps: int, max_blocks: int) -> int:
-    """Split-K: the largest that leaves each split `min_steps` and lets all blocks be resident."""
+    """Return the largest split-K with `min_steps` per split whose blocks are all resident."""
     fits = (
         split
         for split in (4, 3, 2)
@@ -112,7 +112,7 @@ def _split(M: int, N: int, tiles: int, steps: int, min_steps: int, max_blocks: i
 
 
 SM90_BLOCK_K = 128  # bytes of a row in a stage: the widest swizzle of shared memory
-WEIGHT_BOX_ROWS = 64  # weight rows that are contiguous for a K step: 8 KB
+WEIGHT_BOX_ROWS = 64  # weight rows that are contiguous within a K step: 8 KB
 SM90_IDLE_ROWS = (0, 16, 32)
 SM90_SPLITS = (1, 2, 4)
 SM90_MAX_GROUP_A = 64
@@ -121,27 +121,27 @@ _SM90_MIN_STAGES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W8A8Sm90Config(CompileTimeConfig):
-    """A launch of sm90.py: as many blocks as are resident, each with several output tiles.
+    """Launch config of sm90.py: all blocks are resident, and each computes several output tiles.
 
     A and B are the operands of wgmma.
     """
 
     num_consumers: int  # consumer warpgroups, each with its own rows of A
     block_b: int
-    consumer_rows: int = 64  # rows of A for each consumer
-    idle_rows: int = 0  # of them without a weight row: smaller tiles, for more SMs
+    consumer_rows: int = 64  # rows of A per consumer
+    idle_rows: int = 0  # rows of A per consumer without a weight row: smaller tiles, for more SMs
     split: int = 1  # split-K
-    # splits are reduced by reduce-scatter, else in the last block to arrive
+    # reduce splits by reduce-scatter; False: in the last block to arrive
     reduce_scatter: bool = False
-    weight_is_a: bool = True  # A is the weight and B is x, else A is x
-    group_a: int = 8  # A tiles that run side by side, to share rows of B in the L2
+    weight_is_a: bool = True  # A is the weight and B is x; False: A is x
+    group_a: int = 8  # A tiles that run at the same time, to share rows of B in the L2
     promotion_steps: int = 0  # K steps between promotions of a float8 sum; 0: integers
-    store_stages: int = 2  # store tiles in flight, for each consumer
+    store_stages: int = 2  # store tiles in flight per consumer
     max_stages: int = 24
     blocks_per_sm: int = 1
-    # Weight stages that are loaded before griddepcontrol.wait. An SM's loads queue up, and those of
-    # x wait behind too many of the weight's: us of qkv at 16 rows, down at 64, rounded, with 2, 4,
-    # 8 and all (22, 13) stages 9.7 / 9.5 / 9.2 / 9.6 and 19.8 / 19.8 / 19.6 / 20.1
+    # Weight stages that are loaded before griddepcontrol.wait. With too many, loads of x wait in
+    # the SM's queue. Rounded us with 2 / 4 / 8 / all stages: qkv at 16 rows (22 stages)
+    # 9.7 / 9.5 / 9.2 / 9.6, down at 64 rows (13 stages) 19.8 / 19.8 / 19.6 / 20.1.
     max_prefetch_stages: int = 8
 
     @property
@@ -151,12 +151,12 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def stored_rows(self) -> int:
-        """Outputs, or rows of x, that a consumer stores."""
+        """Outputs (or rows of x) that a consumer stores."""
         return self.consumer_rows - self.idle_rows
 
     @property
     def weight_box_rows(self) -> int:
-        """Weight rows of one TMA load: within a box, wherever a consumer's rows begin."""
+        """Weight rows of one TMA load, chosen so that no load crosses a box."""
         return min(WEIGHT_BOX_ROWS, self.stored_rows & -self.stored_rows)
 
     @property
@@ -166,16 +166,16 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def store_width(self) -> int:
-        """Columns of a store tile; with 64 three consumers spill registers."""
+        """Columns per store tile; with 64, three consumers spill registers."""
         return min(32 if self.num_consumers == 3 else 64, self.stored_columns)
 
     @property
     def stages(self) -> int:
-        """As many as shared memory holds in addition to store tiles, column vectors, barriers."""
+        """As many as fit into shared memory with store tiles, column vectors and barriers."""
         store_tile = self.consumer_rows * self.store_width * 2
         stores = self.num_consumers * self.store_stages * store_tile
         stage = (self.block_a + self.block_b) * SM90_BLOCK_K + 16
-        shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # CUDA reserves 1 KB
         vectors = 0
         if self.column_vectors_in_shared:
             vectors = self.num_consumers * self.num_column_vectors * self.stored_columns * 4
@@ -187,7 +187,7 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch; then the producer's warpgroup gives its own to others."""
+        """Registers per thread at launch; the producer's warpgroup then gives up its own."""
         if self._sum_registers < 64:
             return 96 if self.blocks_per_sm == 1 else 80
         return 168 if self._sum_registers > 64 and self.num_consumers == 2 else 128
@@ -200,15 +200,16 @@ class W8A8Sm90Config(CompileTimeConfig):
     def column_vectors_in_shared(self) -> bool:
         """True if scales and biases of columns wait in shared memory until the product ends.
 
-        A thread loads one or two of them before the product. It uses 16 to 64 of each, and beside
-        more than 64 sums there are no registers for those.
+        A thread uses 16 to 64 scales, and as many biases. If it has more than 64 sums, registers
+        for these are missing; then it loads one or two of them before the product into shared
+        memory.
         """
-        # us of qkv / gate_up at 1024 rows, of codes: 34.6 / 159; each loaded when used 36.3 / 164
+        # us of codes at 1024 rows of qkv / gate_up: 34.6 / 159, or 36.3 / 164 if loaded when used
         return self._sum_registers > 64
 
     @property
     def num_column_vectors(self) -> int:
-        """Vectors that spread over columns: x's scales, or scales and biases of the weight."""
+        """Vectors along columns: 1 (x's scales), or 2 (scales and biases of the weight)."""
         return 1 if self.weight_is_a else 2
 
     @property
@@ -218,13 +219,13 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def fits_sm(self) -> bool:
-        """Return True if an SM has registers and pipeline stages for blocks_per_sm blocks."""
+        """True if an SM has registers and pipeline stages for blocks_per_sm blocks."""
         threads = self.blocks_per_sm * (self.num_consumers + 1) * 128
         return threads * self.registers <= SM_REGISTERS and self.stages >= _SM90_MIN_STAGES
 
     @property
     def fits_thread(self) -> bool:
-        """Return True if a consumer's thread has registers for its sums and column vectors."""
+        """True if a consumer's thread has registers for its sums and column vectors."""
         vectors = 4 if self.column_vectors_in_shared else self.stored_columns // 4
         needs = self._sum_registers + vectors + 24
         return self._sum_registers <= 128 and needs <= self.consumer_registers
@@ -235,7 +236,11 @@ class W8A8Sm90Config(CompileTimeConfig):
         return tiles_a * ceil_div(rows_b, self.block_b)
 
     def fits(self, M: int, N: int, sm_count: int) -> bool:
-        """True if the workspace holds all splits and, to reduce-scatter, all are resident."""
+        """Return True if the kernel can run this split on a GPU with `sm_count` SMs.
+
+        The workspace must hold all partial sums, and for a reduce-scatter all blocks must be
+        resident.
+        """
         if self.idle_rows and N % self.stored_rows:
             return False  # TMA does not write idle rows, which lie beyond a consumer's own rows
         if self.split == 1:
@@ -251,16 +256,16 @@ class W8A8Sm90Config(CompileTimeConfig):
         return slots <= WORKSPACE_FLOATS and counters <= WORKSPACE_COUNTERS
 
 
-# Above 64 rows: (config, time of a tile on an SM relative to 128 x 128 in a large grid). A product
-# takes the time of its waves of tiles, and the fastest config is taken. us of codes, int8, of
-# qkv / o / gate_up / down:
+# For more than 64 rows: (config, time of a tile on an SM relative to 128 x 128 in a large grid). A
+# product takes the time of its waves of tiles; the fastest config is chosen. Measured us of int8
+# codes for qkv / o / gate_up / down:
 #                M = 128                   256                       1024
 #  64 x 128      9.9 / 8.0 / 39.4 / 23.5   15.7 / 9.8 / 58.7 / 28.2
 # 128 x 128     13.0 / 12.3 / 37.5 / 36.6  14.1 / 12.8 / 54.3 / 37.4 37.5 / 25.1 / 168 / 78.6
 # 128 x 256                                22.9 / 22.3 / 52.3 / 69.5 45.0 / 23.8 / 164 / 73.3
 # 256 x 128, A is x                                                  44.5 / 23.4 / 157 / 72.7
 # 192 x 256                                                          35.4 / 33.1 / 180 / 109
-# At 4096 rows the power limit decides, and all large tiles are within 5 percent.
+# At 4096 rows the power limit dominates, and all large tiles are within 5 percent.
 _SM90_LARGE_M_CONFIGS = {
     "int": (
         (W8A8Sm90Config(num_consumers=1, block_b=128), 0.7),
@@ -279,9 +284,9 @@ _SM90_LARGE_M_CONFIGS = {
         ),
         (W8A8Sm90Config(num_consumers=3, block_b=256), 3.06),
     ),
-    # A float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794. A promotion
-    # waits for its products, so two consumers alternate: qkv at 128 rows 11.3, with one consumer of
-    # 128 columns 13.1
+    # A float8 sum takes twice the registers: qkv / gate_up at 4096 rows take 164 / 794 us. A
+    # promotion waits for its products, so two consumers alternate: qkv at 128 rows takes 11.3 us,
+    # with one consumer of 128 columns 13.1 us.
     "float": (
         (W8A8Sm90Config(num_consumers=2, block_b=64, promotion_steps=1), 0.7),
         (
@@ -292,7 +297,7 @@ _SM90_LARGE_M_CONFIGS = {
         ),
     ),
     # With the weight as A, each thread would load a scale for a quarter of x's rows in every step:
-    # qkv at 128 rows 40.7
+    # qkv at 128 rows takes 40.7 us.
     "blocks": (
         (W8A8Sm90Config(num_consumers=2, block_b=64, weight_is_a=False, promotion_steps=1), 0.7),
         (
@@ -306,7 +311,7 @@ _SM90_LARGE_M_CONFIGS = {
 
 
 def default_sm90_config(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> W8A8Sm90Config:
-    """The config for M >= 1 rows.
+    """Return the config for M >= 1 rows.
 
     `kind`: "int", "float", or "blocks" for float8 with a scale for each block.
     """
@@ -324,22 +329,22 @@ def default_sm90_config(M: int, N: int, K: int, sm_count: int, kind: str = "int"
         smaller = _with_idle_rows(config, M, N, K, sm_count)
         if smaller != config:
             return smaller
-    # us at 128 rows, rounded, split in 2 with a reduce-scatter: down 23.4 (25.5 reduced in the last
-    # block to arrive), o 9.6 (10.5 unsplit). Of codes o is faster unsplit, 7.7 and 8.8: its 64
-    # blocks leave SMs to those of the next product
+    # Rounded us at 128 rows with split 2 and a reduce-scatter: down 23.4 (25.5 if the last block
+    # reduces), o 9.6 (10.5 without split). Of codes, o is faster without split, 7.7 instead of 8.8:
+    # its 64 blocks leave SMs for blocks of the next product.
     scattered = replace(config, split=2, reduce_scatter=True)
     worth = ceil_div(K, SM90_BLOCK_K) >= (56 if config.promotion_steps else 32)
     return scattered if worth and scattered.fits(M, N, sm_count) else config
 
 
 def fixed_order_config(M: int, N: int, K: int, sm_count: int, kind: str) -> W8A8Sm90Config:
-    """The config of float8 products whose sums have one order for all M: K is not divided."""
+    """Return a batch-invariant config of float8 products, which does not split K."""
     config = default_sm90_config(M, N, K, sm_count, kind)
     return replace(config, split=1, reduce_scatter=False, promotion_steps=1)
 
 
 def sm90_search_starts(M: int, integers: bool) -> list[W8A8Sm90Config]:
-    """A config of every size that defaults are chosen from: where a search on a GPU begins."""
+    """Return a config of every size that defaults are chosen from, where a search starts."""
     if M > 64:
         return [config for config, _ in _SM90_LARGE_M_CONFIGS["int" if integers else "float"]]
     one = W8A8Sm90Config(
@@ -349,7 +354,7 @@ def sm90_search_starts(M: int, integers: bool) -> list[W8A8Sm90Config]:
     return [one, two, replace(one, blocks_per_sm=2), replace(two, blocks_per_sm=2)]
 
 
-# us, int8, rounded, of qkv / o / gate_up / down, by the number of consumers:
+# Rounded us of int8 for qkv / o / gate_up / down, by the number of consumers:
 # M = 1    two 9.6 / 8.4 / 33.5 / -                  one 10.7 / 8.1 / 34.6 / 19.4
 #          two, two blocks per SM - / - / 31.8 / -   one, split 4, two blocks 10.6 / 7.7 / - / 19.6
 # M = 16   two 10.0 / 8.5 / 33.3 / 20.8              one 9.7 / 9.2 / 34.8 / 20.1
@@ -359,7 +364,7 @@ def sm90_search_starts(M: int, integers: bool) -> list[W8A8Sm90Config]:
 def _default_small_m(M: int, N: int, K: int, sm_count: int, kind: str) -> W8A8Sm90Config:
     if kind == "blocks":
         if M > 16:
-            # see _SM90_LARGE_M_CONFIGS: with the weight as A qkv takes 15.0 us at 64 rows, int8 8.8
+            # x is A, as in _SM90_LARGE_M_CONFIGS: otherwise qkv takes 15.0 us at 64 rows (int8 8.8)
             return W8A8Sm90Config(num_consumers=1, block_b=64, weight_is_a=False, promotion_steps=1)
         return W8A8Sm90Config(num_consumers=2, block_b=16, promotion_steps=1)
     config = W8A8Sm90Config(
@@ -382,18 +387,20 @@ def _default_small_m(M: int, N: int, K: int, sm_count: int, kind: str) -> W8A8Sm
     return replace(config, num_consumers=2 if M <= 8 else 1)
 
 
-# us, rounded (of codes), with 64 outputs per tile / with fewer: qkv with 48 at 64 rows 9.8 (8.7) /
-# 9.5 (8.4), at 128 11.1 (9.5) / 10.5 (9.6), at 32 9.1 (8.7) / 9.9 (8.7); with 32, o at 128 9.7
-# (8.9, split with a reduce-scatter) / 9.3 (8.5), o at 64 7.9 (6.6) / 8.4 (7.1), down at 64 19.7
-# (17.7) / 20.9 (18.5)
+# Rounded us (us of codes) with 64 outputs per tile / with fewer:
+# qkv, 48 outputs: at 32 rows 9.1 (8.7) / 9.9 (8.7), at 64 9.8 (8.7) / 9.5 (8.4), at 128 11.1 (9.5)
+# / 10.5 (9.6)
+# o, 32 outputs: at 64 rows 7.9 (6.6) / 8.4 (7.1), at 128 9.7 (8.9, split with a reduce-scatter) /
+# 9.3 (8.5)
+# down, 32 outputs: at 64 rows 19.7 (17.7) / 20.9 (18.5)
 def _with_idle_rows(
     config: W8A8Sm90Config, M: int, N: int, K: int, sm_count: int
 ) -> W8A8Sm90Config:
-    """The config with smaller tiles, where otherwise SMs would have none.
+    """Return the config with smaller tiles if SMs would be idle otherwise.
 
-    An SM waits for what it loads. With few rows of x, a smaller tile loads less, which gains more
-    than the next product gains from free SMs. Rows between those measured and K far from 4096 keep
-    the whole tile.
+    An SM waits for its loads. With few rows of x, a smaller tile loads less, which gains more than
+    the next product gains from free SMs. For M between the measured ones and for K far from 4096,
+    tiles stay whole.
     """
     most = 32 if 96 < M <= 128 else 16 if 56 < M <= 128 else 0
     if not 32 <= ceil_div(K, SM90_BLOCK_K) < 64:
@@ -406,7 +413,7 @@ def _with_idle_rows(
 def w8a8_triton_config_fault(
     config: W8A8TritonConfig, *, M: int, N: int, K: int, integers: bool = True
 ) -> str | None:
-    """Why the kernel cannot run the config; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     block_a, block_b = config.block_m, config.block_n
     if config.weight_is_a:
         block_a, block_b = block_b, block_a
@@ -427,7 +434,7 @@ def w8a8_triton_config_fault(
 def w8a8_sm90_config_fault(
     config: W8A8Sm90Config, *, M: int, N: int, K: int, integers: bool = True
 ) -> str | None:
-    """Why the kernel cannot run the config on a GPU with enough SMs (see `fits`); None: it can."""
+    """Return why the kernel cannot run the config; None: it can, if `fits` is True."""
     rows = (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)
     if config.num_consumers not in (1, 2, 3):
         return f"num_consumers must be 1 to 3, found {config.num_consumers}"

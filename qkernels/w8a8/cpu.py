@@ -1,4 +1,4 @@
-"""W8A8 on a CPU through torch's int8 product. Bit for bit what reference.py computes.
+"""W8A8 on a CPU by torch's int8 product, bit-exact with reference.py.
 
 Legend: M rows of x, N outputs, K inputs.
 """
@@ -29,14 +29,14 @@ def product_is_exact() -> bool:
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Signed codes [N, K] and float32 scales [N, 1], as the reference keeps them."""
+    """Return signed codes [N, K] and float32 scales [N, 1], as in the reference."""
     return replace(linear_reference.prepare_weight(packed, dtype, device), kernel="cpu_w8a8")
 
 
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N]."""
+    """Multiply codes [M, K] to [M, N]."""
     return linear_codes(*x, weight, bias)
 
 
@@ -46,6 +46,6 @@ def linear_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N]; rounded once."""
+    """Multiply codes [M, K] to [M, N], rounded once at the end."""
     sums_MN = torch._int_mm(codes_MK, weight.tensors["int8"].t())
     return linear_reference.scale_sums(sums_MN, scales_M1, weight, bias)

@@ -1,4 +1,4 @@
-"""Kernels of products of 8-bit codes on both sides: rows of `linear`."""
+"""Rows of `linear` for 8-bit codes on both sides."""
 
 import functools
 
@@ -23,10 +23,10 @@ from qkernels.w8a8.tuned import TUNED
 
 
 def note_measured(problem: Problem, config: type) -> str:
-    """For how many rows this GPU has measured configs of the kernel's own kind; "" for none."""
+    """Return a note on the configs that were measured for this kernel on this GPU; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
-    if problem.activation.per == "group":  # no table is for blocks
+    if problem.activation.per == "group":  # tables have no configs for blocks
         return ""
     rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
         TUNED,
@@ -69,7 +69,7 @@ def triton_w8a8(problem: Problem) -> str | None:
 
 
 def _refuses_blocks(problem: Problem) -> str | None:
-    """Why the 8-bit products cannot take scales for groups of inputs; None: they can."""
+    """Return why the 8-bit products cannot take scales for groups of inputs; None: they can."""
     spec, activation = problem.spec, problem.activation
     sizes = (spec.rows, spec.group_size, activation.group_size)
     if spec.type != "float" or not activation.dynamic or sizes != (128, 128, 128):
@@ -113,8 +113,8 @@ def cpu_w8a8(problem: Problem) -> str | None:
     return None if product_is_exact() else "torch's int8 product is not exact on this CPU"
 
 
-# All have the variant of a fixed order: integer products are exact in any order, and float8 has
-# configs of its own (sm90.py).
+# All of them have a fixed-order variant: integer products are exact in any order, and float8
+# products have separate configs (sm90.py).
 KERNELS = (
     Kernel(
         name="sm90_w8a8",

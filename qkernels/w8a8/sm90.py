@@ -2,13 +2,13 @@
 
 A persistent, warp-specialized kernel: each block takes one output tile after another. One producer
 warp keeps TMA loads in flight, as far ahead as the pipeline has stages. One to three consumer
-warpgroups multiply, each its own rows of operand A, and store their results while the next tile is
-being loaded. Where the weights have too few tiles for the SMs, K is split over several blocks.
-These reduce their partial sums by reduce-scatter, or, of few columns, in the last block to arrive.
-The sums and their rounding are those of triton_gemm.py.
+warpgroups multiply their own rows of operand A, and store their results while the next tile is
+being loaded. If the weight has too few tiles for the SMs, K is split over several blocks. These
+reduce their partial sums by reduce-scatter or, with few columns, in the last block to arrive. Sums
+and rounding are the same as in triton_gemm.py.
 
-Legend: M rows of x, K inputs, N outputs. A and B: the operands of wgmma, weight and x with
-CONFIG.weight_is_a, else x and weight.
+Legend: M rows of x, K inputs, N outputs. A and B are the operands of wgmma: the weight and x with
+CONFIG.weight_is_a, else x and the weight.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ from qkernels.w8a8.sm90_load import load
 from qkernels.w8a8.sm90_structs import EpilogueBuffers, Gemm, Stages
 from qkernels.w8a8.tuned import TUNED
 
-# of a store tile whose consumers have idle rows: 64 outputs of a row of y, 128 bytes
+# layout of a store tile if consumers have idle rows: 64 outputs of a row of y, 128 bytes
 IDLE_ROWS_LAYOUT = gl.constexpr(
     gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 )
@@ -62,14 +62,14 @@ IDLE_ROWS_LAYOUT = gl.constexpr(
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """As triton_gemm.prepare_weight, with the codes in TMA boxes."""
+    """Prepare a weight as triton_gemm.prepare_weight does, with the codes in TMA boxes."""
     weight = triton_gemm.prepare_weight(packed, dtype, device)
     tensors = {**weight.tensors, "codes": in_tma_boxes(weight.tensors["codes"])}
     return replace(weight, kernel="sm90_w8a8", tensors=tensors)
 
 
 def in_tma_boxes(codes_NK: torch.Tensor) -> torch.Tensor:
-    """Codes [N/64, K/128, 64, 128], both rounded up with zeros: each TMA box is contiguous.
+    """Rearrange codes to [N/64, K/128, 64, 128], padded with zeros: a TMA box is contiguous.
 
     Code (n, k) is at [n // 64, k // 128, n % 64, k % 128].
     """
@@ -87,7 +87,7 @@ def in_tma_boxes(codes_NK: torch.Tensor) -> torch.Tensor:
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
-    """The config for M rows; the input is rounded by the operation before, where it can."""
+    """Return the plan for M rows; the previous operation rounds the input if it can."""
     N, K, activation = problem.out_features, problem.in_features, problem.activation
     kind = "blocks" if activation.per == "group" else activation.type
     if problem.requested == FIXED_ORDER and kind != "int":
@@ -100,7 +100,7 @@ def plan(
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    """Multiply codes [M, K] to [M, N], rounded once to the weight's dtype."""
     return linear_codes(*x, weight, bias, config=plan.config)
 
 
@@ -112,7 +112,7 @@ def linear_codes(
     *,
     config: W8A8Sm90Config | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config."""
     (M, K), N = codes_MK.shape, weight.out_features
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
@@ -156,7 +156,10 @@ def linear_codes(
 
 
 def _result_descriptor(y_MN: torch.Tensor, config: W8A8Sm90Config) -> TensorDescriptor:
-    """Boxes of a store tile. Idle rows lie outside of the tensor, so TMA does not write them."""
+    """Return a TMA descriptor of y with boxes of a store tile.
+
+    Idle rows lie outside of the tensor, so TMA does not write them.
+    """
     if not config.weight_is_a:
         return descriptor(y_MN, [config.consumer_rows, config.store_width])
     if not config.idle_rows:
@@ -167,10 +170,10 @@ def _result_descriptor(y_MN: torch.Tensor, config: W8A8Sm90Config) -> TensorDesc
 
 
 def _chosen_config(device: torch.device, M: int, N: int, K: int, kind: str) -> W8A8Sm90Config:
-    """The config that was measured on this GPU, else the default.
+    """Return the config measured on this GPU, else the default.
 
-    Tables have none for zero points or blocks. A table may be from another GPU or edited, so `fits`
-    is checked again: splits that reduce-scatter but do not all run at once would wait forever.
+    Tables have no configs for blocks. A table may be from another GPU or edited, so `fits` is
+    checked again: splits that reduce-scatter without all being resident would wait forever.
     """
     sms = sm_count(device)
     if kind in ("int", "float"):
@@ -201,7 +204,7 @@ def _multiply(gemm, pipeline, state, sums, work_tile, row, column, CONSUMER: gl.
         sums = warpgroup_mma_wait(0, deps=[sums])
         pipeline.consumer_release_previous(state, work_tile.k_end > work_tile.k_begin)
     else:
-        # the tensor core keeps 14 bits of a float8 sum: every few steps it is added in float32
+        # the tensor core keeps 14 bits of a float8 sum: add it in float32 every few steps
         for first in range(work_tile.k_begin, work_tile.k_end, CONFIG.promotion_steps):
             products = gl.zeros(sums.shape, sums.dtype, layout)
             end = gl.minimum(work_tile.k_end, first + CONFIG.promotion_steps)
@@ -232,7 +235,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     STORE_TILES: gl.constexpr = CONFIG.block_b // CONFIG.store_width
     ROWS: gl.constexpr = CONFIG.consumer_rows
     COLUMNS: gl.constexpr = CONFIG.block_b
-    # triton has the integer instruction for up to 224 columns
+    # triton supports the integer instruction for up to 224 columns
     INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     num_work_tiles = gemm.num_work_tiles()

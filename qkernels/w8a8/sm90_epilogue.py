@@ -1,7 +1,7 @@
-"""The epilogue of w8a8/sm90.py, in Gluon: sums scaled, rounded once and stored by TMA.
+"""The epilogue of w8a8/sm90.py, in Gluon: scale sums, round once and store by TMA.
 
 A store tile is CONFIG.store_width columns of a consumer's rows of A. Rows and columns beyond the
-edges, where nothing is stored, read the scales and biases of the last row or output.
+edges are not stored; for them, the scales and biases of the last row or output are read.
 """
 
 from triton.experimental import gluon
@@ -95,7 +95,7 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
             else:
                 result += _across(vectors.column_biases, bias_buffer, j, CONFIG, layout)
         buffer = buffers.y.index(CONSUMER * STORE_STAGES + j % STORE_STAGES)
-        # the TMA store of this buffer that was started STORE_STAGES tiles ago has read it
+        # wait until the TMA store that started STORE_STAGES tiles ago has read this buffer
         tma.store_wait(STORE_STAGES - 1)
         if WEIGHT_IS_A:
             buffer.permute((1, 0)).store(result.to(gemm.y.dtype))

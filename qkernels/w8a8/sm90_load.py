@@ -58,7 +58,7 @@ def load(gemm, pipeline):
     BYTES: gl.constexpr = (CONFIG.num_consumers * CONFIG.stored_rows + CONFIG.block_b) * BK
     first = gl.program_id(0)
     num_work_tiles = gemm.num_work_tiles()
-    # Weights never change: their loads into the first stages do not wait for the previous kernel.
+    # weights never change, so their loads into the first stages do not wait for the previous kernel
     work_tile = gemm.work_tile(first)
     num_prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.prefetch_stages)
     for stage in range(num_prefetched):

@@ -13,13 +13,13 @@ class WorkTile:
 
     tile_a: gl.tensor
     tile_b: gl.tensor
-    k_begin: gl.tensor  # in steps of K
+    k_begin: gl.tensor  # in K steps
     k_end: gl.tensor
 
 
 @aggregate
 class Gemm:
-    """The kernel's arguments. Pointers are valid where their flag is set."""
+    """Arguments of the kernel. Pointers are valid if their flag is set."""
 
     weight: tma.tensor_descriptor  # codes [N/64 K/128 64, 128], boxes [weight_box_rows, 128]
     x: tma.tensor_descriptor  # codes [M, K]
@@ -27,8 +27,8 @@ class Gemm:
     input_scales_ptr: gl.tensor  # [M]; BLOCKS: [M, K / 128]
     scales_ptr: gl.tensor  # [N]; BLOCKS: [N / 128, K / 128]
     bias_ptr: gl.tensor  # [N]; HAS_BIAS
-    partials_ptr: gl.tensor  # a slot for each split of each tile; split > 1
-    counters_ptr: gl.tensor  # zero, one for each consumer of each tile; split > 1
+    partials_ptr: gl.tensor  # one slot per split of each tile; split > 1
+    counters_ptr: gl.tensor  # zeros, one per consumer of each tile; split > 1
     M: gl.tensor
     N: integer
     tiles_a: gl.tensor
@@ -36,8 +36,8 @@ class Gemm:
     k_steps: gl.tensor
     CONFIG: gl.constexpr  # W8A8Sm90Config
     HAS_BIAS: gl.constexpr
-    BLOCKS: gl.constexpr  # a scale for 128 inputs of x, and for 128 x 128 of the weight
-    OUTPUT_SCALES: gl.constexpr  # each output has one; the sums lack it
+    BLOCKS: gl.constexpr  # one scale per 128 inputs of x, and per 128 x 128 of the weight
+    OUTPUT_SCALES: gl.constexpr  # one scale per output, which the epilogue applies
 
     @gluon.jit
     def num_work_tiles(self):
@@ -81,11 +81,11 @@ class EpilogueBuffers:
 class EpilogueVectors:
     """Scales and biases of a consumer's result, loaded while the product runs.
 
-    Those of columns are a tensor for each store tile, in the registers that use them; or with
-    CONFIG.column_vectors_in_shared one for all columns, in few registers.
+    Vectors along columns are one tensor per store tile, in the registers that use them. With
+    CONFIG.column_vectors_in_shared, they are one tensor for all columns, in few registers.
     """
 
-    row_scales: gl.tensor | gl.constexpr  # None: in the sums already
+    row_scales: gl.tensor | gl.constexpr  # None: already applied to the sums
     row_bias: gl.tensor | gl.constexpr  # None: along columns, or no bias
     column_scales: gl.tuple
     column_biases: gl.tuple

@@ -1,12 +1,12 @@
 """y = x W^T with 8-bit weights and 8-bit activations, in Triton.
 
-Integer codes are summed exactly in int32, float8 codes in float32. The scales of the row and of the
-output multiply the sum once, in the epilogue. Weight and codes are loaded by TMA, which pads the
-edge tiles with zeros, or through pointers where a GPU has none. The only PTX is a prefetch of
-launches with PDL, which are on sm_90 or later.
+Integer codes are summed exactly in int32, float8 codes in float32. The epilogue multiplies the sum
+by the scales of the row and of the output. Weight and codes are loaded by TMA, which pads edge
+tiles with zeros, or through pointers on GPUs without TMA. The only PTX is a prefetch in launches
+with PDL, on sm_90 or later.
 
-Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile. A and B: the operands of the matrix
-multiply, weight and x with WEIGHT_IS_A, else x and weight.
+Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile. A and B are the operands of the
+matrix multiply: the weight and x with WEIGHT_IS_A, else x and the weight.
 """
 
 from dataclasses import replace
@@ -37,13 +37,13 @@ from qkernels.w8a8.config import (
 )
 from qkernels.w8a8.tuned import TUNED
 
-BLOCK = 128  # inputs, and outputs, that share a scale of a block-scaled float8 weight
+BLOCK = 128  # inputs and outputs of a block of a block-scaled float8 weight
 
 
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Signed codes [N, K] and a float32 scale for each output, or for each block [N/128, K/128]."""
+    """Return signed codes [N, K] and float32 scales, one per output or per block [N/128, K/128]."""
     packed = packed if device is None else packed.to(device)
     if isinstance(packed, Fp8Weight):
         codes_NK, scales = packed.codes_NK, packed.scales_RC
@@ -63,7 +63,7 @@ def prepare_weight(
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
-    """The config for M rows; the input is rounded by the operation before, where it can."""
+    """Return the plan for M rows; the previous operation rounds the input if it can."""
     N, K, activation = problem.out_features, problem.in_features, problem.activation
     config = _chosen_config(problem.device, M, N, K, activation.type == "int")
     return replace(plan_without_choice(problem), variant="triton", config=config)
@@ -72,7 +72,7 @@ def plan(
 def run(
     plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    """Multiply codes [M, K] to [M, N], rounded once to the weight's dtype."""
     return linear_codes(*x, weight, bias, config=plan.config)
 
 
@@ -84,7 +84,7 @@ def linear_codes(
     *,
     config: W8A8TritonConfig | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config."""
     N, K = weight.out_features, weight.in_features
     M = codes_MK.shape[0]
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=codes_MK.device)
@@ -139,7 +139,7 @@ def linear_codes(
 def _chosen_config(
     device: torch.device, M: int, N: int, K: int, integers: bool
 ) -> W8A8TritonConfig:
-    """The config that was measured on this GPU, else the default."""
+    """Return the config measured on this GPU, else the default."""
     row = tuning_table_of(device).find(TUNED, N=N, K=K, integers=integers, M=M)
     if row is not None and isinstance(row.config, W8A8TritonConfig):
         config = row.config
@@ -230,7 +230,7 @@ def _w8a8(
     USE_TMA: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,  # K is divisible by BK
     PDL: tl.constexpr,
-    BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
+    BLOCKS: tl.constexpr,  # one scale per 128 inputs of x, and per 128 x 128 of the weight
 ):
     SUM: tl.constexpr = partials_ptr.dtype.element_ty
     # blocks that run together share rows of x and of the weight, so that both stay in the L2
@@ -267,7 +267,7 @@ def _w8a8(
             weight_codes = _load_codes(weight_ptrs, left, BK, WHOLE_STEPS)
             x_ptrs += BK
             weight_ptrs += BK
-        # the tensor core keeps 14 bits of a float8 sum: every 128 inputs it is added in float32
+        # the tensor core keeps 14 bits of a float8 sum: add it in float32 every 128 inputs
         if BLOCKS:
             input_scales = tl.load(input_scales_ptr + m * steps + step, mask=m < M, other=0.0)
             scales = tl.load(scales_ptr + n // BK * steps + step, mask=n < N, other=0.0)

@@ -1,4 +1,4 @@
-"""W8A8 in the tuning table: configs of both kernel variants, and where a search starts."""
+"""W8A8 as a tunable operation: the configs of both kernel variants, and where a search starts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from qkernels.w8a8.config import (
     without_tma,
 )
 
-MAX_SEARCH_ROWS = 1024  # larger problems are searched from their own default alone
+MAX_SEARCH_ROWS = 1024  # with more rows, a search starts only from the problem's own default
 W8A8Config = W8A8TritonConfig | W8A8Sm90Config
 
 
@@ -36,7 +36,7 @@ def _default(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> W8A8Co
 
 
 def _starts(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> list[W8A8Config]:
-    """The choice for twice and half as many rows; on sm_90 also a config of each size."""
+    """Return the defaults for twice and half as many rows; on sm_90 also a config of each size."""
     found = [
         _default(sm_count, M=other, N=N, K=K, integers=integers)
         for other in (min(2 * M, MAX_SEARCH_ROWS), max(1, M // 2))
@@ -45,7 +45,7 @@ def _starts(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> list[W8
 
 
 def _changed(config: W8A8Sm90Config, name: str, value: object) -> Iterator[W8A8Sm90Config]:
-    """A split is reduced in either way."""
+    """Yield changed configs; a changed split is tried with both ways of reduction."""
     if name != "split":
         yield from one_field(config, name, value)
         return

@@ -1,10 +1,10 @@
-"""W4A16 and W8A16 on a CPU in bfloat16, by torch's own products with packed weights.
+"""W4A16 and W8A16 on a CPU in bfloat16, with torch's own products of packed weights.
 
-The codes stay packed, so one row reads a quarter (4 bits) or half of what `dense` reads; from about
-8 rows on `dense` is faster, at four times the memory. Scales, and the minima of blocks of a GGUF
-file, are rounded to bfloat16, the weight itself is not. In float32 and float16 these products of
-torch take a scalar loop, twenty times as long as `dense`: dispatch offers bfloat16 alone. Legend: M
-rows of x, N outputs, K inputs, G groups.
+The codes stay packed, so one row reads a quarter (4 bits) or half (8 bits) of the bytes that
+`dense` reads. From about 8 rows on `dense` is faster, but takes four times the memory. Scales, and
+minima of GGUF blocks, are rounded to bfloat16; the weight itself is not. In float32 and float16
+these torch products run a scalar loop, which takes twenty times as long as `dense`; so dispatch
+offers only bfloat16. Legend: M rows of x, N outputs, K inputs, G groups.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from qkernels.linear.prepared import PreparedWeight
 def prepare_weight(
     packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """The codes as torch packs them, and the scales in bfloat16."""
+    """Pack the codes as torch does, and round the scales to bfloat16."""
     packed = packed if device is None else packed.to(device)
     spec = packed.spec
     if isinstance(packed, KWeight):
@@ -28,7 +28,7 @@ def prepare_weight(
         start, stop = packed.input_range
         groups = slice(start // grid.length, stop // grid.length)
         steps_NG, lows_NG = grid.steps()[:, groups], grid.lows()[:, groups]
-        # from the scale before rounding, whose error then multiplies (code - 8)
+        # computed with the unrounded scale, so that its rounding error multiplies only (code - 8)
         offsets_NG = (8.0 * steps_NG - lows_NG).to(dtype)
         tensors = _nibbles(codes_NK[:, start:stop], steps_NG.to(dtype), offsets_NG)
         prepared = PreparedWeight.of(packed, kernel="cpu_w4a16", tensors=tensors, dtype=dtype)
@@ -47,7 +47,7 @@ def prepare_weight(
 def _nibbles(
     codes_NK: torch.Tensor, scales_NG: torch.Tensor, offsets_NG: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Tensors of weights (code - 8) scale + offset, as torch computes them."""
+    """Return torch's tensors for weights (code - 8) scale + offset."""
     return {
         "codes": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK.int().contiguous(), 1),
         "scales": torch.stack([scales_NG.t(), offsets_NG.t()], dim=-1).contiguous(),
@@ -57,13 +57,16 @@ def _nibbles(
 def run(
     plan: GemmPlan, x_MK: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, K] to [M, N]."""
+    """Multiply x [M, K] to [M, N]."""
     y_MN = _product(x_MK, weight)
     return y_MN if bias is None else y_MN + bias
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
-    """The weight [N, K]. Only torch knows its packed order, so the identity is multiplied."""
+    """Return the weight [N, K].
+
+    It is multiplied by the identity, because only torch knows its packed order.
+    """
     identity_KK = torch.eye(weight.in_features, dtype=weight.dtype)
     return _product(identity_KK, weight).t()
 

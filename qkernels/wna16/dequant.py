@@ -1,8 +1,8 @@
-"""Prepacked weights in shared memory to operand A of wgmma in registers, in Gluon.
+"""Convert prepacked weights in shared memory to operand A of wgmma in registers, in Gluon.
 
-A thread loads word t = lane % 4 of rows lane // 4 and lane // 4 + 8, which is what it holds of
-operand A. Only that load crosses threads; unpacking stays within each. Weights are rounded once, to
-the bits of PackedWeight.dequantize.
+A thread loads word t = lane % 4 of rows lane // 4 and lane // 4 + 8, its own elements of operand A.
+Only this load crosses threads; a thread unpacks its own words. Weights are rounded once, to the
+same bits as PackedWeight.dequantize.
 
 4 bits: a packed word has two codes at the same bits of its two halves. A mask alone makes them
 numbers: in bfloat16 a code in bits 0 to 7 is that many times 2^-133, and a fused multiply-add with
@@ -23,13 +23,14 @@ from triton.experimental.gluon import language as gl
 from qkernels.gpu.registers import pack_x2, unpack_x2
 from qkernels.wna16.layout import groups_ptx
 
-# The same of weights in groups: the largest d times the largest 6-bit scale is below 2^22.
+# BFLOAT16_SHRINK and _SCALE_FACTOR for weights in groups: the largest d times the largest 6-bit
+# scale is below 2^22.
 _GROUPS_SHRINK = gl.constexpr(2.0**-28)
 _GROUPS_FACTOR = gl.constexpr(2.0 ** (133 - 28))
 
-BFLOAT16_CODE_FACTOR = gl.constexpr(1 / 64)  # in the bfloat16 values of codes_minus_zeros
+BFLOAT16_CODE_FACTOR = gl.constexpr(1 / 64)  # factor in bfloat16 results of codes_minus_zeros
 
-# The factor of bfloat16 weights: with it float16's largest scale times 2^109 is still a float32.
+# Factor in bfloat16 weights: it keeps float16's largest scale times 2^109 within float32.
 BFLOAT16_SHRINK = gl.constexpr(2.0**-24)
 _SCALE_FACTOR = gl.constexpr(2.0 ** (133 - 24))
 _ZERO_OF_OFFSET_0 = gl.constexpr(128.0)  # bfloat16 offsets are zero point - 128 (prepack.py)
@@ -40,7 +41,7 @@ _TO_FLOAT16 = gl.constexpr("""{
     prmt.b32 c, $2, 0x64, 0x4341; sub.f16x2 c, c, $3; mul.f16x2 $1, c, $4;
 }""")
 
-# code * scale - zero * scale, both products exact
+# code * scale - zero * scale; both products are exact
 _TO_BFLOAT16 = gl.constexpr("""{
     .reg .b32 b; .reg .f32 w0, w1;
     prmt.b32 b, $2, 0, 0x4044; mov.b32 w0, b; fma.rn.f32 w0, w0, $4, $3;

@@ -1,4 +1,4 @@
-"""y = x W^T with 4- or 8-bit weights and 16-bit activations: the plan, and running it.
+"""y = x W^T with 4- or 8-bit weights and 16-bit activations: choose a plan and run it.
 
 Legend: M rows of x, K inputs, N outputs.
 """
@@ -52,7 +52,7 @@ def prepare_weight(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> PreparedWeight:
-    """The prepacked weight that all variants read."""
+    """Prepack a weight for all variants."""
     if isinstance(packed, Fp4Weight):
         return prepare_fp4(packed, dtype, device)
     if isinstance(packed, KWeight):
@@ -65,10 +65,11 @@ def prepare_fixed_order(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> PreparedWeight:
-    """prepare_weight with scales rounded to `dtype`, which kernels then apply in one instruction.
+    """Run prepare_weight with scales rounded to `dtype`, which kernels apply in one instruction.
 
-    A scale changes by up to 2^-9 of itself, as much as the rounding of an input. Those of blocks of
-    a GGUF file stay: the kernel that runs them rounds each weight. Those of 4-bit floats fit.
+    A scale changes by at most 2^-9 of itself, as much as rounding changes an input. Scales of GGUF
+    blocks are not rounded, because their kernel rounds each weight. Scales of 4-bit floats already
+    fit.
     """
     if isinstance(packed, KWeight | Fp4Weight):
         return prepare_weight(packed, dtype, device)
@@ -79,9 +80,9 @@ def prepare_fixed_order(
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
-    """How M rows run. `fused`: the operation before makes the operand that `input` names.
+    """Return the plan for M rows. `fused`: the previous operation produces the operand in `input`.
 
-    With a consumer the product may leave its split-K partials for it to reduce.
+    With a consumer, the product may leave split-K partial sums that the consumer adds.
     """
     shape = shape_of(problem)
     fused = fused and not problem.sorts_inputs
@@ -104,14 +105,14 @@ def plan(
 def _in_two(
     problem: GemmProblem, shape: Shape, M: int, config: WNA16Config | None
 ) -> GemmPlan | None:
-    """Two kernels, where a few rows more would be a wave of tiles more (`rows_of_tiles`)."""
+    """Return a plan of two kernels if a few tail rows would cost another wave (`rows_of_tiles`)."""
     sizes = shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
     rows = rows_of_tiles(M, *sizes)
     if rows is None or LARGE_M.refuses(shape) is not None:
         return None
     choice = parse_choice(problem.requested)
     if choice != ANY or config != default_config(shape, M, fused=False):
-        return None  # somebody asked for one kernel, or measured that it is the fastest
+        return None  # a kernel was requested, or a single kernel was measured as fastest
     tiles, rest = default_large_m_config(rows, *sizes), default_small_m_config(M - rows, *sizes)
     if rest is None:
         return None
@@ -119,7 +120,7 @@ def _in_two(
 
 
 def plan_for(config: WNA16Config | None, problem: GemmProblem, output: str = "sum") -> GemmPlan:
-    """The plan with this config; None: dequantize and cuBLAS."""
+    """Return the plan with this config; None: dequantize, then cuBLAS."""
     operand = None
     if isinstance(config, GemvImmaConfig):
         operand = LimbForm(bits=problem.spec.bits, with_sums=not problem.spec.symmetric)
@@ -139,9 +140,9 @@ def run(
     bias: torch.Tensor | None = None,
     term: LoraTerm | None = None,
 ) -> LinearOutput:
-    """x [M, K], or its limbs, to [M, N]; equal inputs, equal bits.
+    """Multiply x [M, K], or its limbs, to [M, N]. Equal inputs give equal bits.
 
-    `term`, which adapters add, is for plans that `adapters_fault` finds none in.
+    `term` is the adapters' term; it needs a plan for which `adapters_fault` returns None.
     """
     if plan.variant == CUBLAS.name:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
@@ -163,7 +164,7 @@ def run(
 
 
 def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:
-    """Why the product adds no adapters of linears of so many outputs; None: it does."""
+    """Return why the product cannot add adapters to linears of these sizes; None: it can."""
     if not variant_of(plan.config).adds_adapters:
         return f"{plan.variant} adds no adapters"
     if isinstance(plan.config, SmallMConfig) and plan.config.scales_weights:
@@ -173,7 +174,7 @@ def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:
 
 @functools.cache
 def shape_of(problem: GemmProblem) -> Shape:
-    """The weight's shape, and what its GPU has."""
+    """Return the shape of the weight and the properties of its GPU."""
     return Shape.on(
         problem.device,
         N=problem.out_features,
@@ -184,10 +185,10 @@ def shape_of(problem: GemmProblem) -> Shape:
 
 
 def _config(problem: GemmProblem, shape: Shape, M: int, fused: bool) -> WNA16Config | None:
-    """One measured on this GPU, else the default of the first variant that takes M rows."""
+    """Return the config measured on this GPU, else the default for M rows."""
     choice = parse_choice(problem.requested)
     row = None
-    if not isinstance(shape.spec, GroupedSpec):  # which no table describes
+    if not isinstance(shape.spec, GroupedSpec):  # tables have no grouped weights
         row = tuning_table.tuning_table_of(problem.device).find(
             TUNED, N=shape.N, K=shape.K, group=shape.group, bits=shape.spec.bits, M=M
         )
@@ -201,26 +202,27 @@ def _config(problem: GemmProblem, shape: Shape, M: int, fused: bool) -> WNA16Con
 
 @functools.cache
 def _module(variant: str) -> ModuleType:
-    """The module of this folder with the variant's `run`: it has the variant's name, but one."""
+    """Import the module that has the variant's `run`."""
     name = "triton_gemm" if variant == "triton" else variant
     return importlib.import_module(f"qkernels.wna16.{name}")
 
 
 TILE_ROWS = 128
-# Microseconds of sm90_small_m with 64 rows: 12.8, 10.1, 34.5, 20.9 for qkv, o, gate_up, down of an
-# 8B model on an H200.
+# Model of sm90_small_m's time for tail rows: start time in us, and weights per us. With 64 rows it
+# takes 12.8, 10.1, 34.5, 20.9 us for qkv, o, gate_up, down of an 8B model on an H200.
 _TAIL_START_TIME = 5.5
-_TAIL_WEIGHTS = 4e6  # a microsecond
-_WORTH = 0.95  # of the time of one kernel: less is left to the error of these numbers
+_TAIL_WEIGHTS = 4e6
+_WORTH = 0.95  # two kernels must take less than this fraction of the time of one
 
 
 @functools.lru_cache(maxsize=2**14)
 def rows_of_tiles(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> int | None:
-    """Rows that sm90_large_m should take, and sm90_small_m the rest; None: one kernel, all.
+    """Return how many rows sm90_large_m should run if sm90_small_m runs the rest.
 
-    Tiles of one more row may be one more wave of the GPU: all tiles of 1024 rows of 4096 outputs
-    are resident together, of 1088 rows some wait. Prompts are often powers of two, and decodes run
-    in the same step. Legend: M rows of x, N outputs, K inputs.
+    None: one kernel runs all rows. A few more rows may add a wave of tiles: the tiles of 1024 rows
+    by 4096 outputs are all resident together, but with 1088 rows some must wait. This is common:
+    prompts often have a power of two tokens, and decodes run in the same step. Legend: M rows of x,
+    N outputs, K inputs.
     """
     rest = M % TILE_ROWS
     rows = M - rest

@@ -1,4 +1,4 @@
-"""The prepacked layout of a weight: its tiles and K steps. Plain Python.
+"""Prepacked layout of a weight: tiles and K steps, in plain Python.
 
 Legend: N outputs, K inputs.
 """
@@ -10,21 +10,21 @@ from formats.scheme import BLOCK_TYPES, FP4_TYPES, MIN_TYPES, QuantSpec, block_l
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP
 
-# Outputs of a stored tile: the rows of operand A of one wgmma.
+# Outputs per stored tile: the rows of operand A of one wgmma.
 TILE_N = 64
-MIN_K_STEP = 32  # a row's 32 inputs are the four packed words of its four lanes
+MIN_K_STEP = 32  # the four packed words of a row, one per lane, hold 32 inputs
 
 
 def k_step(group: int) -> int:
-    """Inputs of a K step: the largest power of two up to 128 that divides the group.
+    """Return the inputs of a K step: the largest power of two up to 128 that divides the group.
 
-    A K step then lies in one group, so one scale for each row multiplies its sums.
+    A K step then lies within one group, so one scale per row multiplies its sums.
     """
     return min(K_STEP, group & -group)
 
 
 def padded_n(N: int) -> int:
-    """Outputs that are stored: whole tiles."""
+    """Return the number of stored outputs, in whole tiles."""
     return ceil_div(N, TILE_N) * TILE_N
 
 
@@ -34,26 +34,26 @@ class GroupedSpec(QuantSpec):
 
         W[n, k] = d[n, block] · scale[n, group] · (code − zero) − dmin[n, block] · minimum[n, group]
 
-    `group_size` is the K step. Asymmetric weights have minima and no zero, symmetric ones a zero
-    and no minima.
+    `group_size` is the K step. Asymmetric weights have minima and no zero; symmetric weights have a
+    zero and no minima.
     """
 
     group: int  # inputs that share a scale and a minimum
-    block: int = 0  # inputs that share d and dmin; 0: scales and minima are float16, without them
+    block: int = 0  # inputs that share d and dmin; 0: none, scales and minima are float16
 
     @property
     def groups(self) -> int:
-        """Groups of a K step."""
+        """Groups per K step."""
         return self.group_size // self.group
 
     @property
     def parts(self) -> int:
-        """Numbers of a group: scale and minimum, or the scale alone."""
+        """Numbers per group: 2 (scale and minimum), or 1 (scale)."""
         return 1 if self.symmetric else 2
 
     @property
     def steps_per_block(self) -> int:
-        """K steps of a block; 0 without d and dmin."""
+        """K steps per block; 0 without d and dmin."""
         return self.block // self.group_size
 
 
@@ -70,7 +70,10 @@ class Fp4Spec(GroupedSpec):
 
 
 def fp4_step(in_features: int) -> int:
-    """Return the inputs of a K step of 4-bit floats: 128 where padding adds at most a sixteenth."""
+    """Return the inputs of a K step of 4-bit floats.
+
+    It is 128 if padding adds at most a sixteenth, otherwise less.
+    """
     steps = (K_STEP, K_STEP // 2, MIN_K_STEP)
     wasted = [ceil_div(in_features, step) * step - in_features for step in steps]
     pairs = zip(steps, wasted, strict=True)
@@ -78,7 +81,7 @@ def fp4_step(in_features: int) -> int:
 
 
 def fp4_spec(spec: QuantSpec, in_features: int) -> Fp4Spec:
-    """Return how kernels hold a weight of FP4_TYPES."""
+    """Return the spec of the prepacked weight, for a spec of FP4_TYPES."""
     return Fp4Spec(
         bits=4,
         symmetric=True,
@@ -96,12 +99,12 @@ def has_fp4(spec: QuantSpec) -> bool:
 def grouped_spec(
     spec: QuantSpec, in_features: int, inputs: tuple[int, int] | None = None
 ) -> GroupedSpec:
-    """Return how kernels hold a weight of BLOCK_TYPES; `inputs` as in KWeight.
+    """Return the spec of the prepacked weight, for a spec of BLOCK_TYPES.
 
-    5- and 6-bit codes take 8 bits.
+    `inputs` is KWeight.inputs. Codes of 5 and 6 bits are stored in 8 bits.
     """
     length = block_length(spec.type)
-    if inputs is not None:  # a shard: d and dmin are repeated for parts of blocks
+    if inputs is not None:  # a shard may cut blocks: d and dmin are repeated for their pieces
         length = math.gcd(length, *inputs)
     step = k_step(math.gcd(in_features, length if spec.type not in MIN_TYPES else in_features))
     return GroupedSpec(
@@ -114,8 +117,9 @@ def grouped_spec(
 
 
 def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
-    """Return the spec of the prepacked weight: GroupedSpec for BLOCK_TYPES, Fp4Spec for FP4_TYPES,
-    else the same.
+    """Return the spec of the prepacked weight.
+
+    It is a GroupedSpec for BLOCK_TYPES, an Fp4Spec for FP4_TYPES, else `spec`.
     """
     if spec.type in FP4_TYPES:
         return fp4_spec(spec, in_features)
@@ -123,11 +127,12 @@ def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
 
 
 def groups_ptx(bits: int, is_float16: bool) -> str:
-    """PTX of a packed word's codes times a scale plus an addend, each weight rounded once.
+    """Return PTX that computes a word's weights: code times scale plus addend, rounded once.
 
-    Pairs of 16-bit weights to $0 ..., in the order of the word's bits: four of 4-bit codes, two of
-    8-bit codes. Then the word, the scale and the addend, in float32. A code is made a float32
-    exactly: code 2^-133, which is in the scale, or for float16 2^23 + code minus 2^23.
+    Operands: pairs of 16-bit weights $0 ..., in the order of the word's bits (four pairs of 4-bit
+    codes, two of 8-bit codes), then the word, the scale and the addend, both float32. A code is
+    converted to float32 exactly: to code 2^-133, whose factor is part of the scale, or for float16
+    to 2^23 + code minus 2^23.
     """
     pairs = 16 // bits
     word, scale, addend = (f"${pairs + i}" for i in range(3))

@@ -1,7 +1,7 @@
-"""The prepacked weight: codes in the order of the tensor core's register fragment.
+"""Prepacked weight: codes in the order of the tensor core's register fragment.
 
-All GPU kernels of this folder read it (notes/layouts.md). Legend: K inputs, N outputs, G groups; BK
-inputs of a K step.
+All GPU kernels of this folder read this layout (notes/layouts.md). Legend: K inputs, N outputs, G
+groups; BK inputs of a K step.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from qkernels.wna16.unpack.fp4_layout import Fp4Words, fp4_words
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
-    """4-bit codes [N, K] to packed words, int32 [N, K / 8].
+    """Pack 4-bit codes [N, K] into words, int32 [N, K / 8].
 
-    Of 32 consecutive inputs, word t = 0..3 holds input k = 16 i + 8 h + 2 t + e at bit
-    8 i + 4 h + 16 e, for i, h, e in {0, 1}.
+    The layout repeats every 32 inputs, in words t = 0..3. Word t holds input k = 16 i + 8 h + 2 t +
+    e at bit 8 i + 4 h + 16 e. Here i, h and e are 0 or 1.
     """
     codes_NKihte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 2, 4, 2))
     words_NKt = torch.zeros_like(codes_NKihte[:, :, 0, 0, :, 0])
@@ -35,10 +35,10 @@ def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
 
 
 def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
-    """8-bit codes [N, K] to packed words, int32 [N, K / 4].
+    """Pack 8-bit codes [N, K] into words, int32 [N, K / 4].
 
-    Of 16 consecutive inputs, word t = 0..3 holds input k = 8 h + 2 t + e at bit 8 h + 16 e, for
-    h, e in {0, 1}.
+    The layout repeats every 16 inputs, which take words t = 0..3. Word t holds input k = 8 h + 2 t
+    + e at bit 8 h + 16 e, for h, e in {0, 1}.
     """
     codes_NKhte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 4, 2))
     words_NKt = torch.zeros_like(codes_NKhte[:, :, 0, :, 0])
@@ -53,8 +53,8 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Prepack into contiguous tiles of 64 outputs by one K step.
 
-    Outputs are padded with code 0 and scale 0. The zero points of an asymmetric weight are stored
-    as `offsets`, what kernels subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in
+    Padding outputs have code 0 and scale 0. The zero points of an asymmetric weight are stored as
+    `offsets`, which kernels subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in
     `dtype`.
     """
     packed = packed if device is None else packed.to(device)
@@ -74,16 +74,16 @@ def prepare_weight(
 def prepare_blocks(
     weight: KWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Prepack a weight in blocks of a GGUF file: codes, scales and minima, all exact.
+    """Prepack a weight of GGUF blocks: codes, scales and minima, all exact.
 
-    The scales and minima of a row and a K step are next to each other, and d and dmin of a row.
+    Scales and minima of a row and a K step are adjacent, and so are d and dmin of a row.
     """
     weight = weight if device is None else weight.to(device)
     spec = grouped_spec(weight.spec, weight.in_features, weight.inputs)
     codes_NK, grid = weight.codes_and_grid()
     start, stop = weight.input_range
     codes_NK = codes_NK[:, start:stop]
-    if spec.symmetric:  # the zero of symmetric codes
+    if spec.symmetric:  # symmetric codes have a zero instead of minima
         codes_NK = codes_NK + (spec.symmetric_zero - Q6_ZERO)
     groups = slice(start // spec.group, stop // spec.group)
     tensors = {"packed": _tiles_of_words(codes_NK, spec.bits, spec.group_size)}
@@ -111,13 +111,13 @@ def prepare_blocks(
 
 
 def _by_step(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
-    """Parts [N/64, columns, 64] to [N/64, steps, 64, P, groups]."""
+    """Rearrange parts [N/64, columns, 64] to [N/64, steps, 64, P, groups]."""
     by_step = [part.unflatten(1, (-1, groups)).transpose(2, 3) for part in parts]
     return torch.stack(by_step, 3).contiguous()
 
 
 def _tiles_of_words(codes_NK: torch.Tensor, bits: int, block_k: int) -> torch.Tensor:
-    """Return packed words, int32 [N/64, K/BK, 64, 4, BK * bits / 128], of 4- or 8-bit codes."""
+    """Pack 4- or 8-bit codes into words, int32 [N/64, K/BK, 64, 4, BK * bits / 128]."""
     order = fragment_order if bits == 4 else byte_order
     words_NW = _pad_rows(order(codes_NK))
     words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, TILE_N))
@@ -130,11 +130,11 @@ def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
-    """Return values [N, G] as [N/64, G, 64]."""
+    """Rearrange values [N, G] to [N/64, G, 64]."""
     return _pad_rows(values_NG).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
-# (activation dtype, bits) -> the value of a code 0 as kernels unpack it, before the subtraction
+# (activation dtype, bits) -> value to which kernels unpack code 0, before they subtract the offset
 VALUE_OF_ZERO = {
     (torch.float16, 4): 1024,
     (torch.float16, 8): 1024,
@@ -144,7 +144,7 @@ VALUE_OF_ZERO = {
 
 
 def offset_of(weight: PreparedWeight) -> int:
-    """Offset that kernels subtract from an unpacked code, where the weight has no `offsets`."""
+    """Return the offset that kernels subtract from codes if the weight has no `offsets`."""
     spec = weight.spec
     zero = spec.symmetric_zero if spec.symmetric or not isinstance(spec, GroupedSpec) else 0
     return VALUE_OF_ZERO[weight.dtype, spec.bits] + zero
@@ -152,20 +152,20 @@ def offset_of(weight: PreparedWeight) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNumerics:
-    """A constexpr of the kernels. For groups divisible by a K step of 128 inputs."""
+    """Numerics of a prepacked weight, a constexpr of kernels with K steps of 128 inputs."""
 
     bits: int
     steps_per_group: int
-    offset: int  # what is subtracted from an unpacked code of a symmetric weight (prepack.py)
+    offset: int  # subtracted from an unpacked code of a symmetric weight (prepack.py)
     has_offsets: bool
     has_bias: bool
-    groups: int = 1  # of a K step; with several each has a scale and a minimum (GroupedSpec)
-    steps_per_block: int = 0  # K steps that share d and dmin; 0: there are none
+    groups: int = 1  # groups per K step; with several, each has a scale and minimum (GroupedSpec)
+    steps_per_block: int = 0  # K steps that share d and dmin; 0: no d and dmin
     fp4: Fp4Words | None = None  # 4-bit floats
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
-    """Numerics of a prepacked weight and its bias."""
+    """Return the numerics of a prepacked weight and its bias."""
     return stack_numerics(weight.spec, weight.in_features, weight.dtype, weight.tensors, bias)
 
 
@@ -176,7 +176,7 @@ def stack_numerics(
     tensors: dict[str, torch.Tensor],
     bias: torch.Tensor | None,
 ) -> WeightNumerics:
-    """Numerics of one prepacked weight or a stack of them, for activations of `dtype`."""
+    """Return the numerics of a prepacked weight or a stack of them, for activations of `dtype`."""
     is_grouped = isinstance(spec, GroupedSpec)
     return WeightNumerics(
         groups=spec.groups if is_grouped else 1,

@@ -1,4 +1,4 @@
-"""Kernels of products with packed weights and 16-bit activations: rows of `linear`."""
+"""Rows of `linear` for packed weights with 16-bit activations."""
 
 import functools
 
@@ -14,12 +14,12 @@ from qkernels.wna16.layout import MIN_K_STEP, Fp4Spec, k_step, kernel_spec
 from qkernels.wna16.tuned import TUNED
 from qkernels.wna16.variants import BY_NAME, NAMES, Shape, variant_of
 
-FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
+FAST_CPUS = ("AVX2", "AVX512")  # CPUs for which torch has vectorized packed products
 CPU_GROUPS = (32, 64, 128, 256)
 
 
 def _refuses_weight(problem: Problem, bits: int) -> str | None:
-    """Why kernels do not hold it in codes of so many bits alone; None: they do."""
+    """Return why kernels cannot hold the weight in `bits`-bit codes; None: they can."""
     spec = problem.spec
     if spec is not None:
         spec = kernel_spec(spec, problem.in_features)
@@ -52,13 +52,13 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
 
 
 def explain_variants(problem: Problem) -> list[tuple[str, str]]:
-    """(variant, which rows it takes or why none), and what was measured on this GPU."""
+    """Return (variant, which rows it takes or why it takes none, and measurements on this GPU)."""
     shape = Shape.on(
         torch.device(problem.device),
         N=problem.out_features,
         K=problem.in_features,
         spec=kernel_spec(problem.spec, problem.in_features),
-        sm_count=0,  # which variant refuses a weight does not depend on it
+        sm_count=0,  # why a variant refuses a weight does not depend on it
     )
     choice = parse_choice(problem.requested)
     measured = _measured(problem)
@@ -71,7 +71,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
 
 
 def _measured(problem: Problem) -> dict[str, str]:
-    """For how many rows a variant was found fastest on this GPU."""
+    """Return for each variant the numbers of rows for which it was measured as fastest."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return {}
     spec = kernel_spec(problem.spec, problem.in_features)

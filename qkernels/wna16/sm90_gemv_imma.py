@@ -1,12 +1,12 @@
 """W4A16 and W8A16 for up to 4 rows on sm_90, in Gluon: int8 limbs on the integer tensor core.
 
-The four limbs of an input (operands/limbs.py) are columns of an int8 product, which few rows leave
-empty otherwise. Codes become operand A by a mask: int8 16 (q - 8) of 4 bits, q - 128 of 8 bits. The
-sum of a K step is exact; then the scales multiply it. Each warp streams its own K steps from global
-memory into registers, and warps share nothing before the final reduction.
+The four limbs of an input (operands/limbs.py) are columns of an int8 product; with few rows these
+columns would be empty otherwise. A mask turns codes into operand A: int8 16 (q - 8) for 4 bits, q -
+128 for 8 bits. The sum of a K step is exact, and then multiplied by the scales. Each warp streams
+its own K steps from global memory into registers; warps share nothing before the final reduction.
 
 Legend: M rows of x, K inputs, N outputs, G groups; W warps of a block, each with its own K steps of
-128 inputs; BN outputs of a block; T tiles of 8 columns: two rows of four limbs.
+128 inputs; BN outputs of a block; T tiles of 8 columns, which are two rows of four limbs.
 """
 
 import functools
@@ -33,22 +33,23 @@ from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 
-# The accumulator starts at the bits of the float32 1.5 * 2^23. A sum of 128 products is at most
-# 128 * 128 * 255 < 2^22, so the result read as a float32 is 1.5 * 2^23 + sum.
+# The accumulator starts with the bits of the float32 number 1.5 * 2^23. A sum of 128 products is at
+# most 128 * 128 * 255 < 2^22, so the result, read as float32, is 1.5 * 2^23 + sum.
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_FLOAT = gl.constexpr(12582912.0)
 
 COLUMNS = gl.constexpr(LIMBS_COLUMNS)
 LIMBS_PER_INPUT = gl.constexpr(LIMBS_OF_INPUT)
-STORED_ROWS = gl.constexpr(TILE_N)  # outputs of a stored tile
+STORED_ROWS = gl.constexpr(TILE_N)  # outputs per stored tile
 
 
 @functools.cache
 def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
-    """The registers of each lane (g = lane / 4, t = lane % 4).
+    """Return the register layouts; lane = 4 g + t.
 
-    Memory has both operands as the lanes want them, 16 bytes at a time. PACKED: bytes of codes [W,
-    BN row_bytes]; of 8 bits a row's 128 bytes take two loads. LIMBS: [W, 1024]. SUMS: the mma's.
+    Both operands are in memory in the order of the lanes, 16 bytes at a time. PACKED: bytes of
+    codes [W, BN row_bytes]; with 8 bits, a row's 128 bytes take two loads. LIMBS: [W, 1024]. SUMS:
+    the mma accumulator.
     """
 
     def streamed(size: int, row_bytes: int = 64) -> gl.DistributedLinearLayout:
@@ -80,9 +81,9 @@ def run(
     config: GemvImmaConfig,
     term: LoraTerm | None = None,
 ) -> torch.Tensor:
-    """Limbs of M rows to [M, N], plus what adapters add. For groups divisible by 128.
+    """Multiply limbs of M rows to [M, N] and add the adapters' term, for groups divisible by 128.
 
-    A row with an inf or NaN gives NaN.
+    A row that contains infinity or NaN gives NaN.
     """
     M, K = limbs.num_rows, limbs.in_features
     N = weight.out_features
@@ -110,7 +111,7 @@ def run(
             **layouts(config.warps, config.block_n, weight.spec.bits),
             num_warps=config.warps,
             launch_pdl=True,
-            # as many blocks on an SM as without adapters
+            # keeps as many blocks per SM as without adapters
             **({} if term is None else {"maxnreg": 64 * limbs.words.shape[1]}),
         )
     return y_MN
@@ -188,8 +189,8 @@ def _wna16_gemv_imma(
     IN_FLIGHT: gl.constexpr = CONFIG.steps_in_flight
     BITS: gl.constexpr = NUMERICS.bits
     STEPS_PER_GROUP: gl.constexpr = NUMERICS.steps_per_group
-    ROW_BYTES: gl.constexpr = 16 * BITS  # of a row and K step
-    A_FACTOR: gl.constexpr = 16 if BITS == 4 else 1  # of codes in operand A
+    ROW_BYTES: gl.constexpr = 16 * BITS  # bytes of a row in a K step
+    A_FACTOR: gl.constexpr = 16 if BITS == 4 else 1  # factor of codes in operand A
     ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
     COLS: gl.constexpr = gl.SliceLayout(1, SUMS)
     term = lora_term(lora, PARTS)
@@ -214,14 +215,14 @@ def _wna16_gemv_imma(
     for _ in gl.static_range(TILES):
         totals += (gl.zeros([W, BN, COLUMNS], gl.float32, SUMS),)
     for first in range(0, k_steps, IN_FLIGHT * W):
-        # after the last K step the last one again, with scales of 0
+        # beyond the last K step, repeat it with scales of 0
         codes = ()
         scales = ()
         offsets = ()
         for i in gl.static_range(IN_FLIGHT):
             k_step = gl.minimum(first + i * W + warp, k_steps - 1)
-            # evict_first: codes are read once, and the L2 is for what every K step reads again,
-            # instructions too
+            # evict_first: codes are read once; the L2 should keep what every K step reads again,
+            # including instructions
             ptrs = packed_ptrs + k_step[:, None] * (ROW_BYTES * STORED_ROWS)
             codes += (gl.load(ptrs, eviction_policy="evict_first"),)
             k_step = first + i * W + row_warp
@@ -246,7 +247,7 @@ def _wna16_gemv_imma(
                 columns = (column_tile + j) * COLUMNS + column
                 initial = magic
                 if offsets_ptr is not None:
-                    # the distance of the zero point from the one that operand A has subtracted
+                    # distance of the zero point from the one already subtracted in operand A
                     zero = offsets[i].to(gl.float32) - NUMERICS.offset
                     zero = A_FACTOR * zero.to(gl.int32)[:, :, None]
                     initial -= zero * gl.load(input_sums_ptr + columns)[:, None, :]

@@ -1,6 +1,6 @@
-"""Configs of W4A16 and W8A16 for up to 4 rows on sm_90 (sm90_gemv_imma.py). Plain Python.
+"""Configs of W4A16 and W8A16 for up to 4 rows on sm_90 (sm90_gemv_imma.py), in plain Python.
 
-Legend and times as in triton_config.py.
+Legend and times: see triton_config.py.
 """
 
 import functools
@@ -18,19 +18,20 @@ from qkernels.wna16.layout import k_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvImmaConfig(CompileTimeConfig):
-    """One launch of sm90_gemv_imma.py."""
+    """Launch config of sm90_gemv_imma.py."""
 
     block_n: int = 16  # 16, 32 or 64
-    warps: int = 8  # of a block, each with its own K steps
+    warps: int = 8  # warps per block, each with its own K steps
     steps_in_flight: int = 2  # K steps that a warp loads together
 
 
 def limbs_pay(M: int, N: int, K: int) -> bool:
-    """Return True if 4-bit weights gain by limbs that a separate kernel makes first.
+    """Return True if limbs are faster for 4-bit weights even if a separate kernel makes them.
 
-    Measured, us for qkv / o / gate_up / down; in brackets sm90_small_m, which takes x as it is:
-    M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)
-    M = 4  7.0 (6.3) / 5.1 (5.2) / 18.9 (18.5) / 12.3 (10.5)
+    Measured, us for qkv / o / gate_up / down; in brackets sm90_small_m, which needs no limbs:
+
+        M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)
+        M = 4  7.0 (6.3) / 5.1 (5.2) / 18.9 (18.5) / 12.3 (10.5)
     """
     return N * K > 2**27 or (M <= 2 and K // K_STEP <= 64)
 
@@ -46,11 +47,11 @@ def limbs_pay(M: int, N: int, K: int) -> bool:
 def default_gemv_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> GemvImmaConfig | None:
-    """None: the kernel does not take M rows, or a K step would span several groups."""
+    """Return the config; None: M is too large, or a K step spans several groups."""
     if M > LIMBS_MAX_ROWS or k_step(group) != K_STEP:
         return None
     steps = K // K_STEP
-    # each block reads all limbs: where there would be many blocks, fewer and larger ones
+    # every block reads all limbs, so use fewer and larger blocks if there would be many
     wide = M > LIMBS_COLUMNS // LIMBS_OF_INPUT and 2.5 * sm_count < N / 16
     if bits == 8:  # a K step has twice the bytes
         warps, steps_in_flight = 16 if steps > 64 else 8, 1
@@ -63,7 +64,7 @@ def default_gemv_config(
 def gemv_config_fault(
     config: GemvImmaConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """Why the kernel cannot run it; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     if M > LIMBS_MAX_ROWS or bits not in (4, 8):
         return f"takes at most {LIMBS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
     if k_step(group) != K_STEP:

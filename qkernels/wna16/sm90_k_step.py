@@ -1,9 +1,9 @@
-"""A K step of up to 64 rows on sm_90, in Gluon: one stage, who fills it, who multiplies it.
+"""A K step of up to 64 rows on sm_90, in Gluon: shared memory of a stage, its loads, its products.
 
 A consumer multiplies one stored tile. Operand A is in registers: codes minus zero points, exact in
-16 bits, or scaled weights. Operand B is x, in shared memory. `gemm` has the constexprs CONFIG and
-NUMERICS, and for the producer the descriptors of weight, x, scales and offsets, k_steps, and
-`loaded_tile(work_tile, CONSUMER)`, the stored tile.
+16 bits, or scaled weights. Operand B is x, in shared memory. The argument `gemm` needs the
+constexprs CONFIG and NUMERICS. For the producer it also needs the descriptors of weight, x, scales
+and offsets, `k_steps`, and `loaded_tile(work_tile, CONSUMER)`, which returns the stored tile.
 
 Legend: BM rows of x; a K step is 128 inputs.
 """
@@ -28,17 +28,17 @@ from qkernels.wna16.dequant import (
 from qkernels.wna16.unpack.sm90_fp4 import fp4_scales, unpack_fp4
 
 X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
-WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step, in rows of 128 bytes
+WEIGHT_BOX = [32, 32]  # packed words of a stored tile in one K step, in rows of 128 bytes
 
 
 @aggregate
 class Stages:
-    """Shared memory of the pipeline. A stage has a slot for each consumer, CONFIG.num_consumers."""
+    """Shared memory of the pipeline. A stage has CONFIG.num_consumers slots, one per consumer."""
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]
     x: gl.shared_memory_descriptor  # [stages * 2, BM, 64]
-    scales: gl.shared_memory_descriptor  # [slots, 64]; of several groups int32 words of rows
-    offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets; d and dmin of blocks
+    scales: gl.shared_memory_descriptor  # [slots, 64]; with several groups int32 words by row
+    offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets; or d, dmin of blocks
 
 
 @gluon.jit

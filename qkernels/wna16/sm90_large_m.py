@@ -3,10 +3,12 @@
 A persistent, warp-specialized kernel. One producer warp keeps TMA loads of packed weights and x in
 flight, as far ahead as shared memory allows. Two or three consumer warpgroups multiply 64 outputs
 each: operand A is weights, unpacked and scaled in registers; operand B is x, in shared memory.
-Where there are fewer tiles than SMs, K is split over several blocks, which reduce-scatter their
-sums. A block can also add up the segments of K that such splits have, for the same bits.
 
-Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile or of half of one; a K step is
+If there are fewer tiles than SMs, K is split over several blocks, which reduce-scatter their sums.
+A single block can also sum the same ranges of K one after the other (segments), which gives the
+same bits as the split.
+
+Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile or of half a tile; a K step is
 128 inputs.
 """
 
@@ -43,7 +45,7 @@ X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
 
 
 def weight_box(bits: int) -> list[int]:
-    """A stored tile's packed words of 128 inputs, in rows of 128 bytes."""
+    """Return the TMA box of a stored tile's packed words of 128 inputs, in rows of 128 bytes."""
     return [8 * bits, 32]
 
 
@@ -54,7 +56,10 @@ def run(
     config: LargeMConfig,
     y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N], in `y_MN` if given. For groups divisible by 128."""
+    """Multiply contiguous x [M, K] to [M, N], for groups divisible by 128.
+
+    The result is written to `y_MN` if it is given.
+    """
     x_MK = aligned(x_MK)
     M, K = x_MK.shape
     N = weight.out_features
@@ -98,7 +103,7 @@ def run(
 
 @functools.cache
 def _compiled(config: LargeMConfig) -> LargeMConfig:
-    """Cached, because making the object takes host time in each launch."""
+    """Return config.compiled, cached: making the object takes host time in each launch."""
     return config.compiled
 
 
@@ -148,7 +153,7 @@ def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM
     sums = gl.zeros([64, BM], gl.float32, LAYOUT)
     for k_step in range(k_begin, k_end):
         row_factors = factors(scale, offset, NUMERICS, DTYPE)
-        # those of the next step, which the producer has prefetched; after the last step, any
+        # scales of the next step, which the producer has prefetched; unused after the last step
         scale, offset = _load_scales(gemm, rows, gl.minimum(k_step + 1, k_end - 1))
         pipeline.consumer_wait(stage)
         packed = load_k_subtiles(

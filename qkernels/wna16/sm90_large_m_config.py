@@ -1,4 +1,4 @@
-"""Configs of W4A16 and W8A16 for many rows on sm_90 (sm90_large_m.py). Plain Python.
+"""Configs of W4A16 and W8A16 for many rows on sm_90 (sm90_large_m.py), in plain Python.
 
 Legend: M rows of x, N outputs, K inputs. Times are microseconds on an H200, measured as in
 triton_config.py.
@@ -19,24 +19,24 @@ from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.triton_config import default_triton_config
 
-_PRODUCER_REGISTERS = 24  # per thread of the producer, where it gives registers to the consumers
+_PRODUCER_REGISTERS = 24  # per thread of a producer that gives registers to the consumers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeMConfig(CompileTimeConfig):
-    """One launch of sm90_large_m.py. A tile is 64 num_consumers outputs by block_m rows.
+    """Launch config of sm90_large_m.py. A tile is 64 num_consumers outputs by block_m rows.
 
     A block computes several tiles or, with split-K, one split of one tile.
     """
 
-    blocks: int  # of the grid: at most one per SM
-    bits: int = 4  # of a code
-    num_consumers: int = 2  # warpgroups, 64 outputs each
+    blocks: int  # blocks of the grid: at most one per SM
+    bits: int = 4  # bits of a code
+    num_consumers: int = 2  # consumer warpgroups, 64 outputs each
     block_m: int = 128
-    split: int = 1  # split-K with a reduce-scatter: each split of each tile has a block
-    tail_split: bool = False  # tiles of the last, partial wave are cut in two halves of their rows
-    # A tile's K steps are summed in so many segments, each from zero, and these added in order: the
-    # bits of a split-K of as many splits.
+    split: int = 1  # split-K with a reduce-scatter: each split of each tile has its own block
+    tail_split: bool = False  # cut tiles of the last, partial wave in two halves by rows
+    # A tile's K steps are summed in this many segments, each from zero, which are added in order.
+    # The bits equal those of split-K with as many splits.
     segments: int = 1
 
     @property
@@ -46,10 +46,10 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def mma_across_steps(self) -> bool:
-        """True if wgmmas stay in flight from one K step to the next; warps keep their registers.
+        """True if wgmmas stay in flight between K steps; then warps keep their registers.
 
-        In such a loop ptxas waits for each wgmma (C7512) where any warp of the block, the producer
-        too, has fewer than about 128 registers.
+        In such a loop ptxas waits for each wgmma (warning C7512) if any warp of the block, also the
+        producer, has fewer than about 128 registers.
         """
         return self.num_consumers == 2 and self.block_m <= 128
 
@@ -70,12 +70,12 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def store_stages(self) -> int:
-        """Buffers per consumer: a store tile is written while TMA reads the one before."""
+        """Buffers per consumer: a store tile is written while TMA reads the previous one."""
         return 2 if self.store_rows < self.block_m // self.split else 1
 
     @property
     def stages_per_step(self) -> int:
-        """Stages that the x of a K step takes: of 256 rows it is 64 KB, too much for one stage."""
+        """Stages that x takes in a K step. x of 256 rows is 64 KB, too much for one stage."""
         return 2 if self.block_m == 256 else 1
 
     @property
@@ -97,7 +97,7 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch: of the consumers, and of four warps for the producer."""
+        """Registers per thread at launch, for the consumers and four warps of the producer."""
         return SM_REGISTERS // (128 * (self.num_consumers + 1)) // 8 * 8
 
     @property
@@ -113,18 +113,18 @@ class LargeMConfig(CompileTimeConfig):
         return ceil_div(N, TILE_N * self.num_consumers) * ceil_div(M, self.block_m)
 
     def on(self, M: int, N: int, sm_count: int) -> "LargeMConfig":
-        """This config with the blocks that M rows take on a GPU of so many SMs."""
+        """Return this config with the blocks that M rows take on a GPU with `sm_count` SMs."""
         work_tiles = self.tiles(M, N) * self.split * (2 if self.tail_split else 1)
         return replace(self, blocks=min(work_tiles, sm_count, self.max_blocks))
 
     @property
     def keeps_total(self) -> bool:
-        """True if a thread has registers for the total of the segments before, besides its sums."""
+        """True if a thread has registers for both its sums and the total of earlier segments."""
         return self.block_m <= 128
 
     @property
     def max_blocks(self) -> int:
-        """Blocks whose sums of segments fit into the workspace."""
+        """Most blocks whose segment totals fit into the workspace."""
         if self.segments == 1 or self.keeps_total:
             return WORKSPACE_FLOATS
         return WORKSPACE_FLOATS // (self.num_consumers * TILE_N * self.block_m)
@@ -142,7 +142,7 @@ class LargeMConfig(CompileTimeConfig):
         )
 
 
-# bits -> (num_consumers, block_m) -> us of a K step
+# bits -> (num_consumers, block_m) -> us per K step
 _K_STEP_TIME = {
     4: {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21},
     8: {(2, 64): 0.58, (2, 128): 0.72, (3, 128): 1.1, (2, 256): 1.27},
@@ -150,29 +150,29 @@ _K_STEP_TIME = {
 
 LARGE_M_SIZES = tuple(_K_STEP_TIME[4])
 LARGE_M_SPLITS = (1, 2, 4)
-_START_TIME = 5.2  # us of a launch, the first loads and the last store
+_START_TIME = 5.2  # us for the launch, the first loads and the last store
 _NEXT_TILE_TIME = 2.5  # us between two tiles of a block
-_REDUCE_SCATTER_TIME = 6e-3  # us for each row of a consumer's sums
+_REDUCE_SCATTER_TIME = 6e-3  # us per row of a consumer's sums
 
-# Of triton_gemm, for its tiles of 64 outputs by at most 64 rows and by 128
+# us of triton_gemm; K steps are those of tiles of 64 outputs by up to 64 rows, and by 128
 _TRITON_START_TIME = 3.6
 _TRITON_K_STEP_TIME = {4: {64: 0.55, 128: 0.95}, 8: {64: 0.65, 128: 1.15}}
-_TRITON_SPLIT_TIME = 0.3  # us for each split
+_TRITON_SPLIT_TIME = 0.3  # us per split
 _CUBLAS_FLOPS = 770e6  # per us, after dequantizing
 _DEQUANTIZE_BYTES = 3.7e6  # per us
-_MIN_ROWS = 33  # with fewer rows most of a tile's would be empty
+_MIN_ROWS = 33  # with fewer rows most rows of a tile would be empty
 
 
-# Measured, us for qkv / o / gate_up / down, then (num_consumers, block_m, split), t: tail_split. In
-# brackets triton_gemm; up to 64 rows this kernel where it is not chosen
+# Measured us for qkv / o / gate_up / down, each followed by num_consumers, block_m, split, and t
+# for tail_split ("-": this kernel is not chosen). In brackets: triton_gemm.
 # M = 64    12.8 (13.3) - / 10.1 (11.9) 2,64,4 / 34.5 (38.8) - / 21.4 (22.4) 2,64,4
 # M = 128   16.4 (17.9) 3,128,4 / 12.2 (14.3) 2,128,4 / 50.8 (56.9) 2,128 / 26.9 (33.3) 2,128,4
 # M = 256   23.2 (26.9) 3,128,2 / 17.0 (21.2) 2,128,2 / 86.0 2,256 / 44.0 (53.4) 2,256,4
 # M = 512   37.0 3,128 / 26.4 (27.5) 2,128 / 158.1 2,256,t / 78.7 (94.2) 2,256,2
 # M = 1024  68.9 (80.4) 2,256,t / 43.8 2,256 / 302.3 2,256 / 144.5 2,256
 # M = 4096  304.6 2,256 / 203.8 2,256 / 1392 2,256,t / 689 2,256
-# (Up to 64 rows of 4 bits sm90_small_m is chosen first, and faster.)
-# 8 bits, the same tiles except for gate_up at 64 rows:
+# (With 4 bits and up to 64 rows, sm90_small_m is faster and is chosen first.)
+# 8 bits, with the same tiles except for gate_up at 64 rows:
 # M = 64    14.8 - / 12.0 / 45.7 (49.0) 2,64 / 26.6 (28.1)
 # M = 128   18.5 (22.5) / 13.3 (16.9) / 57.6 (68.7) / 31.3 (38.6)
 # M = 256   25.3 (32.0) / 18.7 (23.7) / 90.2 (136.3) / 47.3 (62.1)
@@ -181,7 +181,7 @@ _MIN_ROWS = 33  # with fewer rows most of a tile's would be empty
 def default_large_m_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> LargeMConfig | None:
-    """The fastest config for M rows; None: triton_gemm or cuBLAS is faster, or it cannot run."""
+    """Return the fastest config for M rows; None: use another kernel."""
     if k_step(group) != K_STEP or M < _MIN_ROWS:
         return None
     best, least = None, other_time(M, N, K, group, bits, sm_count)
@@ -206,7 +206,7 @@ def default_large_m_config(
 
 
 def large_m_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
-    """Predicted microseconds."""
+    """Return the predicted time in microseconds."""
     step_times = _K_STEP_TIME[config.bits]
     step_time = step_times[config.num_consumers, config.block_m]
     k_steps = K / K_STEP / config.split
@@ -226,7 +226,7 @@ def large_m_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
 
 
 def other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
-    """Predicted microseconds of triton_gemm, or of dequantizing and cuBLAS."""
+    """Return the predicted microseconds of triton_gemm, or of dequantizing and cuBLAS."""
     other = default_triton_config(M, N, K, group, sm_count)
     if other is None:
         return 2 * M * N * K / _CUBLAS_FLOPS + (2 + bits / 8) * N * K / _DEQUANTIZE_BYTES
@@ -240,7 +240,7 @@ def other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> 
 def large_m_config_fault(
     config: LargeMConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """Why a GPU of at least `config.blocks` SMs cannot run it; None: it can."""
+    """Return why a GPU with at least `config.blocks` SMs cannot run the config; None: it can."""
     if config.bits != bits or bits not in (4, 8):
         return f"is for {config.bits} bits, of 4 and 8, found {bits}"
     if k_step(group) != K_STEP:

@@ -1,8 +1,9 @@
 """The producer warp of sm90_large_m.py, in Gluon: TMA loads of packed weights and x.
 
-The x of a K step takes one stage of the pipeline, or half of it each of two. A step's packed
-weights come with its first stage and complete that stage's barrier, but lie in a slot of their own:
-there is a slot for each K step that the stages can hold, and it is empty when that stage is.
+The x of a K step takes one stage of the pipeline, or half of it in each of two stages. A step's
+packed weights are loaded with its first stage and complete that stage's barrier, but are stored in
+a separate slot. There is a slot for each K step that the stages can hold; it is free when that
+stage is.
 """
 
 from triton.experimental import gluon
@@ -17,7 +18,7 @@ from qkernels.gpu.pipeline import PipelineState, next_stage
 class _ProducerState:
     stage: PipelineState
     weight_slot: gl.tensor
-    loaded: gl.tensor  # K steps
+    loaded: gl.tensor  # number of loaded K steps
 
 
 @gluon.jit
@@ -50,7 +51,7 @@ def _load_tiles(gemm, pipeline, first, end, prefetched, state, HALF: gl.constexp
     CONFIG: gl.constexpr = gemm.CONFIG
     BM: gl.constexpr = CONFIG.block_m // 2 if HALF else CONFIG.block_m
     STAGES_PER_STEP: gl.constexpr = CONFIG.stages_per_step
-    BOXES: gl.constexpr = 2 // STAGES_PER_STEP  # of x in a stage
+    BOXES: gl.constexpr = 2 // STAGES_PER_STEP  # boxes of x per stage
     X_BYTES: gl.constexpr = BM * 128 * BOXES
     WEIGHT_BYTES: gl.constexpr = CONFIG.num_consumers * gemm.NUMERICS.bits * 1024
     stage = state.stage
@@ -87,7 +88,7 @@ def load(gemm, pipeline):
     BYTES: gl.constexpr = X_BYTES + CONFIG.num_consumers * gemm.NUMERICS.bits * 1024
     whole_end, end = gemm.num_work_tiles()
     first = gl.program_id(0)
-    # Weights never change: their loads into the first slots do not wait for the previous kernel.
+    # weights never change, so their loads into the first slots do not wait for the previous kernel
     work_tile = gemm.work_tile(first, False)
     prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.weight_slots)
     if CONFIG.tail_split:

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from qkernels.gpu.gluon_compat import aggregate, integer
 
-GROUP_N = gl.constexpr(8)  # tiles of outputs that run side by side
+GROUP_N = gl.constexpr(8)  # output tiles that run at the same time, to share rows of x in the L2
 
 
 @aggregate
@@ -16,14 +16,14 @@ class WorkTile:
     tile: gl.tensor
     split: integer
     tile_n: gl.tensor
-    m: gl.tensor  # the first row
+    m: gl.tensor  # first row
     k_begin: integer  # in K steps
     k_end: gl.tensor
 
 
 @aggregate
 class Gemm:
-    """The kernel's arguments."""
+    """Arguments of the kernel."""
 
     x: tma.tensor_descriptor  # [M, K], boxes [block_m, 64]
     half_x: tma.tensor_descriptor  # [M, K], boxes [block_m / 2, 64]
@@ -32,14 +32,14 @@ class Gemm:
     offsets_ptr: gl.tensor  # [N/64, G, 64], valid if has_offsets
     bias_ptr: gl.tensor  # [N], valid if has_bias
     y: tma.tensor_descriptor  # [M, N], boxes [store_rows, 64]
-    partials_ptr: gl.tensor  # a slot for each consumer of each tile; split > 1
-    counters_ptr: gl.tensor  # zero, one for each consumer of each tile; split > 1
+    partials_ptr: gl.tensor  # one slot per consumer of each tile; used if split > 1
+    counters_ptr: gl.tensor  # zeros, one per consumer of each tile; used if split > 1
     N: integer
     tiles_n: gl.tensor
     tiles_m: gl.tensor
     k_steps: gl.tensor
     stored_tiles: gl.tensor
-    whole_tiles: integer  # tail_split: tiles before the tail, which is cut in halves
+    whole_tiles: integer  # with tail_split: tiles before the last wave, whose tiles are halved
     CONFIG: gl.constexpr  # LargeMConfig
     NUMERICS: gl.constexpr  # WeightNumerics
 
@@ -96,7 +96,7 @@ class Gemm:
 
 @aggregate
 class Stages:
-    """Shared memory of the pipeline. Packed weights have slots of K steps, not stages."""
+    """Shared memory of the pipeline. Packed weights have one slot per K step, not per stage."""
 
     x: gl.shared_memory_descriptor  # [stages * 2 / stages_per_step, block_m, 64]
     weight: gl.shared_memory_descriptor  # [weight_slots * num_consumers, 8 BITS, 32]

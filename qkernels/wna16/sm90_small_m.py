@@ -3,9 +3,11 @@
 A persistent, warp-specialized kernel. One producer warp keeps TMA loads of packed weights, scales
 and x in flight in a multistage pipeline. Two consumer warpgroups multiply 64 outputs each: operand
 A is codes minus zero points, exact in 16 bits and in registers; operand B is x, in shared memory.
-The scales multiply the sums of a K step. For few rows that costs less than to scale each weight, as
-sm90_large_m.py does; with `scales_weights` this kernel does, too, for the same bits. Split-K sums
-are reduced by the last split to arrive, or by the consumer of the result.
+
+The scales multiply the sums of a K step. With few rows this costs less than scaling each weight, as
+sm90_large_m.py does; with `scales_weights` this kernel also scales each weight, for the same bits
+as sm90_large_m.py. Split-K sums are reduced by the last split to arrive, or by the consumer of the
+result.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile, at least M. A tile has 128
 outputs, two stored tiles of 64; a K step is 128 inputs.
@@ -59,9 +61,9 @@ def run(
     term: LoraTerm | None = None,
     y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N], plus what adapters add; in `y_MN` if given.
+    """Multiply contiguous x [M, K] to [M, N], and add the adapters' term.
 
-    For groups divisible by 128.
+    Groups must be divisible by 128. The result is written to `y_MN` if it is given.
     """
     if y_MN is None:
         y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
@@ -76,7 +78,7 @@ def run_split_k(
     config: SmallMConfig,
     term: LoraTerm | None = None,
 ) -> torch.Tensor:
-    """`run` without the reduction: float32 [split, M, N], to be added in order."""
+    """Run without the reduction: return float32 [split, M, N], which the consumer adds in order."""
     partials_SMN = torch.empty(
         (config.split, x_MK.shape[0], weight.out_features), dtype=torch.float32, device=x_MK.device
     )
@@ -129,12 +131,12 @@ def _launch(
 
 
 def _boxes(weight: PreparedWeight) -> tuple[object, object]:
-    """TMA descriptors of a K step's scales and of its offsets, or of d and dmin of a block.
+    """Return TMA descriptors of a K step's scales, and of its offsets or a block's d and dmin.
 
-    Of several groups both are int32 words of rows. 4-bit floats have no other than scales.
+    With several groups per K step, both are int32 words by row. 4-bit floats have only scales.
     """
     scales, spec = weight.tensors["scales"], weight.spec
-    if not isinstance(spec, GroupedSpec):  # of whole K steps
+    if not isinstance(spec, GroupedSpec):  # one scale per K step
         offsets = weight.tensors.get("offsets", scales)
         return descriptor(scales.view(-1), [TILE_N]), descriptor(offsets.view(-1), [TILE_N])
     row_words = scales.view(-1).view(torch.int32)
@@ -171,8 +173,8 @@ class _Gemm:
     bias_ptr: gl.tensor  # [N], valid if has_bias
     factors_ptr: gl.tensor  # float32 [N], valid with fp4
     y_ptr: gl.tensor  # [M, N]; UNREDUCED: float32 [split, M, N]
-    partials_ptr: gl.tensor  # a slot for each stored tile
-    counters_ptr: gl.tensor  # zero, one for each stored tile
+    partials_ptr: gl.tensor  # one slot per stored tile
+    counters_ptr: gl.tensor  # zeros, one per stored tile
     M: integer
     N: integer
     k_steps: integer
@@ -180,7 +182,7 @@ class _Gemm:
     term: LoraTermArguments
     CONFIG: gl.constexpr  # SmallMConfig
     NUMERICS: gl.constexpr  # WeightNumerics
-    UNREDUCED: gl.constexpr  # splits are left to the consumer of y
+    UNREDUCED: gl.constexpr  # the consumer of y adds the splits
 
     @gluon.jit
     def num_work_tiles(self):
@@ -215,7 +217,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         work_tile = gemm.work_tile(gl.program_id(0))
         tile = work_tile.stored_tile(CONSUMER)
         prefetch_term(gemm.term, tile, gemm.M, gemm.N, work_tile.split, gemm.CONFIG.split)
-        griddepcontrol_wait()  # h is the previous kernel's, as x is
+        griddepcontrol_wait()  # the previous kernel writes h, as it does x
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         sums = gl.zeros([64, BM], gl.float32, SUMS)
@@ -251,8 +253,8 @@ def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
     BM: gl.constexpr = gemm.CONFIG.block_m
     SPLIT: gl.constexpr = gemm.CONFIG.split
     work_tile = gemm.work_tile(work)
-    # An opaque zero: keeps the compiler from hoisting what depends on it out of the loop over work
-    # tiles, where it would take registers or spill.
+    # An opaque zero: it keeps the compiler from hoisting values that depend on it out of the loop
+    # over work tiles, where they would take registers or spill.
     zero = work >> 30
     tile = work_tile.stored_tile(CONSUMER)
     return term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, work_tile.split, SPLIT, BM, SUMS)
@@ -340,7 +342,7 @@ def _store(gemm, values, stored_tile):
 def _load(gemm, pipeline):
     """The producer warp: all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
-    # Weights never change: their loads into the first stages do not wait for the previous kernel.
+    # weights never change, so their loads into the first stages do not wait for the previous kernel
     work_tile = gemm.work_tile(gl.program_id(0))
     prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.stages)
     for stage in range(prefetched):

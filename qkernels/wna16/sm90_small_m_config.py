@@ -1,9 +1,7 @@
-"""Configs of W4A16 for up to 64 rows on sm_90 (sm90_small_m.py): problem sizes to launch numbers.
+"""Configs of W4A16 for up to 64 rows on sm_90 (sm90_small_m.py), in plain Python.
 
-A small cost model chooses the split-K factor, and where the partial sums are reduced. Plain Python.
-
-Legend: M rows of x, N outputs, K inputs. Times are microseconds on an H200, measured as in
-triton_config.py.
+A small cost model chooses the split-K factor and where the partial sums are reduced. Legend: M rows
+of x, N outputs, K inputs. Times are microseconds on an H200, measured as in triton_config.py.
 """
 
 import functools
@@ -16,23 +14,23 @@ from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
 from qkernels.operands.split_k import Consumer
 from qkernels.wna16.layout import TILE_N, k_step
 
-SMALL_M_ROWS = (8, 16, 32, 64)  # block_m of all configs
+SMALL_M_ROWS = (8, 16, 32, 64)  # possible values of block_m
 BLOCK_N = 2 * TILE_N  # two consumer warpgroups, one stored tile each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallMConfig(CompileTimeConfig):
-    """One launch of sm90_small_m.py. A tile is 64 num_consumers outputs by block_m rows."""
+    """Launch config of sm90_small_m.py. A tile is 64 num_consumers outputs by block_m rows."""
 
-    block_m: int  # at least M: there is one row of tiles
+    block_m: int  # at least M: one tile holds all rows
     split: int = 1  # split-K
-    stages: int = 4  # of the pipeline, one K step of 128 inputs each
-    blocks_per_sm: int = 2  # 1: with twice the registers
+    stages: int = 4  # pipeline stages, one K step of 128 inputs each
+    blocks_per_sm: int = 2  # with 1, a block has twice the registers
     # griddepcontrol.launch_dependents before the producer's loop, not after it
     launch_dependents_first: bool = False
-    # each weight is scaled and rounded before the product, as in sm90_large_m.py: the same bits
+    # scale and round each weight before the product, for the same bits as sm90_large_m.py
     scales_weights: bool = False
-    num_consumers: int = 2  # warpgroups that multiply, 64 outputs each
+    num_consumers: int = 2  # consumer warpgroups, 64 outputs each
 
     @property
     def k_subtile(self) -> int:
@@ -41,9 +39,9 @@ class SmallMConfig(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch, then redistributed between warps.
+        """Registers per thread at launch; the warps redistribute them.
 
-        Of the consumers, and of four warps for the producer.
+        They are shared by the consumers and four warps of the producer.
         """
         threads = 128 * (self.num_consumers + 1) * self.blocks_per_sm
         return min(168, SM_REGISTERS // threads // 8 * 8)
@@ -64,7 +62,7 @@ class SmallMConfig(CompileTimeConfig):
     def fits(self, N: int, K: int) -> bool:
         """Return True if each split has a K step and the workspace holds all partial sums.
 
-        Where it does, it also has a counter for each consumer of each tile.
+        Then the workspace also has a counter for each consumer of each tile.
         """
         floats = self.tiles(N) * self.split * TILE_N * self.num_consumers * self.block_m
         if self.split > 1 and floats > WORKSPACE_FLOATS:
@@ -72,25 +70,25 @@ class SmallMConfig(CompileTimeConfig):
         return self.split <= K // K_STEP
 
 
-# The cost model, in microseconds. A K step of one of an SM's blocks, by block_m; the factor where
-# an SM has one block, and no other one hides its latencies; a wave of blocks after the first.
-_K_STEP_TIME = {8: 0.35, 16: 0.36, 32: 0.38, 64: 0.47}
-_ONE_BLOCK_FACTOR = 1.25
-_WAVE_TIME = 3.0
+# The cost model, in microseconds.
+_K_STEP_TIME = {8: 0.35, 16: 0.36, 32: 0.38, 64: 0.47}  # by block_m; K step of a block of an SM
+_ONE_BLOCK_FACTOR = 1.25  # if an SM has one block: no other block hides its latencies
+_WAVE_TIME = 3.0  # per wave of blocks after the first
 
-# A last wave that fills this share of the GPU leaves no room for the next kernel's blocks (PDL).
+# A last wave that fills this fraction of the GPU leaves no room for the next kernel's blocks (PDL).
 _FULL_WAVE = 7 / 8
 _FULL_WAVE_TIME = {8: 0.5, 16: 0.5, 32: 1.0, 64: 1.0}
 
-# In-kernel reduction: (split + 3) * block_m * this.
+# In-kernel reduction: (split + 3) * block_m * _REDUCE_ROW_TIME.
 _REDUCE_ROW_TIME = 1 / 128
 
-# Reduction in the consumer. A norm has a block for each row: split * N * this.
+# Reduction in a norm, which has one block per row: split * N * _NORM_OUTPUT_TIME.
 _NORM_OUTPUT_TIME = 1 / 12500
-# RoPE has many blocks: split * (the first + block_m * N * the second).
+# Reduction in RoPE, which has many blocks:
+# split * (_ROPE_SPLIT_TIME + block_m * N * _ROPE_SUM_TIME).
 _ROPE_SPLIT_TIME = 0.08
 _ROPE_SUM_TIME = 1 / 1.25e6
-_UNREDUCED_GAIN = 0.45  # what the kernel saves when it does not reduce its splits
+_UNREDUCED_GAIN = 0.45  # saved if the kernel does not reduce its splits
 _MAX_SPLIT = 16
 
 # With fewer K steps, dependents that are launched first take room from this kernel's own blocks.
@@ -99,7 +97,7 @@ _MIN_STEPS_TO_LAUNCH_FIRST = 10
 
 @dataclass(frozen=True, slots=True)
 class _CostModel:
-    """The configs of one problem, and the time that each of them takes."""
+    """The possible configs of one problem, and the predicted time of each."""
 
     block_m: int
     N: int
@@ -112,7 +110,7 @@ class _CostModel:
 
     @property
     def blocks_per_sm(self) -> int:
-        """64 rows want more registers than two blocks have: one block if no SM has two tiles."""
+        """1 for 64 rows if no SM has two tiles, so that the block has more registers; else 2."""
         return 1 if self.block_m == 64 and ceil_div(self.N, BLOCK_N) <= self.sm_count else 2
 
     def config(self, split: int) -> SmallMConfig:
@@ -127,7 +125,7 @@ class _CostModel:
         )
 
     def split_configs(self) -> list[SmallMConfig]:
-        """All with split > 1 that can run."""
+        """Return all configs with split > 1 that can run."""
         configs = [self.config(split) for split in range(2, _MAX_SPLIT + 1)]
         return [each for each in configs if each.fits(self.N, self.K) and self._in_one_wave(each)]
 
@@ -146,7 +144,7 @@ class _CostModel:
         return (work_tiles - 1) % slots + 1 > _FULL_WAVE * slots
 
     def unreduced_time(self, config: SmallMConfig) -> float:
-        """Until all splits have their sums."""
+        """Return the time until all splits have their sums."""
         work_tiles = self._work_tiles(config)
         per_sm = ceil_div(work_tiles, self.sm_count)
         one_block = per_sm == 1 or config.blocks_per_sm == 1
@@ -160,7 +158,7 @@ class _CostModel:
         )
 
     def time(self, config: SmallMConfig) -> float:
-        """With the splits reduced in the kernel, by the last to arrive."""
+        """Return the time including the reduction in the kernel, by the last split to arrive."""
         if config.split == 1:
             return self.unreduced_time(config)
         full = _FULL_WAVE_TIME[self.block_m] if self.fills_last_wave(config) else 0.0
@@ -168,10 +166,10 @@ class _CostModel:
         return self.unreduced_time(config) + full + reduction
 
     def time_with(self, consumer: Consumer, config: SmallMConfig) -> float:
-        """Unreduced, and the time that the consumer takes longer to reduce the splits."""
+        """Return the time without reduction, plus the time that the consumer needs for it."""
         one_block = config.blocks_per_sm == 1
         if self.fills_last_wave(config) and (consumer == "norm" or one_block):
-            return math.inf  # the consumer's blocks read much, and wait for room: up to 3 us
+            return math.inf  # the consumer's blocks read much and would wait for room, up to 3 us
         if consumer == "norm":
             read = self.N * _NORM_OUTPUT_TIME
         else:
@@ -192,30 +190,30 @@ def _cost_model(M: int, N: int, K: int, group: int, bits: int, sm_count: int) ->
 # M = 32   8.7 (10.6) / 7.8 (8.3) / 22.6 (29.7) / 14.8 (16.4)    split 4 / 7 / 1 / 8
 # M = 64   11.5 (12.4) / 8.7 (10.1) / 31.7 (33.9) / 18.0 (21.2)  split 2 / 4 / 1 / 4
 # At 32 rows, qkv with split 5 and o with split 4 take 8.4 and 7.1, but 10.3 and 9.7 together with
-# the next kernel; these take 9.7 and 9.2, because the next kernel's blocks find room.
-# Stages of gate_up 3 / 4 / 5: 19.6 / 18.6 / 18.4 at 8 rows, 20.9 / 19.8 / 19.8 at 16; of down 2 / 3
-# / 4: 12.0 / 10.6 / 10.5, 12.9 / 11.4 / 12.1; of o 5.4 / 5.2 / 5.7.
+# the next kernel. The chosen splits take 9.7 and 9.2, because the next kernel's blocks find room.
+# gate_up with 3 / 4 / 5 stages: 19.6 / 18.6 / 18.4 at 8 rows, 20.9 / 19.8 / 19.8 at 16. down with
+# 2 / 3 / 4 stages: 12.0 / 10.6 / 10.5, 12.9 / 11.4 / 12.1. o with 2 / 3 / 4: 5.4 / 5.2 / 5.7.
 @functools.lru_cache(maxsize=4096)
 def default_small_m_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> SmallMConfig | None:
-    """The fastest config, with an in-kernel reduction; None: the kernel does not take M rows."""
+    """Return the fastest config with an in-kernel reduction; None: M is too large."""
     model = _cost_model(M, N, K, group, bits, sm_count)
     if model is None:
         return None
     return min([model.config(1), *model.split_configs()], key=model.time)
 
 
-# Measured, us for qkv / o / gate_up / down (split 4 / 4 / 1 / 4), in brackets the default variant:
+# Measured us for qkv / o / gate_up / down (split 4 / 4 / 1 / 4); in brackets the default variant:
 # M = 1    6.5 (5.8) / 5.6 (4.9) / 19.1 (17.6) / 12.7 (10.6)    limbs
 # M = 16   6.7 (7.1) / 5.8 (5.9) / 19.8 (19.4) / 12.7 (11.4)
 # M = 32   7.5 (9.1) / 6.4 (8.2) / 22.1 (21.5) / 13.3 (14.6)
 # Two consumers for qkv / o / down at 1 row 9.4 / 6.9 / 20.6.
 def scaled_config(M: int, N: int, K: int, split: int, sm_count: int) -> SmallMConfig:
-    """The config with `scales_weights` for up to 64 rows and a given split.
+    """Return the config with `scales_weights` for up to 64 rows and a given split.
 
-    Where K is divided, tiles of 64 outputs spread evenly over SMs; otherwise there are many tiles,
-    and those of 128 outputs read x half as often.
+    If K is split, tiles of 64 outputs spread evenly over the SMs. Otherwise there are many tiles,
+    and tiles of 128 outputs read x half as often.
     """
     block_m = next(rows for rows in SMALL_M_ROWS if rows >= M)
     tiles = ceil_div(N, TILE_N) * split
@@ -236,14 +234,14 @@ def scaled_config(M: int, N: int, K: int, split: int, sm_count: int) -> SmallMCo
 def split_k_config(
     consumer: Consumer, M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> SmallMConfig | None:
-    """The config whose splits the consumer reduces; None: the in-kernel reduction is faster.
+    """Return the config whose splits the consumer reduces; None: the in-kernel reduction is faster.
 
-    For 18 shapes and 8 to 64 rows the model's choice takes 1.3 percent longer than the best of all
-    splits and both reductions, 14 percent at most (notes/wna16.md has measurements).
+    For 18 shapes and 8 to 64 rows, the model's choice takes 1.3 percent longer than the best choice
+    of split and reduction on average, at most 14 percent (measurements: notes/wna16.md).
     """
     model = _cost_model(M, N, K, group, bits, sm_count)
     if model is None or M <= LIMBS_MAX_ROWS:
-        return None  # at so few rows the consumer makes limbs instead
+        return None  # with so few rows the consumer makes limbs instead
     configs = model.split_configs()
     best = min(configs, key=lambda each: model.time_with(consumer, each), default=None)
     if best is None:
@@ -255,7 +253,7 @@ def split_k_config(
 def small_m_config_fault(
     config: SmallMConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """Why the kernel cannot run it; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     if bits != 4 or k_step(group) != K_STEP:
         return f"takes 4 bits and groups divisible by 128, found {bits} and {group} of {K} inputs"
     if config.block_m not in SMALL_M_ROWS or config.block_m < M:

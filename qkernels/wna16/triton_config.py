@@ -1,8 +1,8 @@
-"""Configs of W4A16 and W8A16 on any GPU (triton_gemm.py): problem sizes to launch numbers.
+"""Configs of W4A16 and W8A16 on any GPU (triton_gemm.py), in plain Python.
 
-Plain Python, no tensors. Legend: M rows of x, N outputs, K inputs. Times are microseconds on an
-H200: bf16, group 128, cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096,
-4096], gate_up [28672, 4096], down [4096, 14336].
+Legend: M rows of x, N outputs, K inputs. Times are microseconds on an H200, with bf16, group 128,
+weights that are not in the L2, and calls in one CUDA graph. qkv is [6144, 4096], o [4096, 4096],
+gate_up [28672, 4096], down [4096, 14336].
 """
 
 import functools
@@ -12,22 +12,26 @@ from qkernels.gpu.config import ceil_div, launch_fault, split_fault
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
-# Above this many rows the weight is dequantized to a scratch buffer for cuBLAS. At 1024 rows of qkv
-# / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, dequantizing and cuBLAS 82 / 58 /
-# 421 / 204. At 2048 rows the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
+# With more rows than this, the weight is dequantized to a scratch buffer for cuBLAS. At 1024 rows,
+# qkv / o / gate_up / down take 78 / 52 / 407 / 190 us in the kernel, and 82 / 58 / 421 / 204 us by
+# dequantizing and cuBLAS. At 2048 rows the kernel takes twice as long, while dequantizing still
+# takes 18 / 11 / 80 / 40 us.
 MAX_FUSED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonGemmConfig:
-    """One launch of triton_gemm.py. The grid is [ceil(N / block_n), split, ceil(M / block_m)]."""
+    """Launch config of triton_gemm.py.
+
+    The grid is [ceil(N / block_n), split, ceil(M / block_m)].
+    """
 
     block_m: int
     block_n: int  # 64 or 128: one or two stored tiles
     split: int  # split-K
     warps: int = 4
     stages: int = 3
-    use_tma: bool = False  # for x
+    use_tma: bool = False  # load x by TMA
     pdl: bool = False  # programmatic dependent launch
 
 
@@ -36,20 +40,20 @@ class _LinearRow:
     max_m: int
     block_m: int
     max_split: int
-    blocks_per_sm: int  # at most, of the split grid
+    blocks_per_sm: int  # most blocks per SM of the split grid
     use_tma: bool = False
     pdl: bool = False
-    # the row applies up to so many tiles of 64 outputs per SM, and up to so many K steps
+    # the row applies up to this many tiles of 64 outputs per SM, and up to this many K steps
     max_tiles_per_sm: float = float("inf")
     max_steps: float = float("inf")
     wide_from: float = float("inf")  # tiles of 128 outputs per SM from which block_n is 128
 
 
-# Tried largest first. A split of 12 costs registers in the reduction: down at one row takes 13.6 us
-# with split 10, 17.0 with 12.
+# Tried in this order. A split of 12 costs registers in the reduction: down at one row takes 13.6 us
+# with split 10 and 17.0 us with split 12.
 _SPLITS = (10, 8, 6, 4, 3, 2)
 
-# Measured choices, us for qkv / o / gate_up / down; notes/wna16.md says what else was tried:
+# Measured us of the choices for qkv / o / gate_up / down; notes/wna16.md has the alternatives:
 # M = 1     7.4 / 6.3 / 23.3 / 13.6   split 8 / 10 / 2 / 10; 7 blocks fill an SM's registers
 # M = 16    8.2 / 7.0 / 23.5 / 13.9   the same
 # M = 32    10.7 / 8.4 / 29.9 / 16.4  split 4 / 8 / 1 / 8
@@ -82,7 +86,7 @@ _LINEAR_ROWS = (
 def default_triton_config(
     M: int, N: int, K: int, group: int, sm_count: int
 ) -> TritonGemmConfig | None:
-    """The config for M >= 1 rows; None: dequantize and use cuBLAS."""
+    """Return the config for M >= 1 rows; None: dequantize, then cuBLAS."""
     N = padded_n(N)
     tiles_per_sm = N // TILE_N / sm_count
     steps = K // k_step(group)
@@ -115,10 +119,11 @@ def default_triton_config(
 
 
 def without_tma(config: TritonGemmConfig) -> TritonGemmConfig:
-    """The config for a GPU without TMA.
+    """Return the config for a GPU without TMA.
 
-    There a descriptor is loads that Triton does not pipeline. Such a GPU has no wgmma either: x
-    goes through registers, too, and 4 warps spill up to 188 of them at 64 rows, 8 none.
+    Without TMA, Triton turns a descriptor into loads that it does not pipeline. Such a GPU also has
+    no wgmma, so x goes through registers, too: at 64 rows 4 warps spill up to 188 registers, 8
+    warps none.
     """
     warps = max(8, config.warps) if config.block_m >= 64 else config.warps
     return replace(config, use_tma=False, warps=warps)
@@ -127,7 +132,7 @@ def without_tma(config: TritonGemmConfig) -> TritonGemmConfig:
 def triton_config_fault(
     config: TritonGemmConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """Why the kernel cannot run it; None: it can."""
+    """Return why the kernel cannot run the config; None: it can."""
     stored_n = padded_n(N)
     if config.block_n not in (TILE_N, 2 * TILE_N) or stored_n % config.block_n:
         return f"block_n must be 64 or 128 and divide {stored_n}, found {config.block_n}"

@@ -2,8 +2,8 @@
 
 The weight is operand A of the tensor core (y^T = W x^T): dequantized codes then stay in registers,
 and only x goes through shared memory. Codes are prepacked in the order of the register fragment
-(prepack.py), so unpacking stays within each thread (notes/layouts.md). On NVIDIA GPUs
-USE_PTX switches two pieces of inline PTX on; the results are the same without them.
+(prepack.py), so a thread unpacks its own words (notes/layouts.md). On NVIDIA GPUs USE_PTX enables
+two pieces of inline PTX; the results are the same without them.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
@@ -28,8 +28,8 @@ from qkernels.wna16.unpack.fp4_layout import fp4_words
 from qkernels.wna16.unpack.groups import grouped_weights, grouping, prefetch_steps
 from qkernels.wna16.unpack.words import MAGIC_WORD, unpack
 
-# Rows of a block of _dequantize_weight: one warp, so that a row's 16 bytes are gathered without a
-# barrier. All sizes that were tried take the same time: 80 us for gate_up, 60 MB to 235 MB.
+# Rows per block of _dequantize_weight. A block is one warp, so that a row's 16 bytes are gathered
+# without a barrier. All tried sizes take the same time: 80 us for gate_up, 60 MB to 235 MB.
 DEQUANTIZE_ROWS = 16
 
 
@@ -39,7 +39,7 @@ def run(
     bias: torch.Tensor | None,
     config: TritonGemmConfig,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N]."""
+    """Multiply contiguous x [M, K] to [M, N]."""
     (M, K), N = x_MK.shape, weight.out_features
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     partials, counters = workspace(x_MK.device)
@@ -89,7 +89,7 @@ def run(
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
-    """The weight [N, K] in its activation dtype, rounded as PackedWeight.dequantize rounds."""
+    """Return the weight [N, K] in its activation dtype, rounded as by PackedWeight.dequantize."""
     N, K = weight.out_features, weight.in_features
     out_NK = torch.empty((N, K), dtype=weight.dtype, device=weight.device)
     group, bits = weight.spec.group_length(K), weight.spec.bits
@@ -176,7 +176,7 @@ def _wna16_gemm(
     USE_PTX: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    WORDS: tl.constexpr = BK * BITS // 32  # of a row and K step
+    WORDS: tl.constexpr = BK * BITS // 32  # words of a row in a K step
     tile_n, split, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = tile_m * BM + tl.arange(0, BM)
     row = tl.arange(0, BN)
@@ -202,7 +202,7 @@ def _wna16_gemm(
         if offsets_ptr is not None:
             prefetch_groups(offsets_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
     if PDL:
-        # weights never change; x and the workspace are the previous kernel's until it has ended
+        # weights never change; the previous kernel may use x and the workspace until it has ended
         tl.extra.cuda.gdc_wait()
 
     total = tl.zeros((BN, BM), tl.float32)
@@ -262,14 +262,14 @@ def _wna16_gemm(
                 codes = values - OFFSET
             else:
                 codes = values - tl.load(offsets_ptr + group)[:, None]
-            # The scale is converted here. Where it is loaded, the compiler would wait for it before
-            # it unpacks (gate_up at 64 rows: 43.3 us instead of 34.6).
+            # The scale is converted here. If it were converted where it is loaded, unpacking would
+            # wait for it (gate_up at 64 rows: 43.3 us instead of 34.6).
             total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
         packed_ptrs += TILE_N * WORDS
 
     if PDL:
-        # Not earlier: the next kernel's waiting blocks would take room on some SMs (qkv, split 4:
-        # 11.7 us at the top of this kernel, 8.6 us here).
+        # Launch dependents only here: earlier, the next kernel's waiting blocks would take room on
+        # some SMs (qkv, split 4: 11.7 us at the top of this kernel, 8.6 us here).
         tl.extra.cuda.gdc_launch_dependents()
     if GROUPING is not None and USE_PTX:
         total *= 1 / GROUPING.shrink

@@ -1,4 +1,4 @@
-"""W4A16 and W8A16 in the tuning table: configs of all variants, and where a search starts."""
+"""W4A16 and W8A16 as a tunable operation: configs of all variants, and where a search starts."""
 
 import dataclasses
 
@@ -23,16 +23,16 @@ def _default(sm_count: int, *, M: int, **weight: int) -> WNA16Config | None:
 
 
 def _for_all_rows(config: WNA16Config | None, sm_count: int) -> WNA16Config | None:
-    """A table holds a config for all rows of a bucket, each of which takes up to so many blocks."""
+    """Widen the grid to all SMs: a table's config serves all rows of a bucket."""
     if isinstance(config, LargeMConfig):
         return dataclasses.replace(config, blocks=sm_count)
     return config
 
 
 def _starts(sm_count: int, *, M: int, **weight: int) -> list[WNA16Config | None]:
-    """The choice for twice and half as many rows, and a config of each variant for these.
+    """Return the defaults for twice and half as many rows, and a config of each variant.
 
-    What is slower on the GPU of the defaults may be faster on this one.
+    A config that is slower on the GPU of the defaults may be faster on this GPU.
     """
     shape = _shape(sm_count, **weight)
     found = [default_config(shape, other) for other in (min(2 * M, MAX_FUSED_ROWS), max(1, M // 2))]
@@ -61,7 +61,7 @@ TUNED = TunedOp(
                 "pdl": (False, True),
             },
         ),
-        LargeMConfig: ConfigSpace(  # its blocks follow from the problem and the GPU
+        LargeMConfig: ConfigSpace(  # `blocks` follows from the problem and the GPU
             fault=large_m_config_fault,
             options={
                 "num_consumers": (2, 3),

@@ -1,6 +1,6 @@
-"""The kernel variants of W4A16 and W8A16, one row each, and which of them takes M rows.
+"""Kernel variants of W4A16 and W8A16, one row each, and the choice of a variant for M rows.
 
-Adding a variant is a module with `run`, a config, and a row. Plain Python, no tensors.
+To add a variant, add a module with `run`, a config, and a row here. Plain Python, without tensors.
 Legend: M rows of x, N outputs, K inputs.
 """
 
@@ -43,30 +43,30 @@ from qkernels.wna16.triton_config import (
 
 WNA16Config = TritonGemmConfig | GemvImmaConfig | SmallMConfig | LargeMConfig
 ANY = KernelChoice()
-# us of a tile of 256 rows for each segment after the first: its total goes through the L2
+# us per segment after the first, for a tile of 256 rows, whose total goes through the L2
 _SEGMENT_TIME = 6.0
-# us of a K step more, by consumers, where the total of the segments before is kept in registers.
-# o / down at 4096 rows with two consumers take 234 / 919, with 256 rows and the L2 259 / 770; qkv
-# with three 300, with the L2 376
+# num_consumers -> us that a K step takes longer if the total of earlier segments is in registers.
+# At 4096 rows, o / down take 234 / 919 us with two consumers, 259 / 770 with 256 rows and the L2;
+# qkv takes 300 with three consumers, 376 with the L2.
 _TOTAL_TIME = {2: 0.3, 3: 0.09}
-# None where the variant cannot, or does not want to, take so many rows
+# (shape, M, fused) -> config; None if the variant cannot or should not take M rows
 Default = Callable[["Shape", int, bool], WNA16Config | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A weight, and the GPU it is on."""
+    """A weight's shape, and the properties of the GPU that it is on."""
 
     N: int
     K: int
     spec: QuantSpec
     sm_count: int
-    lacks: tuple[tuple[str, str], ...] = ()  # (architecture, why this GPU does not run its kernels)
+    lacks: tuple[tuple[str, str], ...] = ()  # (architecture, why this GPU cannot run its kernels)
     has_tma: bool = True
 
     @classmethod
     def on(cls, device: torch.device, *, N: int, K: int, spec: QuantSpec, sm_count: int) -> "Shape":
-        """The weight on a device."""
+        """Return the shape of a weight on a device."""
         reason = gpu_device.lacks_arch(device, "sm_90")
         return cls(
             N=N,
@@ -90,17 +90,17 @@ class Variant:
     """One kernel that reads the prepacked weight."""
 
     name: str
-    config: type | None  # None: there is nothing to choose
-    rows: str  # for `explain`
-    arch: str | None = None  # what it is written for; None: what Triton runs on
+    config: type | None  # class of its configs; None: nothing to configure
+    rows: str  # which rows it takes, for `explain`
+    arch: str | None = None  # architecture it is written for; None: any that Triton supports
     bits: tuple[int, ...] = (4, 8)
-    whole_k_steps: bool = False  # groups of inputs are divisible by 128
-    grouped: bool = False  # also K steps of several groups, each with a scale and a minimum
+    whole_k_steps: bool = False  # needs groups divisible by 128
+    grouped: bool = False  # supports K steps of several groups, each with a scale and a minimum
     default: Default
-    adds_adapters: bool = False  # takes a LoraTerm
+    adds_adapters: bool = False  # `run` takes a LoraTerm
 
     def refuses(self, shape: Shape) -> str | None:
-        """Why it runs no number of rows of this weight on this GPU; None: it runs some."""
+        """Return why the variant cannot run this weight on this GPU; None: it can for some M."""
         if shape.spec.bits not in self.bits:
             return f"takes {' and '.join(map(str, self.bits))} bits, not {shape.spec.bits}"
         if isinstance(shape.spec, GroupedSpec) and not self.grouped:
@@ -111,7 +111,7 @@ class Variant:
 
 
 def _gemv(shape: Shape, M: int, fused: bool) -> GemvImmaConfig | None:
-    """Limbs that the operation before makes cost nothing; made by a kernel they must pay."""
+    """Return the config if the previous operation makes limbs, or a kernel for them pays off."""
     config = default_gemv_config(M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count)
     if config is None or fused or limbs_pay(M, shape.N, shape.K):
         return config
@@ -142,7 +142,7 @@ def _triton(shape: Shape, M: int, fused: bool) -> TritonGemmConfig | None:
 def sm90_fixed_order(
     M: int, N: int, K: int, bits: int, sm_count: int
 ) -> SmallMConfig | LargeMConfig:
-    """The fastest config for M rows among those that divide K alike."""
+    """Return the fastest config for M rows among those that split K in the same way for every M."""
     split = _fixed_split(N, K, bits, sm_count)
     if bits == 4 and SMALL_M_ROWS[-1] >= M:
         return scaled_config(M, N, K, split, sm_count)
@@ -179,7 +179,10 @@ def _fixed_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
 
 
 def _fixed_split(N: int, K: int, bits: int, sm_count: int) -> int:
-    """Ranges of K: as many as few rows need to fill the GPU, of what both kernels can divide."""
+    """Return the number of ranges of K.
+
+    It is large enough for few rows to fill the GPU, and possible for both kernels.
+    """
     tiles = ceil_div(N, TILE_N)
     # the splits of sm90_large_m.py must be resident together, one block on each SM
     most = sm_count // ceil_div(tiles, 2) if bits == 8 else 3 * sm_count // tiles
@@ -187,7 +190,7 @@ def _fixed_split(N: int, K: int, bits: int, sm_count: int) -> int:
 
 
 def triton_fixed_order(M: int, N: int, K: int, group: int) -> TritonGemmConfig:
-    """The portable kernel's config: K is not divided."""
+    """Return the config of the portable kernel, which does not split K."""
     block_m = next((rows for rows in (16, 32, 64) if rows >= M), 128)
     steps = K // k_step(group)
     return TritonGemmConfig(
@@ -201,11 +204,12 @@ def triton_fixed_order(M: int, N: int, K: int, group: int) -> TritonGemmConfig:
 
 
 def _fixed_order(shape: Shape, M: int, fused: bool) -> WNA16Config:
-    """Sums of one order for every M: a row's bits depend on it alone.
+    """Return a batch-invariant config: a row's bits depend only on the row.
 
-    On sm_90 all kernels multiply scaled weights, and K is divided into the same ranges for all M:
-    over blocks (split-K) or inside of a block (segments). Elsewhere K is not divided. wgmma adds 16
-    products at a time to a float32 sum, alike for every tile size (tests on a GPU check this).
+    On sm_90 all kernels multiply scaled weights, and K is divided into the same ranges for every M:
+    over blocks (split-K) or within a block (segments). On other GPUs K is not divided. wgmma adds
+    16 products at a time to a float32 sum, in the same way for every tile size (GPU tests check
+    this).
     """
     is_grouped = isinstance(shape.spec, GroupedSpec)
     if shape.lacks_arch("sm_90") is None and k_step(shape.group) == K_STEP and not is_grouped:
@@ -240,7 +244,7 @@ CUBLAS = Variant(
     grouped=True,
     default=lambda shape, M, fused: None,
 )
-# In order of preference; cuBLAS, after dequantizing, takes what is left.
+# In order of preference. The last one, cuBLAS after dequantizing, takes every M.
 VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="sm90_gemv_imma",
@@ -262,7 +266,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     CUBLAS,
 )
-# Runs as one of the variants above; only where it was asked for.
+# Runs one of the variants above with a batch-invariant config; only on request.
 ONE_ORDER = Variant(
     name=FIXED_ORDER,
     config=None,
@@ -275,7 +279,7 @@ NAMES = tuple(BY_NAME)
 
 
 def variant_of(config: WNA16Config | None) -> Variant:
-    """The variant that a config belongs to."""
+    """Return the variant that a config belongs to."""
     return next(variant for variant in VARIANTS if variant.config is (config and type(config)))
 
 
@@ -283,10 +287,10 @@ def variant_of(config: WNA16Config | None) -> Variant:
 def default_config(
     shape: Shape, M: int, *, fused: bool = False, choice: KernelChoice = ANY
 ) -> WNA16Config | None:
-    """The config of the first variant that takes M rows; None: dequantize and cuBLAS.
+    """Return the config of the first variant that takes M rows; None: dequantize, then cuBLAS.
 
-    `fused`: the operation before the product makes its operand. A variant that was asked for is
-    taken wherever it runs, one that was forbidden nowhere.
+    `fused`: the operation before the product makes its operand. A requested variant is used
+    wherever it can run; a forbidden one is never used.
     """
     asked = [variant for variant in BY_NAME.values() if variant.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:
@@ -300,10 +304,10 @@ def default_config(
 
 
 def usable_config(config: WNA16Config | None, shape: Shape, M: int) -> tuple[object, bool]:
-    """Adapt a table's config to these rows and this GPU; also return whether it can run.
+    """Adapt a table's config to M rows and this GPU; also return True if it can run.
 
-    A table does not know which triton is installed, and its SM count may be another GPU's: splits
-    of K that are not all resident would wait for each other forever.
+    The table may not match the installed version of Triton or the GPU's SM count. Splits of K that
+    are not all resident would wait for each other forever.
     """
     if isinstance(config, LargeMConfig):
         config = config.on(M, shape.N, shape.sm_count)

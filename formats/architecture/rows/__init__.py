@@ -1,1 +1,1 @@
-"""Rows of families.py, by kind of model, and values that rows share."""
+"""Rows of families.py by kind of model, and values that several rows share."""

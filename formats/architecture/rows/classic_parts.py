@@ -22,7 +22,7 @@ from formats.architecture.rows.parts import (
     ungated,
 )
 
-# Keys of config.json that GPT-2 has instead of the usual ones, by these.
+# usual key of config.json -> GPT-2's key
 GPT_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -33,7 +33,7 @@ _MASKS = ("attn.bias", "attn.masked_bias")
 
 
 def _linear(name: str, inputs: str, bias: Flag) -> Projection:
-    """Return a linear that makes the residual stream."""
+    """Return a linear whose output is added to the residual stream."""
     return replace(O_PROJ, name=name, members=((name, "hidden_size"),), inputs=inputs, bias=bias)
 
 
@@ -86,7 +86,7 @@ GPT_J: dict[str, Any] = {
     "interleaved_rope": True,
     "head_bias": True,
 }
-# GPT-J with one matrix of queries, values and keys, in blocks of heads
+# GPT-J with queries, values and keys in one matrix, in blocks of heads
 CODEGEN: dict[str, Any] = {
     **GPT_J,
     "qkv": replace(QKV, name="attn.qkv_proj", stored_fused=True, blocks=4),
@@ -114,7 +114,7 @@ GPT_NEO: dict[str, Any] = {
     "fixed": {},
     "transposed": False,
 }
-# Norms, rotation and biases of ERNIE 4.5, and the experts of its mixtures.
+# Norms, rotation and biases of ERNIE 4.5, and its experts.
 ERNIE: dict[str, Any] = {
     name: replace(projection, bias="use_bias")
     for name, projection in (("qkv", QKV), ("o", O_PROJ), ("gate_up", GATE_UP), ("down", DOWN))
@@ -202,7 +202,7 @@ GRANITE_MOE: dict[str, Any] = {
     },
     "norms": norms_before("block_sparse_moe"),
 }
-# Granite with windows: sinks, and a theta for each layer
+# Granite with windows: sinks, and a separate theta for each layer
 GRANITE_SWA: dict[str, Any] = {
     "sinks": "self_attn.sinks",
     "window": "layer_types",
@@ -286,7 +286,7 @@ MPT: dict[str, Any] = {
     "fixed": {
         **{"attn_config.alibi": True, "attn_config.clip_qkv": None, "attn_config.qk_ln": False},
         **{"attn_config.prefix_lm": False, "attn_config.softmax_scale": None},
-        # transformers ignores another one, which the code in the model's folder does not
+        # transformers ignores other values, but the code in the model's folder uses them
         **{"attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention"},
         **{"expansion_ratio": 4, "no_bias": True, "logit_scale": None},
     },

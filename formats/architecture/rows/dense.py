@@ -1,4 +1,4 @@
-"""Rows of dense families of today."""
+"""Rows of current dense families."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ DENSE = (
         activations=("relu2",),
         norms=(*(replace(norm, feeds="") for norm in USUAL["norms"]), *NORMS_OF_ROTATED_HEADS),
         norm_weights=False,
-        embedding_norm="model.norm.weight",  # the last norm, which has no weights, comes first, too
+        embedding_norm="model.norm.weight",  # the last norm, without weights, is also used first
         reversed_rope=True,
         logits_cap_key="final_logit_softcapping",
     ),

@@ -8,7 +8,7 @@ from formats.architecture.rows.gemma4 import GEMMA_4, LAYER_INPUTS
 from formats.architecture.rows.parts import GEMMA_NORMS, HEAD_NORMS, O_PROJ, QKV
 
 _N, _C, _R = ("altup_num_inputs",), ("hidden_size",), ("laurel_rank",)
-# Numbers of AltUp and LAuReL (qserve/model/blocks/gemma/altup.py), which are never quantized
+# tensors of AltUp and LAuReL (qserve/model/blocks/gemma/altup.py), which are never quantized
 _LEARNED = {
     "altup.correct_output_scale": (_C,),
     "altup.correction_coefs.weight": (_N, _N),
@@ -19,7 +19,7 @@ _LEARNED = {
 }
 _LINEARS = tuple(name.removesuffix(".weight") for name in _LEARNED if name.endswith(".weight"))
 _NORMS = (
-    # attention is not its only reader
+    # attention is not the only block that reads this norm
     *(replace(norm, feeds="") if norm is GEMMA_NORMS[0] else norm for norm in GEMMA_NORMS),
     Norm(name=LAYER_INPUTS.norm),
     Norm(name="altup.router_norm"),
@@ -33,7 +33,7 @@ GEMMA_3N: dict[str, Any] = {
         if name not in ("layer_scalar", "keys_are_values", "wide_shared", "config_keys", "variants")
     },
     "norms": _NORMS,
-    # the same as others, but for their rotation
+    # full layers differ only in their rotation
     "full_layers": {
         "qkv": replace(QKV, bias="attention_bias"),
         "o": replace(O_PROJ, bias="attention_bias"),

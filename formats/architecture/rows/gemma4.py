@@ -20,7 +20,7 @@ _WIDTH = "hidden_size_per_layer_input"
 _INPUT_NORM = "post_per_layer_input_norm"
 _NORMS = (
     *GEMMA_NORMS,
-    # with experts: after the dense feed-forward, and before and after the experts
+    # with experts: norms after the dense feed-forward, and before and after the experts
     *(
         Norm(name=f"{name}_feedforward_layernorm_{number}", present="enable_moe_block")
         for name, number in (("post", 1), ("pre", 2), ("post", 2))
@@ -57,7 +57,7 @@ LAYER_INPUTS = LayerInputs(
     ),
     norm=_INPUT_NORM,
 )
-_FIXED = {"use_bidirectional_attention": (None, "vision")}  # the latter: within images
+_FIXED = {"use_bidirectional_attention": (None, "vision")}  # "vision": within images
 GEMMA_4: dict[str, Any] = {
     **{name: value for name, value in GEMMA.items() if name not in ("norm_offset", "rules")},
     "norms": (*_NORMS, *HEAD_NORMS),

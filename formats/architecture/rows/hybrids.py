@@ -1,4 +1,4 @@
-"""Rows of families whose layers have states."""
+"""Rows of families with recurrent layers."""
 
 from dataclasses import replace
 

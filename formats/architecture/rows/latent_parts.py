@@ -1,9 +1,9 @@
 """Values of the rows of families with multi-head latent attention (MLA) in families.py.
 
-The first projection makes a latent of each token and one rotated key for all heads; these are
-cached. `kv_b_proj` makes the keys and values of all heads from a latent: of each head first the
-rows of its key (W_UK), then those of its value (W_UV). Queries are made directly (`q_proj`) or by
-way of a latent of their own (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
+The first projection computes a latent of each token and one rotated key for all heads; both are
+cached. `kv_b_proj` computes the keys and values of all heads from a latent: for each head, first
+the rows of its key (W_UK), then the rows of its value (W_UV). Queries come from `q_proj`, or from a
+separate latent (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
 """
 
 from dataclasses import replace
@@ -66,7 +66,7 @@ LATENT: dict[str, Any] = {
     ),
 }
 _SHARED = SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts"))
-# Biases of latents, and layers whose experts come at intervals: no published model has them.
+# Biases of latents, and experts only in every n-th layer: no published model has them.
 _FIXED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
 _BY_BIAS = replace(GROUPED_ROUTER, normalized=Stated("norm_topk_prob", True))
 DEEPSEEK_V2: dict[str, Any] = {

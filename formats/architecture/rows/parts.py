@@ -68,7 +68,7 @@ GEMMA_1 = {
     **{name: value for name, value in GEMMA.items() if name not in ("window", "logits_cap_key")},
     "norms": (BEFORE_ATTENTION, Norm(name="post_attention_layernorm", feeds=GATE_UP.name)),
     "activation_key": "hidden_act",
-    # Early files say "gelu"; transformers computes the other one for them, too.
+    # early files say "gelu"; for them, too, transformers computes gelu_pytorch_tanh
     "activations": ("gelu_pytorch_tanh", "gelu"),
     "fixed": {"use_bidirectional_attention": None},
     "rules": ConfigRules(defaults={"num_key_value_heads": 16, "head_dim": 256}),
@@ -189,7 +189,7 @@ GPT_NEOX = {
 
 
 def norms_before(module: str) -> tuple[Norm, Norm]:
-    """Return the two norms of a layer whose feed-forward, or its first projection, is `module`."""
+    """Return a layer's two norms; the second feeds `module` (feed-forward or its first linear)."""
     return BEFORE_ATTENTION, Norm(name="post_attention_layernorm", feeds=module)
 
 
@@ -216,13 +216,13 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 def experts(
     module: str, names: tuple[str, str, str], inner: str, routing: Router, **different: Any
 ) -> Experts:
-    """Return experts below `module`, whose linears have these names and `inner` features."""
+    """Return experts below `module`, with linears of these names and `inner` features."""
     stem = f"{module}.experts" if module else "experts"
     projections = gated(f"{stem}.{{e}}", *names, inner)
     return Experts(module=module, routing=routing, **projections, **different)
 
 
-# Layers without experts in Qwen's families.
+# layers without experts in Qwen's families
 QWEN_DENSE = {"dense_layers_key": "mlp_only_layers", "every_key": "decoder_sparse_step"}
 GROUPED_ROUTER = Router(
     scores="sigmoid",

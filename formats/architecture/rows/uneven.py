@@ -1,4 +1,4 @@
-"""Laguna and MiMo-V2-Flash, whose layers with a window have other heads: rows, and their heads."""
+"""Rows of Laguna and MiMo-V2-Flash, whose layers with a window have other numbers of heads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ _GATES = "self_attn.g_proj"
 
 
 def _linears(kind: str, *members: tuple[str, str], o: str, o_bias: str | bool) -> dict[str, Any]:
-    """Return qkv and o of one kind of layers."""
+    """Return qkv and o of one kind of layer."""
     named = tuple((name, f"{kind}_{size}") for name, size in members)
     return {
         "qkv": replace(QKV, members=named, bias=_BIAS),
@@ -45,13 +45,13 @@ def _gate_of_heads(kind: str) -> Projection:
 
 
 def heads_with_gates(kind: str) -> dict[str, Any]:
-    """Return what layers of one kind have, with a gate for each head."""
+    """Return the fields of one kind of layer, with a gate for each head."""
     members = ((_Q, "q"), (_K, "kv"), (_V, "kv"))
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": _gate_of_heads(kind)}
 
 
 def _laguna_by_channel(kind: str) -> dict[str, Any]:
-    """Return what layers of one kind have, with a gate for each channel."""
+    """Return the fields of one kind of layer, with a gate for each channel."""
     members = ((_Q, "q"), (_GATES, "q"), (_K, "kv"), (_V, "kv"))
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": None}
 
@@ -90,7 +90,7 @@ LAGUNA: dict[str, Any] = {
                 **_laguna_by_channel("local"),
                 "gated_attention": True,
                 "full_layers": _laguna_by_channel("global"),
-                "fixed": {**_FIXED, _BIAS: False},  # gates, in one matrix with q, have none
+                "fixed": {**_FIXED, _BIAS: False},  # gates, which are fused with q, have no bias
             },
         ),
     ),
@@ -112,9 +112,9 @@ MIMO: dict[str, Any] = {
 
 
 def laguna_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults, and the heads of layers with and without a window.
+    """Return transformers' defaults, and the numbers of heads of layers with and without a window.
 
-    Raises CheckpointError where layers of one kind have different numbers of heads.
+    Raises CheckpointError if layers of one kind have different numbers of heads.
     """
     count, usual = config.get("num_hidden_layers"), config.get("num_attention_heads")
     if not is_size(count):
@@ -177,5 +177,5 @@ def mimo_heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(**values: Any) -> dict[str, Any]:
-    """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
+    """Return only the values that are sizes; others are config errors, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}

@@ -1,4 +1,4 @@
-"""Usual row of a family, which the rows of families.py change."""
+"""The usual row of a family, which the rows of families.py modify."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Rows of families whose layers have states: the mixers, and what the rows share."""
+"""Rows of families with recurrent layers: the mixers, and what the rows share."""

@@ -1,7 +1,8 @@
 """Values of the row of Kimi Linear in families.py: Kimi Delta Attention and latent attention.
 
-The mixer's small linears make gates: of what each key channel keeps (`f_a_proj`, `f_b_proj`), of
-what a token writes (`b_proj`) and of the output (`g_a_proj`, `g_b_proj`). They stay in float.
+The mixer's small linears compute gates: the decay of each key channel (`f_a_proj`, `f_b_proj`), the
+strength of a token's update (`b_proj`), and the output gate (`g_a_proj`, `g_b_proj`). They stay in
+float.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Values of the row of MiniMax-Text-01 and M1 in families.py: lightning attention, experts."""
+"""Values of the row of MiniMax-Text-01 and M1 in families.py: lightning attention and experts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from formats.architecture.states.mixer import StateMixer, StateTensor
 LIGHTNING = StateMixer(
     kind="lightning attention",
     module="self_attn",
-    # of each head its queries, its keys and its values; then gates of the output
+    # for each head its queries, keys and values; then the gates of the output
     inputs=Projection(
         name="self_attn.qkv_gate_proj",
         members=(("self_attn.qkv_proj", "lightning_qkv"), ("self_attn.output_gate", "q")),
@@ -44,6 +44,6 @@ MINIMAX: dict[str, Any] = {
     "masks": tuple(
         f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     ),
-    "config_keys": _FACTORS,  # of the files with code of their own
+    "config_keys": _FACTORS,  # keys of files that bring their own code
     "fixed": {"sliding_window": None, "postnorm": True, "shared_intermediate_size": 0},
 }

@@ -1,6 +1,6 @@
-"""Blocks of a layer with a state of fixed size, instead of or next to attention.
+"""Mixers with a recurrent state of fixed size, instead of or next to attention.
 
-The mixers are gated delta nets, Kimi delta attention (qkernels/delta_net), short convolutions
+They are gated delta nets, Kimi delta attention (qkernels/delta_net), short convolutions
 (causal_conv), Mamba-2 and lightning attention (mamba2). Needs no torch.
 """
 
@@ -23,34 +23,34 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """Tensor of a mixer besides its linears."""
+    """A tensor of a mixer that is not the weight of a linear."""
 
-    key: str  # argument of the mixer's block
+    key: str  # argument name in the mixer's block
     name: str  # below the mixer's module
     shape: Shape
-    float32: bool = False  # read in float32 whatever the activations' dtype
+    float32: bool = False  # always read in float32
     present: Flag = True
-    of_heads: bool = True  # its rows belong to heads or channels, which GPUs divide
-    axis: int = 0  # dimension of those rows
+    of_heads: bool = True  # its rows belong to heads or channels, which are sharded
+    axis: int = 0  # dimension of these rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMixer:
-    """Mixer with a state in the layers that `layer_types` says."""
+    """Recurrent mixer, in the layers that `layer_types` states."""
 
     kind: Kind
     module: str
-    # A delta net's makes queries, keys and values, and the gate of the output norm. In families
-    # with `grouped` its outputs, and those of `gates`, are grouped by key head.
+    # In a delta net: queries, keys and values, and the gate of the output norm. With `grouped`,
+    # the outputs of this projection and of `gates` are grouped by key head.
     inputs: Projection
-    gates: Projection | None = None  # reads the same input, and stays in float
+    gates: Projection | None = None  # reads the same input; stays in float
     out: Projection
     others: tuple[StateTensor, ...]
     grouped: bool = False
-    layer_type: str = "linear_attention"  # value of layer_types for layers that have it
-    # Key of config.json, instead of layer_types: numbers of the layers with attention instead.
+    layer_type: str = "linear_attention"  # value of layer_types for layers with this mixer
+    # key of config.json that replaces layer_types: numbers of the layers with attention instead
     attention_key: str = ""
-    beside_attention: bool = False  # every layer has both, which read the same norm
+    beside_attention: bool = False  # every layer has mixer and attention, which read the same norm
 
     def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has the mixer."""
@@ -66,20 +66,20 @@ class StateMixer:
 
     @property
     def readers(self) -> tuple[Projection, ...]:
-        """Return the projections that read the mixer's input."""
+        """Projections that read the mixer's input."""
         return (self.inputs,) if self.gates is None else (self.inputs, self.gates)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return the projections in the order they run."""
+        """All projections, in the order they run."""
         return (*self.readers, self.out)
 
     def present(self, config: Mapping[str, Any]) -> Iterator[tuple[str, StateTensor]]:
-        """Yield the tensors besides the linears', with their names below the layer."""
+        """Yield the tensors other than weights of linears, with their names below the layer."""
         for each in self.others:
             if is_set(each.present, config):
                 yield f"{self.module}.{each.name}", each
 
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        """Return the shapes of the tensors besides the linears', by name below the layer."""
+        """Return the shapes of all tensors but the linears' weights, by name below the layer."""
         return {name: each.shape for name, each in self.present(config)}

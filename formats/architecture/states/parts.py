@@ -1,4 +1,4 @@
-"""Values of rows of families.py whose layers have states: mixers, and the families made of them."""
+"""Values of rows of families.py with recurrent layers: mixers, and the families made of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ DELTA_NET = StateMixer(
             key="norm",
             name="norm.weight",
             shape=(("linear_value_head_dim",),),
-            of_heads=False,  # one for all heads
+            of_heads=False,  # all heads share it
         ),
     ),
 )
@@ -164,7 +164,7 @@ LFM2_MOE = {
 
 
 def mamba(module: str, in_bias: Flag, out_bias: Flag, conv_bias: Flag, norm: Flag) -> StateMixer:
-    """Return a Mamba-2 mixer below `module`. `norm`: True where its output is normalized."""
+    """Return a Mamba-2 mixer below `module`. `norm`: its output is normalized."""
     heads = (("mamba_n_heads",),)
     return StateMixer(
         kind="Mamba-2",
@@ -201,7 +201,7 @@ def mamba(module: str, in_bias: Flag, out_bias: Flag, conv_bias: Flag, norm: Fla
 
 _MAMBA_BIAS = "mamba_proj_bias"
 _MAMBA_CONV_BIAS = Stated("mamba_conv_bias", True)
-_GATE_AND_UP = ("shared_mlp.gate", "shared_mlp.up")  # one matrix in files
+_GATE_AND_UP = ("shared_mlp.gate", "shared_mlp.up")  # fused in files
 _SHARED_UP, _SHARED_DOWN = "shared_mlp.input_linear", "shared_mlp.output_linear"
 _GRANITE_MLP = {
     "gate_up": Projection(
@@ -232,7 +232,7 @@ _GRANITE_EXPERTS = experts(
     shared=SharedExpert(**_GRANITE_SHARED),
     stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
-# Without experts here; the variant has them.
+# without experts, which the variant has
 GRANITE_HYBRID = {
     **ATTENTION_BIAS,
     **_GRANITE_MLP,
@@ -270,11 +270,11 @@ FALCON_H1 = {
     ),
     "embedding_factor_key": "embedding_multiplier",
     "logits_factor_key": "lm_head_multiplier",
-    # A factor before a linear is applied after it, which a bias would not bear.
+    # a factor before a linear is applied after it, which would be wrong with a bias
     "fixed": {"attention_bias": False, "mamba_proj_bias": False},
     "last_norm": "model.final_layernorm.weight",
 }
-# Granite's mixers and Falcon-H1's names, without factors; half of a head rotates.
+# Granite's mixers with Falcon-H1's names, without factors; half of a head is rotated
 BAMBA = {
     **ATTENTION_BIAS,
     **{name: replace(projection, bias="mlp_bias") for name, projection in _FALCON_MLP.items()},
@@ -320,7 +320,7 @@ _NEMOTRON_LATENT_EXPERTS = replace(
         )
     ),
 )
-# Without experts here; the variants have them.
+# without experts, which the variants have
 NEMOTRON_H = {
     "qkv": replace(
         QKV,

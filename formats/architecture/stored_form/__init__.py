@@ -1,6 +1,6 @@
 """Published files in the usual form: keys of config.json, names of tensors, order of dims.
 
-GPT-2's config.json has keys of its own (`n_embd`), its weights are [inputs, outputs], its names may
-lack a prefix, and its masks are stored. The reader adds the usual keys, drops the masks, and
-presents weights as [outputs, inputs]; the writer stores them as they were.
+For example, GPT-2's config.json has different keys (`n_embd`), its weights are [inputs, outputs],
+its names may lack a prefix, and its masks are stored. The reader adds the usual keys, drops the
+masks, and presents weights as [outputs, inputs]; the writer restores the stored form.
 """

@@ -8,7 +8,7 @@ from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import inner_width, known_sizes
 from formats.errors import CheckpointError
 
-BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
+BLOOM_LENGTH = 2048  # length in training; ALiBi has no limit
 
 
 def gpt_bigcode(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,7 +18,11 @@ def gpt_bigcode(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def falcon(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return KV heads and norms: 40B has its own number, 7B one, both whatever the other says."""
+    """Return KV heads and norms.
+
+    With new_decoder_architecture (40B), num_kv_heads is the number of KV heads. Otherwise
+    multi_query (7B) means one KV head. Each variant ignores the other's key.
+    """
     is_new, norms = config.get("new_decoder_architecture"), config.get("num_ln_in_parallel_attn")
     kv_heads = config.get("num_attention_heads")
     if is_new:
@@ -47,7 +51,7 @@ def mpt(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpt_neo(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, which the file states as a pattern and its repetitions."""
+    """Return the kinds of layers, which the file states as patterns with repetitions."""
     patterns = config.get("attention_types")
     patterns = [[["global", "local"], 12]] if patterns is None else patterns
     try:
@@ -67,9 +71,7 @@ def gpt_neo(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _four_times(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a feed-forward 4 times as wide as the hidden size, and of attention
-    with as many KV heads as heads.
-    """
+    """Return sizes: a feed-forward 4 times the hidden size, and as many KV heads as heads."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     inner = 4 * hidden if is_size(hidden) else None
     return known_sizes(intermediate_size=inner, num_key_value_heads=heads)

@@ -1,4 +1,4 @@
-"""The usual keys of config.json, from what published files state."""
+"""Derive the usual keys of config.json from what published files state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from formats.architecture.rows.uneven import laguna_heads, mimo_heads
 from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
 from formats.families import family_of
 
-# model_type -> that of the family with the same layers
+# model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax"},
 }
-# architecture of code in a model's folder -> that of transformers for the same files
+# architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
     "MPTForCausalLM": "MptForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
@@ -22,7 +22,7 @@ _SAME_FILES = {
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
 }
-# model_type -> function of the keys that need more than another name
+# model_type -> function that derives the keys for which a new name is not enough
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt2": parts.inner_width("n_inner"),
     "gptj": parts.inner_width("n_inner"),
@@ -81,7 +81,7 @@ def usual_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that `usual_config` replaces, with what the file states."""
+    """Return the keys of config.json that `usual_config` replaces, with the file's values."""
     return {key: config[key] for key in _same(config)}
 
 
@@ -92,7 +92,7 @@ def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that name a family that is read as another one."""
+    """Return the keys of config.json that name a family, if it is read as another one."""
     model_type, name = config.get("model_type"), architecture_of(config)
     found: dict[str, Any] = {}
     if isinstance(model_type, str) and model_type in _SAME_LAYERS:

@@ -1,4 +1,4 @@
-"""Tensors of published files by the usual names and with the usual order of dims."""
+"""Tensors of published files under the usual names and with the usual order of dims."""
 
 import re
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from formats.files.tensor_entry import TensorEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedEntry(TensorEntry):
-    """Matrix of a file with its dims exchanged: `shape` is not the file's."""
+    """Matrix of a file, presented transposed: `shape` is not the file's shape."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop`: columns of the file, all of which is read."""
+        """Return rows `start` to `stop`, columns in the file; reads the whole matrix."""
         return self.read()[start:stop]
 
     def read(self) -> torch.Tensor:
@@ -34,7 +34,7 @@ def usual_entries(
 ) -> dict[str, TensorEntry]:
     """Return the tensors with the names and the order of dims of the family's row.
 
-    Raises CheckpointError for a stack of quantized experts that is not read.
+    Raises CheckpointError for an unsupported stack of quantized experts.
     """
     family = family_of(config)
     if family is None:
@@ -76,6 +76,6 @@ def transposed_names(
 
 def _exchanged(entry: Any) -> Any:
     if not isinstance(entry, TensorEntry):
-        return entry.transposed()  # of a tensor in memory (HeldTensors)
+        return entry.transposed()  # a tensor in memory (HeldTensors)
     values = {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
     return TransposedEntry(**{**values, "shape": entry.shape[::-1]})

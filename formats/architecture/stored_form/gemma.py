@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4: defaults of transformers, heads and widths stated by layer."""
+"""Gemma 3n and Gemma 4: defaults of transformers; heads and widths that files state by layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from formats.errors import CheckpointError
 def gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the width of all feed-forwards, which files list by layer, and transformers' defaults.
 
-    Raises CheckpointError where layers differ.
+    Raises CheckpointError if layers have different widths.
     """
     found, inner = {}, config.get("intermediate_size")
     if isinstance(inner, list) and inner:
@@ -39,7 +39,7 @@ def gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
 def gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return transformers' defaults, and the heads of layers with full attention.
 
-    They are stated as keys of their own, or by layer in `per_layer_config`.
+    Files state these heads as separate keys, or by layer in `per_layer_config`.
     """
     count, types = config.get("num_hidden_layers"), config.get("layer_types")
     by_layer = config.get("per_layer_config")
@@ -51,7 +51,7 @@ def gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
         found["layer_types"] = [*types[:-1], "full_attention"]
     own = next((each for each in by_layer.values() if isinstance(each, Mapping)), {})
     keys_are_values = config.get("attention_k_eq_v", False)
-    # transformers takes the stated number only where keys are the values
+    # transformers uses the stated number only if keys are also the values
     heads = config.get("num_global_key_value_heads") if keys_are_values else None
     heads = own.get("num_key_value_heads") or heads or config.get("num_key_value_heads", 4)
     return {

@@ -1,4 +1,4 @@
-"""Families with states: kinds of layers, widths of heads and of feed-forwards."""
+"""Families with recurrent layers: kinds of layers, widths of heads and of feed-forwards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
         return found
     layers, full = range(min(count, MAX_LAYERS)), own.get("full_attn_layers")
     if config.get("layer_types") is None and isinstance(full, list):
-        # numbered from 1
+        # the file numbers layers from 1
         kinds = ("linear_attention", "full_attention")
         found["layer_types"] = [kinds[layer + 1 in full] for layer in layers]
     if config.get("mlp_layer_types") is None:
@@ -59,7 +59,7 @@ def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, and the share of a head that rotates."""
+    """Return the kinds of layers, and the rotated fraction of a head."""
     found: dict[str, Any] = {}
     count, kinds = config.get("num_hidden_layers"), config.get("attn_type_list")
     if config.get("layer_types") is None and isinstance(kinds, list):
@@ -79,7 +79,7 @@ def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
 def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the width of LFM2's feed-forward and the kinds of its layers.
 
-    Published files state the width as `block_ff_dim`, to be adjusted, and layers by number.
+    Published files state an unadjusted width, `block_ff_dim`, and layers by number.
     """
     found, count = lfm2_moe(config), config.get("num_hidden_layers")
     if config.get("layer_types") is None and is_size(count):
@@ -102,13 +102,13 @@ def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether the head is tied, which LFM2's files state by a key of their own."""
+    """Return the tie flag of the head, for which LFM2's files have a different key."""
     key = "tie_embedding"
     return {"tie_word_embeddings": config[key]} if key in config else {}
 
 
 def lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' default of heads, and of the kinds of layers."""
+    """Return transformers' defaults of heads and of the kinds of layers."""
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
     count = config.get("num_hidden_layers")
     if config.get("layer_types") is None and is_size(count):
@@ -122,7 +122,7 @@ _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers by their present names, and the width of Mamba-2's heads."""
+    """Return the kinds of layers by their current names, and the width of Mamba-2's heads."""
     found, kinds = mamba(config), config.get("layer_types")
     if kinds is None:
         kinds = config.get("layers_block_type")
@@ -137,7 +137,8 @@ _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe
 def nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, which published files state as a string, and their number.
 
-    Files without experts may state sizes of experts all the same.
+    Files without experts may still state sizes of experts, so only a layer of experts sets
+    `mlp_layer_types`.
     """
     found, kinds = mamba(config), config.get("layers_block_type")
     found["head_dim"] = config.get("head_dim", 128)
@@ -155,7 +156,7 @@ def nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
 def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the width of heads, which files may state as "auto", and the range of steps.
 
-    transformers writes infinity as an object, which its config classes do not take.
+    transformers writes infinity as an object, which its own config classes do not accept.
     """
     found: dict[str, Any] = {}
     limits = config.get("time_step_limit")

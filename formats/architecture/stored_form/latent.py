@@ -9,7 +9,7 @@ from formats.architecture.stored_form.parts import expert_layers
 
 
 def query_rank(default: int | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what fills in the width of queries' latents; null means that there are none."""
+    """Return a function that fills in the width of queries' latents; null means no latents."""
     return lambda config: {} if "q_lora_rank" in config else {"q_lora_rank": default}
 
 
@@ -18,7 +18,7 @@ def glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def selecting(rank: int, heads: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what fills in transformers' defaults of attention that selects keys."""
+    """Return a function that fills in transformers' defaults for attention that selects keys."""
 
     def derive(config: Mapping[str, Any]) -> dict[str, Any]:
         first = config.get("first_k_dense_replace", 3)

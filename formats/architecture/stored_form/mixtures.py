@@ -1,4 +1,4 @@
-"""Families with experts: the layers without experts, and the experts of a token."""
+"""Families with experts: the layers without experts, and the experts per token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,10 @@ def ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers without experts; config.json states those with, or an interval."""
+    """Return the layers without experts.
+
+    config.json states the layers with experts, or an interval between them.
+    """
     count, every = config.get("num_hidden_layers"), config.get("interleave_moe_layer_step", 1)
     stated = config.get("moe_layers")
     if not is_size(count) or not is_size(every):
@@ -35,9 +38,9 @@ def llama4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experts of a token as one number; published files list one for each layer.
+    """Return the experts per token as one number; published files list one for each layer.
 
-    Raises CheckpointError where layers differ.
+    Raises CheckpointError if layers differ.
     """
     stated = config.get("moe_topk")
     if not isinstance(stated, list) or not stated:
@@ -52,7 +55,7 @@ def hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def afmoe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers fills in: the kinds of layers, and one layer without experts."""
+    """Return transformers' defaults: kinds of layers, and the number of layers without experts."""
     count, every = config.get("num_hidden_layers"), config.get("global_attn_every_n_layers", 4)
     found: dict[str, Any] = {"num_dense_layers": config.get("num_dense_layers", 1)}
     if config.get("layer_types") is None and is_size(count) and is_size(every):

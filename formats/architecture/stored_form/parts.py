@@ -1,4 +1,4 @@
-"""Values that several published forms lack."""
+"""Values that several published files lack."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from formats.architecture.sizes import is_size
 
 
 def inner_width(key: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what fills in the width of a feed-forward: 4 times the hidden size."""
+    """Return a function that fills in the width of a feed-forward: 4 times the hidden size."""
 
     def derive(config: Mapping[str, Any]) -> dict[str, Any]:
         hidden = config.get("hidden_size")
@@ -18,7 +18,7 @@ def inner_width(key: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers with experts; published files state the number of those without."""
+    """Return the layers with experts; published files state the number of layers without."""
     count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
     if config.get("mlp_layer_types") is not None or not is_size(count) or type(first) is not int:
         return {}
@@ -27,5 +27,5 @@ def expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_sizes(**values: Any) -> dict[str, Any]:
-    """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
+    """Return only the values that are sizes; others are config errors, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}

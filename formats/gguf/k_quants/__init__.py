@@ -1,1 +1,1 @@
-"""K-quants: grids of quantized scales, their search, and blocks."""
+"""K-quants: grids of quantized scales, the search for them, and their blocks."""

@@ -1,11 +1,11 @@
-"""Grids of GGUF's K-quants: the quantized scales and minima of blocks, codes to blocks and back.
+"""Grids of GGUF's K-quants: quantized scales and minima; conversion of codes to blocks and back.
 
     W[n, k] = d[n, b] · scale[n, g] · code[n, k] − dmin[n, b] · minimum[n, g]
 
 d and dmin are float16 numbers of a block of 256 inputs. Scales and minima of a group are integers:
-6 bits without a sign in Q4_K and Q5_K (groups of 32); 8 bits with a sign in Q6_K (groups of 16),
-whose minimum is 32 · scale. A block of Q4_1 or Q5_1 is a group of 32 with scale and minimum 1; the
-file has −dmin. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
+6 bits, unsigned, in Q4_K and Q5_K (groups of 32); 8 bits, signed, in Q6_K (groups of 16), whose
+minimum is 32 · scale. A block of Q4_1 or Q5_1 is a group of 32 with scale and minimum 1; the file
+stores −dmin. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from formats.gguf.block_types import BY_NAME
 from formats.gguf.blocks import k_scales, nibbles, q5_codes, q5_k_codes, q6_codes
 from formats.scheme import BLOCK_TYPES, K_BLOCK, MIN_TYPES, QuantSpec
 
-Q6_ZERO = 32  # code of Q6_K's weight 0
+Q6_ZERO = 32  # code of the weight 0 in Q6_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KGrid:
-    """Values that every weight of a K-quant may take; codes choose among them."""
+    """Values that the weights of a K-quant may take; codes choose among them."""
 
     spec: QuantSpec
     d_NB: torch.Tensor  # float16
@@ -32,16 +32,16 @@ class KGrid:
 
     @property
     def length(self) -> int:
-        """Inputs of a group."""
+        """Inputs per group."""
         return BLOCK_TYPES[self.spec.type][2]
 
     @property
     def has_minima(self) -> bool:
-        """False for Q6_K, whose groups have a scale alone."""
+        """False for Q6_K, whose groups have only a scale."""
         return not self.spec.symmetric
 
     def steps(self) -> torch.Tensor:
-        """Return the distance between neighbouring values, float32 [N, G]; may be 0 or negative."""
+        """Return the distance between neighboring values, float32 [N, G]; may be 0 or negative."""
         return _of_groups(self.d_NB, self.scales_NG) * self.scales_NG
 
     def lows(self) -> torch.Tensor:
@@ -62,7 +62,7 @@ class KGrid:
 
     @staticmethod
     def merge(parts: "list[KGrid]") -> "KGrid":
-        """Return the grid of all outputs of several."""
+        """Stack the outputs of several grids."""
         tensors = {
             field.name: torch.cat([getattr(part, field.name) for part in parts])
             for field in fields(KGrid)
@@ -132,9 +132,9 @@ def _float16(blocks_XB: torch.Tensor, at: int) -> torch.Tensor:
 def nearest_codes(
     weights: torch.Tensor, steps: torch.Tensor, lows: torch.Tensor, last: int
 ) -> torch.Tensor:
-    """Return the codes 0 to `last` of the values step · code − low next to weights; uint8.
+    """Return the codes 0 to `last`, uint8, whose values step · code − low are nearest to weights.
 
-    A group without a step has code 0.
+    A group with a step of 0 gets code 0.
     """
     divisors = torch.where(steps == 0, 1.0, steps)
     codes = ((weights + lows) / divisors).round_().clamp_(0, last)
@@ -142,13 +142,13 @@ def nearest_codes(
 
 
 def _of_groups(of_blocks_NB: torch.Tensor, of_groups_NG: torch.Tensor) -> torch.Tensor:
-    """Return a number of each block for each of its groups, float32 [N, G]."""
+    """Repeat the number of each block for all of its groups, float32 [N, G]."""
     repeats = of_groups_NG.shape[1] // of_blocks_NB.shape[1]
     return of_blocks_NB.float().repeat_interleave(repeats, 1)
 
 
 def _packed_scales(scales_X8: torch.Tensor, minima_X8: torch.Tensor) -> torch.Tensor:
-    """Return eight scales and minima of 6 bits in 12 bytes; blocks.py reads them."""
+    """Pack eight 6-bit scales and minima into 12 bytes; k_scales in blocks.py reads them."""
     (first, second), (low, high) = scales_X8.split(4, 1), minima_X8.split(4, 1)
     return torch.cat(
         [first | second >> 4 << 6, low | high >> 4 << 6, (second & 15) | (high & 15) << 4], 1
@@ -156,7 +156,7 @@ def _packed_scales(scales_X8: torch.Tensor, minima_X8: torch.Tensor) -> torch.Te
 
 
 def _nibbles(codes_XL: torch.Tensor) -> torch.Tensor:
-    """Return two groups of 32 in each run of 32 bytes, the first in the low four bits."""
+    """Pack two groups of 32 codes into 32 bytes, the first group in the low four bits."""
     pairs = codes_XL.unflatten(1, (-1, 2, 32))
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
 

@@ -1,10 +1,10 @@
 """Search of the scales and minima of K-quants by least squared error.
 
-As in llama.cpp (make_qkx2_quants, make_qx_quants), each group tries several ranges, and codes of a
-range give the scale and minimum that fit them best. Unlike there, errors have equal weights, or
-those of the inputs ("importance"), and the integers of a block are searched once more after d and
-dmin are rounded. A block keeps the plain range of its weights where that is better. Legend: N
-outputs, K inputs, G groups of a row, L inputs of a group, B blocks of a row.
+As in llama.cpp (make_qkx2_quants, make_qx_quants), each group tries several ranges, and the codes
+of a range determine the scale and minimum that fit them best. Unlike llama.cpp, errors are weighted
+equally or by the inputs' importance, and the integers of a block are searched again after d and
+dmin are rounded. A block keeps the plain range of its weights if that is better. Legend: N outputs,
+K inputs, G groups of a row, L inputs of a group, B blocks of a row.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ from formats.gguf.k_quants.grid import Q6_ZERO, KGrid, nearest_codes
 from formats.numerics.affine import MAX_SCALE, OUT_OF_RANGE, rows_at_once
 from formats.scheme import K_BLOCK, QuantSpec
 
-LAST_SCALE = 63  # of Q4_K and Q5_K
-SMALLEST = 2.0**-24  # float16's smallest number
-# Fraction of a group's largest importance that its other inputs have at least: sums of squares are
-# float32, where a single input must not hide the others.
+LAST_SCALE = 63  # largest scale of Q4_K and Q5_K
+SMALLEST = 2.0**-24  # smallest positive float16
+# Least importance of an input, as a fraction of the largest in its group: in float32 sums of
+# squares, a single input must not hide the others.
 LEAST_IMPORTANCE = 1e-4
 # Changes of the number of steps in a group's range that the search tries
 RANGES_WITH_MINIMA = tuple(-1 + 0.1 * i for i in range(21))
 RANGES = tuple(0.1 * i for i in range(-9, 10))
-_NEAR = (-1, 0, 1)  # changes of a scale or minimum that are tried last
+_NEAR = (-1, 0, 1)  # changes of a scale or minimum that the last pass tries
 
 
 def choose_grid(
@@ -89,7 +89,7 @@ def error_of(
 
 
 def _affine_range(groups_NGL: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (steps, lows) of codes from the smallest weight, or 0, to the largest."""
+    """Return (steps, lows) that spread the codes from the smallest weight, or 0, to the largest."""
     low_NG = groups_NGL.amin(-1).clamp(max=0)
     return (groups_NGL.amax(-1) - low_NG) / last, -low_NG
 
@@ -97,7 +97,7 @@ def _affine_range(groups_NGL: torch.Tensor, last: int) -> tuple[torch.Tensor, to
 def _affine(
     groups_NGL: torch.Tensor, last: int, importance_GL: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (steps, lows), [N, G] each, with lows of at least 0."""
+    """Return the searched (steps, lows), [N, G] each; lows are at least 0."""
     step_NG, low_NG = _affine_range(groups_NGL, last)
     width_NG = step_NG * last
     weights = torch.ones_like(groups_NGL[:1]) if importance_GL is None else importance_GL[None]
@@ -118,7 +118,7 @@ def _affine(
         low = (sum_l * sum_xl - sum_l2 * sum_x) / determinant
         step = torch.where(low < 0, sum_xl / _no_zero(sum_l2), step)
         low = low.clamp(min=0)
-        # squared error less the sum of squares of the weights
+        # squared error minus the sum of squares of the weights
         error = step.square() * sum_l2 + low.square() * sum_w - 2 * step * low * sum_l
         error += 2 * low * sum_x - 2 * step * sum_xl
         better = (determinant > 0) & (step > 0) & (error < best_NG)
@@ -137,7 +137,7 @@ def _scaled_range(groups_NGL: torch.Tensor, last: int) -> tuple[torch.Tensor, No
 def _scaled(
     groups_NGL: torch.Tensor, last: int, importance_GL: torch.Tensor | None
 ) -> tuple[torch.Tensor, None]:
-    """Return steps [N, G], which may be negative."""
+    """Return the searched steps [N, G], which may be negative."""
     step_NG, _ = _scaled_range(groups_NGL, last)
     weights = torch.ones_like(groups_NGL[:1]) if importance_GL is None else importance_GL[None]
     best_NG, found_NG = torch.zeros_like(step_NG), step_NG
@@ -174,7 +174,7 @@ def _rounded(steps_NG: torch.Tensor, lows_NG: torch.Tensor | None, spec: QuantSp
 def _multiples(
     values_NG: torch.Tensor, unit_NB: torch.Tensor, first: int, last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (units as float16, multiples of the stored units)."""
+    """Return (units rounded to float16, integer multiples of these units)."""
     least_NB = unit_NB.abs().clamp(min=SMALLEST).copysign(unit_NB)
     stored_NB = torch.where(unit_NB == 0, 0.0, least_NB).to(torch.float16)
     units_NG = stored_NB.float().repeat_interleave(values_NG.shape[1] // unit_NB.shape[1], 1)
@@ -183,7 +183,7 @@ def _multiples(
 
 
 def _refined(grid: KGrid, groups_NGL: torch.Tensor, importance_GL: torch.Tensor | None) -> KGrid:
-    """Return the grid with the best of the neighbouring scales and minima of each group."""
+    """Return the grid with the best of the neighboring scales and minima of each group."""
     first, last = (0, LAST_SCALE) if grid.has_minima else (-128, 127)
     best, best_NG = grid, error_of(grid, groups_NGL, importance_GL)
     for of_scale in _NEAR:
@@ -207,7 +207,7 @@ def _refined(grid: KGrid, groups_NGL: torch.Tensor, importance_GL: torch.Tensor 
 
 
 def _where(chosen_NB: torch.Tensor, yes: KGrid, no: KGrid) -> KGrid:
-    """Return blocks of one grid where `chosen_NB`, else of the other."""
+    """Take blocks from `yes` where `chosen_NB` is True, else from `no`."""
     chosen_NG = chosen_NB.repeat_interleave(yes.scales_NG.shape[1] // chosen_NB.shape[1], 1)
     return replace(
         yes,
@@ -219,5 +219,5 @@ def _where(chosen_NB: torch.Tensor, yes: KGrid, no: KGrid) -> KGrid:
 
 
 def _no_zero(values: torch.Tensor) -> torch.Tensor:
-    """Return values as divisors: 1 instead of 0."""
+    """Return values with 0 replaced by 1, for use as divisors."""
     return torch.where(values == 0, 1.0, values)

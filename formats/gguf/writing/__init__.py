@@ -1,1 +1,1 @@
-"""GGUF files written from checkpoints. Imported when a command writes one."""
+"""Writing of GGUF files from checkpoints; imported only by commands that write one."""

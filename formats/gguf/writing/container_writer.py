@@ -1,4 +1,4 @@
-"""Writer of a GGUF file: metadata, a table of tensors, and their data as it is made.
+"""Writer of a GGUF file: metadata, a table of tensors, and their data, made one at a time.
 
 The file is written under another name and renamed when it is complete. Needs no torch.
 """
@@ -22,7 +22,7 @@ TYPE_IDS = {"u8": 0, "u16": 2, "i32": 5, "u32": 4, "f32": 6, "bool": 7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A number, or a list of numbers, of a stated type; a string and its lists need none."""
+    """A number or a list of numbers with its GGUF type; strings need no Value."""
 
     type: str  # a key of TYPE_IDS
     value: Any
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTensor:
-    """Tensor to write: its description, and a function that makes its bytes."""
+    """A tensor to write: its description, and a function that makes its bytes."""
 
     name: str
     type: BlockType
@@ -46,7 +46,10 @@ class NewTensor:
 
 
 def check_file_is_free(target: str | Path) -> Path:
-    """Return the path of a file to write. Raises CheckpointError if it exists or is not .gguf."""
+    """Return the path of a file to write.
+
+    Raises CheckpointError if the file exists or its name does not end in .gguf.
+    """
     path = Path(target)
     if path.suffix != SUFFIX:
         raise CheckpointError(str(target), f"expected a file name that ends in {SUFFIX}")

@@ -1,4 +1,4 @@
-"""Weights -> GGUF blocks. Codes and scales of a packed weight stay as they are.
+"""Encode weights as GGUF blocks. Codes and scales of a packed weight are kept unchanged.
 
 Each function returns the bytes of rows [N, row bytes]. Legend: N outputs, K inputs, G groups, L
 inputs of a group.
@@ -26,7 +26,7 @@ REMEDY = "quantize the float model with --format gguf"
 
 
 def type_of(weight: Weight, name: str) -> BlockType:
-    """Return the type that holds a weight exactly. Raises CheckpointError, with `name`, if none."""
+    """Return the type that holds a weight exactly. Raises CheckpointError if there is none."""
     spec = weight.spec
     if isinstance(weight, KWeight):
         return weight.kind
@@ -51,8 +51,8 @@ def type_of(weight: Weight, name: str) -> BlockType:
 def encode_weight(weight: Weight, name: str, *, exact: bool = True) -> torch.Tensor:
     """Return the rows of a packed weight, uint8 [N, row bytes].
 
-    Raises CheckpointError, with `name`, if a scale or minimum is no float16 number. With `exact`
-    False a minimum is rounded instead.
+    Raises CheckpointError, with `name`, if a scale or minimum is not a float16 number. With `exact`
+    False, a minimum is rounded instead.
     """
     kind = type_of(weight, name)
     if isinstance(weight, KWeight):
@@ -77,9 +77,9 @@ def encode_weight(weight: Weight, name: str, *, exact: bool = True) -> torch.Ten
 
 
 def encode_floats(weight: torch.Tensor, kind: BlockType) -> torch.Tensor:
-    """Return the rows of a float tensor [N, K] in a plain type, in Q5_0, Q5_1, Q8_0 or a K-quant.
+    """Return the rows of a float tensor [N, K] as uint8 [N, row bytes].
 
-    uint8 [N, row bytes]. Blocks are rounded to nearest.
+    `kind` is a plain type, Q5_0, Q5_1, Q8_0 or a K-quant. Blocks are rounded to nearest.
     """
     if kind.float_dtype:
         stored = weight.to(getattr(torch, kind.float_dtype)).contiguous()
@@ -95,14 +95,14 @@ def encode_floats(weight: torch.Tensor, kind: BlockType) -> torch.Tensor:
 
 
 def _mxfp4(weight: Fp4Weight) -> torch.Tensor:
-    """Neighbours share a byte in our form, numbers 16 apart in GGUF's."""
+    """Reorder nibbles: in our form neighbors share a byte, in GGUF numbers 16 apart do."""
     codes = torch.stack([weight.bytes_NB & 15, weight.bytes_NB >> 4], -1).flatten(1)
     blocks = codes.unflatten(1, (-1, BLOCK))
     return torch.cat([weight.scales_NG[..., None], _nibbles(blocks)], -1).flatten(1)
 
 
 def _fifth_bits(codes_NBL: torch.Tensor) -> torch.Tensor:
-    """Return the fifth bit of each of 32 codes in four bytes, the lowest bit first."""
+    """Pack the fifth bits of 32 codes into four bytes, the lowest bit first."""
     bits = (codes_NBL >> 4).unflatten(-1, (4, 8))
     return sum(bits[..., i] << i for i in range(8))
 

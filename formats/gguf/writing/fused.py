@@ -1,7 +1,7 @@
-"""Experts of gpt-oss, which checkpoints keep in one tensor per matrix, as GGUF's stacks.
+"""Write gpt-oss's experts, which checkpoints store in one tensor per matrix, as GGUF stacks.
 
-The checkpoint has gate_up_proj [E, K, 2 I] and down_proj [E, I, K], transposed, or pairs of tensors
-in MXFP4, which are not; the even outputs of gate_up are gate's. GGUF has gate, up and down apart,
+A checkpoint has gate_up_proj [E, K, 2 I] and down_proj [E, I, K], transposed; or pairs of MXFP4
+tensors, not transposed. Even outputs of gate_up are gate's. GGUF has separate gate, up and down,
 each [E, N, K], and biases [E, N]. Legend: E experts, N outputs, K inputs, I inner size.
 """
 
@@ -15,7 +15,7 @@ from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.writing.container_writer import NewTensor
 from formats.gguf.writing.encode import encode_floats, encode_weight, to_bytes
 
-# GGUF's name -> the checkpoint's, and the outputs of its matrix
+# GGUF's name -> (the checkpoint's name, the outputs of its matrix)
 _PARTS = {
     "ffn_gate_exps": ("gate_up_proj", slice(0, None, 2)),
     "ffn_up_exps": ("gate_up_proj", slice(1, None, 2)),
@@ -45,7 +45,10 @@ def fused_tensors(
     stem: str,
     kind_of: Callable[[str], BlockType],
 ) -> Iterator[NewTensor]:
-    """Yield the stacks of a layer, named below `prefix`. `kind_of`: type of a float tensor."""
+    """Yield the stacks of a layer, named below `prefix`.
+
+    `kind_of` gives the type of a float tensor.
+    """
     for theirs, (name, outputs) in _PARTS.items():
         stored = f"{stem}.{name}"
         E, N = _bias(reader, stored, outputs).shape
@@ -73,7 +76,7 @@ def fused_tensors(
 
 
 def _rows(reader: CheckpointReader, stored: str, outputs: slice, kind: BlockType) -> bytes:
-    """Return the rows of all experts. Codes of MXFP4 stay as they are."""
+    """Return the rows of all experts. MXFP4 codes are kept unchanged."""
     if f"{stored}_blocks" not in reader:
         weights = reader.get(stored)[:, :, outputs].transpose(1, 2).flatten(0, 1)
         return to_bytes(encode_floats(weights, kind))

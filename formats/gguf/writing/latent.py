@@ -1,8 +1,8 @@
 """Latent attention in GGUF's form: metadata, and kv_b_proj by head in two tensors.
 
-llama.cpp's architecture deepseek2. Where kv_b_proj is quantized, its codes stay as they are in one
-tensor, attn_kv_b, as in older files: the part of keys would need other codes, since it is stored
-transposed. Legend: H heads, L latent, P and V widths of keys without rotation, and of values.
+This is llama.cpp's architecture deepseek2. A quantized kv_b_proj keeps its codes in one tensor,
+attn_kv_b, as in older files: the keys are stored transposed in the two-tensor form and would need
+other codes. Legend: H heads, L latent, P width of keys without rotation, V width of values.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ def latent_metadata(
 ) -> dict[str, Value]:
     """Return the metadata of latent attention and of its experts.
 
-    `is_split`: of files with attn_k_b, whose cache has one head of latents. Raises CheckpointError
-    for a config.json that GGUF cannot state.
+    `is_split`: the file has attn_k_b, and its KV cache has one head of latents. Raises
+    CheckpointError if GGUF cannot express a key of config.json.
     """
     if not config.get("rope_interleave", True):
         raise CheckpointError(
@@ -47,7 +47,7 @@ def latent_metadata(
 
 
 def _of_experts(config: Mapping[str, Any], row: Architecture) -> dict[str, Value]:
-    """Return the metadata of experts; of a model without, what llama.cpp reads all the same."""
+    """Return the metadata of experts, which llama.cpp also reads for models without experts."""
     if not config.get("n_routed_experts"):
         if not row.without_experts:
             return {}
@@ -70,14 +70,14 @@ def _of_experts(config: Mapping[str, Any], row: Architecture) -> dict[str, Value
 def split_by_head(
     weight: torch.Tensor, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of kv_b_proj [H (P + V), L]: keys [H, L, P] and values [H, V, L]."""
+    """Split kv_b_proj [H (P + V), L] into keys [H, L, P] and values [H, V, L]."""
     by_head = weight.unflatten(0, (config["num_attention_heads"], -1))
     keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
     return keys.transpose(1, 2).contiguous(), values.contiguous()
 
 
 def _yarn(config: Mapping[str, Any]) -> dict[str, Value]:
-    """Return DeepSeek's factor of YaRN, which files state as one tenth of mscale_all_dim."""
+    """Return DeepSeek's YaRN factor, which files state as one tenth of mscale_all_dim."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor, every = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if scaling.get("rope_type", scaling.get("type")) != "yarn":

@@ -1,4 +1,4 @@
-"""config.json -> metadata of a GGUF file: formats/gguf/config.py the other way round.
+"""Convert config.json to the metadata of a GGUF file: the inverse of formats/gguf/config.py.
 
 Needs no torch.
 """
@@ -22,14 +22,14 @@ from formats.gguf.writing.container_writer import Value
 from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
-# config.json's keys that may differ: the file has another name or form for them
+# Keys of config.json that may differ: the file has another name or form for them.
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_scaling"),
     *("quantization_config", "sliding_window", "partial_rotary_factor", ORIGINAL),
-    # of Falcon and GPT-BigCode, which follow from the number of KV heads
+    # Falcon and GPT-BigCode: these follow from the number of KV heads
     *("multi_query", "new_decoder_architecture", "num_kv_heads"),
-    # layers for drafts only are left out
+    # layers that only draft are not written
     "num_nextn_predict_layers",
 }
 WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
@@ -41,11 +41,14 @@ WHOLE += ("embedding_length_per_layer_input", "attention.shared_kv_layers")
 WHOLE += ("altup.num_inputs", "altup.active_idx")
 
 
-GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one for all
+GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one GELU for all
 
 
 def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
-    """Return the row that a family is written as. Raises CheckpointError if there is none."""
+    """Return the architecture row that a family is written as.
+
+    Raises CheckpointError without one.
+    """
     for row in ARCHITECTURES.values():
         names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
         names += (row.with_shared, row.without_experts, *row.also)
@@ -73,10 +76,10 @@ def metadata_of(
     *,
     is_split: bool = True,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the metadata without the tokenizer's, and tensors of divisors of frequencies by name.
+    """Return the metadata except the tokenizer's, and tensors of frequency divisors by name.
 
-    `is_split`: as in latent_metadata. Raises CheckpointError for a config.json that GGUF cannot
-    state.
+    `is_split` is that of latent_metadata. Raises CheckpointError if GGUF cannot express a key of
+    config.json.
     """
     heads, width = config["num_attention_heads"], head_width(config)
     _check_activation(config, family, row)
@@ -145,7 +148,7 @@ def metadata_of(
 
 
 def check_states(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the metadata of a file mean another config.json than `config`."""
+    """Raise CheckpointError if the metadata of a file give another config.json than `config`."""
     metadata = Metadata(read_gguf(file))
     read = usual_config(make_config(metadata))
     left_out = {*NOT_COMPARED, *metadata.architecture.uncompared}
@@ -163,7 +166,7 @@ def check_states(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_activation(config: Mapping[str, Any], family: Family, row: Architecture) -> None:
-    """Raise CheckpointError for an activation that is not the architecture's only one."""
+    """Raise CheckpointError if the activation differs from the architecture's only one."""
     usual = family.activations[0]
     found = config.get(family.activation_key, usual) if family.activation_key else usual
     if found != usual and not {found, usual} <= set(GELUS):
@@ -183,7 +186,7 @@ def _f32(value: float) -> Value:
 
 
 def _typed(value: Any) -> Any:
-    """Return a number, or a list of numbers, with its type: a whole number is a u32."""
+    """Return a number, or a list of numbers, with its GGUF type; whole numbers become u32."""
     if isinstance(value, Value | str):
         return value
     first = value[0] if isinstance(value, list) else value
@@ -219,7 +222,10 @@ def _rope(
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     stated = config.get("rope_parameters") or {}
     full = stated.get("full_attention", stated)
-    scaling = {**full, **(config.get("rope_scaling") or {})}  # the older key takes precedence
+    scaling = {
+        **full,
+        **(config.get("rope_scaling") or {}),
+    }  # the older key, rope_scaling, takes precedence
     for usual, own in row.rope_names.items():
         config = {usual: config[own], **config} if own in config else config
     theta = scaling.get("rope_theta", config.get("rope_theta", row.default_theta))
@@ -270,8 +276,9 @@ def _rope(
 def _long_rope(
     config: Mapping[str, Any], scaling: Mapping[str, Any], original: int | None
 ) -> dict[str, Any]:
-    """Return the metadata of LongRoPE: the length up to which the short factors hold, and the
-    factor of cosines and sines.
+    """Return the metadata of LongRoPE.
+
+    They are the length up to which the short factors are used, and the factor of cosines and sines.
     """
     length = config["max_position_embeddings"]
     original = original or length

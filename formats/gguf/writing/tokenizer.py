@@ -1,4 +1,4 @@
-"""tokenizer.json -> metadata of a GGUF file: formats/gguf/tokenizer.py the other way round.
+"""Convert tokenizer.json to the metadata of a GGUF file: the inverse of gguf/tokenizer.py.
 
 Needs no torch.
 """
@@ -30,7 +30,7 @@ SPELLED_OUT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 def tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the tokenizer's metadata; {} for a folder without a tokenizer.
 
-    Raises CheckpointError for a tokenizer that GGUF has no name for.
+    Raises CheckpointError if GGUF has no name for the tokenizer.
     """
     if not (folder / FILE).is_file():
         if (folder / "tokenizer.model").is_file():
@@ -73,7 +73,7 @@ def _unknown(folder: Path, problem: str) -> CheckpointError:
 def _texts(
     vocab: Mapping[str, int], added: Mapping[int, dict], size: int, folder: Path
 ) -> list[str]:
-    """Return the token of each row of the embedding; rows without one get a name."""
+    """Return the token text of each row of the embedding; rows without a token get a name."""
     by_id = {number: text for text, number in vocab.items()}
     by_id |= {number: each["content"] for number, each in added.items()}
     if max(by_id, default=0) >= size:
@@ -95,7 +95,7 @@ def _type_of(number: int, text: str, added: Mapping[int, dict], model: Mapping[s
 def _sentence_piece(
     tokenizer: Mapping[str, Any], texts: list[str], types: list[int], merges: list[list[str]]
 ) -> dict[str, Any]:
-    """Return the keys of a SentencePiece BPE: a token's score falls with its first merge."""
+    """Return the keys of a SentencePiece BPE; tokens of earlier merges get higher scores."""
     rank: dict[str, int] = {}
     for number, (left, right) in enumerate(merges):
         rank.setdefault(left + right, number)
@@ -130,7 +130,7 @@ def _splits(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
         return [r"\p{N}" if pre_tokenizer.get("individual_digits") else r"\p{N}+"]
     if kind == "Split":
         text = pre_tokenizer["pattern"].get("Regex", "")
-        text = text.replace(f"[{STOPS}]", STOPS)  # BLOOM's class within a class
+        text = text.replace(f"[{STOPS}]", STOPS)  # BLOOM writes a class within a class
         return [text.replace(SPELLED_OUT, CONTRACTIONS).replace("(?:'s|", "(?i:'s|")]
     return [f"<{kind}>"]
 

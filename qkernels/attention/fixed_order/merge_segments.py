@@ -1,7 +1,6 @@
-"""The sums of a row's segments, folded from its last segment to its first, in Triton.
+"""Fold the partial sums of a row's segments, from its last segment to its first, in Triton.
 
-Legend: T tokens of a step, R requests, H query heads, D head dim, G segments of the longest
-context.
+Legend: see qkernels/ops.py; G segments of the longest context.
 """
 
 import torch
@@ -27,7 +26,7 @@ def merge_segments(
     segment_keys: int = SEGMENT_KEYS,
     chunk_size: int | None = None,
 ) -> None:
-    """Fold weighted sums, largest scores and sums of weights, float32, into `out`."""
+    """Fold weighted sums, largest scores and sums of weights, all float32, into `out_THD`."""
     T, H, G, D = partials_THGD.shape
     R = step.context_lengths_R.shape[0]
     with on_device(out_THD):

@@ -1,12 +1,16 @@
-"""Attention whose sums have one order: a row's bits depend on its own request and position alone.
+"""Batch-invariant attention: a row's bits depend only on its own request and position.
 
-On sm_90 a row's keys are divided into segments at multiples of 128. Each has sums of its own. They
-are folded from the row's own segment down to the first, whether one program computes all segments
-or one each (sm90_segments.py). Longer heads run in the kernel for prompt chunks alone: one chain of
-sums, never split. 8-bit pages, and all pages on other GPUs, run in triton_segments.py: segments of
-their own, for prompts and decodes. There rows with keys after their own (images whose rows see each
-other) run, too, after all rows have run without these keys: so the other rows keep their bits. On a
-CPU each row is computed alone.
+- sm_90, 16-bit pages, head dim up to 128: a row's keys are divided into segments at multiples of
+  128. Each segment has its own sums, which are folded from the row's last segment to its first. One
+  program computes all segments, or several share them; the bits are the same (sm90_segments.py).
+- sm_90, 16-bit pages, longer heads: always the kernel for prompt chunks, with one chain of sums
+  that is never split.
+- 8-bit pages, and all pages on other GPUs: triton_segments.py, which has its own segments, for
+  prompts and decode.
+- CPU: each row is computed alone.
+
+Rows that see keys after their own (tokens of one image) run a second time in triton_segments.py,
+after all rows have run without these keys. So the other rows keep their bits.
 """
 
 import torch
@@ -60,7 +64,7 @@ def _causal(
     slopes_H: torch.Tensor | None,
     chunk_size: int | None,
 ) -> torch.Tensor:
-    """All rows, none with keys after its own."""
+    """Compute all rows as causal attention: no row sees keys after its own."""
     settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None and not cache.is_8bit:
         by_segment = q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM

@@ -1,7 +1,7 @@
-"""Folding the sums of a segment of keys into those of the segments after it, in Gluon.
+"""Gluon functions that fold the sums of a segment of keys into those of the segments after it.
 
-sm90_segments.py, sm90_prefill.py and merge_segments.py compute the same expressions, with each
-multiply-add written out: a row then has the same bits whichever of them computes it.
+sm90_segments.py, sm90_prefill.py and merge_segments.py compute the same expressions, with explicit
+multiply-adds. So a row has the same bits in all three.
 """
 
 from triton.experimental import gluon

@@ -1,13 +1,13 @@
-"""Attention of few query rows over 16-bit pages in segments of keys, for sm_90, in Gluon.
+"""Batch-invariant attention of few query rows over 16-bit pages, for sm_90, in Gluon.
 
-A segment is 128 keys that begin at a multiple of 128: a step of sm90_prefill.py. Its scores, their
-largest, the weights, their sum and the weighted sum of its values depend on the row and the segment
-alone. A row's segments are folded from its last to its first (sm90_fold.py). Where these are too
-few programs, several share a row's segments and merge_segments.py folds. A program is one warp, so
-that its reductions have the order of those of sm90_prefill.py; mma.sync has the order of wgmma.
+A segment is 128 keys that begin at a multiple of 128, the same as a step of sm90_prefill.py. Its
+scores, their maximum, the weights, their sum and the weighted sum of values depend only on the row
+and the segment. A row's segments are folded from its last to its first (sm90_fold.py). If that
+gives too few programs, several programs share a row's segments and merge_segments.py folds them.
 
-Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table, M padded rows (16), G segments of the longest context.
+A program is one warp, so that its reductions have the same order as in sm90_prefill.py; mma.sync
+adds in the same order as wgmma. Legend: see qkernels/ops.py; M padded rows (16), G segments of the
+longest context.
 """
 
 import torch
@@ -47,7 +47,7 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """ops.paged_attention over 16-bit pages; `splits` overrides segment_splits."""
+    """Implement ops.paged_attention over 16-bit pages; `splits` overrides segment_splits."""
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
@@ -115,7 +115,7 @@ class Pages:
 
     table: gl.tensor
     kv_head: gl.tensor
-    begin: integer  # the first key that may be read
+    begin: integer  # first key that may be read
     length: gl.tensor  # keys of the context
     B: gl.constexpr
 
@@ -125,7 +125,7 @@ class Pages:
         pages = ()
         for b in gl.static_range(KEYS // self.B):
             key = segment * KEYS + b * self.B
-            # TMA writes zeros where a coordinate is outside of the pool.
+            # TMA writes zeros if a coordinate is outside of the pool
             page = desc.shape[0]
             if (key < self.length) & (key + self.B > self.begin):
                 page = gl.load(self.table + key // self.B)

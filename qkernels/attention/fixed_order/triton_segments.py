@@ -1,21 +1,23 @@
-"""Attention in segments of keys, in Triton: one order of sums for prompt chunks and decode rows.
+"""Batch-invariant attention in segments of keys, in Triton, for prompt chunks and decode rows.
 
-Runs 8-bit pages on sm_90 and all pages on other GPUs. A segment is 128 keys and starts at a
-multiple of 128; a program reads it in steps of up to 64 keys. The maximum score, the weights and
-the weighted sum of a segment start from zero, so they depend on the row and the segment alone.
-Segments are folded from the last of a row to the first. With enough programs, each folds its rows'
-segments in registers. With too few, the segments are stored and merge_segments.py folds them.
+It runs 8-bit pages on sm_90 and all pages on other GPUs. A segment is 128 keys and starts at a
+multiple of 128; a program reads it in steps of up to 64 keys. The largest score, the weights and
+the weighted sum of a segment start from zero, so they depend only on the row and the segment. A
+row's segments are folded from its last to its first. With enough programs, each one folds the
+segments of its rows in registers. Otherwise the segments are stored and merge_segments.py folds
+them.
 
-The number of rows in a tile changes no bit. Every step of keys is masked. A product with ones adds
-the weights. Tensor cores add in the order of keys; the order of a reduction would depend on the
-layout. Both folds write out their multiply-adds: otherwise the compiler might contract them in one
-fold only.
+The number of rows in a tile does not change any bit, for these reasons:
 
-A segment that a row does not see changes none of its bits, so rows with keys after their own
-(`last_keys`) fit into the same tiles.
+- Every step of keys is masked.
+- A product with ones adds the weights: tensor cores add in the order of keys, while the order of a
+  reduction would depend on the layout.
+- Both folds have explicit multiply-adds; otherwise the compiler might contract them in one only.
 
-Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table, G segments of the longest context.
+A segment that a row does not see leaves the row's bits unchanged, so rows that see keys after their
+own (`last_keys_T`) fit into the same tiles.
+
+Legend: see qkernels/ops.py; G segments of the longest context.
 """
 
 import torch
@@ -52,9 +54,9 @@ def paged_attention(
     config: TileConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Implement ops.paged_attention; rows of `config` and `splits` change no bit.
+    """Implement ops.paged_attention for rows that see no key after their own.
 
-    Rows see no key after their own.
+    `config.block_q` and `splits` do not change any bit.
     """
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "chunk_size": chunk_size}
@@ -79,7 +81,7 @@ def attend_(
     splits: int | None = None,
     last_keys_T: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out`. With `last_keys`, replace only the rows that see keys after their own."""
+    """Fill `out_THD`. With `last_keys_T`, replace only the rows that see keys after their own."""
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:
@@ -90,13 +92,13 @@ def attend_(
         heads_per_kv_head=H // J,
         head_dim=D,
         element_size=q_THD.element_size(),
-        # 32 rows of wide heads and their last keys would overflow the registers
+        # 32 rows of wide heads and their last keys would spill registers
         max_query_len=step.max_query_len if last_keys_T is None or D <= 128 else 1,
     )
     blocks = T // config.block_q + R
     segments = ceil_div(step.max_context_len, SEGMENT_KEYS)
     if last_keys_T is not None:
-        splits = 1  # merge_segments folds a row's own segments
+        splits = 1  # merge_segments folds only the segments up to a row's own key
     if splits is None:
         seen = window or chunk_size
         visible = min(segments, ceil_div(seen, SEGMENT_KEYS) + 1) if seen else segments
@@ -169,16 +171,16 @@ def _attend_segments(
     lengths_ptr,  # [R]
     k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
     v_scales_ptr,  # [P, B, J]
-    out_ptr,  # [T, H, D], where a program folds
-    partials_ptr,  # [T, H, G, D], otherwise: each segment's weighted sum of values; or None
+    out_ptr,  # [T, H, D], written if a program folds all segments
+    partials_ptr,  # [T, H, G, D]: each segment's weighted sum of values; None if programs fold
     sums_ptr,  # [2, T, H, G]: each segment's largest score, and its sum of weights; or None
     sinks_ptr,  # [H], or None
     slopes_ptr,  # [H], or None
-    last_keys_ptr,  # [T], or None: each row's own
+    last_keys_ptr,  # [T], or None: rows see keys up to their own
     R,
     T,
-    scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
-    cap_log2,  # soft cap in powers of two
+    scale,  # makes scores base-2 logarithms, for exp2; with a soft cap, in units of the cap
+    cap_log2,  # soft cap as a base-2 logarithm
     num_segments,
     stride_qt,
     stride_qh,
@@ -263,7 +265,7 @@ def _attend_segments(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
-    if sinks_ptr is not None:  # a key whose value is zero
+    if sinks_ptr is not None:  # a sink is a key whose value is zero
         sink = tl.load(sinks_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
         largest = sink * 1.4426950408889634
         total = tl.full([BLOCK_M], 1.0, tl.float32)

@@ -1,4 +1,4 @@
-"""4-bit codes of keys and values in registers, for Triton kernels (codes.py defines them)."""
+"""Triton device functions for 4-bit codes of keys and values in registers; see codes.py."""
 
 import triton
 import triton.language as tl

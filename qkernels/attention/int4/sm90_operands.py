@@ -1,8 +1,8 @@
-"""Operands of sm90_decode_8bit.py from 4-bit codes: a few bit operations, no subtraction.
+"""Convert 4-bit codes to mma operands for sm90_decode_8bit.py, with bit operations only.
 
-A nibble, code + 8, becomes the mantissa of a large power of two: 1024 + nibble or 1024 + 16 nibble
-in float16 for keys, 128 + nibble in bfloat16 for values. What is too much is the same for all keys
-of a product, so it is taken off sums: for keys where their sum begins, for values at the end.
+A nibble, code + 8, becomes part of a mantissa: 1024 + nibble or 1024 + 16 nibble in float16 for
+keys, 128 + nibble in bfloat16 for values. The added offset is the same for all keys of a product,
+so it is subtracted from sums: from the initial sum for keys, from the final sum for values.
 
 Legend: W warps, N keys of a warp's step, D head dim, H = D / 2 bytes of a row; t = lane % 4,
 g = lane / 4. A lane's bytes are those of an 8-bit row of H channels (sm90_decode_8bit_load.py).
@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from qkernels.gpu.registers import unpack_x2
 
-# Products of a query's channels with what is added to codes: 1024 + 8, and (1024 + 128) / 16 of
-# the upper channels, whose queries are divided by 16.
+# Offsets that the operands add to codes: 1024 + 8, and (1024 + 128) / 16 for the upper channels,
+# whose queries are divided by 16.
 LOW_KEY_OFFSET = gl.constexpr(1032.0)
 HIGH_KEY_OFFSET = gl.constexpr(72.0)
 VALUE_OFFSET = gl.constexpr(136.0)  # 128 + 8

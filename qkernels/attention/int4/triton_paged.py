@@ -1,11 +1,11 @@
-"""The kernel of attention/triton_paged.py over 4-bit keys and values.
+"""Paged attention over 4-bit keys and values: the kernel that attention/triton_paged.py launches.
 
-A byte holds a channel of either half of a head, so scores are two products of half a head each.
-Codes of keys become the queries' dtype in registers, exactly. A half's score is scale * product +
-zero * sum, where `sum` is that of the query's channels. Values are dequantized in float32 and
-rounded to the queries' dtype.
+A byte holds one channel of each half of a head, so scores are the sum of two products over half a
+head. Codes of keys are converted to the queries' dtype in registers, exactly. The score of a half
+is scale * product + zero * sum, where `sum` is the sum of the query's channels. Values are
+dequantized in float32 and rounded to the queries' dtype.
 
-Legend as in attention/triton_paged.py.
+Legend: see attention/triton_paged.py.
 """
 
 import triton
@@ -17,7 +17,7 @@ from qkernels.gpu.row_blocks import request_of
 
 @triton.jit(do_not_specialize=["R", "T"])
 def paged_attention_4bit(
-    q_ptr,  # [T, H, D], rotated as keys are
+    q_ptr,  # [T, H, D], rotated like the keys
     k_ptr,  # [P, B, J, D / 2] bytes
     v_ptr,  # [P, B, J, D / 2]
     tables_ptr,  # [R, X]
@@ -106,10 +106,10 @@ def paged_attention_4bit(
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
-    low = tl.zeros([BLOCK_M, HALF], tl.float32)  # sums of values, of either half of the channels
+    low = tl.zeros([BLOCK_M, HALF], tl.float32)  # sums of values: low and high half of the channels
     high = tl.zeros([BLOCK_M, HALF], tl.float32)
     if sinks_ptr is not None:
-        # a key whose value is zero, of the first split
+        # a sink is a key whose value is zero; it belongs to the first split
         sink = tl.load(sinks_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
         largest = tl.where(split == 0, sink * 1.4426950408889634, largest)  # log2(e)
         weights = tl.where(split == 0, 1.0, weights)

@@ -1,1 +1,1 @@
-"""Latent attention in one order of summation."""
+"""Batch-invariant latent attention."""

@@ -1,8 +1,9 @@
-"""Latent attention whose sums have one order: a row's bits depend on its request and position.
+"""Batch-invariant latent attention: a row's bits depend only on its request and position.
 
-Keys are divided into segments at multiples of 256. Each has sums of its own, which are folded from
-a row's last segment to its first, by one program or from memory (triton_segments.py). Prompts run
-over entries, too: expanded keys would be other products. On a CPU each row is computed alone.
+Keys are divided into segments at multiples of 256. Each segment has its own sums, which are folded
+from a row's last segment to its first, in one program or from memory (triton_segments.py). Prompts
+also run over entries: with expanded keys the products would be different ones. On a CPU each row is
+computed alone.
 """
 
 from dataclasses import replace
@@ -49,9 +50,9 @@ def latent_attention(
 def fixed_order_heads(
     x_THK: torch.Tensor, weight_HKN: torch.Tensor, out_THN: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply each head's rows of x by its matrix: [T, H, N], in one order of summation.
+    """Multiply each head's rows of x by the head's matrix, batch-invariant: [T, H, N].
 
-    `out`: where to write the result.
+    The result is written to `out_THN` if it is given.
     """
     if out_THN is None:
         out_THN = x_THK.new_empty(*x_THK.shape[:2], weight_HKN.shape[2])

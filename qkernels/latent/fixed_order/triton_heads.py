@@ -1,4 +1,4 @@
-"""A product for each head of a row, in Triton: one chain of sums over K for every tile size.
+"""Batch-invariant products by head in Triton: one chain of sums over K for every tile size.
 
 Legend: T rows, H heads, K inputs, N outputs of a head; BT, BN, BK the tile.
 """
@@ -20,7 +20,10 @@ def multiply(
     out_THN: torch.Tensor,
     block_t: int | None = None,
 ) -> None:
-    """Write the products to `out`; `block_t` replaces the tile's rows, which change no bit."""
+    """Write the products to `out_THN`.
+
+    `block_t` sets the tile's rows; it does not change any bit.
+    """
     T, H, K = x_THK.shape
     N = weight_HKN.shape[2]
     if T == 0:

@@ -1,17 +1,17 @@
-"""Latent attention in segments of keys, in Triton: one order of sums for chunks and decode rows.
+"""Batch-invariant latent attention in segments of keys, in Triton, for chunks and decode rows.
 
-A segment is 256 keys and starts at a multiple of 256. The maximum score, the weights and the
-weighted sum of a segment start from zero, so they depend on the row and the segment alone. Segments
-are folded from the last of a row to the first. With enough programs, each folds its rows' segments
-in registers. With too few, segments are stored and attention/fixed_order/merge_segments.py folds
-them.
+A segment is 256 keys and starts at a multiple of 256. The largest score, the weights and the
+weighted sum of a segment start from zero, so they depend only on the row and the segment. A row's
+segments are folded from its last to its first. With enough programs, each one folds the segments of
+its rows in registers. Otherwise segments are stored and attention/fixed_order/merge_segments.py
+folds them.
 
-A product with ones adds the weights. Tensor cores add in the order of keys; the order of a
-reduction would depend on the layout. Both folds write out their multiply-adds: otherwise the
-compiler might contract them in one fold only.
+A product with ones adds the weights: tensor cores add in the order of keys, while the order of a
+reduction would depend on the layout. Both folds have explicit multiply-adds; otherwise the compiler
+might contract them in one fold only.
 
-Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
-pages, B tokens of a page, X pages of a block table, G segments of the longest context.
+Legend: see qkernels/ops.py; E numbers of an entry, L numbers of its latent, G segments of the
+longest context.
 """
 
 import torch
@@ -47,7 +47,10 @@ def latent_attention(
     config: SegmentConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Implement ops.latent_attention; `splits` overrides segment_splits and changes no bit."""
+    """Implement ops.latent_attention.
+
+    `splits` overrides segment_splits; no choice changes a bit.
+    """
     (T, H, E), R, L = q_THE.shape, step.context_lengths_R.shape[0], latent_width
     q_THE = q_THE.contiguous()
     out_THL = q_THE.new_empty((T, H, L))
@@ -117,12 +120,12 @@ def _latent_segments(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
-    out_ptr,  # [T, H, L], where a program folds
-    partials_ptr,  # [T, H, G, L], otherwise: each segment's weighted sum of values; or None
+    out_ptr,  # [T, H, L], written if a program folds all segments
+    partials_ptr,  # [T, H, G, L]: each segment's weighted sum of values; None if programs fold
     sums_ptr,  # [2, T, H, G]: each segment's largest score, and its sum of weights; or None
     R,
     T,
-    scale,  # to scores in powers of two, since exp2 is the hardware's
+    scale,  # makes scores base-2 logarithms, for exp2
     stride_table,
     num_segments,
     H: tl.constexpr,

@@ -1,7 +1,7 @@
-"""Attention over selected entries by the Triton kernel of latent attention.
+"""Attention over selected entries, by the Triton kernel of latent attention.
 
-Each row is a request of its own with pages of one entry: its block table is the selected slots.
-Legend: T rows of a step, H query heads, E numbers of an entry, L of its latent.
+Each row is passed as a separate request with pages of one entry; its block table is the selected
+slots. Legend: T rows of a step, H query heads, E numbers of an entry, L of its latent.
 """
 
 import torch

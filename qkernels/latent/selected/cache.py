@@ -1,7 +1,7 @@
-"""Pages of latents and of an indexer's keys, and the keys that it selects.
+"""Pages of latents and of an indexer's keys, and the keys that the indexer selects.
 
-Legend: P pages, B tokens of a page, D numbers of an indexer's key, T rows of a step, S keys that a
-row sees at most.
+Legend: P pages, B tokens of a page, D numbers of an indexer's key, T rows of a step, S most keys
+that a row sees.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,17 @@ from qkernels.latent.cache import PagedLatents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedLatents:
-    """Entries of tokens, and the keys by which an indexer scores them. A slot is page * B + offset
-    in both.
+    """Entries of tokens, and the keys by which an indexer scores them.
+
+    A slot is page * B + offset in both.
     """
 
     latents: PagedLatents
-    keys_PBD: torch.Tensor  # of the activations' dtype
+    keys_PBD: torch.Tensor  # in the activations' dtype
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what each page holds, as bytes."""
+        """Tensors [P, ...] of the contents of pages, as bytes."""
         return (*self.latents.page_tensors, self.keys_PBD.view(torch.uint8))
 
     @property
@@ -33,8 +34,8 @@ class IndexedLatents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedKeys:
-    """Slots of the keys that each row sees, in the order of their positions."""
+    """Slots of the keys that each row sees, by position."""
 
-    slots_TS: torch.Tensor  # int32; those beyond a row's count are 0
-    # int32, 1 to S. Rows of no request see the key in slot 0.
+    slots_TS: torch.Tensor  # int32; slots beyond a row's count are 0
+    # int32, 1 to S; rows that belong to no request see the key in slot 0
     counts_T: torch.Tensor

@@ -1,10 +1,13 @@
-"""Selection of keys by an indexer, and attention over them.
+"""Selection of keys by an indexer, and attention over the selected keys.
 
 Each function checks its arguments, then runs a kernel.
 
-Legend: T rows of a step, R requests, I heads of the indexer, D numbers of its keys, H query heads,
-E numbers of an entry, L of its latent, P pages, B tokens of a page, X pages of a block table, K
-keys, S selected keys.
+    T  rows of a step          I  heads of the indexer
+    R  requests                D  numbers of its keys
+    H  query heads             K  keys
+    E  numbers of an entry     S  selected keys
+    L  numbers of its latent   P  pages
+    B  tokens of a page        X  pages of a block table
 """
 
 import torch
@@ -22,7 +25,7 @@ from qkernels.latent.selected.select import highest, rows_and_positions, rows_of
 def write_index_keys_(k_TD: torch.Tensor, keys_PBD: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Write each token's key into its slot, page * B + offset; slot -1 is padding.
 
-    The host waits for nothing: a padding token repeats the first real one, or the old key.
+    The host does not wait: a padding token rewrites the first real token, or else the old key.
     """
     op = "write_index_keys_"
     check_float(f"{op} k", k_TD)
@@ -48,10 +51,10 @@ def select_keys(
     most: int,
     kernel: str | None = None,
 ) -> SelectedKeys:
-    """Return the `most` keys of the highest scores for each row, among those up to its position.
+    """Return the keys with the `most` highest scores for each row, among those up to its position.
 
-    score = sum over heads of weights * relu(q k), in float32. A row with no more keys sees all.
-    `kernel` asks for a row of index_scores, or forbids some with a leading minus.
+    score = sum over heads of weights * relu(q k), in float32. A row with at most that many keys
+    sees all of them. `kernel` requests a row of index_scores, or forbids some with a leading minus.
     """
     op = "select_keys"
     check_float(f"{op} q", q_TID)
@@ -89,10 +92,10 @@ def selected_latent_attention(
     scale: float,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """Attention of each row over its selected entries alone: [T, H, L].
+    """Return attention of each row over its selected entries only: [T, H, L].
 
-    As latent_attention, but for the keys: row t sees the entries in the first `counts_T[t]` slots
-    of its row of `slots_TS`.
+    As latent_attention, but row t sees the entries in the first `counts_T[t]` slots of
+    `slots_TS[t]`.
     """
     op = "selected_latent_attention"
     check_float(f"{op} q", q_THE)

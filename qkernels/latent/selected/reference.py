@@ -1,8 +1,6 @@
-"""Scores of an indexer, and attention over the keys that it selects, in plain torch.
+"""Plain torch references of an indexer's scores and of attention over the selected keys.
 
-Legend: T rows of a step, R requests, I heads of the indexer, D numbers of its keys, H query heads,
-E numbers of an entry, L of its latent, P pages, B tokens of a page, X pages of a block table, N
-some rows, K keys, S selected keys.
+Legend: see latent/selected/ops.py; N some rows.
 """
 
 import torch
@@ -10,7 +8,7 @@ import torch
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.selected.cache import SelectedKeys
 
-MAX_ENTRIES = 2**15  # gathered at a time
+MAX_ENTRIES = 2**15  # entries that are gathered together
 
 
 def index_scores(
@@ -25,7 +23,7 @@ def index_scores(
 ) -> torch.Tensor:
     """Return the scores [N, K] in float32: sum of weights * relu(q k) over heads."""
     B = keys_PBD.shape[1]
-    # beyond a request's last page the table may hold anything
+    # beyond a request's last page, the block table may hold anything
     pages_RX = tables_RX[:, : -(-num_keys // B)].long().clamp(0, len(keys_PBD) - 1)
     scores_NK = q_NID.new_empty((len(q_NID), num_keys), dtype=torch.float32)
     position_K = torch.arange(num_keys, device=q_NID.device)
@@ -45,7 +43,7 @@ def selected_latent_attention(
     latent_width: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of each row over its selected entries, in float32. [T, H, L]."""
+    """Return attention of each row over its selected entries, in float32: [T, H, L]."""
     (T, H, _), S = q_THE.shape, selected.slots_TS.shape[1]
     out_THL = q_THE.new_empty((T, H, latent_width))
     single = cache.by_slot()

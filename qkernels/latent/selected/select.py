@@ -1,26 +1,28 @@
-"""Choice of the keys that each row of a step sees: those with the highest scores of an indexer.
+"""Choice of the keys that each row of a step sees: those with the highest indexer scores.
 
-Legend: T rows of a step, R requests, I heads of the indexer, D numbers of its keys, P pages, B
-tokens of a page, N some rows, K keys, S selected keys.
+Legend: see latent/selected/ops.py; N some rows.
 """
 
 import torch
 
 from qkernels.attention.cache import AttentionStep
 
-MAX_BYTES = 2**27  # of the scores of the rows that are scored together
+MAX_BYTES = 2**27  # most bytes of the scores that are computed together
 LOW_BITS = 2**32 - 1
-# the highest number that `_ordered` makes of minus infinity
+# largest number to which `_ordered` maps minus infinity
 LAST_OF_NONE = ((-0x7F800000 - 1) << 32) | LOW_BITS
 
 
 def rows_of_block(num_keys: int) -> int:
-    """Return the rows whose scores of `num_keys` keys take at most MAX_BYTES."""
+    """Return the number of rows whose scores of `num_keys` keys take at most MAX_BYTES."""
     return max(1, MAX_BYTES // (4 * num_keys))
 
 
 def rows_and_positions(step: AttentionStep, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the request and the position of each row, int32 [T]; -1 for rows of no request."""
+    """Return the request and the position of each row, int32 [T].
+
+    The position is -1 for rows that belong to no request.
+    """
     starts_R1, device = step.query_starts_R1, step.query_starts_R1.device
     rows_T = torch.arange(num_rows, dtype=torch.int32, device=device)
     ends_R = starts_R1[1:].contiguous()
@@ -32,8 +34,8 @@ def rows_and_positions(step: AttentionStep, num_rows: int) -> tuple[torch.Tensor
 
 
 def _ordered(scores_NK: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers in the order of the scores, and of equal ones from the last key on."""
-    bits_NK = (scores_NK + 0.0).view(torch.int32)  # -0 becomes 0
+    """Map scores to int64 numbers that sort like the scores; ties sort earlier keys higher."""
+    bits_NK = (scores_NK + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
     order_NK = torch.where(bits_NK < 0, bits_NK ^ 0x7FFFFFFF, bits_NK).long()
     K = scores_NK.shape[1]
     return (order_NK << 32) | torch.arange(K - 1, -1, -1, device=scores_NK.device)
@@ -48,10 +50,10 @@ def highest(
     most: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots [N, S] of the highest scores in the order of positions, and their counts.
+    """Return the slots [N, S] of the highest scores, by position, and their counts.
 
-    Of equal scores the first ones are taken: a key whose heads all have relu 0 has score 0, so they
-    are frequent, and topk takes any of them.
+    Ties go to the earliest keys. They are frequent: a key whose heads all have relu 0 has score 0.
+    torch.topk may return any of them.
     """
     K = scores_NK.shape[1]
     found_NS = _ordered(scores_NK).topk(min(most, K), dim=1).values

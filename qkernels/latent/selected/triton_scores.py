@@ -1,8 +1,7 @@
 """An indexer's scores of the keys in pages, in Triton.
 
-A program scores a block of one row's keys: all heads of the indexer are the rows of one product,
-whose positive parts it weighs and sums. Legend: N rows, R requests, I heads of the indexer, D
-numbers of a key, P pages, B tokens of a page, X pages of a block table, K keys.
+A program scores a block of keys for one row. The indexer's heads are the rows of one product; the
+program weights its positive values and sums them. Legend: see latent/selected/ops.py; N rows.
 """
 
 import torch
@@ -12,7 +11,7 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 
-KEYS = 64  # of a program
+KEYS = 64  # keys per program
 
 
 def index_scores(

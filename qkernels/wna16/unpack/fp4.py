@@ -1,7 +1,7 @@
-"""Packed words of 4-bit floats to weights, in Triton (fp4_layout.py has the layout).
+"""Triton device functions that unpack 4-bit floats to weights; fp4_layout.py defines the layout.
 
-On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the weights are the same without it.
-Legend: N outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
+On NVIDIA GPUs USE_PTX enables a piece of inline PTX; the weights are the same without it. Legend: N
+outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
 """
 
 import triton
@@ -127,7 +127,7 @@ def prefetch_scales(
     scales_ptr, tile, first, last, steps, FP4: tl.constexpr, TILE_N: tl.constexpr, BN: tl.constexpr
 ):
     """Prefetch a block's scales into the L2, the lines of 128 bytes of up to 128 K steps."""
-    VALUES: tl.constexpr = FP4.parts * TILE_N  # of a step
+    VALUES: tl.constexpr = FP4.parts * TILE_N  # scale words per K step
     LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
     for i in tl.static_range(BN // TILE_N):
         for line in tl.static_range((VALUES + LINE - 1) // LINE):

@@ -1,7 +1,7 @@
-"""K steps of several groups with a scale and a minimum each, in Triton: words to weights.
+"""Triton device functions that unpack K steps with several groups, each with scale and minimum.
 
-On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the weights are the same without it, but
-for a power of two. Legend: N outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
+On NVIDIA GPUs USE_PTX enables a piece of inline PTX; apart from a power of two, the weights are the
+same without it. Legend: N outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
 """
 
 from typing import NamedTuple
@@ -18,25 +18,25 @@ from qkernels.wna16.unpack.words import in_order, unpack, unpack_x2
 class Grouping(NamedTuple):
     """Groups of a K step, a constexpr of the kernels (layout.GroupedSpec)."""
 
-    group: int  # inputs of a group
-    groups: int  # of a K step
+    group: int  # inputs per group
+    groups: int  # groups per K step
     has_minima: bool
-    steps_per_block: int  # K steps that share d and dmin; 0: there are none
+    steps_per_block: int  # K steps that share d and dmin; 0: no d and dmin
     ptx: str
     outputs: str  # constraints of the PTX
-    factor: float  # of scales in the PTX
-    addend: float  # of minima in the PTX; without minima, of scales
-    shrink: float  # of the weights that the PTX makes; sums are divided by it
+    factor: float  # factor of scales in the PTX
+    addend: float  # factor of minima in the PTX; without minima, of scales
+    shrink: float  # factor in the weights that the PTX makes; sums are divided by it
 
 
-# A bfloat16 code in the PTX is code 2^-133. The shrink keeps the factor of the largest scale, 2^23
-# in Q6_K, finite.
+# In the PTX, a bfloat16 code is code 2^-133. The shrink keeps the factor finite for the largest
+# scale, 2^23 in Q6_K.
 _SHRINK = {torch.float16: 1.0, torch.bfloat16: 2.0**-30}
 _FACTOR = {torch.float16: 1.0, torch.bfloat16: 2.0 ** (133 - 30)}
 
 
 def grouping(weight: PreparedWeight) -> Grouping | None:
-    """The groups of a weight's K steps; None: a K step has one scale."""
+    """Return the groups of a weight's K steps; None: a K step has one scale."""
     spec, dtype = weight.spec, weight.dtype
     if not isinstance(spec, GroupedSpec) or isinstance(spec, Fp4Spec):
         return None
@@ -209,7 +209,7 @@ def prefetch_steps(
 ):
     """prefetch_groups of K steps with several groups: the lines of 128 bytes of each step."""
     PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
-    VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # of a step
+    VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # values per K step
     LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
     for i in tl.static_range(BN // TILE_N):
         for line in tl.static_range(VALUES // LINE):

@@ -1,7 +1,8 @@
-"""Packed words of 4-bit floats to operand A of wgmma in registers, in Gluon.
+"""Gluon functions that unpack 4-bit floats to operand A of wgmma in registers.
 
-fp4_layout.py has the layout of words and scales, dequant.py that of registers. A word's numbers
-have one scale, or one for its first two pairs and one for the others. Legend as in dequant.py.
+fp4_layout.py defines the layout of words and scales, dequant.py the layout of registers. A word's
+numbers have one scale, or one for the first two pairs and one for the last two. Legend: see
+dequant.py.
 """
 
 from triton.experimental import gluon

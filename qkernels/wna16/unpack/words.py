@@ -1,16 +1,16 @@
-"""Packed words of codes to 16-bit values, in Triton.
+"""Triton device functions that unpack words of codes to 16-bit values.
 
-On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the results are the same without it.
-Legend: N outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
+On NVIDIA GPUs USE_PTX enables a piece of inline PTX; the results are the same without it. Legend: N
+outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# A code q or-ed into the low bits of each half of this word is exactly 1024 + q in float16 (ten
-# mantissa bits) and 128 + q in bfloat16 (seven). bfloat16 has no room for 8 bits: two nibbles make
-# q - 128.
+# A code q or-ed into the low bits of each half of this word gives exactly 1024 + q in float16 (ten
+# mantissa bits) and 128 + q in bfloat16 (seven). bfloat16 has no room for 8-bit codes: their two
+# nibbles are combined to q - 128.
 MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
 
 
