@@ -42,11 +42,11 @@ class PromptPlan:
     """Prompt rows whose log probabilities one step reports."""
 
     rows: PromptRows
-    counts: tuple[tuple[Request, int], ...]  # requests and their numbers of rows, in order
+    counts: tuple[tuple[Request, int], ...]  # (request, number of rows), in order
 
 
 def plan_prompt_rows(plan: StepPlan) -> PromptPlan | None:
-    """The requested rows of a step, or None. Marks them as taken."""
+    """Return the requested rows of a step, or None. Marks these rows as taken."""
     rows, targets, counts, first = [], [], [], 0
     for chunk in plan.chunks:
         request, start = chunk.request, first
@@ -74,7 +74,7 @@ def plan_prompt_rows(plan: StepPlan) -> PromptPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHandle:
-    """Values on their way to the host."""
+    """Log probabilities that are being copied to the host."""
 
     logprobs: HostCopy  # [P]
     ranks: HostCopy  # [P]
@@ -82,7 +82,7 @@ class PromptHandle:
     top_tokens: HostCopy  # [P, N]
 
     def give_to(self, plan: PromptPlan) -> None:
-        """Wait, then add to each request the values of its rows."""
+        """Wait for the values, then add them to the requests."""
         columns = (self.logprobs, self.top_tokens, self.top_logprobs, self.ranks)
         entries = zip(*(copy.wait().tolist() for copy in columns), strict=True)
         for request, count in plan.counts:
@@ -97,11 +97,14 @@ class PromptHandle:
 def launch_prompt_logprobs(
     logits_of: Callable[[torch.Tensor], torch.Tensor], hidden_TC: torch.Tensor, rows: PromptRows
 ) -> PromptHandle:
-    """Compute in slices of rows. `logits_of` maps hidden states [S, C] to logits [S, V]."""
+    """Start computing log probabilities, in slices of rows.
+
+    `logits_of`: maps hidden states [S, C] to logits [S, V].
+    """
     device = hidden_TC.device
     index_P, targets_P = (to_device(array, device) for array in (rows.rows, rows.targets))
     parts: list[tuple[torch.Tensor, ...]] = []
-    size = 1  # the first row shows the vocabulary size
+    size = 1  # the first slice has one row and shows the vocabulary size
     first = 0
     while first < len(rows.rows):
         piece = slice(first, first + size)
@@ -110,7 +113,7 @@ def launch_prompt_logprobs(
         settings = drawing(rows.targets[piece], count).to(device)
         samples = ops.sample_(logits_SV, settings)
         target_S1 = logits_SV.gather(1, targets_P[piece, None])
-        # a token that has no chance cannot be drawn
+        # a token with probability 0 cannot be drawn, even with a bias
         logprob_S = torch.where(target_S1[:, 0] == -torch.inf, -torch.inf, samples.logprobs_S)
         rank_S = (logits_SV > target_S1).sum(-1) + 1
         parts.append((logprob_S, rank_S, samples.top_logprobs_SN, samples.top_tokens_SN))
@@ -123,7 +126,7 @@ def launch_prompt_logprobs(
 
 
 def drawing(tokens_S: np.ndarray, num_logprobs: int) -> SampleSettings:
-    """Settings that draw the given tokens: each has a bias of infinity."""
+    """Return settings with which sampling draws the given tokens: each has an infinite bias."""
     words_SP = np.empty((len(tokens_S), NUM_WORDS), np.int64)
     words_SP[:, :BIAS_START] = pack_row(SampleRow(num_logprobs=num_logprobs))
     words_SP[:, BIAS_START] = np.arange(len(tokens_S))

@@ -32,9 +32,9 @@ IGNORED = ("model", "tokenizer", "revision", "seed")
 
 
 def start_key(runner: ModelRunner, max_model_len: int, toolchain: str) -> str:
-    """Digest of everything that warm-up shapes and kernels follow from.
+    """Return the digest of everything that warm-up shapes and kernels depend on.
 
-    `toolchain`: the compiler, the GPU's architecture and the sources of kernels.
+    `toolchain`: identifies the compiler, the GPU architecture and the sources of kernels.
     """
     decoder, _ = sample_of_layers(runner.decoder)
     settings = {name: value for name, value in _plain(runner.config).items() if name not in IGNORED}
@@ -63,20 +63,20 @@ def _device_facts(device: torch.device) -> tuple[str, int, str]:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of each of our files: what launches kernels, also while one develops it."""
+    """Return name, size and modification time of this project's files, which launch kernels."""
     files = sorted(path for name in PACKAGES for path in (HOME / name).rglob("*.py"))
     found = [(path, path.stat()) for path in files]
     return [(str(path.relative_to(HOME)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 class StartRecord:
-    """File of one digest in the folder of compiled kernels."""
+    """The record of one digest: a file in the folder of compiled kernels."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._path = folder / f"qserve-start-{key}.json"
 
     def read(self, compiled: Collection[str]) -> list[WarmUpShape] | None:
-        """Shapes, or None: there is no record, or one of its kernels is not in `compiled`."""
+        """Return the shapes; None if there is no record, or one of its kernels is not compiled."""
         try:
             stored = json.loads(self._path.read_text())
             shapes = [(int(R), int(count), int(keys)) for R, count, keys in stored["shapes"]]
@@ -86,7 +86,7 @@ class StartRecord:
         return shapes if kernels <= set(compiled) else None
 
     def write(self, shapes: Sequence[WarmUpShape], kernels: Iterable[str]) -> None:
-        """Replace the file. Without it all still works."""
+        """Replace the file. If it cannot be written, log a warning: the file is optional."""
         text = json.dumps({"shapes": list(shapes), "kernels": sorted(set(kernels))})
         try:
             write_whole(self._path, text)

@@ -27,7 +27,7 @@ MAX_ROWS = 8  # with more rows the device is slower than the host
 
 
 def is_whole(step: StepInput) -> bool:
-    """True if a graph can sample all rows of a step that decodes."""
+    """Return True if the step can run as a whole step."""
     words_SP = step.sample_words_SP
     return (
         step.num_tokens == step.num_sampled <= MAX_ROWS
@@ -41,17 +41,17 @@ def is_whole(step: StepInput) -> bool:
 
 
 def launch_rings(device: torch.device) -> None:
-    """Launch the kernels of the rings, which no step outside of a graph launches."""
+    """Launch the ring kernels once. Only steps in graphs launch them otherwise."""
     whole = WholeSteps(1, device)
     whole.receive_(torch.zeros(1, dtype=torch.int64, device=device), 1)
     whole.deliver_(torch.zeros(1, dtype=torch.int64, device=device))
 
 
 class WholeSteps:
-    """Rings of the captured whole steps of one device."""
+    """The rings of captured whole steps on one device."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """`num_words`: int64 words of the largest step's inputs."""
+        """`num_words`: size of the largest step's inputs, in int64 words."""
         pinned = {"dtype": torch.int64, "pin_memory": device.type == "cuda"}
         self._device = device
         self._in_DB = torch.zeros(DEPTH, num_words, **pinned)
@@ -64,20 +64,23 @@ class WholeSteps:
         self._done = [torch.cuda.Event() for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def entry(self) -> np.ndarray:
-        """The next step's entry, to be filled before its launch. Waits for its last reader."""
+        """Return the ring entry of the next step. Waits until the device has read it.
+
+        The caller fills the entry before it launches the step.
+        """
         slot = self._num_sent % DEPTH
         if self._num_sent >= DEPTH and self._done:
             self._done[slot].synchronize()
         return self._entries[slot]
 
     def receive_(self, inputs_B: torch.Tensor, num_tokens: int) -> None:
-        """Begin a step on the device: its entry goes to `inputs_B`, with pending tokens."""
+        """Start a step on the device: copy its entry to `inputs_B` and fill in pending tokens."""
         from qkernels.gpu.rings import receive_  # imports triton, which a CPU may lack
 
         receive_(inputs_B, self._in_DB, self._counter, self.samples_R, num_tokens)
 
     def sample_(self, logits_SV: torch.Tensor, words_SP: torch.Tensor) -> None:
-        """End a step on the device: draw its tokens and deliver them."""
+        """End a step on the device: sample its tokens and deliver them."""
         settings = SampleSettings(
             words_SP=words_SP,
             bias_E=self._bias_E,
@@ -88,20 +91,20 @@ class WholeSteps:
         self.deliver_(ops.sample_(logits_SV, settings).tokens_S)
 
     def deliver_(self, tokens_S: torch.Tensor) -> None:
-        """Write the tokens of the current step to its entry, and end the step."""
+        """Write the tokens of the current step to its entry of the output ring; end the step."""
         from qkernels.gpu.rings import deliver_
 
         deliver_(tokens_S, self.samples_R, self._out_DR, self._counter)
 
     @contextlib.contextmanager
     def kept_samples(self) -> Iterator[None]:
-        """Keep the samples that the next step may take, while a step of padding runs."""
+        """Context for a padding step. Preserves the samples that the next step may read."""
         kept_R = self.samples_R.clone()
         yield
         self.samples_R.copy_(kept_R)
 
     def launched(self, num_rows: int) -> HostCopy:
-        """Note a launch of the filled entry's step. Returns its tokens on their way to the host."""
+        """Record that the step of the filled entry was launched. Returns its tokens' host copy."""
         slot = self._num_sent % DEPTH
         self._num_sent += 1
         tokens_S = self._out_DR[slot, :num_rows]
@@ -111,12 +114,12 @@ class WholeSteps:
         return HostCopy.under_way(tokens_S, self._done[slot])
 
     def token_ids(self, step: StepInput, last_samples: torch.Tensor | None) -> np.ndarray:
-        """A step's token ids; -1 - r where the device finds them in row r of `samples_R`."""
+        """Return a step's token ids; -1 - r for a pending token that is in row r of `samples_R`."""
         rows = step.pending_row
         if not len(rows):
             return step.token_ids_T
         if last_samples is None or last_samples.data_ptr() != self.samples_R.data_ptr():
-            # the step before was no whole one
+            # the previous step was not a whole step
             drawn = last_samples[to_device(rows, self._device)]
             self.samples_R[: len(rows)] = drawn
             rows = np.arange(len(rows))
