@@ -1,7 +1,7 @@
-"""Microbatches of a step, so that pipeline stages compute different ones at the same time.
+"""Microbatches of a step, so that pipeline stages compute different microbatches at the same time.
 
-Microbatches follow the order of the step's tokens: what a later one attends to is written before
-it. Legend: T tokens of the step, R requests (chunks).
+Microbatches keep the order of the step's tokens: the keys that a later microbatch attends to are
+written before it runs. T: tokens of the step. R: requests (chunks).
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.parallel.pipeline import Pipeline
 
-# With fewer tokens a pass is bound by reading the weights, which two microbatches read twice.
+# With fewer tokens a forward pass is bound by reading the weights, and each microbatch reads them.
 MIN_TOKENS = 256
-PER_STAGE = 2
+PER_STAGE = 2  # maximum number of microbatches per pipeline stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

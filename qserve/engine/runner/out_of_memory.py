@@ -1,4 +1,4 @@
-"""Recognition of out-of-memory errors, of torch and of other libraries."""
+"""Recognition of out-of-memory errors from torch and other libraries."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ import torch
 
 from formats.errors import InputError
 
-# Messages of other errors than OutOfMemoryError: the CPU's allocator, pinned memory and launches,
-# cuBLAS.
+# Messages of errors that are not an OutOfMemoryError: from the CPU allocator, pinned memory,
+# kernel launches and cuBLAS.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

@@ -1,10 +1,10 @@
-"""Log probabilities of prompts: their rows in a step, and their values on the device.
+"""Log probabilities of prompts: selects rows of a step and computes their values on the device.
 
 Row p of a prompt gives the log probability of token p + 1. Each row is taken once, by the first
-step that computes it, however the prompt is chunked; a request that is recomputed does not report
-it twice. The operation that draws tokens computes the values: from equal logits the log probability
-of a prompt token has the bits of that of a generated one. Legend: P rows, S rows of a slice,
-V vocabulary, N alternatives.
+step that computes it, so a preempted request does not report a row twice. The sampling operation
+computes the values: from equal logits, a prompt token and a generated token get the same bits.
+
+P: rows. S: rows of a slice. V: vocabulary size. N: alternatives.
 """
 
 import math
@@ -30,11 +30,12 @@ from qserve.engine.step.step_input import PromptRows
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
 
-# Logits in memory at a time. Each takes 4 bytes, 8 more as a candidate for the likeliest tokens,
-# and 1 for the rank. The 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
+# Maximum number of logits in memory at a time. Each takes 4 bytes, 8 more as a candidate for the
+# likeliest tokens, and 1 for the rank. Without slices, the 8000 rows of a long prompt would take
+# 4 GB for a vocabulary of 128,256.
 SLICE_LOGITS = 2**24
 SLICE_BYTES = 13 * SLICE_LOGITS
-MOST_ROWS = 2**15  # of a slice; a grid has up to 65535
+MOST_ROWS = 2**15  # rows of a slice; a kernel's grid has up to 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""RankResidence: weights and pages of a rank other than the leader, at the leader's calls."""
+"""RankResidence: runs the leader's sleep and weight calls on another rank."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from qserve.engine.control.shared_tensors import DTYPES, open_tensors
 from qserve.engine.runner.residence import Residence
 from qserve.model.resident.staged import StagedWeights
 
-CALLS = ("sleep", "wake_weights", "wake_pages", "use_folder")  # of Residence, as they are
+CALLS = ("sleep", "wake_weights", "wake_pages", "use_folder")  # passed on to Residence
 OWN_CALLS = ("stage_folder", "stage_tensors", "receive", "stage_received", "fill", "drop")
 
 

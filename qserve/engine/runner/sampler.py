@@ -30,7 +30,7 @@ class TokenHistory:
         return 0 if self.table is not None else math.prod(self._shape) * torch.int32.itemsize
 
     def fill_(self, fill: HistoryFill) -> None:
-        """Set a row to the counts of a sequence: 1 if in the prompt, plus 2 per output occurrence."""
+        """Set a row to a sequence's counts: 1 if in the prompt, plus 2 per time in the output."""
         if self.table is None:
             self.table = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         counts_V = self.table[fill.row].zero_()

@@ -1,9 +1,9 @@
-"""StartRecord: warm-up shapes of an earlier start with the same kernels, next to those kernels.
+"""StartRecord: warm-up shapes of an earlier start, stored in the folder of compiled kernels.
 
-To find the shapes, a start plans every number of rows of every product and records the launches of
-each: 1 to 2 s for an 8B. All of it follows from facts that a digest holds. A start that finds its
-digest on disk, and all kernels compiled, skips both. If a fact is missing from the digest, a kernel
-is compiled when it is first launched, as without a record.
+To find the warm-up shapes, a start plans every number of rows of every product and records the
+launches of each, which takes 1 to 2 s for an 8B model. The result depends only on the facts in a
+digest. A start that finds a record with its digest, and all kernels compiled, skips this work. If a
+fact is missing from the digest, the only effect is that a kernel is compiled at its first launch.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from qserve.model.layer_kinds import launch_kind, sample_of_layers
 
 logger = logging.getLogger(__name__)
 
-HOME = Path(__file__).resolve().parents[3]  # of our packages
+HOME = Path(__file__).resolve().parents[3]  # folder of this project's packages
 PACKAGES = ("formats", "qkernels", "qserve")
-# Settings that no kernel depends on: other folders with the same layers share a record.
+# Settings that no kernel depends on, so that other models with the same layers share a record.
 IGNORED = ("model", "tokenizer", "revision", "seed")
 
 

@@ -1,8 +1,10 @@
-"""TowerGraphs: CUDA graphs of a vision tower, one for each size of image that comes again.
+"""TowerGraphs: CUDA graphs of a vision tower, one for each image size that occurs again.
 
-A call of the tower for few patches is bound by launches: 27 layers of nine kernels take more time
-on the host than on the device. The first call of a size runs kernel by kernel; the second is
-captured. Legend: B images of one size, N patches of an image, T = B * N, M embeddings of an image.
+A call of the tower for few patches is bound by kernel launches: 27 layers of nine kernels take more
+time on the host than on the device. The first call of a size runs kernel by kernel; the second call
+is captured.
+
+B: images of one size. N: patches of an image. M: embeddings of an image.
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ import torch
 from qserve.engine.runner.graphs.capture import capture
 from qserve.multimodal.qwen_tower import GridPlan, QwenTower
 
-MAX_PATCHES = 4096  # of a call, an image of 1024 x 1024: more of them keep the device busy
-NUM_GRAPHS = 32  # sizes whose graphs are kept, and as many that were seen once
+MAX_PATCHES = 4096  # per call, an image of 1024 x 1024; larger calls keep the device busy
+NUM_GRAPHS = 32  # maximum number of graphs, and of sizes that were seen once
 
 
 class CallSize(NamedTuple):

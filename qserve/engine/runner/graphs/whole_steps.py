@@ -1,12 +1,15 @@
-"""WholeSteps: decode steps of a few requests, whose CUDA graphs include inputs and sampling.
+"""WholeSteps: decode steps whose CUDA graphs include the input copy and sampling.
 
-For few requests the host is slower than the device: a 0.5B's graph takes 0.49 ms on an H200 and
-Python 0.68 ms for a step of it. Here a launch is one copy within the host's memory and one replay.
-The graph fetches its inputs from a ring of pinned memory, takes pending tokens from the samples of
-the step before, and writes the sampled tokens to a second ring (qkernels/gpu/rings.py).
+For few requests the host is slower than the device: for a step of a 0.5B model the graph takes
+0.49 ms on an H200 and Python 0.68 ms. A whole step needs only a copy within host memory and one
+graph replay. The graph reads its inputs from a ring of pinned memory, takes pending tokens from the
+samples of the previous step, and writes the sampled tokens to a second ring
+(qkernels/gpu/rings.py).
 
-A step has such a graph if all its rows sample and no row has biases, masks, penalties or log
-probabilities. Legend: D entries of a ring, B words of an entry, R rows, S rows that sample.
+A step can run as a whole step if all its rows sample and no row has biases, masks, penalties or log
+probabilities.
+
+D: entries of a ring. B: words of an entry. R: rows. S: rows that sample.
 """
 
 import contextlib
@@ -21,7 +24,7 @@ from qkernels.sampling.words import HISTORY_ROW, NUM_LOGPROBS
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
 
-# Entries of the rings: more steps than are ever in flight, whose tokens the host has not read.
+# Entries of each ring: more than the steps in flight, whose tokens the host has not read.
 DEPTH = 16
 MAX_ROWS = 8  # with more rows the device is slower than the host
 
