@@ -28,7 +28,7 @@ class Pipeline:
         return self.stage == 0
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this stage. Layers are divided evenly; later stages may have more."""
+        """Return the layers of this stage. Layers are divided evenly, later stages get one more."""
         ends = self._ends(num_layers)
         return range(ends[self.stage], ends[self.stage + 1])
 

@@ -174,7 +174,7 @@ def join(
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:
-    """On rank 0, wait for the others here, since a wait in a process group cannot be interrupted."""
+    """On rank 0, wait for the others, since a wait in a process group cannot be interrupted."""
     store.set(f"rank {rank}", "is here")
     others = [f"rank {other}" for other in range(size)]
     while rank == 0 and not store.check(others):

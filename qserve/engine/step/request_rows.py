@@ -87,7 +87,7 @@ class RequestRows:
         return self._sampled_N[rows]
 
     def biases(self, rows_S: np.ndarray, words_SP: np.ndarray) -> np.ndarray:
-        """Return the bias entries of a step's samples, int64 [E]; set their ranges in `words_SP`."""
+        """Return the bias entries of a step's samples, int64 [E], and set their word ranges."""
         (chosen,) = np.nonzero(self._has_bias_N[rows_S])
         if not len(chosen):
             return np.zeros(0, np.int64)

@@ -56,7 +56,7 @@ class Streams(torch.nn.Module):
 
 
 class AltUp(torch.nn.Module):
-    """Predicts all streams before a layer, and corrects them with the layer's result for stream 0."""
+    """Predicts all streams before a layer; corrects them with the layer's result for stream 0."""
 
     def __init__(
         self,

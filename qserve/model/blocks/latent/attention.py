@@ -233,7 +233,7 @@ class LatentAttention(torch.nn.Module):
         step: StepInputs,
         cache: PagedLatents | IndexedLatents,
     ) -> LinearOutput:
-        """Store the entries of the step's tokens [T, C], and attend to all tokens of their requests.
+        """Store the entries of the step's tokens [T, C]; attend to all tokens of their requests.
 
         The result is the input of the next norm.
         """
