@@ -181,7 +181,7 @@ def _is_linear(module: torch.nn.Module | None) -> bool:
 def _check_rest(
     architecture: str, module: torch.nn.Module, name: str, linears: set[str], width: int
 ) -> None:
-    """Refuse a tensor of a sharded module that is neither in a linear nor the same for each head."""
+    """Refuse a tensor of a sharded module that is not in a linear and not the same per head."""
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
         known = local.partition(".")[0] in linears or local == SINKS
         if not (known or tensor.numel() == 1 or tuple(tensor.shape) == (width,)):

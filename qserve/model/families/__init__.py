@@ -20,7 +20,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    """Build one layer of the family, for draft layers that some checkpoints have after the others."""
+    """Build one layer of the family, for the draft layers that some checkpoints have."""
     return _module(config).build_layer(config, weights)
 
 

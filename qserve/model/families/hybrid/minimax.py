@@ -60,6 +60,6 @@ def build_lightning(config: ModelConfig, weights: LayerWeights) -> LightningAtte
 
 
 def slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
-    """Return -log of each head's decay factor, float32 [H]: ALiBi slopes, smaller in later layers."""
+    """Return -log of each head's decay, float32 [H]: ALiBi slopes, smaller in later layers."""
     rates_H = (2 ** (-8 / heads)) ** (torch.arange(heads, dtype=torch.float32) + 1)
     return rates_H * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)
