@@ -1,6 +1,6 @@
-"""qserve: quantize a language model, prove the file right, serve it fast.
+"""qserve: quantize a language model, verify the checkpoint, serve it fast.
 
-Importing it loads no torch: `LLM` and the other names load when first used.
+`import qserve` loads no torch: `LLM` and the other public names are imported on first use.
 """
 
 import importlib
@@ -90,7 +90,7 @@ __all__ = [
 
 
 def _check_siblings() -> None:
-    """Raise ImportError where another package of the same name shadows one of ours."""
+    """Raise ImportError if another package of the same name shadows one of this project."""
     home = Path(__file__).resolve().parent.parent
     for name in _SIBLINGS:
         spec = importlib.util.find_spec(name)

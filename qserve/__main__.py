@@ -1,4 +1,4 @@
-"""`python -m qserve`: the command line, if the script `qserve` is not on PATH."""
+"""`python -m qserve`: the command line, for when the script `qserve` is not on PATH."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""AsyncLLM: the engine in a separate process, for asyncio programs. Names follow vLLM's.
+"""AsyncLLM: inference for asyncio programs, with the engine in another process.
 
-The engine computes steps while the program does other work. The server uses the same client.
+Names follow vLLM's. The engine runs while the program does other work. The HTTP server uses the
+same engine client.
 """
 
 import asyncio
@@ -36,21 +37,21 @@ ABORTED = object()  # in an inbox: the request was dropped
 
 
 class AsyncLLM(AsyncControl, EngineOwner):
-    """A model for asyncio. The engine's process starts with the first use; `close` ends it.
+    """A model for asyncio programs. The first use starts the engine process; `close` ends it.
 
     async with AsyncLLM("./model") as llm:
         async for output in llm.generate("Hello", SamplingParams(), request_id="1"):
             print(output.outputs[0].text)
     """
 
-    engine_class: ClassVar[str] = ENGINE  # the class that the engine's process runs: MODULE:NAME
+    engine_class: ClassVar[str] = ENGINE  # MODULE:NAME of the class that the engine process runs
 
     def _start_on(self, config: EngineConfig) -> None:
         self.config = config
         self._starting: asyncio.Task[tuple[Tokenizer, Engines]] | None = None
-        self._inboxes: dict[str, asyncio.Queue] = {}  # queue of each running request
-        # Numbers make the engine's ids unique: a caller may reuse the id of an aborted request
-        # while events of that request are still on their way.
+        self._inboxes: dict[str, asyncio.Queue] = {}  # event queue of each running request
+        # Numbers make the engine's request ids unique: a caller may reuse the id of an aborted
+        # request before all events of that request have arrived.
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
@@ -61,7 +62,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
         await self.close()
 
     async def start(self) -> None:
-        """Load the model, once. Raises InputError."""
+        """Load the model; later calls do nothing. Raises InputError."""
         await self._started()
 
     async def generate(
@@ -73,11 +74,11 @@ class AsyncLLM(AsyncControl, EngineOwner):
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request. Yields its whole output so far each time that it has grown.
+        """Run one request. Yields the whole output so far each time new tokens arrive.
 
-        A slow reader gets fewer, longer steps. Leaving the loop early aborts the request. With the
-        scheduling policy "priority", a lower `priority` goes first. Raises InputError if the
-        request can never run, EngineDeadError if the engine dies.
+        A slow reader gets fewer outputs, with more new tokens in each. Leaving the loop early
+        aborts the request. The scheduling policy "priority" runs lower values of `priority` first.
+        Raises InputError if the request can never run, EngineDeadError if the engine dies.
         """
         tokenizer, client = await self._ready()
         # Tokenizing a long text would block the event loop.
@@ -109,7 +110,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
                     if event.finish_reason == "error":
                         raise _failure(client, name, event)
                     if builder.take(index, event):
-                        tasks[index].cancel()  # which aborts it in the engine
+                        tasks[index].cancel()  # aborts the request in the engine
                 yield builder.snapshot()
         finally:
             del self._inboxes[name]
@@ -126,10 +127,10 @@ class AsyncLLM(AsyncControl, EngineOwner):
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
-        """Return the best continuations of a prompt, the same as `LLM.beam_search` finds.
+        """Return the best continuations of a prompt, as `LLM.beam_search` does.
 
-        Cancelling aborts the search. Raises InputError if it can never run, EngineDeadError if the
-        engine dies.
+        Cancelling the task aborts the search. Raises InputError if the search can never run,
+        EngineDeadError if the engine dies.
         """
         tokenizer, client = await self._ready()
         _, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
@@ -174,11 +175,11 @@ class AsyncLLM(AsyncControl, EngineOwner):
         (await self._started())[1].reset_prefix_cache()
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer; starts the engine if it is not running."""
+        """Return the model's tokenizer. Starts the engine if it is not running."""
         return (await self._started())[0]
 
     async def close(self) -> None:
-        """Stop the engine's process. Running requests end with EngineDeadError."""
+        """Stop the engine process. Running requests end with EngineDeadError."""
         if self._starting is None:
             return
         with contextlib.suppress(InputError):  # the start failed, and `start` has reported it
@@ -196,7 +197,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
         return text, *self._media.prepare(prompt, ids, lambda: tokenizer)
 
     def _inbox(self, name: str) -> asyncio.Queue:
-        """Make the queue for the events of a request. Raises InputError."""
+        """Create the event queue of a request. Raises InputError if the id is in use."""
         if name in self._inboxes:
             raise InputError(f"request {name}", "is running already", "give each its own id")
         inbox = self._inboxes[name] = asyncio.Queue()
@@ -206,7 +207,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
         return f"{name}-{next(self._numbers)}"
 
     async def _ready(self) -> tuple[Tokenizer, Engines]:
-        """Start the engine if needed. Raises EngineDeadError if it has died."""
+        """Start the engine if it is not running. Raises EngineDeadError if it has died."""
         tokenizer, client = await self._started()
         if not client.is_alive:
             raise EngineDeadError("the engine has died")
@@ -246,7 +247,7 @@ async def _feed(
     handling: Handling,
     index: int = 0,
 ) -> None:
-    """Put the events of one choice into the inbox, or the exception that ended them."""
+    """Put the events of one choice into the inbox; if the choice fails, put the exception."""
     events = client.generate(engine_id, ids, params, group=group, handling=handling)
     try:
         async with aclosing(events):

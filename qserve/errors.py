@@ -4,8 +4,8 @@ from formats.errors import InputError
 
 
 class ParameterError(InputError):
-    """A parameter is out of range. `subject` is the parameter's name."""
+    """A request parameter is out of range. `subject` is the parameter's name."""
 
 
 class BusyError(InputError):
-    """There is no memory or time for the request now; another attempt may succeed."""
+    """The engine has no memory or time for the request now; a later attempt may succeed."""

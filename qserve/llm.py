@@ -1,4 +1,4 @@
-"""LLM: the engine in this process, for offline use. Names follow vLLM's."""
+"""LLM: offline inference with the engine in this process. Names follow vLLM's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,12 +42,12 @@ from qserve.pooling.text import input_tokens
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.text.tokenizer import Tokenizer
 
-# Messages as OpenAI has them: {"role": "user", "content": "Hi"}
+# Messages in OpenAI's format: {"role": "user", "content": "Hi"}
 Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM(LLMControl, EngineOwner):
-    """A model for offline use: `LLM("./model").generate("Hello")`."""
+    """A model for offline inference: `LLM("./model").generate("Hello")`."""
 
     def _start_on(self, config: EngineConfig) -> None:
         self.llm_engine = LLMEngine(config)
@@ -55,26 +55,26 @@ class LLM(LLMControl, EngineOwner):
 
     @property
     def engine(self) -> Engine:
-        """The engine under `llm_engine`: token ids in, events out."""
+        """The engine inside `llm_engine`: takes token ids and returns events."""
         return self.llm_engine.engine
 
     def close(self) -> None:
-        """Stop the processes that this object has started: other ranks, grammar checks."""
+        """Stop the processes that this object started: other ranks and grammar checks."""
         self.engine.close()
 
     def capture_graphs(self) -> None:
-        """Capture all CUDA graphs now; else each is captured when a step first needs it.
+        """Capture all CUDA graphs now. By default a graph is captured when a step first needs it.
 
-        For measurements: no step waits for a capture after it.
+        Call this before a measurement, so that no step waits for a capture.
         """
         self.llm_engine.capture_graphs()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""
+        """Return the model's tokenizer. It is loaded on the first call."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that `generate` uses by default, with generation_config.json's."""
+        """Return the default parameters of `generate`; generation_config.json sets some."""
         return SamplingParams(**load_defaults(self.engine.config.model))
 
     @overload
@@ -108,11 +108,11 @@ class LLM(LLMControl, EngineOwner):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt: a text, token ids, or a TextPrompt or TokensPrompt.
+        """Complete each prompt: a text, token ids, a TextPrompt or a TokensPrompt.
 
-        Outputs come in the prompts' order. `sampling_params` and `lora_request`: one for all
-        prompts, or one for each. `priority`: one for each prompt; with the scheduling policy
-        "priority", lower ones go first. Raises InputError.
+        Returns the outputs in the order of the prompts. `sampling_params` and `lora_request`: one
+        for all prompts, or one for each. `priority`: one for each prompt; the scheduling policy
+        "priority" runs lower values first. Raises InputError.
         """
         self._check_awake()
         batch = as_batch(prompts)
@@ -153,13 +153,13 @@ class LLM(LLMControl, EngineOwner):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template.
+        """Answer one or several conversations. The model's chat template renders the messages.
 
-        `continue_final_message`: the answer continues the last message's text.
-        `chat_template_kwargs`: further variables of the template, such as enable_thinking. Content
-        may be a list of parts: {"type": "image", "image": a PIL image} is an image, {"type":
-        "video", "video": frames, "fps": N} a video, and so are parts of type image_url and
-        video_url with a data: URL. Raises InputError.
+        `continue_final_message`: the answer continues the text of the last message.
+        `chat_template_kwargs`: more variables for the template, such as enable_thinking. A message
+        content may be a list of parts: {"type": "image", "image": a PIL image}, {"type": "video",
+        "video": frames, "fps": N}, or a part of type image_url or video_url with a data: URL.
+        Raises InputError.
         """
         settings = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -191,10 +191,10 @@ class LLM(LLMControl, EngineOwner):
         *,
         detokenize: bool = True,
     ) -> list[BeamSearchOutput]:
-        """Return the best continuations of each prompt, found by a beam search.
+        """Return the best continuations of each prompt, found by beam search.
 
-        With `detokenize` False, sequences have no text, and prompts of token ids need no tokenizer.
-        Raises InputError.
+        With `detokenize` False the sequences have no text; no tokenizer is then loaded for prompts
+        that are token ids. Raises InputError.
         """
         self._check_awake()
         batch = as_batch(prompts)
@@ -211,7 +211,7 @@ class LLM(LLMControl, EngineOwner):
         self.engine.profiler.start(ProfilerConfig(folder=folder, with_stack=with_stack))
 
     def stop_profile(self) -> None:
-        """Write the profile that `start_profile` began."""
+        """Stop the profile that `start_profile` began, and write it."""
         self.engine.profiler.stop()
 
     def embed(
@@ -221,10 +221,10 @@ class LLM(LLMControl, EngineOwner):
         use_tqdm: bool = True,
         prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed each prompt, by default as the model's folder says.
+        """Embed each prompt. Defaults for pooling come from the files in the model's folder.
 
-        `prompt_name`: the folder's text, such as "query", to put before each text of `prompts`;
-        default: the folder's default. Raises InputError.
+        `prompt_name`: name of the prefix, such as "query", that is put before each text; the
+        model's folder defines the prefixes and the default. Raises InputError.
         """
         batch = self._input_tokens(as_batch(prompts), prompt_name)
         found = self._pool(batch, pooling_params, use_tqdm)
@@ -242,8 +242,8 @@ class LLM(LLMControl, EngineOwner):
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return hidden states after the last norm, as tensors: one per token or one per prompt.
 
-        `pooling_task` counts unless `pooling_params` has a kind. For the token ids of a text use
-        `get_tokenizer().encode`. Raises InputError.
+        `pooling_task` is ignored for `pooling_params` with a kind. To encode a text to token ids,
+        use `get_tokenizer().encode`. Raises InputError.
         """
         kind = llm_pooling.kind_of(pooling_task)
         found = self._pool(prompts, pooling_params, use_tqdm, kind)
@@ -252,7 +252,10 @@ class LLM(LLMControl, EngineOwner):
     def classify(
         self, prompts: PromptType | Sequence[PromptType], use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of a classifier's labels. Raises InputError if it has none."""
+        """Return the probabilities of a classifier's labels.
+
+        Raises InputError if the model has no labels.
+        """
         found = self._pool(prompts, PoolingParams(kind=LABELS), use_tqdm)
         return [
             each.output(ClassificationOutput(probs=scoring.probabilities(each.values)))
@@ -266,10 +269,10 @@ class LLM(LLMControl, EngineOwner):
         use_tqdm: bool = True,
         instruction: str = scoring.INSTRUCTION,
     ) -> list[ScoringRequestOutput]:
-        """Score how well texts match: one text with each of several, or pair by pair.
+        """Score how well texts match: one text against each of several, or pair by pair.
 
-        A reranker gives its probability of yes, under `instruction`; other models give the cosine
-        of the two embeddings. Raises InputError.
+        The score of a reranker is its probability of "yes" under `instruction`; the score of other
+        models is the cosine of the two embeddings. Raises InputError.
         """
         pairs = scoring.pairs(text_1, text_2)
         config, tokenizer = self._pooling_config(), self.get_tokenizer()
@@ -291,9 +294,9 @@ class LLM(LLMControl, EngineOwner):
         ]
 
     def logits(self, token_ids: list[int], media: Sequence[MediaItem] = ()) -> torch.Tensor:
-        """Return float32 logits [S, V] after each of S tokens. Needs an idle engine.
+        """Return float32 logits [S, V] after each of S tokens. The engine must be idle.
 
-        `media`: images and videos among the tokens (multimodal.processor.MediaProcessor).
+        `media`: images and videos in the sequence (multimodal.processor.MediaProcessor).
         """
         return self.engine.logits(token_ids, media)
 
@@ -307,7 +310,7 @@ class LLM(LLMControl, EngineOwner):
     def _input_tokens(
         self, batch: list[PromptType], prompt_name: str | None = None
     ) -> list[PromptType]:
-        """Return the prompts with texts replaced by their tokens."""
+        """Return the prompts, with each text replaced by its token ids."""
         config = self._pooling_config()
         return [
             input_tokens(config, self.get_tokenizer(), each, prompt_name)
@@ -336,7 +339,7 @@ class LLM(LLMControl, EngineOwner):
         return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm)
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until every request is done. Raises InputError if one fails."""
+        """Run steps until all requests are finished. Raises InputError if one fails."""
         done: dict[str, RequestOutput] = {}
         num_input = num_output = 0
         with tqdm(

@@ -1,1 +1,1 @@
-"""The engine: requests, KV pages, the scheduler, and the loop of steps."""
+"""The engine: requests, KV pages, the scheduler and the step loop."""

@@ -1,4 +1,4 @@
-"""EngineParts: components of an engine, and the stages of its start in order."""
+"""EngineParts: the components of an engine. `start` runs the startup stages in order."""
 
 import logging
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from qserve.model.sharing import check_ranks, place_experts
 
 logger = logging.getLogger(__name__)
 
-UNMEASURED_SNAPSHOTS = 32  # where a flag states the number of pages, not their memory
-HOST_SNAPSHOT_SHARE = 0.5  # of the host's memory
+UNMEASURED_SNAPSHOTS = 32  # used if a flag gives the number of pages, so no memory is measured
+HOST_SNAPSHOT_SHARE = 0.5  # fraction of the host tier's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class EngineParts:
     workers: WorkerGroup
     scheduler: Scheduler
     transfers: RemoteKv | PeerKv | None  # None: KV pages are not exchanged
-    adapters: AdapterTable | None  # None: the engine takes none
+    adapters: AdapterTable | None  # None: LoRA is disabled
     pending: PendingRequests
 
     @classmethod
     def start(cls, config: EngineConfig, ranks: WaitingRanks | None = None) -> "EngineParts":
         """Load the model. Raises InputError."""
-        # Before the model: a mistyped name should fail before a long load.
+        # Created before the model loads, so that a mistyped policy name fails at once.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         model = read_model(config)
         if model.rounding is not None:
@@ -71,7 +71,7 @@ class EngineParts:
         try:
             return cls._around(workers, config, model, max_model_len, policy)
         except BaseException:
-            workers.close()  # or ranks would run for as long as the error is referenced
+            workers.close()  # otherwise the ranks run for as long as the error is referenced
             raise
 
     @classmethod
@@ -123,7 +123,7 @@ class EngineParts:
 
 
 def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> int:
-    """Prepare workers for steps. Returns their number of KV pages."""
+    """Compile kernels, allocate KV pages and warm up. Returns the number of KV pages."""
     largest = largest_step(config, max_model_len, workers.runner.drafting)
     workers.compile_kernels(largest)
     fit = _pick_num_pages(workers, config, max_model_len, largest)
@@ -150,7 +150,7 @@ def _pick_num_pages(
         of_memory = runner.chooses_snapshots
         num_snapshots = UNMEASURED_SNAPSHOTS if of_memory else runner.num_snapshots
         return Fit(config.num_gpu_blocks_override, num_snapshots)
-    # More than this can never be in use.
+    # Running requests can never use more pages than this.
     most_pages = config.max_num_seqs * -(-max_model_len // config.block_size)
     fit = workers.num_pages_that_fit(largest, most_pages)
     return fit._replace(num_pages=min(fit.num_pages, most_pages))
@@ -159,7 +159,7 @@ def _pick_num_pages(
 def _host_tiers(
     workers: WorkerGroup, config: EngineConfig, max_model_len: int
 ) -> tuple[HostTier | None, HostTier | None]:
-    """Make slots for KV pages and snapshots of states in the host's memory, if some are asked for.
+    """Create the host tiers of KV pages and of state snapshots; None for a tier that is disabled.
 
     Raises InputError.
     """

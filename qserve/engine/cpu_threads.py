@@ -1,4 +1,4 @@
-"""Number of CPU threads that compute in a process."""
+"""Number of CPU threads that torch computes with."""
 
 import os
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ SET_BY_USER = "OMP_NUM_THREADS"  # torch reads it itself
 def beside_a_server(
     config: EngineConfig, *, num_cores: int, environment: Mapping[str, str] = os.environ
 ) -> EngineConfig:
-    """Settings of an engine that shares its machine with an HTTP server.
+    """Return the settings of an engine that shares its machine with an HTTP server.
 
-    With every core in torch, hostile request bodies caused gaps of 100 to 250 ms in a stream on 2
-    cores; with one core left to the server, 18 to 99 ms.
+    One core is left to the server. Measured on 2 cores with hostile request bodies: a stream had
+    gaps of 100 to 250 ms with all cores in torch, and 18 to 99 ms with one core left free.
     """
     if config.cpu_threads is not None or environment.get(SET_BY_USER):
         return config

@@ -1,6 +1,6 @@
-"""Engine: takes requests of token ids, runs steps, and returns events.
+"""Engine: takes requests with token ids, runs steps and returns events.
 
-`Engine.step()` is its table of contents. On a GPU one step stays in flight while the next is
+`Engine.step()` names every stage in order. On a GPU one step stays in flight while the next is
 planned, so that the GPU never waits for Python; a sampled token reaches the host one step late.
 """
 
@@ -32,8 +32,8 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 
-CALL_SECONDS = 0.005  # between two looks for the calls of engines that share the experts
-DEADLINE_SECONDS = 0.1  # between two looks at deadlines while generation is paused
+CALL_SECONDS = 0.005  # interval of checks whether an engine that shares the experts needs this one
+DEADLINE_SECONDS = 0.1  # interval of deadline checks while generation is paused
 
 
 class Engine:
@@ -49,8 +49,8 @@ class Engine:
     ) -> None:
         """Load the model. Raises InputError.
 
-        `ranks`: processes of the other ranks, if they were started before. `steps_in_flight` is 1
-        on a GPU unless given; on a CPU, which computes in `launch`, 0.
+        `ranks`: processes of the other ranks, if they are already running. `steps_in_flight`: by
+        default 1 on a GPU with --async-scheduling, else 0; on a CPU `launch` itself computes.
         """
         parts = EngineParts.start(config, ranks)
         self.config, self._clock = config, clock
@@ -68,11 +68,11 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._pause = Pause()
-        self._ended: list[TokenEvent] = []  # by a pause or an abort; the next step returns them
+        self._ended: list[TokenEvent] = []  # last events of ended requests, for the next step
         self.operations = Operations(config, self.model_config, self.workers)
-        # A row with a mask waits for its previous token in three cases: masks depend on drafts;
-        # every rank samples, so masks are part of the launch; a state must not take a token twice,
-        # as that of a late row would.
+        # Masks wait for the previous token of their row in three cases: masks depend on drafts;
+        # all ranks sample, so masks are part of the launch; the model has recurrent states, and a
+        # row whose mask is late would apply its token to the state twice.
         several, states = self.workers.num_ranks > 1, self.runner.has_states
         self._masks = MaskJobs(waits=speculates or several or states)
         self._deadlines = Deadlines()
@@ -112,7 +112,7 @@ class Engine:
 
     @property
     def _has_requests(self) -> bool:
-        """True if requests run or wait, apart from those that a pause holds."""
+        """True if requests run or wait, not counting requests held by a pause."""
         return bool(self._in_flight or self.scheduler.num_requests) or self._pending.has_work
 
     def add_request(
@@ -126,17 +126,18 @@ class Engine:
         group: str = "",
         handling: Handling = DEFAULT,
     ) -> None:
-        """Queue a request. Raises InputError where it is empty, too long, or can never run.
+        """Queue a request. Raises InputError if it is empty, too long, or can never run.
 
-        `arrived` is when it was sent, by time.perf_counter(), which all processes share. Clients
-        take turns, and so do the groups of each: a group is all outputs of one API request.
+        `arrived`: time.perf_counter() when the request was sent; all processes share this clock.
+        Clients take turns, and so do the groups of one client. A group is all outputs of one API
+        request.
         """
         if request_id in self._requests:
             raise InputError(
                 f"request {request_id}", "is running already", "give each request its own id"
             )
         if handling.is_for_another and self._pause.is_on:
-            raise InputError(  # the engine that decodes would wait for pages as long as this pause
+            raise InputError(  # otherwise the decoding engine would wait until the pause ends
                 "the engine that computes prompts", "is paused or asleep", "resume it"
             )
         request = self._input_processor.make(
@@ -160,20 +161,20 @@ class Engine:
             self._deadlines.add(request, handling.timeout)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
+        """Drop a request without a last event, and free its pages. An unknown id is ignored."""
         request = self._forget(request_id)
         if request is not None:
             self._drop(request)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Await no further KV pages for a request: the other engine has ended its part."""
+        """Stop waiting for KV pages of a request: the other engine has finished or failed."""
         self._pending.stop_waiting(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             request.awaits_pages = False
 
     def step(self) -> list[TokenEvent]:
-        """Plan and launch a step, then take the results that are due. Returns their events."""
+        """Plan and launch one step, then apply the results of older steps. Returns the events."""
         events, self._ended = self._ended, []
         events += [self._miss(request) for request in self._deadlines.missed(self._clock())]
         if self._pause.stops_steps:
@@ -185,7 +186,7 @@ class Engine:
             is_idle=not self._in_flight and not self.scheduler.num_requests
         )
         if events:
-            self.workers.check()  # a read that failed with its rank is the engine's failure
+            self.workers.check()  # if a read failed because its rank died, the engine has failed
         self._masks.prepare()
         plan = self.scheduler.schedule()
         self._stats.note_plan(plan)
@@ -206,9 +207,9 @@ class Engine:
         return events
 
     def pause(self, mode: str = ABORT) -> None:
-        """Pause generation (MODES of commands.py). Later requests are held until `resume`.
+        """Pause generation. `mode`: see MODES in commands.py. Later requests wait for `resume`.
 
-        Ends of aborted requests come with the next step. Raises InputError.
+        The next step returns the last events of aborted requests. Raises InputError.
         """
         check_mode(mode)
         if mode == ABORT:
@@ -218,7 +219,7 @@ class Engine:
         self._pause.mode = mode
 
     def resume(self) -> None:
-        """Continue generation: stopped requests first, then held ones. Raises InputError."""
+        """Resume generation: stopped requests first, then held ones. Raises InputError."""
         self.operations.check_awake()
         for request in self._pause.end():
             try:
@@ -233,22 +234,22 @@ class Engine:
 
     @property
     def is_drained(self) -> bool:
-        """True if a pause is complete: no step is in flight, and none follows."""
+        """True if the pause is complete: no step is in flight and none will follow."""
         if not self._pause.is_on:
             return False
         return not self._in_flight and (self._pause.stops_steps or not self._has_requests)
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long an engine without work may wait for a message before it takes a step."""
+        """Longest wait for a message before the next `step` of an idle engine; None: no limit."""
         if self.config.shares_experts:
             return CALL_SECONDS
         return DEADLINE_SECONDS if self._pause.is_on and len(self._deadlines) else None
 
     def abort_all(self, *, held: bool = True) -> int:
-        """End all requests with the finish reason abort; `held`: those that a pause holds, too.
+        """End all requests with the finish reason "abort". `held`: also requests held by a pause.
 
-        Returns their number. Their last events come with the next step.
+        Returns the number of ended requests. The next step returns their last events.
         """
         self._settle()
         ended = 0
@@ -266,7 +267,7 @@ class Engine:
         return ended
 
     def recompute_all(self) -> None:
-        """Preempt all running requests: they compute their tokens' KV pages again."""
+        """Preempt all running requests and empty the prefix cache, so all tokens are recomputed."""
         self._settle()
         if self._remote_kv is not None:
             self._remote_kv.end_fetches()
@@ -274,7 +275,7 @@ class Engine:
         self.reset_prefix_cache()
 
     def _settle(self) -> None:
-        """Wait for the steps in flight, and keep their events for the next step."""
+        """Wait for in-flight steps. The next `step` returns their events."""
         if self._in_flight:
             events = self._in_flight.take(0)
             if self._remote_kv is not None:
@@ -288,15 +289,15 @@ class Engine:
                 self._forget(event.request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache: new requests find no pages. Running requests continue."""
+        """Empty the prefix cache. Running requests continue."""
         self.scheduler.reset_prefix_cache()
 
     def use_idle_time(self) -> bool:
-        """Do up to 0.05 s of deferred start-up work. Returns False where none is left."""
+        """Do up to 0.05 s of deferred startup work. Returns False if none is left."""
         return not self.operations.is_sleeping and self.workers.capture_next()
 
     def watch_ranks(self, on_death: Callable[[Exception], None]) -> None:
-        """Call `on_death`, from another thread, when a rank died and no call raised it."""
+        """Call `on_death` from another thread if a rank died and no call raised the error."""
         self.workers.watch(on_death)
 
     def close(self) -> None:
@@ -305,16 +306,16 @@ class Engine:
         self.workers.close()
 
     def report(self) -> EngineReport:
-        """Report the engine's state, and the last step unless it was reported before."""
+        """Return the engine's state, and the last step unless an earlier report has included it."""
         report = self._stats.report(self._pending.num_waiting + len(self._pause), self.adapters)
         if not self._pause.is_on:
             return report
         return replace(report, is_paused=True, is_sleeping=self.operations.is_sleeping)
 
     def logits(self, token_ids: list[int], media: Sequence[MediaItem] = ()) -> torch.Tensor:
-        """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError.
+        """Return float32 logits [S, V] after each of S tokens. The engine must be idle.
 
-        `media`: images and videos among the tokens.
+        `media`: images and videos in the sequence. Raises InputError.
         """
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
@@ -326,7 +327,7 @@ class Engine:
         self._input_processor.check_media("sequence", media, len(token_ids))
         pages: list[int] = []
         pool.grow_(pages, len(token_ids))
-        moves = pool.take_moves()  # the previous contents of those pages go to the host first
+        moves = pool.take_moves()  # these pages' old contents are first copied to the host
         try:
             step = StepInput.of_sequence(
                 token_ids,
@@ -356,7 +357,7 @@ class Engine:
         return TokenEvent.failure(request.request_id, reason)
 
     def _drop(self, request: Request) -> None:
-        """End a request, wherever it is."""
+        """End a request, whether it is held, pending, waiting or running."""
         if self._pause.drop(request) or self._pending.remove(request):
             request.status = Status.FINISHED
         else:

@@ -11,7 +11,7 @@ from qserve.model.fallback.division import check_division
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 
-WITHOUT_HEAD = ("ngram", "suffix")  # drafters that read tokens alone
+WITHOUT_HEAD = ("ngram", "suffix")  # drafters that read only token ids
 
 LIMITS = (
     Limit(
@@ -55,7 +55,7 @@ def is_fallback(model: ModelConfig) -> bool:
 
 
 def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for a setting that does not work through transformers."""
+    """Raise InputError for a setting that a model run through transformers does not support."""
     if is_fallback(model):
         other = f"{model.family.architecture}, which runs through transformers"
         check_limits(LIMITS, config, other)

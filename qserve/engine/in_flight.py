@@ -1,6 +1,6 @@
-"""InFlightSteps: steps on the device, from their launch until their tokens are read.
+"""InFlightSteps: launched steps whose tokens are not read yet.
 
-StepRanges names them in a profile.
+StepRanges names the steps in a profile.
 """
 
 import logging
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 
 class InFlightStep(NamedTuple):
-    """A launched step whose results are not read."""
+    """A launched step whose results are not read yet."""
 
     plan: StepPlan
-    prompts: PromptPlan | None  # requests whose prompt log probabilities it computes
-    pools: PoolPlan | None  # requests whose prompts it pools
+    prompts: PromptPlan | None  # requests for which the step computes prompt log probabilities
+    pools: PoolPlan | None  # requests for which the step pools the prompt
     handle: StepHandle
-    launched: float
+    launched: float  # time of the launch, by the engine's clock
 
 
 class InFlightSteps:
-    """In-flight steps of one engine, oldest first."""
+    """The in-flight steps of one engine, oldest first."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class InFlightSteps:
         pools_by_rows: bool,
         clock: Callable[[], float],
     ) -> None:
-        """`pools_by_rows`: means of prompts are added row by row."""
+        """`pools_by_rows`: mean pooling adds the rows of a prompt one by one."""
         self.workers, self._scheduler = workers, scheduler
         self._masks, self._stats, self._clock = masks, meter, clock
         self.ranges = StepRanges()
@@ -68,7 +68,7 @@ class InFlightSteps:
         return iter(self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Prepare for the steps of a new request."""
+        """Add a new request."""
         if request.prompt_logprobs is not None or request.pooled is not None:
             self._reporting.add(request.request_id)
 
@@ -76,7 +76,7 @@ class InFlightSteps:
         self._reporting.discard(request_id)
 
     def launch(self, plan: StepPlan) -> list[TokenEvent]:
-        """Launch a non-empty step. Returns the events of steps that had to finish first."""
+        """Launch a non-empty step. Returns the events of steps that had to finish before it."""
         step = StepInput.build(
             plan,
             page_size=self._scheduler.pool.page_size,
@@ -110,15 +110,15 @@ class InFlightSteps:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error) or self.workers.shares_experts:
                 raise  # other engines are in the same step
-            # In-flight steps first: they may hold tokens of the same requests and end them. The
-            # pages that this step would have computed must not be found in the prefix cache.
+            # The failed step's pages must not enter the prefix cache. Older in-flight steps are
+            # applied first: they may hold tokens of the same requests, and may end them.
             self._scheduler.keep_private(plan)
             return events + self.take(0) + self._fail(plan, error)
         self._in_flight.append(InFlightStep(plan, prompts, pools, handle, launched))
         return events
 
     def take(self, num_left: int) -> list[TokenEvent]:
-        """Wait for the oldest steps and apply their tokens; leave `num_left` in flight."""
+        """Wait for the oldest steps and apply their tokens until `num_left` are in flight."""
         events: list[TokenEvent] = []
         while len(self._in_flight) > num_left:
             plan, prompts, pools, handle, launched = self._in_flight.popleft()
@@ -127,7 +127,7 @@ class InFlightSteps:
             if pools is not None:
                 handle.pools.give_to(pools)
             sampled, logprobs = handle.result(), handle.logprobs()
-            self.workers.check()  # with a dead rank these tokens are meaningless
+            self.workers.check()  # if a rank is dead, these tokens are meaningless
             self._stats.note_result(plan, launched, has_waited=bool(sampled))
             emitted = None
             if plan.drafting is not None:
@@ -138,7 +138,7 @@ class InFlightSteps:
         return events
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
-        """End the requests of a step that ran out of device memory. The others continue."""
+        """End the requests of a step that ran out of device memory. Other requests continue."""
         self.workers.free_unused()
         reason = (
             f"the device ran out of memory in a step of {plan.num_tokens} tokens; lower"
@@ -152,14 +152,14 @@ _NOTHING = nullcontext()
 
 
 class StepRanges:
-    """Named profiler ranges. Off until `recording` is set; a step then costs one comparison."""
+    """Named profiler ranges. Unless `recording` is set, a step costs one comparison."""
 
     def __init__(self) -> None:
         self.recording = False
         self.num_steps = 0  # since recording began
 
     def around(self, plan: StepPlan) -> AbstractContextManager:
-        """The range in which a step is launched; its name describes the work."""
+        """Return the range for the launch of a step. The name describes the step's work."""
         if not self.recording:
             return _NOTHING
         decodes = sum([chunk.count == chunk.num_sampled for chunk in plan.chunks])
@@ -167,7 +167,7 @@ class StepRanges:
         return self.named(f"decode={decodes} chunk={prompts}")
 
     def named(self, what: str) -> AbstractContextManager:
-        """The range of the next step."""
+        """Return the range of the next step, named after `what`."""
         name = f"step {self.num_steps} {what}"
         self.num_steps += 1
         return torch.profiler.record_function(name)

@@ -1,6 +1,6 @@
-"""InputProcessor: validates a request's inputs and creates the Request.
+"""InputProcessor: validates the inputs of a request and creates the Request.
 
-Raises InputError for inputs that the model or the engine's settings do not allow.
+Inputs that the model or the engine's settings do not allow raise InputError.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from qserve.pooling.params import KINDS_OF_LAST_ROW
 
 
 class InputProcessor:
-    """Validates the requests of one engine."""
+    """Validates and creates the requests of one engine."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class InputProcessor:
         seed: int,
         speculates: bool,
     ) -> None:
-        """`seed` seeds the generator of seeds for requests without one."""
+        """`seed`: seeds the generator that gives a seed to each request without one."""
         self._model, self._max_model_len = model, max_model_len
         self._adapters, self._speculates = adapters, speculates
         self._seeds = torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ class InputProcessor:
         client: str = "",
         group: str = "",
     ) -> Request:
-        """Create a request that can be queued. Raises InputError for an invalid one."""
+        """Create a request that can be queued. Raises InputError for invalid inputs."""
         if params.n != 1:
             raise ValueError("the engine runs one output per request; callers fan out n")
         subject, length = f"request {request_id}", len(prompt_token_ids)
@@ -73,7 +73,7 @@ class InputProcessor:
             request_id=request_id,
             token_ids=list(prompt_token_ids),
             num_prompt_tokens=length,
-            # A prompt without output (0) also needs a step that samples: its token is dropped.
+            # A request for 0 tokens also runs a step that samples; the token is dropped.
             max_tokens=room if params.max_tokens is None else min(max(params.max_tokens, 1), room),
             params=params,
             seed=self._new_seed() if params.seed is None else params.seed,
@@ -120,7 +120,7 @@ class InputProcessor:
             raise InputError(subject, f"token id {wrong} is not in 0..{vocab_size - 1}")
 
     def _check_positions(self, subject: str, last: int) -> None:
-        """Raise InputError for frames beyond the positions that have a rotation."""
+        """Raise InputError if video frames have positions beyond the model's rotary table."""
         if last >= self._max_model_len:
             raise InputError(
                 subject,
@@ -131,11 +131,11 @@ class InputProcessor:
 
     @property
     def has_axes(self) -> bool:
-        """True if media have positions of three axes."""
+        """True if media tokens have positions on three axes (M-RoPE)."""
         return self._model.vision is not None and bool(self._model.vision.axis_pairs)
 
     def check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
-        """Raise InputError for media that the model does not take, or not at these positions."""
+        """Raise InputError for media that the model does not take, or at invalid positions."""
         check_media(subject, items, num_tokens)
         for item in items:
             if item.kind not in self._model.media_kinds:

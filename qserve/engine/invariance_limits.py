@@ -1,4 +1,4 @@
-"""Settings and traits of models that --batch-invariant does not support yet."""
+"""Settings and model traits that --batch-invariant does not support."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,7 +41,7 @@ TRAITS = (
 
 
 def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError if --batch-invariant is set and something does not support it."""
+    """Raise InputError if --batch-invariant is set and a setting or the model does not allow it."""
     if not config.batch_invariant:
         return
     check_limits(LIMITS, config, FLAG, "remove one")
@@ -55,6 +55,6 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InputError for float32 on a GPU, whose products have no fixed order."""
+    """Raise InputError for float32 on a GPU, where matrix products have no fixed order."""
     if config.batch_invariant and dtype == torch.float32 and device.type == "cuda":
         raise InputError(FLAG, "does not work in float32 on a GPU", "use --dtype bfloat16")

@@ -1,4 +1,4 @@
-"""Settings that turn a model's vision tower off, and the budget of its encoder."""
+"""Settings that disable a model's vision tower, and the budget of its encoder."""
 
 import importlib.util
 import logging
@@ -18,15 +18,15 @@ from qserve.multimodal.families import VisionConfig
 logger = logging.getLogger(__name__)
 
 
-# Embeddings that a step may make with --target-itl-ms, or those of one image.
+# Embeddings that a step may compute with --target-itl-ms; a single image may have more.
 PACED_ROWS = 1024
-# key of a processor's file, and its default (Gemma 4)
+# key in the processor's file, and its default (Gemma 4)
 MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def largest_image(folder: str | Path, vision: VisionConfig) -> int:
-    """Largest number of embeddings of an image of a model that encodes each in one step."""
+    """Largest number of embeddings of one image, for a model that encodes an image in one step."""
     if "mm_tokens_per_image" in vision.values:
         return vision.values["mm_tokens_per_image"]
     for name in PROCESSORS:
@@ -41,7 +41,7 @@ def largest_image(folder: str | Path, vision: VisionConfig) -> int:
 
 class Limit(NamedTuple):
     is_met: Callable[[EngineConfig, VisionConfig], bool]
-    remedy: str  # what makes the model take images
+    remedy: str  # how to make the model take images
 
 
 LIMITS = (
@@ -71,9 +71,9 @@ LIMITS = (
 
 
 def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model without its tower if a setting does not allow it; text still runs.
+    """Return the model, without its vision tower if a setting rules the tower out.
 
-    Raises InputError for a setting of the tower of a model that has none.
+    Raises InputError if a setting of the tower is given but the model has no tower.
     """
     if model.vision is None:
         if config.mm_encoder_quantization is not None:
@@ -91,16 +91,16 @@ def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def encoder_rows(config: EngineConfig) -> int:
-    """Number of embeddings that a step may compute; the device keeps as many."""
+    """Number of embeddings that a step may compute. The device keeps as many."""
     return config.max_num_batched_tokens
 
 
 def make_budget(
     config: EngineConfig, model: ModelConfig, *, looks_ahead: bool
 ) -> EncoderBudget | None:
-    """Make the encoder's budget; None for a model that takes text alone.
+    """Return the encoder's budget; None for a text-only model.
 
-    `looks_ahead`: a drafter reads embeddings of images.
+    `looks_ahead`: True if a drafter reads embeddings of images.
     """
     if model.vision is None:
         return None

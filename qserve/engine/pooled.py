@@ -1,4 +1,4 @@
-"""Pooled: partial results of pooling one prompt, and the resulting vectors."""
+"""Pooled: partial results of pooling one prompt, and the final vectors."""
 
 from dataclasses import dataclass, field
 
@@ -13,12 +13,14 @@ class Pooled:
 
     params: PoolingParams
     num_rows: int = 0  # prompt rows that are read or in flight
-    parts: list[np.ndarray] = field(default_factory=list)  # float32: sums, rows, or logits
+    parts: list[np.ndarray] = field(default_factory=list)  # float32; one sum, or rows, or logits
 
     def take(self, vectors_NC: np.ndarray) -> None:
-        """Add the rows of a step, or their sum: all are kept for ALL, otherwise added in order.
+        """Add the rows of a step, or their sum.
 
-        What is kept is a copy, so that the rows of other requests can be freed.
+        For the kind ALL the rows are stored, otherwise they are added one by one, in order. The
+        stored values are copies, so that the step's array, with rows of other requests, can be
+        freed.
         """
         if self.params.kind == ALL:
             self.parts.append(vectors_NC.copy())
@@ -26,12 +28,12 @@ class Pooled:
         total, rest = (
             (self.parts[0], vectors_NC) if self.parts else (vectors_NC[0].copy(), vectors_NC[1:])
         )
-        for vector in rest:  # numpy's own sum has an order of its own
+        for vector in rest:  # numpy.sum would add in another order
             total += vector
         self.parts = [total]
 
     def result(self, num_prompt_tokens: int) -> bytes:
-        """The vector, or all of them, as little-endian float32."""
+        """Return the final vector, or all vectors, as little-endian float32."""
         params = self.params
         if params.kind in KINDS_OF_LOGITS:
             return self.parts[0].astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Request: one request inside the engine; Deadlines: those with a time limit."""
+"""Request: one request inside the engine. Deadlines: requests with a time limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ Flow = tuple[str, str]  # client, group
 
 
 class Rows(Protocol):
-    """Requests that run and wait together."""
+    """A group of requests that run and wait together."""
 
     rows: list["Request"]
 
 
 class Job(Protocol):
-    """Work of another thread (mask_jobs.py)."""
+    """Work in another thread (mask_jobs.py)."""
 
     @property
     def is_done(self) -> bool: ...
@@ -41,73 +41,74 @@ class Status(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A request's tokens and its progress. The scheduler changes it.
+    """Tokens and progress of one request. The scheduler updates it.
 
-    While a step is in flight, the host does not know the tokens it samples: they count in
-    `num_pending` and follow `token_ids` in position.
+    While a step is in flight, the host does not know the tokens that the step samples. They count
+    in `num_pending`, and their positions follow those of `token_ids`.
     """
 
     request_id: str
-    token_ids: list[int]  # prompt, then output as far as the host knows it
+    token_ids: list[int]  # prompt, then the output tokens that have reached the host
     num_prompt_tokens: int
-    max_tokens: int  # maximum of output tokens, already limited by the model's length
+    max_tokens: int  # maximum number of output tokens, already limited by max_model_len
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # of the request
-    eos_token_ids: frozenset[int]  # of the model; empty with ignore_eos
+    stop_token_ids: frozenset[int]  # from the request
+    eos_token_ids: frozenset[int]  # from the model; empty with ignore_eos
     client: str = ""  # owner, for fair scheduling
-    group: str = ""  # the API request of which it is one output
-    priority: int = 0  # lower goes first, under the policy of that name
-    media: tuple[MediaItem, ...] = ()  # of its prompt, in order of their positions
-    # positions of three axes, int64 [3, N], up to the end of its last media item; None: one axis
+    group: str = ""  # the API request that this output belongs to
+    priority: int = 0  # lower values run first with the scheduling policy "priority"
+    media: tuple[MediaItem, ...] = ()  # media items of the prompt, in order of position
+    # int64 [3, N]: positions on three axes (M-RoPE) up to the end of the last media item; None: no
+    # such positions
     rope_positions: np.ndarray | None = None
-    rope_shift: int = 0  # added to the index of tokens after that
-    cache_salt: str = ""  # KV pages are shared only between requests of the same salt
-    reads_cache: bool = True  # False: compute the whole prompt, as its log probabilities require
-    awaits_pages: bool = False  # another engine computes its prompt (peer_kv.py)
+    rope_shift: int = 0  # offset from index to position of tokens after these
+    cache_salt: str = ""  # KV pages are shared only between requests with the same salt
+    reads_cache: bool = True  # False: compute the whole prompt, as prompt log probabilities require
+    awaits_pages: bool = False  # True: another engine computes the prompt (peer_kv.py)
     arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
     status: Status = Status.WAITING
-    # positions whose keys and values are written, or will be by in-flight steps
+    # number of positions whose keys and values are written, or will be by in-flight steps
     num_computed: int = 0
     num_pending: int = 0  # tokens sampled by in-flight steps; for a verify the maximum
-    facts: RequestFacts = RequestFacts()  # its events have them
-    # requests admitted in exchange for its pages, or ahead of it while it was preempted
+    facts: RequestFacts = RequestFacts()  # counts that each event of the request carries
+    # number of requests that were admitted by preempting this one, or ahead of it after that
     num_bypasses: int = 0
-    num_steps_at_arrival: int = 0  # of the scheduler
-    level: Any = 0  # given by the policy: lower levels go first
-    block_table: list[int] = field(default_factory=list)  # its KV pages, in order of position
-    page_keys: list[bytes] = field(default_factory=list)  # keys of its full pages, as far as known
-    num_inserted: int = 0  # number of its pages in the prefix cache
-    is_exported: bool = False  # the pages of its prompt were recorded for other engines
-    state_slot: int = -1  # slot of its states (state_slots.py); -1: none
-    snapshots_at: tuple[int, ...] = ()  # tokens after which its state is saved (state_snapshots.py)
-    last_snapshot: int = 0  # tokens of the newest copy of its state, or of the copy it started from
-    snapshot_key: bytes = b""  # of the copy that its next one replaces
-    row: int = -1  # of the step arrays (request_rows.py); -1: none
+    num_steps_at_arrival: int = 0  # the scheduler's step count when the request arrived
+    level: Any = 0  # set by the policy; lower levels go first
+    block_table: list[int] = field(default_factory=list)  # KV pages, in order of position
+    page_keys: list[bytes] = field(default_factory=list)  # keys of the full pages, if computed
+    num_inserted: int = 0  # number of leading pages that were inserted into the prefix cache
+    is_exported: bool = False  # True once its prompt pages are recorded for other engines
+    state_slot: int = -1  # slot of the recurrent states (state_slots.py); -1: none
+    snapshots_at: tuple[int, ...] = ()  # token counts at which a state snapshot is due
+    last_snapshot: int = 0  # tokens covered by its newest snapshot, or the one it started from
+    snapshot_key: bytes = b""  # key of the snapshot that the next one replaces
+    row: int = -1  # row in the step arrays (request_rows.py); -1: none
     num_prompt_rows: int = 0  # prompt rows whose log probabilities are known or in flight
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not requested, or already reported
-    constraint: Constraint | None = None  # the grammar of its output
-    mask_job: Job | None = None  # the newest mask of its constraint
-    draft_job: Job | None = None  # masks along its newest drafts
-    token_filter: TokenFilter | None = None  # the tokens that it may sample
-    follows_last: bool = False  # no step without its last token: a beam's row may get another
-    dead_end: str = ""  # the reason why no token may be sampled next
-    pooled: Pooled | None = None  # if vectors of its prompt are requested
-    beams: "Rows | None" = None  # the beam search (beams.py) that it belongs to
+    constraint: Constraint | None = None  # grammar of the output
+    mask_job: Job | None = None  # computes the newest mask of the constraint
+    draft_job: Job | None = None  # computes the masks along the newest drafts
+    token_filter: TokenFilter | None = None  # which tokens may be sampled
+    follows_last: bool = False  # True: wait for the last token, which beam search may replace
+    dead_end: str = ""  # reason why no token may be sampled next
+    pooled: Pooled | None = None  # set if vectors of the prompt are requested
+    beams: "Rows | None" = None  # beam search that the request belongs to (beams.py)
     adapter: Adapter | None = None  # LoRA adapter
-    adapter_slot: int = -1  # on the device, held until the request has finished
-    drafts: tuple[int, ...] = ()  # draft tokens, as far as the host knows them
-    num_drafts: int = 0  # draft tokens that its last step leaves on the device
-    most_emitted: int | None = None  # limit of the verify in flight if its grammar has a dead end
+    adapter_slot: int = -1  # device slot of the adapter, held until the request finishes
+    drafts: tuple[int, ...] = ()  # draft tokens that the host knows
+    num_drafts: int = 0  # number of draft tokens that the last step leaves on the device
+    most_emitted: int | None = None  # token limit of the in-flight verify if the grammar dead-ends
 
     @property
     def rows(self) -> list["Request"]:
-        """The requests that run and wait with it, itself included."""
+        """The requests that run and wait together with this one, which is included."""
         return [self] if self.beams is None else self.beams.rows
 
     @property
     def media_end(self) -> int:
-        """Position after its last media item; 0 without any."""
+        """Position after the last media item; 0 without media."""
         return self.media[-1].end if self.media else 0
 
     @property
@@ -125,24 +126,27 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, in-flight tokens included."""
+        """Number of prompt and output tokens, including in-flight tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens, those in flight included."""
+        """Number of output tokens, including in-flight tokens."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that the next step may compute: 0 if its whole output is computed or in flight."""
+        """Number of tokens that the next step may compute.
+
+        This is 0 if the whole output is known or in flight.
+        """
         if self.num_output_tokens >= self.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def num_logprob_rows(self) -> int:
-        """Prompt rows whose log probabilities are still to be reported."""
+        """Number of prompt rows whose log probabilities are not reported yet."""
         return 0 if self.prompt_logprobs is None else self.num_prompt_tokens
 
     @property
@@ -152,7 +156,7 @@ class Request:
 
     @property
     def may_draft(self) -> bool:
-        """False while masks along the drafts are slow, so that drafting does not pay off."""
+        """False if masks along the drafts take too long, so that drafting does not pay off."""
         if self.constraint is None:
             return True
         return not self.constraint.is_slow and (self.draft_job is None or self.draft_job.is_done)
@@ -166,12 +170,12 @@ class Request:
         self.drafts, self.num_drafts = (), 0
 
     def settle(self, num_sampled: int, num_emitted: int) -> int:
-        """Apply a verification result. Returns how many of its tokens are output."""
+        """Apply a verification result. Returns the number of tokens that become output."""
         if self.most_emitted is not None:
             num_emitted, self.most_emitted = min(num_emitted, self.most_emitted), None
         num_refused = num_sampled - num_emitted
         self.num_pending -= num_refused
-        if self.status is Status.RUNNING:  # otherwise it has been preempted meanwhile
+        if self.status is Status.RUNNING:  # otherwise the request was preempted meanwhile
             self.num_computed -= num_refused
         self._count_drafts(num_emitted - 1, num_refused)
         return num_emitted
@@ -192,7 +196,7 @@ class Request:
         self.facts = self.facts._replace(num_preemptions=self.facts.num_preemptions + 1)
 
     def aborted(self) -> TokenEvent:
-        """Last event of a request that an operator ended."""
+        """Return the last event of a request that an operator aborted."""
         if self.beams is not None or self.pooled is not None:
             return TokenEvent.refusal(self.request_id, "the server's operator aborted it")
         return TokenEvent(
@@ -202,9 +206,9 @@ class Request:
     def extend(
         self, sampled: list[int], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> TokenEvent:
-        """Apply sampled tokens that have reached the host, up to the one that ends the output.
+        """Apply sampled tokens that have reached the host, up to the token that ends the output.
 
-        Returns the event of all of them, final or not.
+        Returns one event for all these tokens, with a finish reason if the output ends.
         """
         self.num_pending -= len(sampled)
         prompt_logprobs = None
@@ -223,7 +227,7 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
-        # The token was sampled only to end the request; it is dropped.
+        # Such a request samples one token only to have a step; the token is dropped.
         if self.params.max_tokens == 0 or self.pooled is not None:
             count, reason, stop_token, by_token = 0, "length", None, False
         error = self.dead_end
@@ -237,7 +241,7 @@ class Request:
                 if self.constraint.is_complete and index < count:  # within a verify
                     count, reason, stop_token, by_token = index, None, None, False
                     break
-        # the last token is not a draft; drafts beyond `count` are not output
+        # The last sampled token is not a draft. Drafts beyond `count` are not output.
         if len(sampled) - 1 > count:
             num_cut = len(sampled) - 1 - count
             self._count_drafts(-num_cut, num_cut)
@@ -271,7 +275,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._numbers = count()  # tie breaker, so that requests are never compared
-        self._most = 16  # entries before those of finished requests are removed
+        self._most = 16  # number of entries at which finished requests are removed
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -285,7 +289,7 @@ class Deadlines:
             self._most = 2 * len(self._heap) + 16
 
     def missed(self, now: float) -> list[Request]:
-        """Unfinished requests whose deadline has passed; each is returned once."""
+        """Remove and return the unfinished requests whose deadline has passed."""
         missed = []
         while self._heap and self._heap[0][0] <= now:
             _, _, request = heappop(self._heap)

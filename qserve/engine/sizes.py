@@ -1,4 +1,4 @@
-"""Sizes of an engine: its model's, the longest sequence, the largest step."""
+"""Sizes of an engine: model shapes, longest sequence, largest step."""
 
 import logging
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """Read the model's shapes, and its schemes as the settings change them. Raises InputError."""
+    """Read the model's shapes and schemes, with the settings applied. Raises InputError."""
     model = ModelConfig.from_folder(
         config.model,
         activation_bits=config.activation_bits,
@@ -25,7 +25,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 
 def pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the maximum tokens of a prompt and its output, and log it. Raises InputError."""
+    """Return and log the maximum number of tokens of prompt plus output. Raises InputError."""
     length, context = model_length(config, model), model.context
     text = "Using max model len %d (config.json: %d by %s)"
     logger.info(text, length, context.length, context.source)
@@ -33,7 +33,7 @@ def pick_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def check_input_len(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Raise InputError if the model cannot hold so many tokens. Reads only its config."""
+    """Raise InputError if the model cannot hold so many tokens. Reads only the model's config."""
     length = model_length(config, read_model(config))
     if input_len + output_len > length:
         raise InputError(
@@ -45,7 +45,7 @@ def check_input_len(config: EngineConfig, input_len: int, output_len: int) -> No
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Maximum tokens of a prompt and its output. Raises InputError."""
+    """Return the maximum number of tokens of prompt plus output. Raises InputError."""
     longest, source = model.context.length, model.context.source
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
@@ -57,7 +57,7 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def largest_step(config: EngineConfig, max_model_len: int, drafting: Drafting | None) -> StepInput:
-    """The step that fills the token budget and samples as many rows as possible."""
+    """Return a step that fills the token budget and samples as many rows as possible."""
     budget, page_size = config.max_num_batched_tokens, config.block_size
     rows = min(config.max_num_seqs, budget)
     count = min(budget // rows, max_model_len)

@@ -1,7 +1,7 @@
-"""Start-up check: a model whose logits are not those stored in its folder is not served.
+"""Start-up check: refuses a model whose logits differ from those stored in its folder.
 
-`qserve quantize` stores logits of a few tokens and checksums of the scales (quality.json). A model
-that is merely inaccurate has such logits too, and passes.
+`qserve quantize` stores logits of a few tokens and checksums of the scales (quality.json). The
+stored logits are those of the quantized model, so a model of low accuracy passes the check.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_start(engine: Any, folder: str) -> None:
-    """Compare an idle engine with its folder's quality.json. Raises InputError if it differs."""
+    """Compare an idle engine with its folder's quality.json. Raises InputError if they differ."""
     quality = read_quality(folder)
     if quality is None:
         logger.debug("No start-up check: %s has no %s", folder, QUALITY)
@@ -43,7 +43,7 @@ def check_start(engine: Any, folder: str) -> None:
 
 
 def _check_logits(engine: Any, probe: Probe, folder: str) -> None:
-    """Run the probe as one prompt, and its first token alone, as a decode step has rows."""
+    """Compare logits of the whole probe, as in a prompt, and of its first token, as in a decode."""
     count = min(len(probe.token_ids), engine.max_model_len)
     if max(probe.token_ids) >= engine.vocab_size:
         raise InputError(
@@ -68,12 +68,12 @@ def _check_logits(engine: Any, probe: Probe, folder: str) -> None:
 
 
 def _is_exact(engine: Any) -> bool:
-    """True if the engine computes in float32 and keeps its KV pages in it."""
+    """Return True if the engine computes in float32 and its KV pages are float32."""
     runner = engine.runner
     return runner.decoder.dtype == torch.float32 and engine.config.kv_cache_dtype == "auto"
 
 
 def _kernels(engine: Any, rows: int) -> str:
-    """Kernels of the quantized linears for so many rows."""
+    """Return the names of the kernels that quantized linears use for `rows` rows."""
     linears = [m for m in engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
     return ", ".join(sorted({linear.plan(rows).variant for linear in linears})) or "none"

@@ -1,4 +1,4 @@
-"""Phases of the start, of sleep and of updates: each logs how long it took."""
+"""Phases of startup, sleep and weight updates. Each phase logs its duration."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log "NAME took 1.23 s" when the block has ended without an error."""
+    """Context that logs "NAME took 1.23 s" if it ends without an error."""
     started = time.perf_counter()
     yield
     logger.info("%s took %.2f s", name, time.perf_counter() - started)

@@ -1,7 +1,7 @@
-"""Settings that do not work together yet, or with states, latent or gated attention.
+"""Checks of settings that do not work together, or not with recurrent states or latent attention.
 
-A state summarizes all tokens before it. What shares a prefix or moves a request needs copies of it.
-Latents are in pages, as keys are.
+A state summarizes all tokens before it. Features that share a prefix or move a request need copies
+of states. Latents are stored in pages, like keys.
 """
 
 import logging
@@ -119,7 +119,7 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
 
 
 def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for adapters of a model with more linears in a product than they take."""
+    """Raise InputError for LoRA if a fused product of the model has too many linears for it."""
     family = model.family
     if config.enable_lora and len(family.qkv.linears) > MAX_SLICES:
         raise InputError(
@@ -131,26 +131,26 @@ def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_context_parallel(config: EngineConfig) -> None:
-    """Raise InputError for a setting that does not work with several sets of ranks."""
+    """Raise InputError for a setting that does not work with context parallelism."""
     size = config.prefill_context_parallel_size
     if size > 1:
         check_limits(CONTEXT_LIMITS, config, f"{CONTEXT_PARALLEL} {size}", "remove one")
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for a setting that the model's states do not allow."""
+    """Raise InputError for a setting that does not work with the model's recurrent states."""
     if model.has_states:
         check_limits(LIMITS, config, f"{model.family.architecture}, whose layers have states")
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:
-    """True if requests share prefixes. A state is that of a request's last token alone, so models
-    with states need snapshots."""
+    """Return True if requests share prefixes. Models with states need snapshots for it, because a
+    request's state covers exactly the tokens up to its last one."""
     return config.enable_prefix_caching and bool(not runner.has_states or runner.num_snapshots)
 
 
 def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
-    """Make the slots of a runner's states, and log their number."""
+    """Create the pool of a runner's state slots, and log its size."""
     if not runner.has_states:
         return StatePool(None)
     count, num_snapshots = runner.num_state_slots, runner.num_snapshots
@@ -164,7 +164,7 @@ def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
 
 
 def _bytes_of_drafts(runner: ModelRunner) -> int:
-    """Bytes of a state slot that it has for verifications: inputs of its newest rows."""
+    """Return the bytes of a state slot that serve verifications: the inputs of its newest rows."""
     specs = runner.cache_specs
     return sum(spec.bytes_per_slot - spec.with_drafts(0).bytes_per_slot for spec in specs)
 
@@ -172,9 +172,9 @@ def _bytes_of_drafts(runner: ModelRunner) -> int:
 def make_snapshots(
     config: EngineConfig, runner: ModelRunner, host: HostTier | None = None
 ) -> StateSnapshots | None:
-    """Make the slots of snapshots, numbered after those of requests; None: there are none.
+    """Create the pool of snapshot slots, which are numbered after the slots of requests.
 
-    `host`: receives evicted ones.
+    Returns None if there are no snapshots. `host`: receives evicted snapshots.
     """
     if not (runner.has_states and runner.num_snapshots):
         return None

@@ -1,4 +1,4 @@
-"""EngineStats: work and duration of steps, for the report, the ITL control and speculation."""
+"""EngineStats: records work and duration of steps, for reports, ITL control and speculation."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from qserve.engine.scheduling.plan import StepPlan, load_of
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.lora.adapter_table import AdapterTable
 
-# The fields of EngineReport about a step, and their values if there was none.
+# The fields of EngineReport about a step, with their values if there was no step.
 NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()} | {
     "num_prefix_queries": 0,
     "num_prefix_hits": 0,
@@ -31,7 +31,7 @@ class EngineStats:
     ) -> None:
         self._scheduler, self._remote_kv, self._clock = scheduler, transfers, clock
         self._last_result = 0.0  # time of the last step's tokens, by `clock`
-        self._unreported: dict[str, Any] = NO_STEP  # facts about the last step
+        self._unreported: dict[str, Any] = NO_STEP  # fields of the last step, until reported
 
     def note_plan(self, plan: StepPlan) -> None:
         """Record a planned step."""
@@ -44,7 +44,7 @@ class EngineStats:
             )
 
     def facts_of(self, plan: StepPlan) -> dict[str, Any]:
-        """The fields of EngineReport about a step."""
+        """Return the fields of EngineReport about a step."""
         now = self._clock()
         for request in plan.admitted:
             request.facts = request.facts._replace(queue_seconds=now - request.arrived)
@@ -63,8 +63,8 @@ class EngineStats:
     def note_result(self, plan: StepPlan, launched: float, *, has_waited: bool) -> None:
         """Record that a step's tokens have just arrived, and measure its duration.
 
-        The step began when it was launched, or when the previous one was done. The host does not
-        wait for a step that samples nothing, so its end is unknown.
+        The step began when it was launched, or when the previous step ended, if that was later. The
+        host does not wait for a step that samples nothing, so the end of such a step is unknown.
         """
         scheduler, now = self._scheduler, self._clock()
         seconds = now - max(launched, self._last_result)
@@ -75,9 +75,9 @@ class EngineStats:
         self._last_result = now if has_waited else math.inf
 
     def report(self, num_outside: int, adapters: AdapterTable | None) -> EngineReport:
-        """Report the contents of the engine, and its last step unless already reported.
+        """Return the load of the engine, and its last step if not reported before.
 
-        `num_outside`: requests that are not queued yet.
+        `num_outside`: number of requests that are not in the scheduler yet.
         """
         scheduler, pool = self._scheduler, self._scheduler.pool
         step, self._unreported = self._unreported, NO_STEP

@@ -1,7 +1,7 @@
 """TokenFilter: masks for `allowed_token_ids` and `bad_words`.
 
-A mask is a row of int64 words, one bit per token: token t is bit t % 64 of word t // 64, and 1
-allows it.
+A mask is a row of int64 words, one bit per token: token t is bit t % 64 of word t // 64, and a bit
+of 1 allows the token.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ from qkernels.sampling.words import MASK_BITS
 
 
 class TokenFilter:
-    """The filter of one output. The part that ignores previous tokens is computed once."""
+    """The token filter of one output. The part that ignores previous tokens is computed once."""
 
     def __init__(
         self,
@@ -20,10 +20,11 @@ class TokenFilter:
         allowed: Sequence[int] | None,
         forbidden: Iterable[Sequence[int]],
     ) -> None:
-        """`allowed` None: all tokens. `forbidden`: sequences that must not be completed."""
+        """`allowed`: None: all tokens. `forbidden`: token sequences that must not be completed."""
         bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, bool)
         bits[slice(vocab_size) if allowed is None else list(allowed)] = True
-        self._last: dict[int, list[tuple[Sequence[int], int]]] = {}  # by the second last token
+        # second last token of a sequence -> (tokens before the last, last token)
+        self._last: dict[int, list[tuple[Sequence[int], int]]] = {}
         for sequence in forbidden:
             *before, last = sequence
             if before:
@@ -38,7 +39,10 @@ class TokenFilter:
         return bool(self._last)
 
     def mask(self, token_ids: Sequence[int], start: int) -> np.ndarray:
-        """The mask of the token after these; sequences begin at `start` or later. Read-only."""
+        """Return the mask of the token after `token_ids`. The caller must not modify it.
+
+        Only forbidden sequences that begin at `start` or later count.
+        """
         if len(token_ids) <= start:
             return self._mask
         ended = [
@@ -50,7 +54,7 @@ class TokenFilter:
 
 
 def without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
-    """A copy of the mask that also forbids these tokens."""
+    """Return a copy of the mask that also forbids these tokens."""
     mask = mask.copy()
     for token in token_ids:
         mask[token // MASK_BITS] &= ~np.left_shift(np.int64(1), np.int64(token % MASK_BITS))

@@ -1,1 +1,1 @@
-"""KV transfer: connectors that store KV pages by key outside of an engine."""
+"""KV transfer: connectors that exchange KV pages between engines by key."""

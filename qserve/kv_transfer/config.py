@@ -8,22 +8,22 @@ from typing import Any
 from formats.errors import InputError
 
 FLAG = "--kv-transfer-config"
-PEER = "peer"  # pages go from engine to engine of one host (peer/)
-NIXL = "nixl"  # pages go from engine to engine, also of other hosts (nixl/)
+PEER = "peer"  # pages go directly between engines of one host (peer/)
+NIXL = "nixl"  # pages go directly between engines, also across hosts (nixl/)
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-# vLLM's keys -> our fields
+# vLLM's keys -> fields of KvTransferConfig
 NAMES = {
     "kv_connector": "connector",
     "kv_role": "role",
     "kv_connector_extra_config": "extra",
 }
-# Accepted by vLLM too. Pages are found by their keys, so no engine needs an id.
+# Keys of vLLM that are accepted and ignored. Pages are found by key, so engines need no id.
 IGNORED = {"engine_id"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
-    """Where KV pages are saved to and loaded from, in addition to the engine's own memory."""
+    """Where an engine saves KV pages to and loads them from, besides its own memory."""
 
     connector: str
     role: str = "kv_both"
@@ -39,14 +39,15 @@ class KvTransferConfig:
 
     @property
     def is_peer(self) -> bool:
-        """True for pages that pass from engine to engine, without a store between them."""
+        """True if pages go directly from engine to engine, without a store in between."""
         return self.connector in (PEER, NIXL)
 
     @property
     def answers_after_saving(self) -> bool:
-        """True if a reply waits until the pages are saved.
+        """True if a reply waits until its pages are saved.
 
-        A client of a producer sends the prompt to a consumer next, which must find its pages.
+        After a reply from a producer, the client sends the prompt to a consumer, which must find
+        the pages.
         """
         return self.role == "kv_producer"
 

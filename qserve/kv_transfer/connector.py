@@ -1,8 +1,9 @@
-"""KvConnector: a store of KV pages outside of an engine, and its creation from settings.
+"""KvConnector: a store of KV pages outside of an engine. `make_connector` creates it.
 
-A page is the bytes of all layers, in the layout of page_copies.py. Its key covers everything that
-those bytes depend on: model, cache format, tokens, salt (prefix_cache.py). So a connector only
-compares keys. Its methods may block: worker threads call them, never the engine's thread.
+A page is the bytes of all layers, in the layout of page_copies.py. The key of a page covers
+everything that these bytes depend on: model, cache format, tokens, salt (prefix_cache.py). So a
+connector only compares keys. Its methods may block: worker threads call them, never the engine's
+thread.
 """
 
 import importlib
@@ -15,29 +16,29 @@ from qserve.kv_transfer.folder import FolderConnector
 
 
 class KvConnector(Protocol):
-    """A store of pages by key. Methods run in several threads; their errors count as misses."""
+    """A store of pages by key. Several threads call the methods; an exception counts as a miss."""
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading `keys` that can be loaded."""
+        """Return the number of leading `keys` whose pages can be loaded."""
 
     def load(self, key: bytes, page: memoryview) -> bool:
-        """Fill `page`. Returns False if it is gone or corrupted."""
+        """Fill `page` with the stored page. Returns False if it is gone or corrupted."""
 
     def save(self, key: bytes, page: memoryview) -> None:
-        """Store a page as long as there is room. An existing one may stay."""
+        """Store a page if there is room. An existing page with this key may stay."""
 
 
 # name -> (settings, bytes of a page) -> connector; raises InputError
 CONNECTORS: dict[str, Callable[[Mapping[str, Any], int], KvConnector]] = {
     "folder": FolderConnector.from_settings,
-    # vLLM's names for the same. The file format differs, but the settings are accepted.
+    # vLLM's names of folder connectors. Their settings are accepted; the file format differs.
     "ExampleConnector": FolderConnector.from_settings,
     "SharedStorageConnector": FolderConnector.from_settings,
 }
 
 
 def make_connector(config: KvTransferConfig, page_bytes: int) -> KvConnector:
-    """Create the connector of a table row or of a dotted path. Raises InputError."""
+    """Create a connector from its name in CONNECTORS or from module:Class. Raises InputError."""
     make = CONNECTORS.get(config.connector) or _import(config.connector)
     return make(config.extra, page_bytes)
 

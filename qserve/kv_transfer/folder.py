@@ -1,10 +1,10 @@
-"""FolderConnector: KV pages as files of a folder that several engines share.
+"""FolderConnector: KV pages as files in a folder that several engines share.
 
-A file is MAGIC, the page's key, the page, and an HMAC-SHA-256 of all before it. It is written under
-another name and renamed, so that no reader sees a partial file. A file of the wrong length, a
-non-regular file, and a file with the wrong digest are rejected and removed. With a secret as the
-HMAC's key, files from writers without it are rejected, too. When the folder exceeds its limit, the
-least recently loaded files are removed.
+A file consists of MAGIC, the page's key, the page, and an HMAC-SHA-256 of everything before it. The
+file is written under another name and then renamed, so that no reader sees a partial file. A file
+with the wrong length, a non-regular file, and a file with the wrong HMAC are rejected and removed.
+If a secret is the HMAC's key, files from writers without the secret are rejected too. When the
+folder exceeds its limit, the least recently loaded files are removed.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ MAGIC = b"qserveKV2\0\0\0\0\0\0\0"
 KEY_BYTES = DIGEST_BYTES = 32
 OVERHEAD = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
 SUFFIX, PARTIAL = ".kv", ".partial"
-SET_ASIDE = ".not-a-page"  # suffix for a folder found under a page's name, which is not removed
+SET_ASIDE = ".not-a-page"  # suffix for renaming a folder that has the name of a page
 SETTINGS = ("path", "max_gb", "secret_file")
 DEFAULT_GB = 16.0
 GIB = 2**30
-# Other engines write too, so the files are counted again after this share of the limit.
+# After writing this fraction of the limit, all files are counted again: other engines write too.
 RECOUNT_SHARE = 1 / 20
-KEPT_SHARE = 0.9  # of the limit, after files were removed
-ABANDONED_SECONDS = 600.0  # a partial file of this age has no writer any more
+KEPT_SHARE = 0.9  # fraction of the limit that is kept when files are removed
+ABANDONED_SECONDS = 600.0  # a partial file of this age is assumed to have no writer
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class FolderConnector:
     def load(self, key: bytes, page: memoryview) -> bool:
         path = self._path(key)
         try:
-            # A pipe would block forever, and a link may point anywhere.
+            # Opening a pipe could block forever, and a link may point anywhere.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
@@ -116,7 +116,7 @@ class FolderConnector:
             if not secrets.compare_digest(file.read(DIGEST_BYTES), self._digest(head, page)):
                 return self._refuse(path, "fails its checksum")
             with contextlib.suppress(OSError):
-                os.utime(descriptor)  # marks it as recently used
+                os.utime(descriptor)  # mark the file as recently used
         return True
 
     def save(self, key: bytes, page: memoryview) -> None:
@@ -162,7 +162,10 @@ class FolderConnector:
         return digest.digest()
 
     def _refuse(self, path: Path, reason: str) -> bool:
-        """Remove the file, so that its page can be saved again; rename a folder. Returns False."""
+        """Remove an invalid file, so that its page can be saved again. Returns False.
+
+        A folder is renamed instead.
+        """
         logger.warning("KV page %s %s; removed, will be recomputed", path, reason)
         with contextlib.suppress(OSError):
             if path.is_dir() and not path.is_symlink():
@@ -172,7 +175,7 @@ class FolderConnector:
         return False
 
     def _prune(self) -> None:
-        """Count the files, and remove the least recently used ones if they exceed the limit."""
+        """Add up the file sizes; if they exceed the limit, remove the least recently used files."""
         self._bytes_since_count = 0
         found, now = [], time.time()
         for folder in _entries(self.path):

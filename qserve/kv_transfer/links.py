@@ -1,4 +1,4 @@
-"""make_link: the link between engines that --kv-transfer-config chooses."""
+"""`make_link`: opens the link between engines that --kv-transfer-config selects."""
 
 import torch
 
@@ -8,6 +8,6 @@ from qserve.kv_transfer.peer.link import MappedLink, PageLink
 
 
 def make_link(config: KvTransferConfig, device: torch.device) -> PageLink:
-    """Open the link. Raises InputError."""
+    """Open the link of a `peer` or `nixl` connector. Raises InputError."""
     make = NixlLink if config.connector == NIXL else MappedLink
     return make(config.extra, device)

@@ -1,7 +1,7 @@
-"""A digest of everything that the bytes of a KV page depend on, apart from its tokens.
+"""A digest of everything that the bytes of a KV page depend on, except its tokens.
 
-Engines with equal digests may exchange pages: they have the same weights, byte for byte, the same
-positions, and the same page format. Kernels may differ, and then round differently.
+Engines with equal digests may exchange pages: they have byte-identical weights, the same rotary
+embeddings and the same page format. Kernels are not covered; they may differ and round differently.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from qserve.model.loading.online_quantization import RoundingPlan
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import inverse_frequencies
 
-FORM = "1"  # version of the page format: the order of its parts in page_copies.py
+FORM = "1"  # version of the page format, which is the order of tensors in page_copies.py
 READ_BYTES = 2**23
 MAX_FILES_AT_ONCE = 8
 
@@ -24,9 +24,10 @@ MAX_FILES_AT_ONCE = 8
 def page_digest(
     folder: str, model: ModelConfig, *, max_model_len: int, dummy_seed: int | None, form: str
 ) -> str:
-    """Digest of a model. `form`: the page format. `dummy_seed`: seed of random weights.
+    """Return the digest of a model and its page format.
 
-    Reads all weights: 1 to 2 GB/s for each file, several files in parallel.
+    `form`: describes the page format. `dummy_seed`: seed of random weights; None: real weights.
+    Reads all weights, at 1 to 2 GB/s per file, several files in parallel.
     """
     digest = hashlib.sha256()
     for part in (
@@ -35,7 +36,7 @@ def page_digest(
         json.dumps(_of_the_model(model.values), sort_keys=True, default=str),
         *(_rope_text(rope, max_model_len) for rope in model.ropes),
         f"dummy {dummy_seed}" if dummy_seed is not None else "",
-        f"{model.quant!r}",  # how activations are rounded is in no weight
+        f"{model.quant!r}",  # covers the rounding of activations, which weight files do not show
         *(() if dummy_seed is not None else _weight_digests(folder)),
         *(() if model.rounding is None else _schemes(model.rounding)),
     ):
@@ -45,12 +46,12 @@ def page_digest(
 
 
 def _of_the_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the keys that record the copy's location and the writing program."""
+    """Return the config without keys that record the folder's path and the writing program."""
     return {k: v for k, v in values.items() if k[:1] != "_" and k != "transformers_version"}
 
 
 def _rope_text(rope: object, max_model_len: int) -> str:
-    """The RoPE frequencies; some kinds depend on the maximum length."""
+    """Return the RoPE frequencies as text. For some types they depend on the maximum length."""
     if rope is None:
         return "none"
     frequencies, scale = inverse_frequencies(rope, max_model_len)
@@ -58,12 +59,12 @@ def _rope_text(rope: object, max_model_len: int) -> str:
 
 
 def _schemes(rounding: RoundingPlan) -> Iterable[str]:
-    """Schemes of the linears that are rounded while they load."""
+    """Yield the schemes of the linears that are rounded while they load."""
     return (f"{name} {scheme}" for name, scheme in sorted(rounding.schemes.items()))
 
 
 def _weight_digests(folder: str) -> Iterable[str]:
-    """Digest of each file with tensors of the model, in the order of their names."""
+    """Yield the digest of each file with tensors of the model, in the order of file names."""
     files = sorted({entry.file for entry in CheckpointReader(folder).entries.values()})
     with ThreadPoolExecutor(MAX_FILES_AT_ONCE) as pool:
         yield from pool.map(_file_digest, files)

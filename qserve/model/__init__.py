@@ -1,1 +1,1 @@
-"""The model: its layers, their weights, and how they are loaded from a checkpoint."""
+"""Models: layers, weights, and loading from a checkpoint."""

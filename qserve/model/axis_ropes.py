@@ -1,9 +1,9 @@
-"""AxisRopes: rotations of rows whose positions have three axes (M-RoPE).
+"""AxisRopes: rotary embedding for rows whose positions have three axes (M-RoPE).
 
-Each pair of channels turns by the position of one axis. The step gets a table of its own rows,
-which the rotation kernel reads with the row's number as the position.
+Each pair of channels is rotated by the position on one axis. Each step gets a rotary table with one
+row per row of the step; the rotation kernel reads it with the row number as the position.
 
-Legend: T rows of the step, D rotated channels, P pairs (D/2).
+T: rows of the step. D: rotated channels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,25 +17,25 @@ from qserve.model.blocks.rotary import Rotary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRopes:
-    """Rotations of one step's rows."""
+    """Rotary tables for the rows of one step."""
 
     tables: dict[Rotary, torch.Tensor]  # float32 [T, D]
     rows_T: torch.Tensor  # int64, 0 to T - 1
 
     def of_rows(self, rows: slice) -> "RowRopes":
-        """Return the rotations of consecutive rows."""
+        """Return the tables for a range of rows."""
         tables = {rotary: table_TD[rows] for rotary, table_TD in self.tables.items()}
         return RowRopes(tables=tables, rows_T=self.rows_T[: rows.stop - rows.start])
 
 
 class AxisRopes:
-    """Makes the tables of steps for all rotations of a decoder."""
+    """Makes the rotary tables of steps, for all rotary embeddings of a decoder."""
 
     def __init__(
         self, rotaries: Iterable[Rotary], sections: Sequence[int], *, is_interleaved: bool
     ) -> None:
-        """`sections`: number of pairs of each axis. Raises InputError if they do not fit."""
-        # for each rotation: the axis, and the column, of each column of its table
+        """`sections`: number of channel pairs per axis. Raises InputError if they do not fit."""
+        # for each Rotary: axis and source column of each column of the step's table
         self._columns: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         for rotary in dict.fromkeys(rotaries):
             num_pairs = rotary.cos_sin.shape[1] // 2
@@ -49,7 +49,7 @@ class AxisRopes:
             )
 
     def of(self, positions_3T: torch.Tensor) -> RowRopes:
-        """Return the rotations of rows at these positions."""
+        """Return the tables for rows at these positions."""
         rows_T = torch.arange(positions_3T.shape[1], device=positions_3T.device)
         tables = {
             rotary: rotary.cos_sin[positions_3T[axes_D].T, columns_D]

@@ -1,10 +1,10 @@
-"""CacheSpec: what one layer keeps of requests, by page of tokens and by state slot.
+"""CacheSpec: what one layer stores for requests, per page of tokens and per state slot.
 
 A mixer (attention, delta net) returns its spec. Everything else that handles a cache (memory
 budget, runner, drafter, host tier, KV transfer, warm-up) reads the spec and the cache's tensors,
-and does not know the mixer. Each rank has the specs of its own mixers: one that holds a shard of
-the heads keeps those heads, and one that every rank holds whole keeps all on every rank.
-Legend: P pages, S slots.
+and does not depend on the mixer. Each rank has the specs of its own mixers: a mixer that is sharded
+by heads stores its heads, a mixer that is replicated stores everything on every rank.
+P: pages. S: slots.
 """
 
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ from qkernels.attention.cache import INT4_PAGES
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
-# Shape of a warm-up step: requests, tokens of each, keys that the longest request sees.
+# Shape of a warm-up step: (requests, tokens per request, keys of the longest request).
 WarmUpShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFormat:
-    """How `--kv-cache-dtype` stores the numbers of a page."""
+    """Format of the values in KV pages, from `--kv-cache-dtype`."""
 
     dtype: torch.dtype
-    static_scales: bool = False  # 8-bit codes: scales of the checkpoint, else found on write
+    static_scales: bool = False  # for 8-bit codes: True: the checkpoint's scales; False: at write
 
     @property
     def is_coded(self) -> bool:
@@ -35,11 +35,11 @@ class KvFormat:
 
     @property
     def is_int4(self) -> bool:
-        """True for 4-bit codes, two a byte."""
+        """True for 4-bit codes, two per byte."""
         return self.dtype == INT4_PAGES
 
     def refuse_int4(self, reason: str | None) -> None:
-        """Raise InputError if codes have 4 bits and there is a reason why they cannot."""
+        """Raise InputError for 4-bit codes if `reason` says why a layer cannot use them."""
         if self.is_int4 and reason is not None:
             raise InputError(
                 "--kv-cache-dtype int4",
@@ -58,7 +58,7 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Largest steps that serving can reach."""
+    """Limits of the steps that serving runs."""
 
     max_tokens: int
     max_num_seqs: int
@@ -67,76 +67,76 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule:
-    """Steps in which chunks of many rows are computed apart from other requests.
+    """Thresholds for computing chunks of many rows separately from other requests of a step.
 
-    A pair is a row and a key that the request has.
+    A pair is one row and one key of the row's request.
     """
 
-    rows: int  # of a chunk at least
-    pairs: int  # of these chunks at least
-    pairs_of_graph: int  # of these chunks from which a step leaves its CUDA graph for it
+    rows: int  # minimum number of rows of a long chunk
+    pairs: int  # minimum number of pairs of all long chunks of a step
+    pairs_of_graph: int  # the same for a step that would otherwise run in a CUDA graph
 
 
 class Cache(Protocol):
-    """Tensors of one layer.
+    """The cache tensors of one layer.
 
-    Pages and states are copied between indices of the first dimension, and to the host and to
-    other engines as the bytes of these tensors in their order.
+    The first dimension is the page or slot number. Pages and states are copied by this number; to
+    the host and to other engines they go as the bytes of these tensors, in this order.
     """
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what a page holds, of dtypes that indexed copies take."""
+        """Tensors [P, ...] with the contents of pages, in dtypes that support indexed copies."""
 
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [S, ...] of what a state slot holds."""
+        """Tensors [S, ...] with the contents of state slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedCache:
     """Cache of a layer that reads the pages of another layer."""
 
-    source: Cache  # the other layer's
+    source: Cache  # cache of the other layer
     page_tensors: tuple[torch.Tensor, ...] = ()
     slot_tensors: tuple[torch.Tensor, ...] = ()
 
 
 class CacheSpec:
-    """Sizes and tensors of one layer's cache. Each kind of mixer has a frozen dataclass of it.
+    """Sizes and tensors of one layer's cache. Each mixer type has a subclass, a frozen dataclass.
 
-    Layers with equal specs launch equal kernels on their caches.
+    Layers with equal specs launch the same kernels on their caches.
     """
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> Cache:
-        """Make the tensors, zeros: padding rows may read a page before it is written."""
+        """Create the tensors, filled with zeros, since padding rows may read unwritten pages."""
         raise NotImplementedError
 
     def with_drafts(self, most_rows: int) -> "CacheSpec":
-        """Return the spec with speculation, whose verifications have up to `most_rows` rows."""
+        """Return the spec for speculation. `most_rows`: maximum rows of a verification."""
         return self
 
     @property
     def source(self) -> int | None:
-        """Layer whose cache this layer reads; None: it has one of its own."""
+        """Layer whose cache this layer reads; None: the layer has its own cache."""
         return None
 
     @property
     def heads_axis(self) -> int | None:
-        """Axis of a page's tensors along which ranks hold different KV heads; None: they are alike.
+        """Axis of a page's tensors along which KV heads are sharded over ranks.
 
-        The dimension of pages is not counted.
+        The page dimension is not counted. None: all ranks hold the same contents.
         """
         return None
 
     @property
     def split_rule(self) -> SplitRule | None:
-        """Steps whose long chunks are computed apart from other requests; None: no step is."""
+        """When to compute long chunks separately from other requests; None: never."""
         return None
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory of a step over the longest context, in addition to the largest step's."""
+        """Bytes that a step over the longest context needs in addition to the largest step."""
         return 0
 
     @property
@@ -148,17 +148,17 @@ class CacheSpec:
         return _bytes_of_first(self._smallest.slot_tensors)
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
-        """Raise InputError where no kernel takes this cache that a CUDA graph can capture.
+        """Raise InputError if no kernel for this cache can be captured in a CUDA graph.
 
-        `dtype`: of activations.
+        `dtype`: dtype of activations.
         """
 
     def warm_up_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
     ) -> Iterable[WarmUpShape]:
-        """Shapes of steps that together launch every kernel that reads the cache (CUDA only).
+        """Return shapes of steps that together launch every kernel of the cache (CUDA only).
 
-        `dtype`: of activations.
+        `dtype`: dtype of activations.
         """
         return ()
 
@@ -170,7 +170,7 @@ class CacheSpec:
 def make_caches(
     specs: Iterable[CacheSpec], num_pages: int, num_slots: int, device: torch.device
 ) -> list[Cache]:
-    """Make the caches of all layers."""
+    """Create the caches of all layers."""
     caches: list[Cache] = []
     for spec in specs:
         if spec.source is None:
@@ -181,5 +181,5 @@ def make_caches(
 
 
 def _bytes_of_first(tensors: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of one page or slot."""
+    """Return the bytes of one page or slot."""
     return sum(tensor[0].numel() * tensor.itemsize for tensor in tensors)

@@ -8,7 +8,7 @@ from formats.errors import InputError
 from qserve.model.rope import RopeConfig
 
 MAX_LENGTH = 2**31 - 1
-# Keys as in vLLM; if a config has several, the smallest value counts.
+# The same keys as in vLLM. If a config has several of them, the smallest value counts.
 KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -19,14 +19,14 @@ KEYS = (
     "max_seq_length",
     "seq_len",
 )
-# Scaling types whose config states the length before scaling. "llama3" and "longrope" state the
-# length after it, and "dynamic" would change cached keys (RopeConfig.check_length).
+# Rope scaling types whose config states the length before scaling. With "llama3" and "longrope" it
+# is the length after scaling; "dynamic" would change cached keys (RopeConfig.check_length).
 STRETCHING = ("linear", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLength:
-    """Longest prompt plus output, and its source."""
+    """Maximum length of prompt plus output, and where it comes from."""
 
     length: int
     source: str
@@ -35,9 +35,9 @@ class ContextLength:
     def of(
         cls, stated: Mapping[str, Any], default: int, ropes: Iterable[RopeConfig | None]
     ) -> "ContextLength":
-        """`stated`: config.json as written; `default`: transformers' default for a missing length.
+        """Determine the length. `stated`: config.json as written; `default`: transformers' default.
 
-        Raises InputError if a scaled rotation covers more positions than int32 can count.
+        Raises InputError if a scaled rope covers more positions than int32 can count.
         """
         found = {key: stated[key] for key in KEYS if _is_length(stated.get(key))}
         key = min(found, key=found.__getitem__) if found else None
@@ -45,7 +45,7 @@ class ContextLength:
         scaled = [(_stretched(rope, length), rope) for rope in ropes if rope is not None]
         if not scaled:
             return cls(length=min(length, MAX_LENGTH), source=source)
-        # If layers differ, such as those with windows, the longest reach counts.
+        # If layers have different ropes, such as layers with windows, the longest reach counts.
         reach, rope = max(scaled, key=lambda pair: pair[0])
         if reach != length:
             source += f", {rope.type} rope scaling by {rope.parameters['factor']:g}"
@@ -63,7 +63,7 @@ def _is_length(value: object) -> bool:
 
 
 def _stretched(rope: RopeConfig, length: int) -> int:
-    """Positions that a scaled rotation covers."""
+    """Return the number of positions that a scaled rope covers."""
     if rope.type not in STRETCHING:
         return length
     original = rope.parameters.get("original_max_position_embeddings")

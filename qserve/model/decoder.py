@@ -1,6 +1,6 @@
-"""The decoder: embedding, layers, norm, head. Knows a step's tensors, not requests.
+"""Decoder: embedding, layers, final norm and head. It works on a step's tensors, not on requests.
 
-Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary, N states.
+T: tokens of the step. S: rows with logits. C: hidden size. V: vocabulary size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ from qserve.parallel.pipeline import Pipeline
 
 
 class Decoder(torch.nn.Module):
-    """A causal language model over paged keys and values, and states."""
+    """A causal language model over KV pages and recurrent states."""
 
-    is_sampled = True  # a few of its layers can run without the others
+    is_sampled = True  # a sample of its layers can run without the other layers
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Decoder(torch.nn.Module):
         pipeline: Pipeline | None = None,
         like: torch.Tensor | None = None,
     ) -> None:
-        """`pipeline`: the stages, of which the first alone has embedding, norm and head. `like`: a
-        tensor of the dtype and on the device of activations, where no embedding tells them.
+        """`pipeline`: the stages; only the first has embedding, norm and head. `like`: a tensor
+        with the dtype and device of activations, needed if there is no embedding.
         """
         super().__init__()
         self.config, self.pipeline = config, pipeline
@@ -55,15 +55,15 @@ class Decoder(torch.nn.Module):
         self._sum = Norm(None, 0.0)
         self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
         self.logits_cap = logits_cap
-        self.streams: Streams | None = None  # of Gemma 3n; its builder fills it
-        self.no_graphs = ""  # the reason why CUDA graphs cannot hold its steps; fallback/ fills it
-        self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
-        # Of linears that ranks share out, by name, ours; the loader fills it.
+        self.streams: Streams | None = None  # for Gemma 3n; set by its builder
+        self.no_graphs = ""  # reason why steps cannot run in CUDA graphs; set by fallback/
+        self.classifier: torch.Tensor | None = None  # [labels, C]; set by the loader
+        # name of a sharded linear -> this rank's shard; set by the loader
         self.parts: Mapping[str, LinearPart] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         return (self.like if self.embedding is None else self.embedding).dtype
 
     @property
@@ -72,13 +72,13 @@ class Decoder(torch.nn.Module):
 
     @property
     def layer_numbers(self) -> range:
-        """Of the model's layers, those that are here."""
+        """Numbers of the model's layers that this rank has."""
         if self.pipeline is None:
             return range(len(self.layers))
         return self.pipeline.layers(self.config.num_layers)
 
     def products(self) -> Iterator[Product]:
-        """Every quantized product, and the operation that takes its result."""
+        """Yield all quantized products, each with the operation that consumes its result."""
         for layer in self.layers:
             yield from layer.attention.products()
             yield from layer.mlp.products()
@@ -90,9 +90,9 @@ class Decoder(torch.nn.Module):
     def forward(
         self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[Cache]
     ) -> torch.Tensor:
-        """Hidden states [T, C] after the final norm; writes the tokens' keys and values.
+        """Write the tokens' keys and values; return hidden states [T, C] after the final norm.
 
-        A stage that is not the first returns what it passes on.
+        A pipeline stage other than the first returns the hidden states that it sends on.
         """
         if self.pipeline is None:
             return self.forward_tapped(token_ids_T, step, caches, ())[0]
@@ -106,11 +106,12 @@ class Decoder(torch.nn.Module):
         taps: tuple[int, ...] = (),
         begin: Callable[[StepInputs], None] = lambda step: None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """`forward_tapped` of a step in parts, each of which a stage computes while others do
-        another. What is tapped travels beside the hidden states, in the order of the layers, and
-        so do rows that later stages add to them.
+        """Run `forward_tapped` in microbatches over pipeline stages.
 
-        Of a model in stages alone. `begin` is called before the layers compute a part.
+        Stages compute different microbatches at the same time. Auxiliary hidden states, in the
+        order of the layers, and rows that later stages add are sent along with the hidden states.
+        Only for models with pipeline stages. `begin` is called before the layers compute each
+        microbatch.
         """
         pipeline, wanted = self.pipeline, sorted(set(taps))
         own_layers = self.layer_numbers
@@ -118,7 +119,7 @@ class Decoder(torch.nn.Module):
         num_before = 1 + sum(owner < pipeline.stage for owner in owners)
         ours = [t for t, owner in zip(wanted, owners, strict=True) if owner == pipeline.stage]
         sent, passed = [], []
-        ends, coming = [], []  # what the last stage sends to the first
+        ends, coming = [], []  # tensors that the last stage sends to the first, and receives
         for ids, step in zip(token_ids, steps, strict=True):
             if pipeline.is_first:
                 x_TC, before = self.embedded(ids, step), []
@@ -133,8 +134,9 @@ class Decoder(torch.nn.Module):
             passed.append(torch.stack(states) if len(states) > 1 else x_TC[None].contiguous())
             sent.append(pipeline.send(passed[-1]))
             if pipeline.is_first:
-                # Only now: the first launch of a kernel loads it, and CUDA may wait with that for
-                # kernels that run. A receive that runs would wait for what is not yet sent.
+                # The receive must start after the launches: the first launch of a kernel loads it,
+                # and CUDA may delay that until running kernels end. A running receive would wait
+                # for a tensor that has not been sent yet.
                 ends.append(self._empty(1 + len(wanted), ids))
                 coming.append(pipeline.receive_last(ends[-1]))
         for work in sent:
@@ -148,7 +150,7 @@ class Decoder(torch.nn.Module):
         return self.norm(x_TC, None, None)[0], tuple(found[tap] for tap in taps)
 
     def embedded(self, token_ids_T: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        """Embeddings of tokens, and of media at their rows."""
+        """Return token embeddings, with media embeddings in their rows."""
         if step.embeds is not None and step.embeds.rows_M is None:
             return step.embeds.values_MC
         x_TC = self.embedding(token_ids_T, step.positions_T)
@@ -164,9 +166,9 @@ class Decoder(torch.nn.Module):
         taps: Sequence[int],
         added: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the residual stream after the layers of this stage, and before those of `taps`.
+        """Return the residual stream after this stage's layers, and before each layer in `taps`.
 
-        `added`: [T, C] for each of the stage's first layers, added after it.
+        `added`: [T, C] for each of the stage's first layers, to add after the layer.
         """
         residual_TC, first = None, self.layer_numbers.start
         found: dict[int, torch.Tensor] = {}
@@ -192,10 +194,11 @@ class Decoder(torch.nn.Module):
         caches: list[Cache],
         taps: tuple[int, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The same, and the residual stream [T, C] before each of the layers `taps`.
+        """Return the result of `forward`, and the residual stream [T, C] before layers `taps`.
 
-        The number of layers means behind the last, before the norm. A decoder of sample layers,
-        which may lack one, gives its last state there: who asks it wants the shapes.
+        The tap `num_layers` is the residual stream after the last layer, before the norm. A decoder
+        with a sample of the layers returns its last state for a layer that it lacks: its callers
+        need only the shapes.
         """
         x_TC, residual_TC = self.embedded(token_ids_T, step), None
         inputs_TLP = None
@@ -219,18 +222,18 @@ class Decoder(torch.nn.Module):
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)
 
     def compute_for_others(self) -> None:
-        """Take part in a step in which this engine has no tokens, with its experts."""
+        """Compute this engine's experts for a step in which the engine has no tokens."""
         x_0C = self._empty(1, torch.empty(0))[0]
         for module in self.layers.modules():
             if isinstance(module, MoeMlp) and module.exchange is not None:
                 module.compute_for_others(x_0C)
 
     def labels(self, hidden_SC: torch.Tensor) -> torch.Tensor:
-        """A classifier's logits [S, labels], in float32."""
+        """Return a classifier's logits [S, labels] in float32."""
         return (hidden_SC @ self.classifier.T).float()
 
     def logits(self, hidden_SC: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of hidden states [S, C]."""
+        """Return logits [S, V] of hidden states [S, C]."""
         logits_SV = self.head(hidden_SC)
         if self.logits_divisor != 1:
             logits_SV = logits_SV / self.logits_divisor
@@ -242,7 +245,7 @@ class Decoder(torch.nn.Module):
 
 
 def _levels(x_TC: torch.Tensor, step: StepInputs) -> list[torch.Tensor]:
-    """Return what each of the first layers adds [T, C]: zeros in rows without media."""
+    """Return the values [T, C] that each of the first layers adds; zeros in rows without media."""
     levels = [torch.zeros_like(x_TC) for _ in range(step.num_levels)]
     if step.embeds is not None:
         step.embeds.fill_levels_(levels)

@@ -1,4 +1,4 @@
-"""ExpertLoads: tokens that each expert of a decoder gets, counted while the model runs."""
+"""ExpertLoads: counts the tokens of each expert while the model runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ FLAG = "--record-expert-loads"
 
 
 def check_loads(config: ModelConfig, file: str | None) -> None:
-    """Raise InputError where loads cannot be recorded to a file. Reads no weights."""
+    """Raise InputError if loads cannot be recorded to `file`. Reads no weights."""
     if file is None:
         return
     if not config.family.experts or not num_experts(config.values):
@@ -28,10 +28,10 @@ def check_loads(config: ModelConfig, file: str | None) -> None:
 
 
 class ExpertLoads:
-    """Counts [layers, experts]. Every row of a step counts, so steps must have no padding."""
+    """Token counts [layers, experts]. Every row of a step counts, so steps must have no padding."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
-        """Count in all layers of a decoder from now on."""
+        """Start counting in all layers of a decoder."""
         shape = len(decoder.layers), num_experts(decoder.config.values)
         self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
         for counts_E, layer in zip(self._counts_LE, decoder.layers, strict=True):
@@ -40,15 +40,15 @@ class ExpertLoads:
                     module.router.register_forward_hook(_counting(counts_E))
 
     def reset(self) -> None:
-        """Forget what was counted, such as warm-ups."""
+        """Set all counts to 0, for example after a warm-up."""
         self._counts_LE.zero_()
 
     def rows(self) -> list[list[int]]:
-        """Tokens of each expert by layer. Waits for the device."""
+        """Return the token counts, by layer and expert. Waits for the device."""
         return self._counts_LE.tolist()
 
     def write(self, file: str, model: str) -> None:
-        """Write the table if anything was counted. `model`: its name, for a reader of the file."""
+        """Write the table if any token was counted. `model`: model name to note in the file."""
         rows = self.rows()
         if any(map(any, rows)):
             write_loads(file, rows, model)
@@ -58,7 +58,7 @@ def _counting(counts_E: torch.Tensor) -> Callable[[Router, tuple[Any, ...], Rout
     def count(router: Router, given: tuple[Any, ...], routes: Routes) -> None:
         x_TC, *numbers = given
         if any(each is not None for each in numbers):
-            routes = router.forward(x_TC)  # by the model's numbers of experts
+            routes = router.forward(x_TC)  # routes with the model's expert numbers
         ids = routes.ids_Mk.flatten().long()
         counts_E.index_add_(0, ids, torch.ones_like(ids))
 

@@ -1,8 +1,8 @@
 """config.json with transformers' defaults filled in, cached on disk between starts.
 
 Importing transformers and its config classes takes 3 to 6 seconds, a third of a start with compiled
-kernels. The filled config is cached as JSON under a key of the file's contents and transformers'
-version. On a cache miss transformers fills it in again.
+kernels. The filled config is cached as JSON; the key is made from the contents of config.json and
+the version of transformers. On a cache miss transformers fills in the defaults again.
 """
 
 import contextlib
@@ -20,7 +20,10 @@ FORMAT = 1  # version of the cache file
 
 
 def filled_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a config; `stated` are config.json's. Raises any exception of transformers."""
+    """Return `stated`, the contents of config.json, with defaults filled in.
+
+    Raises any exception of transformers.
+    """
     place = _folder() / f"{_key(stated)}.json"
     values = _read(place)
     if values is None:
@@ -49,7 +52,7 @@ def _folder() -> Path:
 
 
 def _read(place: Path) -> dict[str, Any] | None:
-    """None if the file is missing or damaged."""
+    """Read a cached config. Returns None if the file is missing or damaged."""
     try:
         values = json.loads(place.read_text())
     except (OSError, ValueError):
@@ -58,6 +61,6 @@ def _read(place: Path) -> dict[str, Any] | None:
 
 
 def _keep(place: Path, values: dict[str, Any]) -> None:
-    """Write atomically. If the folder is not writable, the next start takes longer."""
+    """Write the cache file atomically. Does nothing if the folder is not writable."""
     with contextlib.suppress(OSError):
         write_whole(place, json.dumps(values))

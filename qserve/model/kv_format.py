@@ -1,4 +1,4 @@
-"""Choice of the KV cache's format: numbers of the activations' dtype, or 8- or 4-bit codes."""
+"""Choice of the KV cache format: the activations' dtype, or 8- or 4-bit codes."""
 
 import torch
 
@@ -12,9 +12,9 @@ FLAG = "--kv-cache-dtype"
 
 
 def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvFormat:
-    """Return the format that `--kv-cache-dtype` asks for. Raises InputError or CheckpointError.
+    """Return the format for a value of `--kv-cache-dtype`. Raises InputError or CheckpointError.
 
-    "auto" is 8-bit where the checkpoint was calibrated for it, else the activations' dtype.
+    "auto" selects 8 bits if the checkpoint was calibrated for them, else the activations' dtype.
     """
     quant = decoder.config.quant
     calibrated = quant.kv_cache if quant is not None else None
@@ -36,7 +36,10 @@ def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvForma
 
 
 def _has_scales(decoder: Decoder) -> bool:
-    """True if the layers with keys and values have a k_scale and a v_scale: all or none."""
+    """Return True if all layers with keys and values have a k_scale and a v_scale.
+
+    Raises CheckpointError if only some of them have these scales.
+    """
     found = {number: layer.attention.has_kv_scales for number, layer in enumerate(decoder.layers)}
     having = {number: has for number, has in found.items() if has is not None}
     if any(having.values()) and not all(having.values()):

@@ -1,4 +1,4 @@
-"""Layers of a decoder that launch the same kernels, by their shapes and types."""
+"""Groups a decoder's layers by the kernels that they launch, based on shapes and types."""
 
 import copy
 import dataclasses
@@ -8,14 +8,16 @@ import torch
 
 from qserve.model.decoder import Decoder
 
-# Kernels may be specialized on these types. Strings are names, which differ between layers.
+# Types of values on which kernels may be specialized. Strings are left out: they are names, which
+# differ between layers.
 COUNTED = (int, float, bool, torch.dtype, torch.device, type(None))
 
 
 def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
-    """A small decoder that launches every kernel of `decoder`, and the numbers of its layers.
+    """Return a small decoder that launches every kernel of `decoder`, and its layer numbers.
 
-    It shares all tensors. The first layer is always included: it has no residual input yet.
+    The small decoder shares all tensors. It always includes the first layer, which differs from the
+    others because it has no residual input.
     """
     if not decoder.is_sampled:
         return decoder, [*range(len(decoder.layers))]
@@ -24,19 +26,22 @@ def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
         first_of_kind.setdefault((number == 0, _kind(layer, ())), number)
     numbers = sorted(first_of_kind.values())
     sample = copy.copy(decoder)
-    # torch's table of submodules, which would be shared otherwise
+    # copy torch's table of submodules, which copy.copy shares
     sample._modules = dict(decoder._modules)
     sample.layers = torch.nn.ModuleList([decoder.layers[number] for number in numbers])
     return sample, numbers
 
 
 def launch_kind(value: object) -> object:
-    """Key that is equal for values with equal launches. Its repr is the same in every process."""
+    """Return a key that is equal for values that launch the same kernels.
+
+    The repr of the key is the same in every process.
+    """
     return _kind(value, ())
 
 
 def _kind(value: object, path: tuple[int, ...]) -> object:
-    """`launch_kind`. `path`: ids of the enclosing objects."""
+    """Implement `launch_kind`. `path`: ids of the enclosing objects."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.stride()), value.dtype
     if isinstance(value, COUNTED):

@@ -1,4 +1,4 @@
-"""config.json in the form that the model needs, with transformers' defaults filled in."""
+"""ModelConfig: config.json in the form that the model needs, with transformers' defaults."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ from qserve.model.loading.online_quantization import OnlineQuantization, Roundin
 from qserve.model.rope import RopeConfig
 from qserve.multimodal.families import VisionConfig
 
-# The widest known is 576. Tables of this width are made before the tensors are read.
+# Limit for a wrong config.json, since tables of this width are made before tensors are read. The
+# largest known head size is 576.
 MAX_HEAD_DIM = 4096
 
 
@@ -41,44 +42,44 @@ class ModelConfig:
     """Shapes and options of one decoder."""
 
     family: Family
-    values: Mapping[str, Any]  # of config.json, with transformers' defaults
+    values: Mapping[str, Any]  # contents of config.json, with transformers' defaults
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of what o_proj reads
+    head_dim: int  # head size of o_proj's input
     norm_eps: float
-    activation: str  # as config.json names it
-    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
+    activation: str  # name in config.json
+    ropes: tuple[RopeConfig | None, ...]  # per layer; None: no rotary embedding
     context: ContextLength
     tied_head: bool
-    windows: tuple[int | None, ...]  # per layer: keys that a query sees, itself included
-    # True for layers with a recurrent state instead of keys and values
+    windows: tuple[int | None, ...]  # per layer: number of keys that a query attends to, incl. own
+    # per layer: True for a recurrent state instead of keys and values
     state_layers: tuple[bool, ...]
-    dtype: torch.dtype  # stated by the checkpoint
+    dtype: torch.dtype  # from the checkpoint
     quant: QuantConfig | None  # None: float linears
     eos_token_ids: frozenset[int]
-    instead_of_head: str = ""  # matrix that replaces the head, such as a classifier's
-    labels: tuple[str, ...] = ()  # of a classifier
-    # of qserve.multimodal.media.KINDS, for which it has encoders
+    instead_of_head: str = ""  # name of a matrix that replaces the head, such as a classifier's
+    labels: tuple[str, ...] = ()  # labels of a classifier
+    # kinds of media (qserve.multimodal.media.KINDS) that the model can encode
     media_kinds: frozenset[str] = frozenset()
-    vision: VisionConfig | None = None  # of the whole model, if its tower is used
-    no_vision: str = ""  # the reason why the tower of its folder is not used
-    # gpt-oss's experts are in MXFP4, `quant` says nothing of them
+    vision: VisionConfig | None = None  # config of the whole model, if its vision tower is used
+    no_vision: str = ""  # remedy if the vision tower is not used
+    # True: gpt-oss's experts are in MXFP4, which `quant` does not describe
     mxfp4_experts: bool = False
-    # of a float checkpoint that is quantized while it loads; `quant` is then the result's
+    # set for a float checkpoint that is quantized while it loads; `quant` describes the result
     rounding: RoundingPlan | None = None
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise InputError for positions that some layer's rotation does not support."""
+        """Raise InputError if the rope of a layer does not support `max_model_len` positions."""
         for rope in self.ropes:
             if rope is not None:
                 rope.check_length(max_model_len)
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """Return the config with the row and the heads of a layer."""
+        """Return the config with the family row and the heads of one layer."""
         values = self.values
         heads, kv_heads = self.family.heads_of_layer(layer, values)
         is_full = self.family.kind_of_layer(layer, values).full
@@ -109,17 +110,17 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """True if requests have recurrent states besides their pages."""
+        """True if some layers have recurrent states."""
         return any(self.state_layers)
 
     @property
     def longest_window(self) -> int | None:
-        """Keys that a query sees in the layer with the longest window; None: all."""
+        """Largest window of all layers; None: a layer has no window."""
         return None if None in self.windows else max(self.windows)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Numbers that the shapes of the family's row refer to."""
+        """Values of the sizes that shapes in the family's row refer to."""
         return self.family.sizes({**self.values, "head_dim": self.head_dim})
 
     @classmethod
@@ -134,10 +135,10 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError.
 
-        `activation_bits`: what a checkpoint with 4-bit activations runs with; None refuses it. They
-        are for the target; a drafter (`is_drafter`) uses them only if it has such activations.
-        `quantization`: schemes to which a float checkpoint is rounded while it loads.
-        `implementation`: of the layers, as in EngineConfig.model_impl.
+        `activation_bits`: bits of activations for a checkpoint that states 4-bit activations; None:
+        such a checkpoint is refused. With `is_drafter`, a checkpoint without such activations
+        ignores it. `quantization`: schemes to which a float checkpoint is rounded while it loads.
+        `implementation`: implementation of the layers, as in EngineConfig.model_impl.
         """
         folder = model_folder(folder)
         raw = read_json(folder / CONFIG)
@@ -145,7 +146,7 @@ class ModelConfig:
         may_lack_head = is_headless(raw) or (Path(folder) / "modules.json").exists()
         has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
         vision = None
-        if has_text_part(raw) and not has_tensors:  # shapes alone, for random weights
+        if has_text_part(raw) and not has_tensors:  # a folder without weights: dummy weights
             vision = VisionConfig.of(raw)
             raw = text_config(raw, () if says_tied(raw) else (HEAD_WEIGHT,))
         elif has_text_part(raw) or may_lack_head or (says_tied(raw) and has_tensors):
@@ -173,10 +174,10 @@ class ModelConfig:
             quantization = None
         family = family_of(raw)
         try:
-            # Removed, since transformers would look for the library that wrote the block.
+            # The block is removed: otherwise transformers looks for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
             config = SimpleNamespace(**usual_config(filled_config(plain)))
-        except Exception as error:  # exceptions of config classes are not documented
+        except Exception as error:  # config classes do not document their exceptions
             problem = f"transformers rejects it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
@@ -207,7 +208,7 @@ class ModelConfig:
         quant: QuantConfig | None,
         folder: Path,
     ) -> "ModelConfig":
-        """Return the model that transformers' config and config.json (`raw`) describe."""
+        """Create the ModelConfig from transformers' `config` and the contents of config.json."""
         check_variant(family, raw)
         activation = family.activations[0]
         if family.activation_key:
@@ -258,7 +259,7 @@ class ModelConfig:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Family row that config.json names. Raises InputError if it is not supported."""
+    """Return the family row for config.json. Raises InputError if the model is not supported."""
     names, served = config.get("architectures"), served_architectures()
     for name in served:
         if names == [name]:
@@ -272,7 +273,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _labels(config: Any) -> tuple[str, ...]:
-    """Labels of a classifier, in the order of its rows."""
+    """Return the labels of a classifier, in the order of its rows."""
     named = getattr(config, "id2label", None) or {}
     return tuple(str(named[key]) for key in sorted(named, key=int))
 
@@ -294,7 +295,7 @@ def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
 def _ropes(
     config: Any, family: Family, head_dim: int, windows: tuple[int | None, ...]
 ) -> tuple[RopeConfig | None, ...]:
-    """Of each layer. transformers states one for all, or one for each type of layer."""
+    """Return the rope of each layer. transformers has one for all layers or one per layer type."""
     if not family.rotates(vars(config)):
         return (None,) * len(windows)
     if family.rotary_dim_key:
@@ -317,7 +318,7 @@ def _ropes(
         if family.theta_key:
             theta = getattr(config, family.theta_key)[number]
             rotates, parameters = bool(theta), {**parameters, "rope_theta": theta or 1.0}
-        if family.latent:  # all channels of the rotated part do
+        if family.latent:  # all channels of the rotated part are rotated
             parameters = {**parameters, "partial_rotary_factor": 1.0}
         is_full = family.kind_of_layer(number, vars(config)).full
         rope = RopeConfig.from_dict(
@@ -332,9 +333,9 @@ def _ropes(
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    """End tokens of generation_config.json, which chat models rely on, and of config.json.
+    """Return the end tokens of generation_config.json, which chat models need, and config.json.
 
-    Some models list -1 or ids beyond the vocabulary, which are never sampled. Raises InputError.
+    Some models list -1 or ids beyond the vocabulary; these are left out. Raises InputError.
     """
     found: list[int] = []
     path = folder / "generation_config.json"

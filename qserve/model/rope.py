@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines, for all scaling types.
 
-Legend: D rotated dimensions of a head: all, or its first ones. Dimension i pairs with i + D/2
-(NeoX), or 2 i with 2 i + 1 if the model interleaves them.
+D: rotated dimensions of a head, all or the first ones. Dimension i is paired with i + D/2 (NeoX),
+or dimension 2 i with 2 i + 1 if the rope is interleaved.
 """
 
 import math
@@ -17,15 +17,15 @@ from formats.files.json_file import fits_float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """`rope_parameters` of config.json."""
+    """The rope of a layer, from `rope_parameters` of config.json."""
 
     type: str
     theta: float
     dim: int
     max_position: int  # max_position_embeddings
-    parameters: dict[str, Any]  # of the scaling type
+    parameters: dict[str, Any]  # parameters of the scaling type
     interleaved: bool = False
-    is_reversed: bool = False  # pairs turn the other way
+    is_reversed: bool = False  # True: pairs are rotated in the opposite direction
 
     @classmethod
     def from_dict(
@@ -37,7 +37,7 @@ class RopeConfig:
         interleaved: bool = False,
         is_reversed: bool = False,
     ) -> "RopeConfig":
-        """Raises InputError on an unsupported scaling type."""
+        """Create a rope. Raises InputError for an unsupported scaling type."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
@@ -46,9 +46,9 @@ class RopeConfig:
             float(rope["rope_theta"]),
             int(dim * rope.get("partial_rotary_factor", 1.0)),
         )
-        if kind == "proportional":  # all pairs are in the table, some of which do not turn
+        if kind == "proportional":  # the table has all pairs, some with frequency 0
             rotated = dim
-        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: the same for all lengths
+        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's type, the same for all lengths
             kind, theta = ROPE_DEFAULT, theta * rope["alpha"] ** (rotated / (rotated - 2))
         return cls(
             type=kind,
@@ -61,7 +61,7 @@ class RopeConfig:
         )
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise InputError for positions at which "dynamic" would change cached keys."""
+        """Raise InputError if "dynamic" scaling would change cached keys within this length."""
         if self.type == "dynamic" and max_model_len > self.max_position:
             raise InputError(
                 "--max-model-len",
@@ -72,16 +72,16 @@ class RopeConfig:
 
 
 def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> torch.Tensor:
-    """float32 [length, D]: cosines of D/2 frequencies, then their sines, for each position."""
+    """Return float32 [length, D]: D/2 cosines, then D/2 sines, for each position."""
     frequencies, scale = inverse_frequencies(rope, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos() * scale, angles.sin() * scale], -1).to(device)
 
 
 def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
-    """Angle per position of each of D/2 pairs, and the factor on cosines and sines.
+    """Return the angle per position of each of D/2 pairs, and the factor of cosines and sines.
 
-    `length`: maximum number of positions of a sequence. Raises InputError if the numbers in
+    `length`: maximum number of positions of a sequence. Raises InputError if the values in
     config.json give non-finite angles.
     """
     try:
@@ -122,7 +122,7 @@ def _inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, f
         return _yarn(plain, rope)
     if rope.type == "longrope":
         return _longrope(periods, rope, length)
-    return plain, 1.0  # "dynamic" is "default" up to max_position (RopeConfig.check_length)
+    return plain, 1.0  # "dynamic" equals "default" up to max_position (RopeConfig.check_length)
 
 
 def _llama3(plain: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig) -> tuple[torch.Tensor, float]:
     original = parameters.get("original_max_position_embeddings") or rope.max_position
 
     def pair_of(turns: float) -> float:
-        """The pair that makes `turns` full turns over the original length."""
+        """Return the index of the pair that makes `turns` full turns over the original length."""
         span = original / (turns * 2 * math.pi)
         return rope.dim * math.log(span) / (2 * math.log(rope.theta))
 
@@ -163,16 +163,16 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Factor by which YaRN strengthens scores of a context that grew by `factor`."""
+    """Return YaRN's attention factor for a context that was extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each pair.
 
-    transformers changes from short to long factors when a sequence outgrows the original length,
-    and recomputes all keys, which is impossible with a KV cache. As in vLLM, the maximum sequence
-    length decides instead.
+    transformers switches from short to long factors when a sequence exceeds the original length,
+    and recomputes all keys, which is impossible with a KV cache. Here, as in vLLM, the maximum
+    sequence length selects the factors.
     """
     parameters = rope.parameters
     original = parameters["original_max_position_embeddings"]
@@ -184,7 +184,7 @@ def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[tor
             "copy config.json from the float model",
         )
     factor = parameters.get("factor") or rope.max_position / original
-    scale = parameters.get("long_mscale" if length > original else "short_mscale")  # PhiMoE's
+    scale = parameters.get("long_mscale" if length > original else "short_mscale")  # PhiMoE
     scale = parameters.get("attention_factor") if scale is None else scale
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

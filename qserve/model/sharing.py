@@ -1,6 +1,6 @@
-"""Shard of a model on one rank: heads, features of feed-forwards, rows of the vocabulary.
+"""Sharing: one rank's tensor-parallel shard of a model: heads, MLP features, vocabulary rows.
 
-Legend: N outputs, K inputs.
+N: outputs. K: inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,15 +36,15 @@ from qserve.parallel.settings import ParallelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Shard of one linear, as stored. None: all outputs, or all inputs."""
+    """Shard of one linear, in terms of the stored weight."""
 
-    rows: Rows | None = None
-    columns: Share | None = None
-    has_bias: bool = True  # in a sum over ranks only one rank adds the bias
+    rows: Rows | None = None  # outputs; None: all
+    columns: Share | None = None  # inputs; None: all
+    has_bias: bool = True  # False: another rank adds the bias to the sum over ranks
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...] | None:
-        """The outputs, if they are ranges in their order and all inputs are used."""
+        """Ranges of outputs, if the shard has all inputs and its outputs are given as ranges."""
         if self.columns is not None or self.rows is None or isinstance(self.rows, torch.Tensor):
             return None
         return tuple((int(start), int(stop)) for start, stop in self.rows)
@@ -68,7 +68,7 @@ class Cut:
 WHOLE = Cut()
 LOCAL: HeadsKind = "local"
 KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
-# Sizes that count heads or channels of heads: the kind of layers, and whether they are KV heads.
+# Size name that counts heads or their channels -> (kind of layers, True for KV heads).
 HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
     **dict.fromkeys(("q", "latent_q", "latent_kv", "num_attention_heads"), (LOCAL, False)),
     **dict.fromkeys(("kv", "num_key_value_heads"), (LOCAL, True)),
@@ -84,15 +84,20 @@ HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPart:
-    """Outputs and inputs of one linear that a rank computes with, in order. None: all."""
+    """Outputs and inputs of a linear that a rank has, in the order in which it has them.
+
+    None: all.
+    """
 
     rows: Rows | None = None
     inputs: Rows | None = None
 
     @classmethod
     def of(cls, cut: Cut, order_K: torch.Tensor | None) -> "LinearPart":
-        """`order_K`: the order in which the linear takes its inputs; a shard of columns is a range
-        of it.
+        """Create the part of a shard.
+
+        `order_K`: order of the linear's inputs, if they are sorted; `cut.columns` is then a range
+        of this order.
         """
         if cut.columns is None:
             return cls(rows=cut.rows)
@@ -102,7 +107,7 @@ class LinearPart:
 
 
 class Sharing:
-    """Division of a model among the ranks of a communicator, and this rank's shard.
+    """Shards a model over the ranks of a communicator, and describes this rank's shard.
 
     Without a communicator the shard is the whole model.
     """
@@ -114,10 +119,10 @@ class Sharing:
         placement: ExpertPlacement | None = None,
         exchange: ExpertExchange | None = None,
     ) -> None:
-        """`placement`: of whole experts on ranks; None: each rank has a slice of every expert.
-        `exchange`: with engines that have the other experts; all else is whole then.
+        """Raises InputError if the heads cannot be divided among the ranks.
 
-        Raises InputError if the heads cannot be divided.
+        `placement`: which rank has which whole experts; None: each rank has a slice of every
+        expert. `exchange`: engines that have the other experts; everything else is then whole.
         """
         self.communicator, self._placement = communicator, placement
         self.exchange = exchange
@@ -132,24 +137,26 @@ class Sharing:
 
     @property
     def heads(self) -> HeadShare:
-        """Heads of this rank, in families whose layers have the same numbers of heads."""
+        """This rank's heads, for families whose layers all have the same numbers of heads."""
         return self._heads[LOCAL][self.communicator.rank]
 
     @property
     def has_whole_experts(self) -> bool:
-        """True if experts are divided over the ranks whole, instead of each."""
+        """True if ranks have whole experts instead of slices of all experts."""
         return (not self.is_whole or self.exchange is not None) and self._placement is not None
 
     def experts(self, layer: int) -> tuple[int, ...] | None:
-        """Experts of a layer that this rank holds whole; None: it has a slice of every expert."""
+        """Return the whole experts of a layer on this rank; None: a slice of every expert."""
         if not self.has_whole_experts:
             return None
         rank = (self.exchange or self.communicator).rank
         return self._placement.of_layer(layer)[rank]
 
     def rows_by_head(self) -> Rows:
-        """Rows of this rank's queries, keys, values in a matrix that has, of each KV head in turn,
-        its queries, its key and its value.
+        """Return this rank's rows of a merged matrix that is grouped by KV head.
+
+        For each KV head the matrix has its queries, its key and its value. The result lists all
+        queries, then all keys, then all values.
         """
         config, width = self._config, self._config.head_dim
         queries = config.num_heads // config.num_kv_heads  # of one KV head
@@ -162,8 +169,10 @@ class Sharing:
         return [(first * width, (first + 1) * width) for first in firsts]
 
     def rows_in_blocks(self) -> Rows:
-        """Rows of this rank's queries, keys, values in a matrix of blocks, each of which has the
-        queries, the values and the keys of its heads.
+        """Return this rank's rows of a merged matrix that consists of blocks of heads.
+
+        Each block has the queries, the values and the keys of its heads. The result lists all
+        queries, then all keys, then all values.
         """
         config, width = self._config, self._config.head_dim
         heads = config.num_heads // config.family.qkv.blocks  # of one block
@@ -176,11 +185,11 @@ class Sharing:
 
     @property
     def own_heads(self) -> Share:
-        """Attention heads of this rank."""
+        """This rank's range of attention heads."""
         return (0, self._config.num_heads) if self.is_whole else self.heads.heads
 
     def head_widths(self, size: str) -> tuple[int, ...]:
-        """Each rank's channels of a size of HEAD_SIZES."""
+        """Return the number of channels of each rank, for a size name in HEAD_SIZES."""
         if self.is_whole:
             return ()
         kind, of_kv = HEAD_SIZES[size]
@@ -188,17 +197,17 @@ class Sharing:
         return tuple(width * (s.num_kv_heads if of_kv else s.num_heads) for s in shares)
 
     def state(self, layer: int) -> StateShard:
-        """This rank's shard of a layer's mixer with a state."""
+        """Return this rank's shard of a layer's mixer with states."""
         if self.is_whole:
             return StateShard.make(self._config, layer)
         return StateShard.make(self._config, layer, self.communicator.size, self.communicator.rank)
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Configuration with this rank's numbers of heads."""
+        """Return the config with this rank's numbers of heads."""
         return config if LOCAL not in self._heads else self._with_heads(config, LOCAL)
 
     def of_layer(self, config: ModelConfig, layer: int) -> ModelConfig:
-        """Configuration with the row of a layer, and this rank's numbers of its heads."""
+        """Return the config of one layer, with this rank's numbers of heads."""
         own = config.of_layer(layer)
         if self.is_whole:
             return own
@@ -209,16 +218,13 @@ class Sharing:
         return replace(config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
     def vocabulary(self, num_tokens: int) -> tuple[Share, ...]:
-        """Tokens of each rank among those of a table."""
+        """Return each rank's range of rows of a table with `num_tokens` rows."""
         found = share_out(num_tokens, self.communicator.size, (WIDTHS,))
         assert found is not None, "the vocabulary has fewer tokens than there are ranks"
         return found
 
     def head_rows(self, size: str) -> Share | None:
-        """This rank's rows of a tensor with an entry per channel or head of HEAD_SIZES.
-
-        None: all rows.
-        """
+        """Return this rank's rows of a tensor whose rows are a size in HEAD_SIZES; None: all."""
         if self.is_whole or size not in HEAD_SIZES:
             return None
         kind, of_kv = HEAD_SIZES[size]
@@ -227,12 +233,12 @@ class Sharing:
         return first * width, last * width
 
     def kv_head_rows(self, layer: int) -> Share | None:
-        """This rank's KV heads of a layer; None: all."""
+        """Return this rank's KV heads of a layer; None: all."""
         kind = self._config.family.heads_kind(layer, self._config.values)
         return self.head_rows(f"num_{kind}_key_value_heads")
 
     def _head_width(self, size: str) -> int:
-        """Entries of one head among those of a size of HEAD_SIZES."""
+        """Return the number of entries per head of a size in HEAD_SIZES."""
         if size.startswith("num_"):
             return 1
         kind, of_kv = HEAD_SIZES[size]
@@ -248,10 +254,10 @@ class Sharing:
         order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
         down: Projection | None = None,
     ) -> Cut:
-        """Shard of a linear below a layer's prefix, outside of mixers with states.
+        """Return this rank's shard of a linear of a layer, except linears of mixers with states.
 
-        `down`: the linear that reads its features. `order_of` returns the order in which a
-        quantized linear takes its inputs; None: natural order.
+        `prefix`: name prefix of the layer. `down`: projection that reads the outputs. `order_of`:
+        returns the order of a quantized linear's inputs; None: natural order.
         """
         if self.is_whole:
             return WHOLE
@@ -275,17 +281,17 @@ class Sharing:
             offset += self._sizes[size]
         if order is None:
             return Cut(rows=rows)
-        # The rank's range of sorted inputs of `down` may contain any channels.
+        # The rank's range of the sorted inputs of `down` may contain any channels.
         width = self._sizes[linear.outputs[0]]
         ours = order[share[0] : share[1]]
         return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
 
     def sorted_inputs(self, linear: Linear, prefix: str) -> Share:
-        """This rank's inputs of a linear that takes them in an order of its own."""
+        """Return this rank's range of the sorted inputs of a linear."""
         return self._features(linear, prefix)[self.communicator.rank]
 
     def features(self, name: str, size: str, scheme: Scheme | None) -> Share:
-        """This rank's inputs of a linear with a scheme that the configuration does not name."""
+        """Return this rank's range of inputs of a linear whose scheme is not in the config."""
         shares = share_features(name, self._sizes[size], self.communicator.size, scheme)
         return shares[self.communicator.rank]
 
@@ -297,9 +303,9 @@ class Sharing:
 
 
 def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlacement | None:
-    """Place a model's experts on ranks; None: each rank has a slice of every expert.
+    """Place a model's experts on ranks. Returns None if each rank has a slice of every expert.
 
-    Raises InputError if it has too few.
+    Raises InputError if the model has too few experts, or cannot share them.
     """
     if not settings.enable_expert_parallel:
         return None
@@ -324,9 +330,10 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
 def check_ranks(
     config: ModelConfig, size: int, stages: int, placement: ExpertPlacement | None = None
 ) -> None:
-    """Raise InputError if a model cannot be divided among the ranks. Reads no weights.
+    """Raise InputError if a model cannot be sharded over the ranks. Reads no weights.
 
-    `size`: ranks that each layer is split over. `placement`: of whole experts on them.
+    `size`: number of tensor-parallel ranks. `stages`: number of pipeline stages. `placement`: of
+    whole experts on ranks.
     """
     if stages > config.num_layers:
         raise InputError(
@@ -345,7 +352,7 @@ def check_ranks(
             " layers read what other stages hold",
             "use --tensor-parallel-size",
         )
-    if size == 1 or family.builder == BUILDER:  # transformers' model is divided by its modules
+    if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models
         return
     _head_shares(config, size)
     sizes = config.sizes
@@ -369,9 +376,9 @@ def check_ranks(
 
 
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
-    """Linears of a layer whose inputs are divided, except those of heads and of states.
+    """Yield the linears of a layer with sharded inputs, except those sharded by heads or states.
 
-    Of the experts, which are all alike, only the first one's.
+    All experts are alike, so only the first expert's linears are included.
     """
     mixer, row = family.state_mixer, family.of_layer(layer, values)
     for projection in row.projections(row.blocks(values, layer), num_experts=1):
@@ -382,7 +389,7 @@ def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) 
 
 
 def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]:
-    """The first KV head of each layer that a rank holds, of `size` ranks that divide them."""
+    """Return, for each layer, a rank's first KV head. `size`: number of tensor-parallel ranks."""
     if size == 1:
         return (0,) * config.num_layers
     shares = _head_shares(config, size)
@@ -391,7 +398,7 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
 
 
 def _head_shares(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShare, ...]]:
-    """Heads of each rank in the layers of each kind that the model has."""
+    """Return the heads of all ranks, for each kind of layers."""
     family, values, sizes = config.family, config.values, config.sizes
     layers: dict[HeadsKind, list[int]] = {}
     for number in range(config.num_layers):

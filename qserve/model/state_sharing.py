@@ -1,8 +1,8 @@
-"""Shard of a layer's mixer with a state on one rank.
+"""StateShard: one rank's shard of a layer's mixer with states.
 
-Its heads, with their key heads or groups, or its channels. Sizes of the family's row that count
-channels of the mixer are made of blocks with a part for each head or for each group. A rank has its
-heads' parts of each block. Legend: N outputs, K inputs.
+A shard has some heads with their key heads or groups, or some channels. A size in the family's row
+that counts channels of the mixer consists of blocks, and a block has a part for each head or for
+each group. A rank has the parts of its heads and groups in each block.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from formats.in_memory.state_shares import HEADS, check_states, share_states
 from qserve.model.model_config import ModelConfig
 
 HEAD, GROUP = "head", "group"
-# For each size, blocks of its channels: a part for each head or group, and the part's size.
+# Size name -> blocks: (whether a block has a part per head or per group, size of a part).
 _BLOCKS = {
     "linear_num_value_heads": ((HEAD, "one"),),
     "delta_k": ((GROUP, "linear_key_head_dim"),),
@@ -40,7 +40,7 @@ _BLOCKS = {
     # lightning attention
     "q": ((HEAD, "head_dim"),),
     "lightning_qkv": ((HEAD, "head_dim"),) * 3,
-    # a short convolution, whose channels are its heads
+    # short convolution; each channel counts as a head
     "hidden_size": ((HEAD, "one"),),
     "short_conv_in": ((HEAD, "one"),) * 3,
 }
@@ -48,16 +48,16 @@ _BLOCKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """Heads and groups of this rank. `shares`: those of all ranks, in order."""
+    """The heads and groups of a mixer that a rank has."""
 
     mixer: StateMixer
     config: ModelConfig
-    shares: tuple[HeadShare, ...]
+    shares: tuple[HeadShare, ...]  # heads and groups of all ranks, in rank order
     rank: int = 0
 
     @classmethod
     def make(cls, config: ModelConfig, layer: int, size: int = 1, rank: int = 0) -> "StateShard":
-        """Divide a layer's mixer over `size` ranks. Raises InputError if that is not possible."""
+        """Shard a layer's mixer over `size` ranks. Raises InputError if that is not possible."""
         mixer, sizes = config.family.state_mixer, config.sizes
         if size > 1:
             name = f"{config.family.layer.format(i=layer)}.{mixer.out.linears[0].name}"
@@ -84,26 +84,27 @@ class StateShard:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Channels of each rank's result."""
+        """Number of channels of each rank's result."""
         ((_, part),) = _BLOCKS[self.mixer.out.inputs]
         return tuple(share.num_heads * self.config.sizes[part] for share in self.shares)
 
     @property
     def columns(self) -> Share:
-        """This rank's inputs of the output projection."""
+        """This rank's range of inputs of the output projection."""
         ((start, stop),) = self.rows((self.mixer.out.inputs,))
         return start, stop
 
     @property
     def split_group(self) -> tuple[int, int] | None:
-        """The number of this rank's group, and of all groups, if ranks divide a group's heads."""
+        """(this rank's group, number of groups) if groups are sharded over ranks, else None."""
         groups = _counts(self.mixer, self.config)[1]
         return (self.own.kv_heads[0], groups) if len(self.shares) > groups else None
 
     def rows(self, outputs: Sequence[str], *, grouped: bool = False) -> Rows:
-        """This rank's rows of a tensor whose rows are these sizes, in the order of the blocks.
+        """Return this rank's rows of a tensor whose rows are the sizes `outputs`.
 
-        `grouped`: the tensor has the rows of each group together.
+        The rows come in the order of the blocks. `grouped`: True if the tensor stores the rows of
+        each group together.
         """
         sizes, (heads, groups) = self.config.sizes, _counts(self.mixer, self.config)
         blocks = [(kind, sizes[part]) for size in outputs for kind, part in _BLOCKS[size]]
@@ -126,7 +127,7 @@ class StateShard:
 
 
 def _counts(mixer: StateMixer, config: ModelConfig) -> tuple[int, int]:
-    """Heads and groups of all ranks."""
+    """Return the number of heads and of groups of all ranks together."""
     sizes = config.sizes
     if mixer.kind not in HEADS:
         return sizes[mixer.out.inputs], sizes[mixer.out.inputs]

@@ -1,9 +1,10 @@
 """Communicator: collective operations of a model's ranks.
 
 Every rank calls the same operations in the same order, with tensors of the same shapes. Results are
-bitwise equal on every rank: sums are taken in rank order. Operations may be captured in a CUDA
-graph once they have run; the ranks then capture and replay in the same order, too. Legend: n ranks,
-M rows, C hidden size.
+bitwise equal on every rank, because all-reduces add in rank order. Operations may be captured in a
+CUDA graph after they have run once; all ranks then capture and replay in the same order.
+
+n: ranks. M: rows. C: hidden size.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ class Communicator(Protocol):
     size: int
 
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
-        """The sum of all ranks' x, which may be split-K partials, in x's dtype. A new tensor."""
+        """Return the sum of x over all ranks, as a new tensor in x's dtype.
+
+        `x` may be split-K partials.
+        """
         ...
 
     def norm(
@@ -34,33 +38,33 @@ class Communicator(Protocol):
         out: InputForm,
         branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
-        """ops.norm of the sum of all ranks' x. All ranks have the same residual."""
+        """Return ops.norm of the sum of x over all ranks. All ranks have the same residual."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' x of equal shape: [n, *x.shape], in rank order."""
+        """Return x of all ranks, [n, *x.shape], in rank order. All shapes must be equal."""
         ...
 
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
-        """Numbers of rows from which on sums use other kernels: a warm-up runs each."""
+        """Return the numbers of rows at which an all-reduce switches kernels, for the warm-up."""
         ...
 
     def check(self) -> None:
-        """Raise if a rank did not take part in a collective. Does not wait."""
+        """Raise an error if a rank did not take part in a collective. Does not wait."""
         ...
 
     def abort(self) -> None:
-        """Release a device that waits for a rank that is gone. Thread-safe."""
+        """Release a device that waits for a dead rank. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Free the communicator's resources; no collective may follow."""
+        """Free the communicator's resources. No collective may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPartial:
-    """Placeholder for the sum of `x` over the ranks, which the following norm computes."""
+    """Placeholder for the sum of `x` over the ranks. The next norm computes the sum."""
 
     x: LinearOutput
     communicator: Communicator

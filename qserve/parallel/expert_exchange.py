@@ -1,11 +1,13 @@
-"""ExpertExchange: engines that share the experts of one model (DP attention).
+"""ExpertExchange: communication of engines that share the experts of one model (DP attention).
 
-Each engine has the whole model except for experts, of which it has some, and its own requests and
-KV pages. In a layer with experts all engines gather the rows of all, each computes its own experts
-for them, and each gets the sums of its own rows back. So all engines make their steps together.
+Each engine has its own requests and KV pages, some of the experts, and the rest of the model. In a
+layer with experts each engine gathers the rows of all engines, computes its experts for these rows,
+and gets the sums for its own rows back. So all engines must run their steps together.
 
-A run of such steps is a wave. An engine with work calls the others; the wave ends with a step in
-which no engine has tokens. Legend: n engines, T own rows, M rows of all engines, C hidden size.
+A sequence of such steps is a wave. An engine with work calls the others; the wave ends with a step
+in which no engine has tokens.
+
+n: engines. T: own rows. M: rows of all engines. C: hidden size.
 """
 
 import contextlib
@@ -23,8 +25,8 @@ from formats.errors import InputError
 FLAG = "--data-parallel-address"
 FILE, TCP = "file://", "tcp://"
 CLOSE_SECONDS = 5.0
-DIGEST_DIGITS = 15  # of a digest: 60 bits, which `counts` sends as one number
-TIMEOUT = datetime.timedelta(seconds=1800)  # maximum wait of an engine for another
+DIGEST_DIGITS = 15  # hexadecimal digits of a digest that `counts` sends as one number: 60 bits
+TIMEOUT = datetime.timedelta(seconds=1800)  # longest wait of one engine for another
 
 
 class Line(Protocol):
@@ -34,43 +36,46 @@ class Line(Protocol):
     size: int
 
     def counts(self, count: int) -> list[int]:
-        """Numbers of all engines, in rank order."""
+        """Send one number; return the numbers of all engines, in rank order."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All engines' x of equal shape: [n, *x.shape]."""
+        """Return x of all engines, [n, *x.shape]. All shapes must be equal."""
 
     def all_to_all(self, x_n: torch.Tensor) -> torch.Tensor:
-        """Send x[r] to engine r. Returns what each engine sent: [n, ...]."""
+        """Send x[r] to engine r. Returns what each engine has sent here: [n, ...]."""
 
     def call(self, wave: int) -> None:
         """Ask the other engines to join a wave."""
 
     def is_called(self, wave: int) -> bool:
-        """True if an engine has asked to join a wave."""
+        """Return True if an engine has asked the others to join this wave."""
 
 
 class ExpertExchange:
-    """One engine's part in the steps of all engines."""
+    """Lets one engine take part in the steps of all engines."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
         self.rank, self.size = line.rank, line.size
         self.is_in_wave = False
-        self._wave = 0  # number of the current or the next one
+        self._wave = 0  # number of the current or next wave
         self._counts: list[int] | None = None  # rows of each engine in this step; None: a warm-up
 
     @property
     def is_wanted(self) -> bool:
-        """True if the other engines make steps or are about to."""
+        """True if other engines run steps, or are about to, and need this engine."""
         return self.is_in_wave or self._line.is_called(self._wave)
 
     def digest_of_all(self, digest: str) -> str:
-        """Digest of all engines' hexadecimal digests: equal on all. All engines make the call."""
+        """Return one digest of all engines' hexadecimal digests. All engines must call this."""
         number = int(digest[:DIGEST_DIGITS], 16)
         return hashlib.sha256(str(self._line.counts(number)).encode()).hexdigest()
 
     def begin(self, num_tokens: int) -> bool:
-        """Agree on the next step. Returns False if no engine has tokens: the wave has ended."""
+        """Agree with the other engines on the next step.
+
+        Returns False if no engine has tokens, which ends the wave.
+        """
         if not self.is_in_wave:
             self.is_in_wave = True
             self._line.call(self._wave)
@@ -82,15 +87,18 @@ class ExpertExchange:
         return False
 
     def gather(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """Rows of all engines [M, C]."""
-        if self._counts is None:  # a warm-up of this engine alone, with as many rows
+        """Return the rows of all engines, [M, C]."""
+        if self._counts is None:  # a warm-up of this engine alone: repeat its own rows
             return x_TC.repeat(self.size, 1)
         padded = self._padded(x_TC)
         found = self._line.all_gather(padded)
         return torch.cat([rows[:count] for rows, count in zip(found, self._counts, strict=True)])
 
     def scatter(self, x_MC: torch.Tensor) -> torch.Tensor:
-        """Sums over all engines of own rows [T, C], added in float32 in rank order."""
+        """Return the sums over all engines for the own rows, [T, C].
+
+        The sums are added in float32 in rank order.
+        """
         if self._counts is None:
             return x_MC[: len(x_MC) // self.size]
         parts = torch.stack([self._padded(part) for part in x_MC.split(self._counts)])
@@ -98,7 +106,7 @@ class ExpertExchange:
         return sum((each.float() for each in others), first.float()).to(x_MC.dtype)
 
     def _padded(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """Rows up to the most of any engine."""
+        """Pad rows with zeros to the maximum number of rows of any engine."""
         most = max(self._counts)
         padded = x_TC.new_zeros(most, *x_TC.shape[1:])
         padded[: len(x_TC)] = x_TC
@@ -106,7 +114,7 @@ class ExpertExchange:
 
 
 class TorchLine:
-    """Line over torch.distributed: gloo, and NCCL for tensors of GPUs."""
+    """Line over torch.distributed: NCCL for GPU tensors, gloo for everything else."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self._store = rank, size, dist.PrefixStore("waves", store)
@@ -119,7 +127,7 @@ class TorchLine:
             timeout=TIMEOUT,
         )
         self._group = dist.group.WORLD
-        # numbers of tokens do not wait for the GPU
+        # a separate gloo group, so that sending token counts does not wait for the GPU
         is_host = backend == "gloo"
         self._hosts = self._group if is_host else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
@@ -163,7 +171,7 @@ def _store(address: str, rank: int, size: int) -> dist.Store:
 
 
 def leave(exchange: ExpertExchange | None) -> None:
-    """Leave the other engines, where a process joined them. One that is gone is not awaited."""
+    """Leave the other engines if this process has joined them. Does not wait for a dead engine."""
     if exchange is None or not dist.is_initialized():
         return
     thread = threading.Thread(target=_destroy, daemon=True)

@@ -1,7 +1,7 @@
 """Expert placement: which rank holds which experts of each layer (expert parallelism).
 
-Every rank has as many experts of a layer as any other, or one less, so that ranks need the same
-memory. Legend: E experts of a layer.
+The numbers of experts per rank differ by at most one, so that all ranks need about the same memory.
+E: experts of a layer.
 """
 
 import json
@@ -13,23 +13,24 @@ from formats.errors import InputError
 
 LINEAR, ROUND_ROBIN = "linear", "round_robin"
 FLAG = "--expert-placement-strategy"
-COUNTS = "logical_count"  # key of a file of loads, and SGLang's name for the table
-MAX_BYTES = 64 * 2**20  # of a file of loads
+COUNTS = "logical_count"  # key of the table in a file of loads; SGLang uses the same name
+MAX_BYTES = 64 * 2**20  # maximum size of a file of loads
 
-RankExperts = tuple[tuple[int, ...], ...]  # experts of each rank, in rising order
+RankExperts = tuple[tuple[int, ...], ...]  # experts of each rank, in ascending order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlacement:
-    """Experts of each rank, layer by layer."""
+    """The experts of each rank, for each layer."""
 
-    same: RankExperts  # of layers that are not measured
-    measured: tuple[RankExperts | None, ...] = ()  # by layer; None: it has no counts
-    # Loads of the busiest rank over the mean, averaged over measured layers: in runs, and as placed
+    same: RankExperts  # for layers without measured loads
+    measured: tuple[RankExperts | None, ...] = ()  # by layer; None: the layer has no loads
+    # Load of the busiest rank divided by the mean load, averaged over measured layers: for the
+    # placement `linear`, and for this placement
     imbalances: tuple[float, float] | None = None
 
     def of_layer(self, layer: int) -> RankExperts:
-        """Experts of each rank in a layer."""
+        """Return the experts of each rank in a layer."""
         found = self.measured[layer] if layer < len(self.measured) else None
         return found or self.same
 
@@ -54,7 +55,7 @@ class ExpertPlacement:
         return cls(same=same, measured=measured, imbalances=(before, after))
 
     def to_text(self) -> str:
-        """Return a line for the log."""
+        """Describe the placement in one line, for the log."""
         text = f"{' + '.join(str(len(experts)) for experts in self.same)} experts of a layer"
         if self.imbalances is None:
             return f"Ranks hold {text}"
@@ -66,20 +67,21 @@ class ExpertPlacement:
 
 
 def linear(num_experts: int, num_ranks: int) -> RankExperts:
-    """Contiguous runs; the first ranks have one more if the experts do not divide evenly."""
+    """Place experts in contiguous runs. The first ranks get one more if there is a remainder."""
     sizes = _sizes(num_experts, num_ranks)
     ends = [sum(sizes[: rank + 1]) for rank in range(num_ranks)]
     return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 def round_robin(num_experts: int, num_ranks: int) -> RankExperts:
-    """Expert e is on rank e modulo the number of ranks."""
+    """Place expert e on rank e modulo the number of ranks."""
     return tuple(tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks))
 
 
 def balanced(loads_E: Sequence[int], num_ranks: int) -> RankExperts:
-    """Place experts so that ranks have about equal loads: the heaviest first, each on the rank with
-    the least load that still has room.
+    """Place experts so that ranks have about equal loads.
+
+    Experts are placed in order of falling load, each on the least loaded rank that has room.
     """
     room = _sizes(len(loads_E), num_ranks)
     experts: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -93,7 +95,7 @@ def balanced(loads_E: Sequence[int], num_ranks: int) -> RankExperts:
 
 
 def imbalance(loads_E: Sequence[int], placement: RankExperts) -> float:
-    """Return the load of the rank with the most, over the mean."""
+    """Return the load of the busiest rank divided by the mean load."""
     loads = [sum(loads_E[expert] for expert in experts) for experts in placement]
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
@@ -104,7 +106,7 @@ def _sizes(num_experts: int, num_ranks: int) -> list[int]:
 
 
 def read_loads(file: str | Path, num_experts: int) -> list[list[int]]:
-    """Read a table of tokens per layer and expert (`write_loads`). Raises InputError."""
+    """Read the file of `write_loads`: tokens per layer and expert. Raises InputError."""
     subject, path = f"{FLAG} {file}", Path(file)
     remedy = (
         f"give {LINEAR}, {ROUND_ROBIN}, or a file that --record-expert-loads wrote for this model"
@@ -132,6 +134,6 @@ def read_loads(file: str | Path, num_experts: int) -> list[list[int]]:
 
 
 def write_loads(file: str | Path, rows: Sequence[Sequence[int]], model: str) -> None:
-    """Write a table of tokens per layer and expert; layers without experts have zeros."""
+    """Write a table of tokens per layer and expert. Layers without experts have zeros."""
     text = json.dumps({"model": model, COUNTS: [list(row) for row in rows]})
     Path(file).write_text(text + "\n", encoding="utf-8")

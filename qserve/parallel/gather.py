@@ -1,4 +1,4 @@
-"""Gathering of columns that are sharded over ranks. Legend: M rows, N columns."""
+"""Gathers columns that are sharded over ranks. M: rows. N: columns."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from qserve.parallel.communicator import Communicator
 def gathered_columns(
     communicator: Communicator, x_MN: torch.Tensor, widths: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenate each rank's [M, its width] to [M, sum(widths)], in rank order."""
+    """Concatenate the columns of all ranks, [M, widths[rank]], to [M, sum(widths)]."""
     widest = max(widths)
     if x_MN.shape[1] < widest:
         x_MN = functional.pad(x_MN, (0, widest - x_MN.shape[1]))

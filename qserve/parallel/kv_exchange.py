@@ -1,6 +1,6 @@
-"""KvExchange: keys and values of a prompt's tokens, which ranks divide (context parallelism).
+"""KvExchange: exchanges keys and values of prompt tokens between ranks (context parallelism).
 
-Legend: n ranks, T tokens that each computes and gives, P pages, B tokens of a page.
+n: ranks. T: tokens that each rank computes and sends. P: pages. B: tokens of a page.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from qserve.parallel.communicator import Communicator
 
 
 class Pages(Protocol):
-    """A layer's cache."""
+    """The cache of a layer."""
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -22,17 +22,17 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvExchange:
-    """One step's exchange, made in each layer after a rank has written its own tokens.
+    """The exchange of one step. Each layer runs it after writing the rank's own tokens.
 
-    Stored bytes are sent, so every rank has the same pages, whatever their format.
+    The ranks send bytes as stored, so all ranks get the same pages in any KV format.
     """
 
     communicator: Communicator
-    own_slots_T: torch.Tensor  # int64: page * B + offset
-    all_slots_nT: torch.Tensor  # of all ranks' tokens, in rank order: [n T]
+    own_slots_T: torch.Tensor  # int64: page * B + offset of this rank's tokens
+    all_slots_nT: torch.Tensor  # int64 [n T]: the same for all ranks' tokens, in rank order
 
     def exchange_(self, cache: Pages) -> None:
-        """Write the tokens of other ranks into a cache."""
+        """Write the keys and values of other ranks' tokens to a cache."""
         tensors = cache.page_tensors
         page_size = tensors[0].shape[1]
         own = _places(self.own_slots_T, page_size)

@@ -1,4 +1,4 @@
-"""RMS norm over sharded channels. Legend: M rows, N channels of this rank."""
+"""RMS norm over sharded channels. M: rows. N: channels of this rank."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class NormOverRanks:
     """An RMS norm of rows whose channels are sharded over ranks."""
 
     communicator: Communicator
-    total: int  # channels of all ranks
+    total: int  # number of channels of all ranks
     counts: bool  # False: another rank has the same channels and adds their squares
-    fixed_order: bool = False  # a row's bits do not depend on the number of rows
+    fixed_order: bool = False  # True: the bits of a row do not depend on the number of rows
 
     def __call__(self, x_MN: torch.Tensor, spec: NormSpec) -> torch.Tensor:
         x = x_MN.float()
@@ -26,23 +26,23 @@ class NormOverRanks:
         squares_M1 = self.communicator.all_reduce(squares_M1)
         normed_MN = x * torch.rsqrt(squares_M1 / self.total + spec.eps)
         weight_N = spec.weight_C
-        if weight_N.dtype == torch.float32:  # only the product is rounded
+        if weight_N.dtype == torch.float32:  # then only the final product is rounded
             return (normed_MN * weight_N).to(x_MN.dtype)
         return normed_MN.to(x_MN.dtype) * weight_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNormOverRanks:
-    """x * silu(z) with an RMS norm of groups, each of whose channels several ranks divide.
+    """x * silu(z) with an RMS norm per group, for groups whose channels are sharded over ranks.
 
-    A rank has channels of one group. As ops.gated_group_norm, whose result it has.
+    A rank has channels of one group only. The result equals that of ops.gated_group_norm.
     """
 
     communicator: Communicator
-    group: int  # of this rank's channels
+    group: int  # group of this rank's channels
     num_groups: int
-    total: int  # channels of a group on all ranks
-    fixed_order: bool = False  # a row's bits do not depend on the number of rows
+    total: int  # number of channels of a group on all ranks
+    fixed_order: bool = False  # True: the bits of a row do not depend on the number of rows
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class GroupNormOverRanks:
             wide_MN = wide_MN * gate_MN
         squares_MN = wide_MN.square()
         own_M1 = _sum_by_halves(squares_MN) if self.fixed_order else squares_MN.sum(-1, True)
-        # a column for each group: ranks of other groups add nothing to this one's
+        # One column per group, so that ranks of other groups add nothing to this rank's group.
         padding = self.group, self.num_groups - self.group - 1
         sums_MG = self.communicator.all_reduce(functional.pad(own_M1, padding))
         squares_M1 = sums_MG[:, self.group : self.group + 1]
@@ -66,7 +66,7 @@ class GroupNormOverRanks:
 
 
 def _sum_by_halves(x_MN: torch.Tensor) -> torch.Tensor:
-    """The sum of each row [M, 1], of one order: torch's own follows the number of rows."""
+    """Return the sum of each row, [M, 1], in a fixed order; torch's depends on the row count."""
     while (count := x_MN.shape[1]) > 1:
         half = count // 2
         last_MR = x_MN[:, 2 * half :]  # one column, or none

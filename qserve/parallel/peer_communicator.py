@@ -1,6 +1,6 @@
-"""PeerCommunicator: one-shot and two-shot sums through peer memory, NCCL for the rest.
+"""PeerCommunicator: one-shot and two-shot all-reduce through peer memory, NCCL for the rest.
 
-Legend: n ranks, M rows, C hidden size.
+M: rows. C: hidden size.
 """
 
 import logging
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class PeerCommunicator(TorchCommunicator):
-    """Sums through peer memory if they fit; the process group does everything else.
+    """All-reduces through peer memory if the tensor fits; uses the process group otherwise.
 
-    With a fixed order longer sums are cut into pieces that fit, since both kernels add in rank
-    order and NCCL does not. Norms then are kernels of their own: those that also sum add a row's
-    squares in another order for few rows than for many.
+    With a fixed order, larger tensors are divided into pieces that fit, because the peer-memory
+    kernels add in rank order and NCCL does not. Norms are then separate kernels, because the fused
+    all-reduce and norm adds a row's squares in an order that depends on the number of rows.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class PeerCommunicator(TorchCommunicator):
         return sum_boundaries(self.peers.layout.limits, hidden_size, dtype.itemsize)
 
     def check(self) -> None:
-        """Raise PeerLostError if a sum gave up waiting for a rank."""
+        """Raise PeerLostError if an all-reduce timed out waiting for a rank."""
         self.peers.check()
 
     def abort(self) -> None:
-        """Release kernels that wait for a rank that is gone. Thread-safe."""
+        """Release kernels that wait for a dead rank. Thread-safe."""
         self.peers.abort()
 
     def close(self) -> None:
@@ -83,7 +83,10 @@ class PeerCommunicator(TorchCommunicator):
 def over_peer_memory(
     communicator: TorchCommunicator, hidden_size: int, device: torch.device
 ) -> TorchCommunicator:
-    """Use peer memory if all ranks have access, otherwise keep `communicator`. Logs the choice."""
+    """Return a PeerCommunicator if all ranks have peer access, else `communicator`.
+
+    Logs the choice.
+    """
     try:
         layout = PeerLayout.of_model(communicator.size, hidden_size)
         memory = _open(communicator, layout.num_bytes, device)
@@ -100,9 +103,9 @@ def over_peer_memory(
 
 
 def _open(communicator: TorchCommunicator, num_bytes: int, device: torch.device) -> PeerMemory:
-    """Open peer memory by IPC handles, or by torch's symmetric memory.
+    """Open peer memory through IPC handles, or else through torch's symmetric memory.
 
-    Raises PeerAccessError on all ranks.
+    If neither works, raises PeerAccessError on all ranks.
     """
     place = communicator.rank, num_bytes, device, exchange_by(communicator.group)
     try:

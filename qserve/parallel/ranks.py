@@ -1,8 +1,8 @@
 """Ranks: this process's rank of a model, and the process groups that connect the ranks.
 
-Legend: a stage is a run of layers. It has tensor_parallel_size ranks, and rank = stage *
-tensor_parallel_size + index in the stage. With context parallelism there is one stage, and several
-sets of ranks like it: rank = set * tensor_parallel_size + index in the set.
+A pipeline stage has tensor_parallel_size ranks: rank = stage * tensor_parallel_size + index in the
+stage. With context parallelism there is one stage and several equal sets of ranks: rank = set *
+tensor_parallel_size + index in the set.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from qserve.parallel.pipeline import Pipeline
 from qserve.parallel.torch_communicator import TorchCommunicator
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-TIMEOUT = datetime.timedelta(seconds=1800)  # maximum wait of a rank for another
+TIMEOUT = datetime.timedelta(seconds=1800)  # longest wait of one rank for another
 CLOSE_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # interval at which rank 0 checks for the others
 FILE = "file://"
@@ -36,25 +36,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's rank among those of a model."""
+    """This process's rank among the ranks of a model, and its connections."""
 
     rank: int = 0
     size: int = 1
-    communicator: Communicator | None = None  # of this stage; None: it has one rank
-    pipeline: Pipeline | None = None  # None: there is one stage
-    # of the ranks that hold the same shard and divide long prompts; None: no others do
+    communicator: Communicator | None = None  # ranks of this stage; None: one rank
+    pipeline: Pipeline | None = None  # None: one stage
+    # ranks with the same shard, which divide long prompts; None: no context parallelism
     context: Communicator | None = None
     experts: ExpertPlacement | None = None  # None: each rank has a slice of every expert
-    exchange: ExpertExchange | None = None  # with engines that share the experts; None: with none
+    exchange: ExpertExchange | None = None  # engines that share the experts; None: no other
 
     @property
     def are_many(self) -> bool:
         return self.size > 1
 
     def leave(self) -> None:
-        """Destroy the process groups. Every rank calls it while all of them still run.
+        """Destroy the process groups. All ranks must call this while all of them still run.
 
-        CUDA graphs that hold a sum of NCCL must be freed first: ncclCommFinalize waits for them.
+        CUDA graphs that contain NCCL operations must be freed first: ncclCommFinalize waits for
+        them.
         """
         if not self.are_many or not dist.is_initialized():
             return
@@ -65,7 +66,7 @@ class Ranks:
             logger.warning("Rank %d: the process group did not close", self.rank)
 
     def close(self) -> None:
-        """Free the rest once all other ranks have exited: peer memory, and a failed group."""
+        """Free peer memory and a failed process group. Call after all other ranks have exited."""
         if self.communicator is not None:
             self.communicator.close()
         self.abort()
@@ -97,12 +98,12 @@ def join(
     fixed_order: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
-    """Join the other ranks at an address of torch.distributed: tcp:// or file://.
+    """Join the other ranks at a torch.distributed address: tcp:// or file://.
 
-    `contexts`: sets of ranks that divide long prompts; there are no several stages then.
-    `all_reduce`: "nccl" disables peer memory. `hidden_size`: of the rows that are summed.
-    `fixed_order`: sums of a row do not depend on the number of rows. `check` raises if another rank
-    will not come; rank 0 calls it while it waits for them.
+    `contexts`: number of sets of ranks that divide long prompts; if over 1, `stages` must be 1.
+    `all_reduce`: "nccl" disables peer memory. `hidden_size`: columns of the tensors to all-reduce.
+    `fixed_order`: the sum of a row must not depend on the number of rows. `check`: called by rank 0
+    while it waits for the others; raises an error if a rank has died.
 
     Raises InputError if this process already has a process group.
     """
@@ -116,7 +117,7 @@ def join(
         )
     meeting: dict[str, Any] = {"init_method": address}
     if address.startswith(FILE):
-        # All ranks are on this machine. gloo would fail on a host name that does not resolve.
+        # All ranks are on this machine. Without this, gloo fails if the host name does not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(address.removeprefix(FILE), size)
         _wait_for_all(store, rank, size, check)
@@ -173,7 +174,7 @@ def join(
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:
-    """Let rank 0 wait here for the others: a wait in a process group cannot be interrupted."""
+    """On rank 0, wait for the others, since a wait in a process group cannot be interrupted."""
     store.set(f"rank {rank}", "is here")
     others = [f"rank {other}" for other in range(size)]
     while rank == 0 and not store.check(others):

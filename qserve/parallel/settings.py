@@ -1,4 +1,4 @@
-"""Settings of a model on several devices: ranks of one engine, and several engines."""
+"""Settings for several devices: ranks of one engine, and several engines."""
 
 from dataclasses import dataclass
 
@@ -105,7 +105,7 @@ class ParallelSettings:
     )
 
     def check_experts(self) -> None:
-        """Raise InputError unless the settings of expert parallelism agree."""
+        """Raise InputError if settings of expert parallelism contradict each other."""
         if self.expert_placement_strategy != "linear" and not self.enable_expert_parallel:
             raise InputError(
                 f"--expert-placement-strategy {self.expert_placement_strategy}",
@@ -134,7 +134,7 @@ class ParallelSettings:
                 )
 
     def _check_shared_experts(self) -> None:
-        """Raise InputError unless engines can share experts, where they are asked to."""
+        """Raise InputError if engines are to share experts but other settings do not allow it."""
         is_given = self.data_parallel_address is not None
         if not self.shares_experts:
             if is_given:
@@ -164,7 +164,7 @@ class ParallelSettings:
 
     @property
     def shares_experts(self) -> bool:
-        """True if data-parallel engines, of one GPU each, have some of the experts each."""
+        """True if data-parallel engines of one GPU each share the experts."""
         is_one = self.tensor_parallel_size == 1
         return self.enable_expert_parallel and self.data_parallel_size > 1 and is_one
 
@@ -174,7 +174,7 @@ class ParallelSettings:
         return self.data_parallel_size if self.shares_experts else self.tensor_parallel_size
 
     def check_engines(self) -> None:
-        """Raise InputError unless the settings of several engines agree."""
+        """Raise InputError if settings of several engines contradict each other."""
         size, rank = self.data_parallel_size, self.data_parallel_rank
         if rank is not None and rank >= size:
             raise InputError(
@@ -221,7 +221,7 @@ class ParallelSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes, each with a GPU, that compute one model."""
+        """Number of processes that compute one model, each with one GPU."""
         shards = self.tensor_parallel_size * self.pipeline_parallel_size
         return shards * self.prefill_context_parallel_size
 
@@ -232,5 +232,5 @@ class ParallelSettings:
 
     @property
     def first_device(self) -> int:
-        """Index of the first of this engine's GPUs."""
+        """Index of this engine's first GPU."""
         return self.gpu_offset + (self.data_parallel_rank or 0) * self.num_ranks

@@ -7,17 +7,17 @@ from qkernels import ops
 from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
-# Sums of fewer bytes than this are sent in float32, so that they are rounded once, as on one GPU;
-# their cost is latency. Longer ones are sent in the activations' dtype.
+# Up to this size, all-reduces run in float32, so that results are rounded once, as on one GPU; the
+# cost of small ones is latency. Larger ones run in the activations' dtype.
 FLOAT32_BYTES = 2**20
-# Sums of a fixed order gather pieces of so many bytes from each rank.
+# With a fixed order, all-reduces gather pieces of this size from each rank.
 PIECE_BYTES = 2**24
 
 
 class TorchCommunicator:
-    """The reference implementation of every operation, over a process group.
+    """The reference implementation of all operations, over a process group.
 
-    `fixed_order`: the bits of a sum's row do not depend on the number of rows.
+    `fixed_order`: the bits of an all-reduced row do not depend on the number of rows.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, fixed_order: bool = False) -> None:
@@ -28,10 +28,10 @@ class TorchCommunicator:
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
         partial = self.own_partial(x)
         if self._gathers:
-            # gloo's order of addition is undocumented.
+            # The order in which gloo adds is undocumented.
             return self._sum_in_rank_order(partial.float(), x.dtype)
         if self.fixed_order:
-            # NCCL adds long messages in another order than short ones.
+            # NCCL adds long messages in a different order than short ones.
             pieces = partial.flatten().split(PIECE_BYTES // partial.element_size())
             sums = [self._sum_in_rank_order(piece, x.dtype) for piece in pieces]
             return torch.cat(sums).view(x.shape)
@@ -43,9 +43,9 @@ class TorchCommunicator:
         return summed.to(x.dtype)
 
     def own_partial(self, x: LinearOutput) -> torch.Tensor:
-        """This rank's part of a sum: of split-K partials, their sum.
+        """Return this rank's summand. Split-K partials are added up.
 
-        With a fixed order it is rounded, as it is where a product adds up its partials itself.
+        With a fixed order the sum of the partials is rounded, as if the product had added them.
         """
         if not isinstance(x, SplitKPartials):
             return x
@@ -55,7 +55,7 @@ class TorchCommunicator:
         return sum(others, first)
 
     def _sum_in_rank_order(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The sum in float32 of all ranks' x, rounded once."""
+        """Return the sum of x over all ranks, added in float32 and rounded once."""
         first, *others = self.all_gather(x).unbind(0)
         return sum((each.float() for each in others), first.float()).to(dtype)
 
@@ -79,14 +79,14 @@ class TorchCommunicator:
         return gathered
 
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
-        """Always empty: the group has no compiled kernels."""
+        """Return an empty list: the process group uses no compiled kernels."""
         return []
 
     def check(self) -> None:
-        """Nothing to do: a process group raises on its own."""
+        """Do nothing: a process group raises errors itself."""
 
     def abort(self) -> None:
-        """Nothing to do: the owner of the group ends it."""
+        """Do nothing: the owner of the process group ends it."""
 
     def close(self) -> None:
-        """Nothing to do: the owner of the group ends it."""
+        """Do nothing: the owner of the process group ends it."""

@@ -1,1 +1,1 @@
-"""Operators' commands to an engine: pause, sleep, wake, new weights."""
+"""Operator commands to an engine: pause, sleep, wake up, update weights."""

@@ -1,6 +1,6 @@
-"""CommandQueue: carries out an operator's commands between the steps of an engine, in order.
+"""CommandQueue: runs an operator's commands in order, between the steps of an engine.
 
-Loads no torch, which the engine loads.
+This module does not import torch.
 """
 
 import logging
@@ -36,7 +36,7 @@ Work = Generator[None, None, Outcome]
 
 
 class Finished(NamedTuple):
-    """A command that was carried out, or that failed."""
+    """Result of a command: its outcome, and the error if it failed."""
 
     number: int
     outcome: Outcome
@@ -44,7 +44,7 @@ class Finished(NamedTuple):
 
 
 def state_of(engine: "Engine") -> EngineState:
-    """State of an engine now."""
+    """Return the current state of an engine."""
     return EngineState(
         is_paused=engine.is_paused,
         is_sleeping=engine.operations.is_sleeping,
@@ -55,29 +55,29 @@ def state_of(engine: "Engine") -> EngineState:
 
 
 class CommandQueue:
-    """Commands of one engine. One that waits for running requests delays later ones."""
+    """Commands of one engine. A command that waits for running requests delays later commands."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._waiting: deque[tuple[int, Work]] = deque()
-        self._paused_by_sleep = False  # then the wake continues generation
+        self._paused_by_sleep = False  # True: waking up also resumes generation
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, number: int, command: AnyCommand) -> None:
-        """Queue a command; an abort goes ahead of those that wait for requests."""
+        """Queue a command. AbortAll goes to the front, ahead of commands that wait for requests."""
         if isinstance(command, AbortAll):
             self._waiting.appendleft((number, self._abort()))
         else:
             self._waiting.append((number, self._work(command)))
 
     def add_update(self, number: int, stage: Stage, mode: str) -> None:
-        """Queue an update of weights that `stage` reads."""
+        """Queue a weight update. `stage` reads and checks the new weights."""
         self._waiting.append((number, self._update(stage, mode)))
 
     def advance(self) -> list[Finished]:
-        """Carry out commands as far as possible now. Call it before and after each step."""
+        """Run commands until one must wait. Returns finished ones. Call before and after a step."""
         finished = []
         while self._waiting:
             number, work = self._waiting[0]
@@ -115,7 +115,7 @@ class CommandQueue:
         raise AssertionError(f"no such command: {command!r:.80}")
 
     def _drained(self, mode: str) -> Generator[None, None, None]:
-        """Pause the engine unless it is paused, and wait until nothing is in flight."""
+        """Pause the engine if it is running, and wait until no step is in flight."""
         engine = self._engine
         if not engine.is_paused:
             engine.pause(mode)
@@ -167,14 +167,14 @@ class CommandQueue:
         yield
 
     def _end_sleep(self) -> None:
-        """Continue generation if a sleep paused it, and all is awake."""
+        """Resume generation if a sleep paused it and nothing is asleep any more."""
         if self._paused_by_sleep and not self._engine.operations.is_sleeping:
             self._paused_by_sleep = False
             self._engine.resume()
 
     def _update(self, stage: Stage, mode: str) -> Work:
         engine = self._engine
-        # Before anything happens to running requests: wrong weights are refused here.
+        # Wrong weights are refused here, before running requests are affected.
         update = stage()
         was_paused = engine.is_paused
         yield from self._drained(mode)

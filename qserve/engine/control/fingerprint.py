@@ -1,7 +1,7 @@
-"""system_fingerprint: a short text that changes when the bits of outputs may.
+"""system_fingerprint: a short text that changes whenever the bits of outputs may change.
 
-Equal fingerprints and --batch-invariant: a request with a seed has the same bits. Without that
-flag, bits also depend on the other requests of a batch.
+With --batch-invariant and equal fingerprints, a request with a seed has the same output bits.
+Without that flag the bits also depend on the other requests in the batch.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ SETTINGS = (
     *("prefill_context_parallel_size", "prefill_context_parallel_min_tokens"),
     "mm_encoder_quantization",
 )
-# Further ones, unless a request's bits are the same in any batch.
+# More settings on which the bits depend, unless --batch-invariant is on.
 SETTINGS_OF_BATCHES = (
     *("max_num_seqs", "max_num_batched_tokens", "prefill_batch_size", "enforce_eager"),
     *("block_size", "speculative_config", "enable_prefix_caching", "max_seq_len_to_capture"),
@@ -34,10 +34,10 @@ SETTINGS_OF_BATCHES = (
 
 
 def system_fingerprint(settings: Mapping[str, Any], weights: str, device: torch.device) -> str:
-    """Fingerprint of a loaded engine: its weights, settings, kernels, device and versions.
+    """Return the fingerprint of a loaded engine: weights, settings, kernels, device and versions.
 
-    `settings`: of `settings_of`. `weights`: of WorkerGroup.checksum; of several ranks, those of
-    the first.
+    `settings`: the result of `settings_of`. `weights`: the result of WorkerGroup.checksum, which
+    covers the weights of the first rank.
     """
     parts = {
         "weights": weights,
@@ -51,21 +51,21 @@ def system_fingerprint(settings: Mapping[str, Any], weights: str, device: torch.
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """Settings on which bits depend, with the contents of files instead of their paths."""
+    """Return the settings on which bits depend. A file counts by its contents, not its path."""
     names = SETTINGS if config.batch_invariant else (*SETTINGS, *SETTINGS_OF_BATCHES)
     found = {name: getattr(config, name) for name in names}
     return found | {"expert_placement": _placement(config.expert_placement_strategy)}
 
 
 def _placement(strategy: str) -> str:
-    """The strategy's name, or the digest of its file of loads."""
+    """Return the strategy's name, or the digest of its file with expert loads."""
     if strategy in (LINEAR, ROUND_ROBIN):
         return strategy
     return hashlib.sha256(Path(strategy).read_bytes()).hexdigest()
 
 
 def _tuned(device: torch.device) -> str:
-    """Digest of the tuning table's file, which chooses kernels' configs."""
+    """Return the digest of the tuning table's file; the table chooses kernel configs."""
     path = tuning_table_of(device).path
     if path is None or not path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""Operations on one engine that has no step in flight: sleep, wake, new weights, their digests."""
+"""Operations on an engine with no step in flight: sleep, wake up, update and digest weights."""
 
 import itertools
 import logging
@@ -45,43 +45,45 @@ class WeightDigests:
     version: str
     total: str
     tensors: dict[str, str]  # by name
-    schemes: dict[str, str]  # of each linear that is rounded here, by name without `.weight`
+    # scheme of each linear that is rounded while loading, by name without `.weight`
+    schemes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedUpdate:
-    """New weights that are read and checked, but not used yet."""
+    """New weights that are read and checked, but not yet in use."""
 
     weights: StagedWeights | SharedStaged
     version: str
-    folder: str | None  # None: tensors, which cannot be read again
+    folder: str | None  # None: the weights came as tensors, which cannot be read again
 
     def without_folder(self) -> "StagedUpdate":
-        """Return this update without its folder, which will be deleted."""
+        """Return this update without its folder, for a folder that will be deleted."""
         return replace(self, folder=None)
 
 
 class Operations:
-    """Sleep and weights of one engine."""
+    """Sleep, wake-up and weight updates of one engine."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, workers: WorkerGroup) -> None:
         self._config, self._model, self._workers = config, model, workers
-        self._settings = settings_of(config)  # now: files that it names may change later
-        self._folder: str | None = config.model  # whose weights are in use; None: tensors
-        self._last_folder, self._last_version = config.model, FIRST_VERSION  # before tensors
+        self._settings = settings_of(config)  # read now: files that it names may change later
+        self._folder: str | None = config.model  # source of the weights in use; None: tensors
+        # newest weights that came from a folder
+        self._last_folder, self._last_version = config.model, FIRST_VERSION
         self._digests: dict[str, str] | None = None  # None: not computed yet
         self._num_updates = 0
         self._received: dict[str, torch.Tensor] = {}  # parts of an update, on the host
         self._groups: dict[str, WeightGroup] = {}  # by name
-        self.version = FIRST_VERSION  # of the weights
+        self.version = FIRST_VERSION  # of the weights in use
         self.is_sleeping = False
-        self._fingerprint: str | None = None  # None: the weights are others than before
+        self._fingerprint: str | None = None  # None: not computed for the weights in use
 
     @property
     def fingerprint(self) -> str:
         """The system_fingerprint of replies (engine/control/fingerprint.py).
 
-        While the weights sleep, that of before.
+        While the engine sleeps, this is the value from before; empty if none was computed.
         """
         if self._fingerprint is None and not self.is_sleeping:
             workers = self._workers
@@ -94,29 +96,30 @@ class Operations:
         return self._workers.residence
 
     def check_awake(self) -> None:
-        """Raise InputError while weights or pages are not on the device."""
+        """Raise InputError if weights or KV pages are not on the device."""
         if self.is_sleeping:
             raise InputError("the model", "is asleep", "wake it up first")
 
     def check_sleep(self, level: int) -> None:
-        """Raise InputError where this level cannot be had."""
+        """Raise InputError if the engine does not support this sleep level."""
         if level not in LEVELS:
             raise InputError("sleep level", f"expected 0, 1 or 2, found {level}")
         if level:
-            _ = self._residence  # raises where weights cannot leave the device
+            _ = self._residence  # raises if weights cannot leave the device
 
     def sleep(self, level: int) -> None:
-        """Give the device's memory back. Level 0 does nothing: generation is paused anyway."""
+        """Free the device's memory. Level 0 does nothing: the caller has paused generation."""
         self.check_sleep(level)
         if level:
             self._residence.sleep(level)
             self.is_sleeping = True
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back what the tags name; None: all. Raises InputError.
+        """Bring back the memory that the tags name; None: all. Raises InputError.
 
-        After a sleep of level 2 the weights come from the model's folder, or from that of the last
-        update. Tensors of an update are lost by then: the version is again that of the folder.
+        After a sleep of level 2, weights are read from the folder of the last update, or else from
+        the model's folder. Weights that came as tensors are lost: the version is then that of the
+        folder.
         """
         wanted = tuple(TAGS if tags is None else tags)
         for tag in wanted:
@@ -148,10 +151,10 @@ class Operations:
         version: str | None = None,
         digests: bool = False,
     ) -> StagedUpdate:
-        """Read and check new weights from a folder or tensors. Raises InputError; changes nothing.
+        """Read and check new weights from a folder or tensors, without using them yet.
 
-        `version`: default: the number of updates so far. `digests`: compute them now; those of
-        tensors cannot be computed later.
+        `version`: by default the number of updates, this one included. `digests`: compute digests
+        now; digests of tensors cannot be computed later. Raises InputError.
         """
         if self._config.kv_transfer is not None:
             raise InputError(
@@ -186,7 +189,7 @@ class Operations:
         self._groups[command.name] = WeightGroup(command, command.rank, device)
 
     def leave_group(self, name: str) -> None:
-        """Leave a group. Raises InputError if there is none of that name."""
+        """Leave a group. Raises InputError if no group has this name."""
         self._group(name)
         del self._groups[name]
 
@@ -198,18 +201,18 @@ class Operations:
         return self._groups[name]
 
     def receive(self, command: ReceiveWeights) -> tuple[int, bool]:
-        """Copy a part of the new weights to the host.
+        """Copy one part of the new weights to the host.
 
-        Returns the number of tensors so far, and True if they are all of the model's folder. Raises
-        InputError, and then drops all parts.
+        Returns the number of tensors so far, and True if they include all tensors of the model's
+        folder. On an error all parts are dropped. Raises InputError.
         """
-        _ = self._residence  # raises where weights cannot be replaced
+        _ = self._residence  # raises if weights cannot be replaced
         if command.is_first:
             self.drop_received()
         shared, broadcast = command.tensors, command.broadcast
         try:
             names = [each.name for each in shared] if broadcast is None else broadcast.names
-            # before anything is received: a group that is left in the middle cannot be used again
+            # Checked before receiving: a group is unusable after a broadcast that stops midway.
             for name, count in Counter([*self._received, *names]).items():
                 if count > 1:
                     raise InputError(
@@ -230,11 +233,11 @@ class Operations:
         return len(self._received), self._has_all()
 
     def drop_received(self) -> None:
-        """Drop the parts of an update that has not ended."""
+        """Drop the received parts of an unfinished update."""
         self._received = {}
 
     def _has_all(self) -> bool:
-        """True if the received tensors are those of the model's folder, in float."""
+        """Return True if the received float tensors include all tensors of the model's folder."""
         reader = CheckpointReader(self._config.model)
         coded = set(quantized_modules(reader.entries))
         names = set()
@@ -251,9 +254,9 @@ class Operations:
         version: str | None = None,
         digests: bool = False,
     ) -> StagedUpdate:
-        """Read and check what was received, and these tensors. Raises InputError.
+        """Read and check the received parts plus `shared`. Raises InputError.
 
-        The received parts are dropped in any case: the next update begins anew.
+        The received parts are dropped even on an error: the next update starts from the first part.
         """
         received = self._received
         self.drop_received()
@@ -261,7 +264,7 @@ class Operations:
         return self.stage(tensors=tensors, version=version, digests=digests)
 
     def commit(self, update: StagedUpdate) -> None:
-        """Use staged weights. Wakes them, where they sleep. Raises InputError."""
+        """Start using staged weights. Wakes up weights that sleep. Raises InputError."""
         self._residence.fill(update.weights)
         self._num_updates += 1
         self._fingerprint = None
@@ -275,9 +278,10 @@ class Operations:
         self.is_sleeping = self._residence.is_asleep
 
     def weight_digests(self) -> WeightDigests:
-        """Digests of the weights in use. Reads their folder at the first call. Raises InputError.
+        """Return digests of the weights in use. The first call reads the folder of the weights.
 
-        A digest is of what was read and rounded, not of the kernels' private layouts.
+        A digest covers the weights as read and rounded, not the kernels' private layouts.
+        Raises InputError.
         """
         if self._digests is None:
             if self._folder is None:

@@ -1,7 +1,7 @@
-"""Tensors that another process of this host shares: files in memory, CUDA IPC handles.
+"""Share tensors between processes of one host: in-memory files and CUDA IPC handles.
 
-`shared_tensors` is the trainer's side, `open_tensors` the engine's. What passes between them is
-numbers, names and handles (commands.SharedTensor); nothing is pickled.
+The trainer calls `shared_tensors`, the engine `open_tensors`. The trainer sends only numbers, names
+and handles (commands.SharedTensor); nothing is pickled.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from formats.errors import InputError
 from qserve.engine.control.commands import CudaMemory, SharedTensor
 
-MEMORY = Path("/dev/shm")  # files in memory, on Linux
-PREFIX = "qserve-tensors-"  # of the files' names; no other file is opened
-TORCH_PREFIX = "torch_"  # of files that torch.multiprocessing makes
-ALIGNMENT = 64  # bytes: of each tensor in a file
-PART_BYTES = 2**31  # shared at a time, where tensors are made one after the other
+MEMORY = Path("/dev/shm")  # folder of in-memory files on Linux
+PREFIX = "qserve-tensors-"  # prefix of the names of files that `shared_tensors` makes
+TORCH_PREFIX = "torch_"  # prefix of files that torch.multiprocessing makes; no others are opened
+ALIGNMENT = 64  # bytes; of each tensor in a file
+PART_BYTES = 2**31  # bytes to share at a time, if tensors are produced one after the other
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -39,10 +39,10 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def shared_tensors(
     tensors: Mapping[str, torch.Tensor] | NamedTensors,
 ) -> Iterator[list[SharedTensor]]:
-    """Share tensors with processes of this host until the end of the block.
+    """Share tensors with other processes of this host until the end of the `with` block.
 
-    Tensors on a CPU are copied to a file in memory. Those on a GPU are shared as they are: they
-    must not change inside the block.
+    CPU tensors are copied to an in-memory file. GPU tensors are shared without a copy: they must
+    not change inside the block.
     """
     named = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     on_host = [(name, each.detach()) for name, each in named if each.device.type == "cpu"]
@@ -78,7 +78,10 @@ def shared_tensors(
 def in_parts(
     named: NamedTensors, part_bytes: int | None
 ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
-    """Yield lists of tensors of up to that many bytes, and True with the last one."""
+    """Yield lists of tensors with at most `part_bytes` bytes each, and True with the last list.
+
+    A single tensor may be larger than `part_bytes`.
+    """
     part: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named:
@@ -91,7 +94,7 @@ def in_parts(
 
 
 def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by name; nothing is copied. Raises InputError on wrong descriptions."""
+    """Yield (name, tensor) without copying. Raises InputError if a description is wrong."""
     for each in shared:
         name, dtype = f"tensor {each.name:.200}", DTYPES.get(each.dtype)
         if dtype is None:
@@ -107,7 +110,7 @@ def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Te
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size, and the memory for it now. Raises InputError if there is too little."""
+    """Allocate a file's memory. Raises InputError if there is too little memory."""
     try:
         if size:
             os.posix_fallocate(file, 0, size)
@@ -126,7 +129,7 @@ def _folder() -> Path:
 
 
 def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
-    """Raise InputError unless the tensor lies in a file that `shared_tensors` or torch has made."""
+    """Raise InputError unless the tensor lies in a file made by `shared_tensors` or torch."""
     path, num_bytes = Path(shared.path), item_bytes * math.prod(shared.shape)
     if path.parent != _folder() or not path.name.startswith((PREFIX, TORCH_PREFIX)):
         raise InputError(
@@ -153,7 +156,7 @@ def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
 def _view(
     path: str, offset: int, dtype: torch.dtype, shape: Sequence[int], *, shared: bool
 ) -> torch.Tensor:
-    """A tensor over a part of a file; writes reach the file if it is `shared`."""
+    """Return a tensor over one part of a file. Writes reach the file if `shared` is True."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -163,7 +166,7 @@ def _view(
 
 
 def _cuda_memory(tensor: torch.Tensor) -> CudaMemory:
-    if tensor.numel() == 0:  # has no memory, so no handle
+    if tensor.numel() == 0:  # an empty tensor has no memory and no handle
         uuid = torch.cuda.get_device_properties(tensor.device).uuid
         return CudaMemory(device=str(uuid))
     _, arguments = reduce_tensor(tensor)

@@ -1,8 +1,8 @@
 """WeightGroup: a process group in which a trainer, rank 0, broadcasts tensors to engines.
 
-NCCL between GPUs, also of different hosts; gloo through the hosts' memory. The group is apart from
-torch's default group, and is made of public classes. Its keys in the store are those of torch's own
-groups, so a trainer may join with the helpers of SGLang, verl and OpenRLHF. Nothing is pickled.
+NCCL sends between GPUs, also across hosts; gloo sends through host memory. The group is separate
+from torch's default group and is built from public classes. It uses the same store keys as torch's
+own groups, so a trainer may join with the helpers of SGLang, verl and OpenRLHF. Nothing is pickled.
 """
 
 import math
@@ -17,15 +17,15 @@ from qserve.engine.control.commands import BroadcastWeights, JoinWeightGroup
 from qserve.engine.control.shared_tensors import DTYPES
 
 NCCL, GLOO = "nccl", "gloo"
-KEYS = {NCCL: "cuda/", GLOO: "cpu/"}  # of a backend in the store, as torch names them
+KEYS = {NCCL: "cuda/", GLOO: "cpu/"}  # torch's store prefix for each backend
 MOST_ELEMENTS = 2**40
 
 
 class WeightGroup:
-    """One member of the group; `rank` 0 is the trainer, which also keeps the store."""
+    """One member of the group. Rank 0 is the trainer, which also hosts the store."""
 
     def __init__(self, command: JoinWeightGroup, rank: int, device: torch.device) -> None:
-        """Join; waits for the others. Raises InputError."""
+        """Join the group, and wait for the other members. Raises InputError."""
         self.name, self.backend = command.name, command.backend
         self._where = f"{command.address}:{command.port}"
         if command.backend not in KEYS:
@@ -67,7 +67,7 @@ class WeightGroup:
             yield name, self.broadcast(torch.empty(shape, dtype=known, device=self._device))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send from rank 0, or receive into, a contiguous tensor. Raises InputError."""
+        """Send a contiguous tensor from rank 0, or receive into it. Raises InputError."""
         try:
             self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
@@ -80,7 +80,7 @@ class WeightGroup:
         if self.backend == GLOO:
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout  # torch has no public way
+        options._timeout = timeout  # torch has no public attribute for it
         torch.cuda.set_device(self._device)
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

@@ -1,4 +1,4 @@
-"""ProcessExecutor: the other ranks of a model as processes of this machine."""
+"""ProcessExecutor: starts the other ranks of a model as processes on this machine."""
 
 import logging
 import shutil
@@ -18,7 +18,7 @@ from qserve.processes.child_process import start_child_blocking, stop_blocking
 MODULE = "qserve.engine.distributed.rank_process"
 BACKEND = "mp"  # --distributed-executor-backend
 KILLED = -signal.SIGKILL
-END_SECONDS = 5.0  # that a process has to exit on its own
+END_SECONDS = 5.0  # time for a process to exit before it is killed
 
 OnDeath = Callable[[Failure], None]
 
@@ -46,9 +46,9 @@ class ProcessHandle:
 
 
 class WaitingRanks:
-    """Processes of ranks 1 and up that import their modules until an executor calls them.
+    """Processes of ranks 1 and up, started early; they import modules until an executor calls.
 
-    Imports take seconds. So the ranks start before the leader imports the engine.
+    Imports take seconds, so the ranks start before the leader imports the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,7 +60,7 @@ class WaitingRanks:
 
     @classmethod
     def of(cls, config: EngineConfig) -> "WaitingRanks | None":
-        """Start them; None if the engine has no processes on this machine besides the leader."""
+        """Start the other ranks. Returns None if the leader is the only process of this machine."""
         is_here = config.num_ranks > 1 and config.distributed_executor_backend == BACKEND
         return cls(config) if is_here else None
 
@@ -69,22 +69,22 @@ class WaitingRanks:
         return [process.pid for process, _ in self._processes]
 
     def take(self) -> list[tuple[subprocess.Popen, socket.socket]]:
-        """Processes and connections in rank order. They are the caller's to end."""
+        """Return processes and connections in rank order. The caller must end the processes."""
         self._end.detach()
         return self._processes
 
     def close(self) -> None:
-        """End the processes unless somebody took them."""
+        """End the processes, unless `take` has returned them."""
         self._end()
 
 
 class ProcessExecutor:
-    """Ranks as processes of this machine; they rendezvous at a file only this user can read."""
+    """Runs ranks as processes on this machine. The rendezvous file is readable by the user only."""
 
     def __init__(
         self, config: EngineConfig, max_model_len: int, waiting: WaitingRanks | None = None
     ) -> None:
-        """`waiting`: processes that were started before; None: `start` starts them."""
+        """`waiting`: processes that are already running; None: `start` starts them."""
         self._config, self._max_model_len, self._waiting = config, max_model_len, waiting
         self._folder = tempfile.mkdtemp(prefix="qserve-ranks-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -101,11 +101,11 @@ class ProcessExecutor:
 
     @property
     def num_here(self) -> int:
-        """Devices that the leader's machine must have."""
+        """Number of devices that the leader's machine must have."""
         return self._config.num_ranks
 
     def start(self, on_death: OnDeath) -> list[RankChannel]:
-        """Send ranks 1 and up their first call."""
+        """Send ranks 1 and up their first call. Returns the channels to them."""
         links, waiting = [], self._waiting or WaitingRanks(self._config)
         for rank, (process, connection) in enumerate(waiting.take(), 1):
             link = RankChannel(rank, connection, ProcessHandle(process), on_death)
@@ -117,14 +117,14 @@ class ProcessExecutor:
     def end(self) -> None:
         """Remove the rendezvous file. Call only after the ranks have ended.
 
-        A thread of NCCL's process group polls the store. Polling a deleted file blocks it, and with
-        it the exit of the process, for the 30 minutes of the store's timeout.
+        A thread of NCCL's process group polls the store. If the file is deleted, the poll blocks
+        that thread, and so the exit of the process, until the store's timeout of 30 minutes.
         """
         self._remove()
 
 
 def _end_all(processes: list[tuple[subprocess.Popen, socket.socket]]) -> None:
-    """End ranks that no leader has called."""
+    """End rank processes that no leader has called."""
     for _, connection in processes:
         connection.close()
     for process, _ in processes:
@@ -132,6 +132,6 @@ def _end_all(processes: list[tuple[subprocess.Popen, socket.socket]]) -> None:
 
 
 def log_level() -> str:
-    """Log level of the leader; the other ranks use the same."""
+    """Return the leader's log level, which the other ranks use too."""
     level = logging.getLevelName(logging.getLogger("qserve").getEffectiveLevel()).lower()
     return level if level in logs.LEVELS else "warning"

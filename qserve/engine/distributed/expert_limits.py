@@ -1,4 +1,4 @@
-"""Limits of data-parallel engines that share the experts of a model."""
+"""Checks of features that do not work with data-parallel engines that share experts."""
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
@@ -9,7 +9,7 @@ from qserve.model.model_config import ModelConfig
 
 
 def check_shared_experts(config: EngineConfig, decoder: Decoder, model: ModelConfig) -> None:
-    """Raise InputError for what does not work with engines that share experts."""
+    """Raise InputError for a setting or model that does not work with shared experts."""
     if not config.shares_experts:
         return
     given = _given(config)
@@ -29,9 +29,9 @@ def check_shared_experts(config: EngineConfig, decoder: Decoder, model: ModelCon
 
 
 def check_shared_residence(config: EngineConfig) -> None:
-    """Raise InputError for sleep and new weights of engines that share experts.
+    """Raise InputError if the engine shares experts, since it cannot sleep or change weights.
 
-    Another engine may be in a step, which needs this engine's experts.
+    Another engine may be in a step that needs this engine's experts.
     """
     if config.shares_experts:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Limits of the KV connectors `peer` and `nixl`."""
+"""Checks of features that do not work with the KV connectors `peer` and `nixl`."""
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
@@ -7,7 +7,7 @@ from qserve.kv_transfer.config import FLAG
 
 
 def check_peer(config: EngineConfig, runner: ModelRunner) -> None:
-    """Raise InputError where the connector cannot send all that a page holds."""
+    """Raise InputError if the connector cannot send all KV pages of this model."""
     subject = f"{FLAG} peer or nixl, or --prefill-engines"
     if config.pipeline_parallel_size > 1:
         raise InputError(

@@ -1,12 +1,12 @@
 """RankChannel: the leader's connection to one other rank, for calls and replies.
 
 A frame holds a tuple of a name and values. The rank replies only to calls that request a reply.
-Long work is begun instead of called: a thread of the rank does it while later calls run, and its
+A long call is started with `begin`: a thread of the rank runs it while later calls run, and its
 reply carries the number of the call.
 
 Encoding: the length of a JSON tree, the tree, then the arrays that the tree refers to, each aligned
-to 8 bytes. Dataclasses are encoded by name, and only those in KNOWN are decoded. There is no
-pickle, so bytes from the network never run code.
+to 8 bytes. Dataclasses are encoded by name, and only those in KNOWN are decoded. Nothing is
+pickled, so bytes from the network never run code.
 """
 
 import itertools
@@ -54,7 +54,7 @@ HEADER = 4
 
 
 def pack(value: Any) -> bytes:
-    """Encode numbers, strings, bytes, None, sequences, arrays, and the dataclasses of KNOWN."""
+    """Encode numbers, strings, bytes, None, sequences, arrays and the dataclasses in KNOWN."""
     arrays: list[np.ndarray] = []
     tree = json.dumps(_tree(value, arrays), separators=(",", ":")).encode()
     parts = [len(tree).to_bytes(HEADER, "little"), tree, bytes(-(HEADER + len(tree)) % ALIGNMENT)]
@@ -64,8 +64,8 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode the bytes of `pack`; sequences become tuples."""
-    buffer = bytearray(data)  # writable arrays, as torch requires
+    """Decode the bytes that `pack` made. Sequences become tuples."""
+    buffer = bytearray(data)  # torch requires writable arrays
     length = int.from_bytes(buffer[:HEADER], "little")
     tree = json.loads(buffer[HEADER : HEADER + length])
     arrays = _array_reader(buffer, HEADER + length)
@@ -96,7 +96,7 @@ def _tree(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _array_reader(buffer: bytearray, start: int) -> Iterator[np.ndarray]:
-    """A generator that is sent (dtype, shape) and yields the next array."""
+    """Generator that receives (dtype, shape) by `send` and yields the next array."""
     array: np.ndarray | None = None
     while True:
         dtype, shape = yield array
@@ -120,21 +120,21 @@ def _value(tree: Any, arrays: Iterator[np.ndarray]) -> Any:
     return made(**dict(zip(FIELDS[made], values, strict=True)))
 
 
-SEND_BUFFER_BYTES = 4 * 2**20  # a rank that still computes must not block a long step's sending
-FAILED = "failed"  # a reply: subject, problem and remedy of the error that ended the rank
-BEGIN = "begin"  # a call: a number, then name and values of a call for a thread
-DONE = "done"  # a reply: the number, the result
-REFUSED = "refused"  # a reply: the number, then subject, problem and remedy of the error
+SEND_BUFFER_BYTES = 4 * 2**20  # large enough that `send` does not block while a rank computes
+FAILED = "failed"  # reply: subject, problem and remedy of the error that ended the rank
+BEGIN = "begin"  # call: a number, then name and values of the call that a thread runs
+DONE = "done"  # reply: the number, the result
+REFUSED = "refused"  # reply: the number, then subject, problem and remedy of the error
 
 logger = logging.getLogger(__name__)
 
 
 class RankDiedError(RuntimeError):
-    """A rank is gone, so no further step can be computed."""
+    """A rank has died, so no further step can be computed."""
 
 
 class Failure(NamedTuple):
-    """The reason why a rank ended. An empty subject means that it is not a user error."""
+    """The reason why a rank ended. The subject is empty if this is not a user error."""
 
     rank: int
     subject: str
@@ -148,14 +148,14 @@ class Failure(NamedTuple):
 
 
 class RankHandle(Protocol):
-    """The process of a rank, or the actor that holds it."""
+    """The process of a rank, or the Ray actor that holds it."""
 
     def describe_end(self) -> str:
-        """Return the reason of its end; may wait a moment for it."""
+        """Return why the process ended. May wait a few seconds for the end."""
         ...
 
     def end(self) -> None:
-        """End it, by force if necessary."""
+        """End the process, by force if necessary."""
         ...
 
 
@@ -169,7 +169,7 @@ class RankChannel:
         handle: RankHandle,
         on_death: Callable[[Failure], None],
     ) -> None:
-        """`on_death` is called from a thread of the channel unless the channel was closed."""
+        """`on_death` is called from the channel's thread, but not after `close`."""
         self.rank, self._connection, self._handle = rank, connection, handle
         self._on_death = on_death
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -177,12 +177,12 @@ class RankChannel:
         self._numbers = itertools.count()
         self._begun: dict[int, Future] = {}
         self._is_closing = False
-        self._end: Exception | None = None  # error of the calls that are pending when the rank ends
+        self._end: Exception | None = None  # error for calls that are pending when the rank ends
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
 
     def send(self, frame: bytes) -> None:
-        """Send the frame of a call, from any thread. `on_death` reports a rank that is gone."""
+        """Send the frame of a call. Thread-safe. A dead rank is reported through `on_death`."""
         try:
             with self._sending:
                 self._connection.sendall(frame)
@@ -199,11 +199,11 @@ class RankChannel:
         return future
 
     def reply(self) -> Any:
-        """Wait for the next reply. None: the rank is gone."""
+        """Wait for the next reply. Returns None if the rank is gone."""
         return self._replies.get()
 
     def close(self) -> None:
-        """Close the connection, which ends the rank."""
+        """Close the connection. The rank then ends."""
         self._is_closing = True
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -250,5 +250,5 @@ class RankChannel:
 
 
 def call(name: str, *values: Any) -> bytes:
-    """The frame of a call."""
+    """Return the frame of a call."""
     return frames.frame(pack((name, *values)))

@@ -1,6 +1,6 @@
-"""RankGroup: the other ranks of a model, as seen by their leader.
+"""RankGroup: the leader's view of the other ranks of a model.
 
-A rank that dies ends all of them: a rank that waits for it in a sum over ranks would wait forever.
+If one rank dies, all ranks end: the others would wait forever for the dead rank in an all-reduce.
 """
 
 import logging
@@ -13,27 +13,27 @@ from typing import Any
 
 from qserve.engine.distributed.rank_channel import Failure, RankChannel, call
 
-GRACE_SECONDS = 3.0  # for the leader's own thread to notice that a rank died
-STUCK_SECONDS = 15.0  # the same without an `on_stuck` callback; then the process exits
-FAILURE_SECONDS = 5.0  # that an error in a sum over ranks waits for the death that explains it
+GRACE_SECONDS = 3.0  # time for the leader's thread to notice that a rank died
+STUCK_SECONDS = 15.0  # the same if there is no `on_stuck` callback; then the process exits
+FAILURE_SECONDS = 5.0  # wait after an error, until the rank's death that explains it is known
 
 logger = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """Ranks 1 and up, connected."""
+    """Connections to ranks 1 and up."""
 
     def __init__(
         self, make_links: Callable[[Callable[[Failure], None]], list[RankChannel]]
     ) -> None:
-        """`make_links` creates the channels. Its argument is called when a rank dies."""
+        """`make_links` creates the channels. Its argument is the callback for a rank's death."""
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
-        self._was_told = False  # whether the leader's thread has raised the failure
+        self._was_told = False  # True once the leader's thread has raised the failure
         self._on_stuck: Callable[[Exception], None] | None = None
         self._exit = _Exit()
-        self.is_waiting = False  # whether the leader's thread may be waiting for ranks in a step
+        self.is_waiting = False  # True while the leader's thread may wait for ranks in a step
         died = weakref.WeakMethod(self._died)
 
         def on_death(failure: Failure) -> None:
@@ -42,20 +42,20 @@ class RankGroup:
                 method(failure)
 
         self._links = make_links(on_death)
-        # The finalizer also ends the ranks of a model that is collected without a close, or that
+        # The finalizer also ends the ranks if the model is garbage-collected without `close`, or
         # still exists when the process exits.
         self._end = weakref.finalize(self, self._exit.run, self._links)
 
     def at_leave(self, leave: Callable[[], None]) -> None:
         """Call `leave` when the ranks end.
 
-        It finishes the leader's work and leaves the process group. The other ranks leave it at the
-        same time. If one has failed, `abort` is called first.
+        `leave` finishes the leader's work and leaves the process group; the other ranks leave at
+        the same time. If a rank has failed, `abort` is called first.
         """
         self._exit.leave = leave
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Call `work` once the ranks have ended."""
+        """Call `work` after the ranks have ended."""
         self._exit.last.append(work)
 
     def watch(
@@ -66,29 +66,26 @@ class RankGroup:
     ) -> None:
         """Set the callbacks for the death of a rank.
 
-        `abort` stops what the leader computes with the dead rank. `on_stuck` is called if the
-        leader's thread has not raised the error after a while, or is idle.
+        `abort` stops the leader's communication with the dead rank. `on_stuck` is called if the
+        leader's thread has not raised the error within GRACE_SECONDS: it is stuck or idle.
         """
         self._exit.abort = abort or self._exit.abort
         self._on_stuck = on_stuck or self._on_stuck
 
     def tell(self, name: str, *values: Any) -> None:
-        """Send a call to every rank. Raises the error of a rank that is gone."""
+        """Send a call to every rank. Raises the error of a dead rank."""
         self.check()
         frame = call(name, *values)
         for link in self._links:
             link.send(frame)
 
     def begin(self, name: str, *values: Any) -> list[Future]:
-        """Start a call in a thread of every rank. Thread-safe.
-
-        Raises the error of a rank that is gone.
-        """
+        """Start a call in a thread of every rank. Thread-safe. Raises the error of a dead rank."""
         self.check()
         return [link.begin(name, *values) for link in self._links]
 
     def replies(self) -> list[Any]:
-        """Wait for the next reply of each rank. Raises the error of a rank that is gone."""
+        """Wait for the next reply of each rank. Raises the error of a dead rank."""
         found = [link.reply() for link in self._links]
         if None in found:
             self._has_failed.wait(FAILURE_SECONDS)
@@ -97,23 +94,23 @@ class RankGroup:
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank is gone, or a step was left unfinished."""
+        """True if a rank died, or a step was left unfinished."""
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise the error of a rank that is gone."""
+        """Raise the error of a dead rank."""
         if self._failure is not None:
             self._was_told = True
             raise self._failure.as_error()
 
     def explain(self, error: BaseException) -> None:
-        """Raise the death of a rank if it caused `error`, an error of the leader's own."""
+        """Raise the error of a dead rank if its death caused `error`, an error in the leader."""
         if self._has_failed.wait(FAILURE_SECONDS):
             self._was_told = True
             raise self._failure.as_error() from error
 
     def break_off(self, reason: str) -> None:
-        """Prevent further steps after one that the leader left unfinished."""
+        """Prevent further steps, because the leader left a step unfinished."""
         if self._failure is None:
             self._failure = Failure(0, "", reason, "")
             self._exit.has_failed = True
@@ -149,7 +146,7 @@ class RankGroup:
 
 
 class _Exit:
-    """The steps that end all ranks, in order. Holds no reference to the `RankGroup` it outlives."""
+    """Ends all ranks. It outlives the `RankGroup`, so it holds no reference to the group."""
 
     def __init__(self) -> None:
         self.has_failed = False  # a rank died, or a step was left unfinished
@@ -165,7 +162,7 @@ class _Exit:
                 link.send(call("leave"))
         try:
             self.leave()
-        except RuntimeError as error:  # of a device whose ranks failed: they end anyway
+        except RuntimeError as error:  # the device failed with the ranks, which end anyway
             logger.warning("Leaving the other ranks failed: %s", error)
         for link in links:
             link.close()

@@ -21,14 +21,14 @@ from qserve.config import EngineConfig
 from qserve.engine.distributed.rank_channel import BEGIN, DONE, FAILED, REFUSED, call, unpack
 from qserve.processes import frames, logs
 
-TOKEN_VARIABLE = "QSERVE_RANK_TOKEN"  # what a leader lets ranks in by
-EXIT_GRACE = 2.0  # seconds that a step may still run after the leader is gone
+TOKEN_VARIABLE = "QSERVE_RANK_TOKEN"  # secret with which a rank authenticates to the leader
+EXIT_GRACE = 2.0  # seconds for a running step to finish after the leader is gone
 
 logger = logging.getLogger(__name__)
 
 
 class _Rank:
-    """Target of the leader's calls. A method is a call, and its return value the reply."""
+    """Target of the leader's calls: a call runs the method of its name and may return a reply."""
 
     def start(
         self,
@@ -39,7 +39,7 @@ class _Rank:
         num_here: int,
         address: str,
     ) -> None:
-        """Choose the device. `index`: of the rank among the `num_here` of this machine."""
+        """Choose the device. `index`: index of this rank's device among `num_here` devices here."""
         import torch
 
         from qserve.engine.runner.devices import pick_device, use_device
@@ -51,7 +51,7 @@ class _Rank:
         use_device(self._device, config)
 
     def load(self) -> tuple:
-        """Meet the other ranks, then load our part of the model. Returns its facts."""
+        """Join the other ranks and load this rank's shard. Returns the worker's facts."""
         from qserve.engine.runner.worker import Worker
         from qserve.engine.sizes import read_model
         from qserve.parallel.ranks import join
@@ -76,12 +76,12 @@ class _Rank:
 
     def finish(self) -> None:
         """Wait for all work on the device."""
-        worker = vars(self).get("_worker")  # None: the model was never loaded
+        worker = vars(self).get("_worker")  # None: no model was loaded
         if worker is not None:
             worker.finish()
 
     def leave(self) -> None:
-        """Leave the process group together with the leader, which does the same now."""
+        """Leave the process group. The leader leaves it at the same time."""
         known = vars(self)
         if "_worker" in known:
             self._worker.close()
@@ -94,7 +94,7 @@ class _Rank:
 
 OPENED = ("open_pages", "open_peer")
 SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
-# Calls whose reply the leader waits for; of all others what comes back stays here.
+# Calls with a reply. The return values of other calls are not sent.
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
@@ -105,14 +105,14 @@ BEGUN_TRANSFERS = (
     *("match_pages", "load_pages", "save_pages"),
     *("deepest_states", "load_states", "save_states", "receive_pages"),
 )
-# Calls that return a future, whose result is the reply.
+# Calls for a thread: they return a future, and its result is the reply.
 BEGUN = ("read_adapter", "reside", *BEGUN_TRANSFERS)
-# Calls of RankTransfers; all others are of the worker.
+# Calls that RankTransfers handles. The worker handles the others.
 TRANSFERS = (*OPENED, *SENT, *BEGUN_TRANSFERS)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make the leader's calls until it is gone. Returns the exit code."""
+    """Run the leader's calls until the leader is gone. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="qserve.engine.distributed.rank_process")
     parser.add_argument("--fd", type=int, help="a connected socket")
     parser.add_argument("--connect", help="or the leader's address, HOST:PORT")
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             if name in ANSWERED:
                 line.send("reply", result)
     except (EOFError, ConnectionError):
-        rank.finish()  # the leader's last step needs our part; _watch ends what takes too long
+        rank.finish()  # the leader's last step needs this rank; _watch ends it after EXIT_GRACE
         return 0
     except Exception as error:
         line.fail(error)
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Line:
-    """Connection to the leader. All threads may use it."""
+    """Connection to the leader. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -162,11 +162,11 @@ class _Line:
             self._connection.sendall(call(name, *values))
 
     def answer_later(self, number: int, begun: Future) -> None:
-        """Send its result once it is done."""
+        """Send the result of a future once it is done."""
         begun.add_done_callback(lambda done: self._answer(number, done))
 
     def fail(self, error: Exception) -> None:
-        """Report why the rank ends."""
+        """Send the error that ends this rank."""
         if isinstance(error, InputError):
             failure = error.subject, error.problem, error.remedy
         else:
@@ -195,14 +195,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _import_all() -> None:
-    """Import what the calls need, while the leader imports, too. That takes seconds."""
+    """Import the modules of the calls, which takes seconds, while the leader imports its own."""
     import qserve.engine.runner.worker
     import qserve.engine.sizes
     import qserve.parallel.ranks  # noqa: F401
 
 
 def _connect(address: str, rank: int) -> socket.socket:
-    """Connect to a leader on another machine, and say who we are."""
+    """Connect to a leader on another machine; send the rank's number and token."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -212,7 +212,7 @@ def _connect(address: str, rank: int) -> socket.socket:
 
 
 def _watch(connection: socket.socket) -> None:
-    """End the process when the leader is gone, whatever the main thread waits for."""
+    """End the process when the leader is gone, even if the main thread is blocked."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()

@@ -1,4 +1,4 @@
-"""RankTransfers: one rank's exchange of KV pages and snapshots of states with other engines.
+"""RankTransfers: exchanges one rank's KV pages and state snapshots with other engines.
 
 The leader's SharedPages and SharedPeerPages make these calls on every rank.
 """
@@ -20,19 +20,19 @@ from qserve.parallel.ranks import Ranks
 
 
 class RankTransfers:
-    """Connectors of one rank, None until they are opened."""
+    """Connectors of one rank. Each is None until it is opened."""
 
     def __init__(self, runner: ModelRunner, model: ModelConfig, ranks: Ranks) -> None:
-        """`model`: the whole model, of which the runner may have a part."""
+        """`model`: the whole model; the runner may hold a shard of it."""
         self._runner, self._model, self._ranks = runner, model, ranks
-        self.pages: RankPages | None = None  # open_pages fills both
-        self.states: RankPages | None = None
-        self.peer: PeerRankPages | None = None  # open_peer fills it
+        self.pages: RankPages | None = None  # set by open_pages
+        self.states: RankPages | None = None  # set by open_pages
+        self.peer: PeerRankPages | None = None  # set by open_peer
 
     def open_pages(self) -> tuple[int, int]:
-        """Open this rank's connectors for KV pages and, if there are some, snapshots of states.
+        """Open this rank's connectors for KV pages and, if the model has states, snapshots.
 
-        Returns the bytes of a page and of a snapshot. Raises InputError.
+        Returns the bytes of a page and of a snapshot (0: no snapshots). Raises InputError.
         """
         copies, states = self._runner.page_copies, self._runner.state_copies
         config, rank, size = self._runner.config.kv_transfer, self._ranks.rank, self._ranks.size
@@ -45,33 +45,34 @@ class RankTransfers:
         return copies.page_bytes, states.page_bytes
 
     def match_pages(self, keys_NB: np.ndarray) -> Future:
-        """Number of these pages that this rank's connector has, up to the first it lacks."""
+        """Count the leading keys whose pages this rank's connector has."""
         return self.pages.match(keys_NB)
 
     def load_pages(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Fill slots of the host tier."""
+        """Load KV pages into slots of the host tier."""
         return self.pages.load(keys_NB, slots)
 
     def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
-        """Save pages of the device."""
+        """Save KV pages of the device."""
         return self.pages.save(keys_NB, pages)
 
     def deepest_states(self, keys_NB: np.ndarray) -> Future:
-        """Number of keys up to the last whose snapshot this rank's connector has."""
+        """Count the keys up to the last one whose snapshot this rank's connector has."""
         return self.states.deepest(keys_NB)
 
     def load_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Fill slots of snapshots in the host tier."""
+        """Load state snapshots into slots of the host tier."""
         return self.states.load(keys_NB, slots)
 
     def save_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Save states of these slots of the device."""
+        """Save the states in these slots of the device."""
         return self.states.save(keys_NB, slots)
 
     def open_peer(self, engine: str, digest: str, form: str) -> int:
-        """Open this rank's `peer` connector. Returns the most pages that it takes at a time.
+        """Open this rank's `peer` connector. Returns the maximum number of pages per transfer.
 
-        `engine`: its random name. `digest`, `form` (JSON): what pages depend on. Raises InputError.
+        `engine`: random name of this engine. `digest`, `form` (JSON): facts that page contents
+        depend on; both engines must agree on them. Raises InputError.
         """
         config, runner = self._runner.config, self._runner
         size = config.tensor_parallel_size
@@ -95,25 +96,25 @@ class RankTransfers:
         return self.peer.num_slots
 
     def send_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
-        """Send pages to other engines that the step that is launched next completes."""
+        """Send other engines the pages that the next launched step completes."""
         self.peer.send(keys_NB, pages)
 
     def receive_pages(
         self, number: int, keys_NB: np.ndarray, pages: Sequence[int], waits: bool
     ) -> Future:
-        """Fill pages of the device from other engines."""
+        """Fill pages of the device with pages from other engines."""
         return self.peer.receive(number, keys_NB, pages, waits)
 
     def expect_no_more_pages(self, number: int) -> None:
-        """Let a call of `receive_pages` wait no longer for pages that are not announced."""
+        """Stop the `receive_pages` call `number` from waiting for pages not yet announced."""
         self.peer.expect_no_more(number)
 
     def cancel_pages(self, number: int) -> None:
-        """Let a call of `receive_pages` end soon."""
+        """Make the `receive_pages` call `number` end soon."""
         self.peer.cancel(number)
 
     def close_peer(self) -> None:
-        """Close the `peer` connector, if there is one."""
+        """Close the `peer` connector if it is open."""
         if self.peer is not None:
             self.peer.close()
             self.peer = self._runner.page_sender = None

@@ -1,9 +1,9 @@
-"""RayExecutor: ranks on the nodes of a Ray cluster. Ray places them and reports their death.
+"""RayExecutor: runs ranks on the nodes of a Ray cluster. Ray places them and reports their death.
 
-An actor holds a rank's GPU and starts its process, which connects to the leader. Calls use that
-connection: one through Ray takes 0.6 ms (two CPU cores), as long as a whole step may take. The
-model folder must be at the same path on every node. Connecting requires the token, but the traffic
-is not encrypted: nodes must belong to one trusted network.
+A Ray actor reserves a rank's GPU and starts the rank's process, which connects to the leader. Calls
+use that connection: a call through Ray takes 0.6 ms (on two CPU cores), which may be as long as a
+whole step. The model folder must be at the same path on every node. A process needs the token to
+connect, but the traffic is not encrypted: all nodes must belong to one trusted network.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ from qserve.engine.distributed.rank_process import TOKEN_VARIABLE
 from qserve.processes import frames
 
 FLAG = "--distributed-executor-backend ray"
-PLACE_SECONDS = 120.0  # for the cluster to find resources
-CONNECT_SECONDS = 180.0  # for a rank to start and connect
+PLACE_SECONDS = 120.0  # time for the cluster to find resources
+CONNECT_SECONDS = 180.0  # time for a rank to start and connect
 END_SECONDS = 5.0
 HOME = str(Path(__file__).resolve().parents[2])
 
 
 class RayRank:
-    """The actor: resources on a node, and the process of the rank that uses them."""
+    """The actor: reserves resources of a node and starts the rank's process on them."""
 
     def place(self) -> tuple[str, int]:
-        """The node's address, and the index of the GPU; -1: none."""
+        """Return the node's address and the index of the GPU; -1: no GPU."""
         import ray
 
         ids = ray.get_gpu_ids()
         return ray.util.get_node_ip_address(), int(ids[0]) if ids else -1
 
     def start(self, host: str, port: int, token: str, rank: int, level: str) -> None:
-        """Start the process, which connects to the leader at that address."""
+        """Start the rank's process, which connects to the leader at `host` and `port`."""
         arguments = [f"--connect={host}:{port}", f"--rank={rank}", f"--log-level={level}"]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, *arguments],
@@ -50,7 +50,7 @@ class RayRank:
         )
 
     def wait(self, seconds: float | None) -> int | None:
-        """The process's exit code, or None while it runs."""
+        """Wait for the process. Returns its exit code, or None if it still runs."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -58,7 +58,7 @@ class RayRank:
 
 
 class RayRankHandle:
-    """A rank whose process is held by an actor."""
+    """A rank whose process was started by an actor."""
 
     def __init__(self, actor: object) -> None:
         self._actor = actor
@@ -83,7 +83,7 @@ class RayRankHandle:
 
 
 class RayExecutor:
-    """Ranks as processes held by actors of a cluster; the leader's GPU is reserved as well."""
+    """Runs ranks as processes started by Ray actors; also reserves the leader's GPU in Ray."""
 
     def __init__(self, config: EngineConfig, max_model_len: int) -> None:
         """Raises InputError if Ray is not installed or not running, or lacks resources."""
@@ -92,7 +92,7 @@ class RayExecutor:
         uses_gpus = config.device != "cpu" and bool(ray.cluster_resources().get("GPU"))
         self._here = ray.util.get_node_ip_address()
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if uses_gpus else {})}
-        # The leader's bundle is on this node, or Ray would give its GPU to others.
+        # The leader's bundle must be on this node: otherwise Ray gives the leader's GPU to others.
         bundles = [{**bundle, f"node:{self._here}": 0.001}]
         bundles += [bundle for _ in range(config.num_ranks - 1)]
         self._group = ray.util.placement_group(bundles, strategy="PACK")
@@ -140,7 +140,7 @@ class RayExecutor:
 
     @property
     def num_here(self) -> int:
-        """Devices that the leader's machine must have."""
+        """Number of devices that the leader's machine must have."""
         return self.leader_index + 1
 
     def start(self, on_death: OnDeath) -> list[RankChannel]:
@@ -166,7 +166,7 @@ class RayExecutor:
         return links
 
     def end(self) -> None:
-        """Remove the placement group. Call after the ranks have ended."""
+        """Remove the placement group. Call only after the ranks have ended."""
         import ray
 
         if ray.is_initialized():
@@ -175,7 +175,7 @@ class RayExecutor:
 
 
 def _ray() -> object:
-    """The ray module, connected to a cluster. Raises InputError."""
+    """Return the module `ray`, connected to a cluster. Raises InputError."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -194,7 +194,7 @@ def _ray() -> object:
 
 
 def _accept(server: socket.socket, token: str, count: int) -> dict[int, socket.socket]:
-    """Accept the connections of ranks 1 to `count`. Others are closed."""
+    """Accept the connections of ranks 1 to `count`. Connections without the token are closed."""
     found: dict[int, socket.socket] = {}
     while len(found) < count:
         try:
@@ -221,7 +221,7 @@ def _accept(server: socket.socket, token: str, count: int) -> dict[int, socket.s
 
 
 def _watch(actor: object, rank: int, on_death: OnDeath) -> None:
-    """Report the death of an actor: if its node is lost, no connection is closed."""
+    """Report the death of an actor. Needed because a lost node closes no connection."""
     import ray
 
     try:
@@ -229,7 +229,7 @@ def _watch(actor: object, rank: int, on_death: OnDeath) -> None:
     except ray.exceptions.RayActorError as error:
         on_death(Failure(rank, "", f"its Ray actor is gone: {type(error).__name__}", ""))
     except ray.exceptions.RayError:
-        return  # Ray itself shuts down
+        return  # Ray is shutting down
 
 
 def _free_port(host: str) -> int:

@@ -1,7 +1,7 @@
-"""SharedResidence: sleep and new weights of a model that is split over ranks.
+"""SharedResidence: sleep, wake-up and weight updates of a model that is split over ranks.
 
-It has the interface of Residence. Each rank does the same at the same time, since captured CUDA
-graphs hold sums over all ranks.
+SharedResidence has the interface of Residence. All ranks run each operation at the same time,
+because captured CUDA graphs contain all-reduces over all ranks.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.resident.staged import StagedWeights
 
-PIECE_BYTES = 2**25  # of a tensor, in one frame
+PIECE_BYTES = 2**25  # bytes of a tensor in one frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStaged:
     """New weights that all ranks have read and checked."""
 
-    ours: StagedWeights
-    digests: dict[str, str] | None  # of all ranks' tensors, if they were requested
+    ours: StagedWeights  # the leader's shard
+    digests: dict[str, str] | None  # digests of all ranks' tensors, if requested
 
 
 class SharedResidence:
-    """Weights and pages of all ranks."""
+    """Weights and KV pages of all ranks."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class SharedResidence:
         *,
         shares_memory: bool,
     ) -> None:
-        """`in_step`: context of work that may wait for other ranks. `shares_memory`: all ranks are
-        on this machine.
+        """`ours`: residence of the leader. `in_step`: context for work that may wait for other
+        ranks. `shares_memory`: True if all ranks are on this machine.
         """
         self._ours, self._rank_group, self._in_step = ours, rank_group, in_step
         self._shares_memory = shares_memory
 
     @property
     def is_asleep(self) -> bool:
-        """True if pages or weights are not on the devices."""
+        """True if KV pages or weights are not on the devices."""
         return self._ours.is_asleep
 
     @property
@@ -62,7 +62,7 @@ class SharedResidence:
         return self._ours.lost_weights
 
     def sleep(self, level: int) -> None:
-        """Give memory back. Raises InputError, and then all ranks are awake."""
+        """Free device memory on all ranks. If one fails, wakes all ranks and raises InputError."""
         try:
             self._on_all("sleep", level)
         except InputError:
@@ -75,22 +75,23 @@ class SharedResidence:
         self._on_all("wake_weights")
 
     def wake_pages(self) -> None:
-        """Make the KV pages, empty, and capture the first CUDA graphs. Raises InputError."""
+        """Allocate empty KV pages and capture the first CUDA graphs. Raises InputError."""
         if not self._ours.has_weights:
             self._ours.wake_pages()  # raises
         self._on_all("wake_pages")
 
     def stage_folder(self, folder: str | None, *, digests: bool = False) -> SharedStaged:
-        """Let each rank read its part of new weights and check it. Raises InputError."""
+        """Read and check new weights; each rank reads its shard. Raises InputError."""
         return self._stage(
             lambda: self._ours.stage_folder(folder, digests=digests),
             *("stage_folder", folder, digests),
         )
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> SharedStaged:
-        """Let each rank read its part of tensors, which pass through the host's memory.
+        """Read and check new weights from tensors; each rank takes its shard.
 
-        Ranks on other machines get all of them over the leader's connection.
+        Ranks on this machine read the tensors from shared host memory. If ranks are on other
+        machines, the leader sends every rank all tensors over its connection. Raises InputError.
         """
         named = [(name, each.cpu()) for name, each in tensors]
         if not self._shares_memory:
@@ -106,11 +107,11 @@ class SharedResidence:
             )
 
     def use_folder(self, folder: str) -> None:
-        """Let a wake after a sleep of level 2 read this folder."""
+        """Set the folder from which weights are read after a sleep of level 2."""
         self._on_all("use_folder", folder)
 
     def fill(self, staged: SharedStaged) -> None:
-        """Replace the weights. If a rank cannot, the model cannot be used any more."""
+        """Replace the weights. If one rank fails, no further step can run."""
         theirs = self._rank_group.begin("reside", "fill")
         try:
             with self._in_step():
@@ -124,7 +125,7 @@ class SharedResidence:
     def _send(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """Send all tensors to the ranks, piece by piece. Raises the error of a rank.
 
-        After an error the ranks keep nothing.
+        After an error the ranks drop all pieces.
         """
         before: list[Future] = []
         try:
@@ -134,13 +135,13 @@ class SharedResidence:
                 for start in range(0, max(1, len(content)), PIECE_BYTES):
                     piece = content[start : start + PIECE_BYTES]
                     begun = self._rank_group.begin("reside", "receive", name, *form, start, piece)
-                    for each in before:  # at most two pieces wait in a rank's connection
+                    for each in before:  # so at most two pieces are in a rank's connection
                         each.result()
                     before = begun
             for each in before:
                 each.result()
         except BaseException:
-            self._rank_group.begin("reside", "drop")  # in order: after the pieces under way
+            self._rank_group.begin("reside", "drop")  # runs after the pieces already sent
             raise
 
     def _stage(self, ours: Callable[[], StagedWeights], *call: Any) -> SharedStaged:
@@ -152,13 +153,16 @@ class SharedResidence:
                 digests |= msgspec.json.decode(each.result())
         except BaseException:
             for each in theirs:
-                each.exception()  # before they drop what they have read
+                each.exception()  # wait for the rank before it drops its tensors
             self._rank_group.begin("reside", "drop")
             raise
         return SharedStaged(ours=staged, digests=digests if staged.digests is not None else None)
 
     def _on_all(self, name: str, *values: Any) -> None:
-        """Let all ranks do it at the same time. Raises the first one's InputError, after all."""
+        """Run one operation on all ranks at the same time and wait for all.
+
+        Raises the leader's error, or else the first error of another rank.
+        """
         theirs = self._rank_group.begin("reside", name, *values)
         try:
             with self._in_step():

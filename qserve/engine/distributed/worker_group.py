@@ -1,8 +1,8 @@
 """WorkerGroup: the worker or workers that compute a step.
 
-A sharded model has several ranks. This process has rank 0, the leader, whose engine plans every
-step. The other ranks get the same calls with the same StepInput in the same order, and sample the
-same tokens. The engine does not know how many ranks there are.
+A sharded model has several ranks. Rank 0, the leader, runs in this process, and its engine plans
+every step. The other ranks get the same calls with the same StepInput in the same order, and sample
+the same tokens. WorkerGroup hides the number of ranks from the engine.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """A loaded model, ready for steps once it has pages."""
+    """A loaded model on all its ranks. `prepare` makes it ready for steps."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class WorkerGroup:
     ) -> None:
         """Load the model. Raises InputError, which names the rank if there are several.
 
-        `waiting`: processes of the other ranks, if they were started before.
+        `waiting`: processes of the other ranks, if they are already running.
         """
         self._config = config
-        self._ours: Worker | None = None  # filled below
-        self._rank_group: RankGroup | None = None
-        self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
-        self._state_bytes: tuple[int, ...] = ()  # of a state slot of each rank
-        self._exchange: ExpertExchange | None = None  # with engines that share the experts
-        self._checksum = ""  # of the weights of all engines that share the experts
-        self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
+        self._ours: Worker | None = None  # the leader's worker; set below
+        self._rank_group: RankGroup | None = None  # None: one rank
+        self._page_bytes: tuple[int, ...] = ()  # bytes of a KV page on each rank; set below
+        self._state_bytes: tuple[int, ...] = ()  # bytes of a state slot on each rank; set below
+        self._exchange: ExpertExchange | None = None  # None: no other engine shares the experts
+        self._checksum = ""  # checksum over all engines that share the experts
+        self._shapes: list[WarmUpShape] = []  # set by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
             use_device(device, config)
@@ -99,12 +99,12 @@ class WorkerGroup:
         return self._exchange is not None
 
     def checksum(self) -> str:
-        """Checksum of the leader's weights, or of those of all engines that share the experts."""
+        """Checksum of the leader's weights, or of all engines' weights if they share experts."""
         return self._checksum or checksum(self.runner.decoder)
 
     @property
     def is_wanted(self) -> bool:
-        """True if engines that share the experts make steps, which need this one."""
+        """True if another engine that shares the experts runs a step and needs this engine."""
         return self._exchange is not None and self._exchange.is_wanted
 
     def compute_for_others(self) -> None:
@@ -163,7 +163,7 @@ class WorkerGroup:
 
     @property
     def runner(self) -> ModelRunner:
-        """The leader's."""
+        """The leader's model runner."""
         return self._ours.runner
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class WorkerGroup:
 
     @functools.cached_property
     def residence(self) -> Residence | SharedResidence:
-        """Weights and pages on the devices. Raises InputError where they cannot leave them."""
+        """Weights and KV pages of all ranks. Raises InputError if they cannot leave the devices."""
         if self._rank_group is None:
             return self._ours.residence
         return SharedResidence(
@@ -186,7 +186,7 @@ class WorkerGroup:
 
     @property
     def computes_in_launch(self) -> bool:
-        """`launch` returns when the step is done: a CPU has no queue of work."""
+        """True if `launch` returns only when the step is done, as on a CPU."""
         return self._ours.computes_in_launch
 
     @property
@@ -204,12 +204,12 @@ class WorkerGroup:
         return self._config.num_ranks
 
     def watch(self, on_death: Callable[[Exception], None]) -> None:
-        """Call `on_death` from another thread when a rank died and no call of ours raised it."""
+        """Call `on_death` from another thread if a rank died and no call here raised the error."""
         if self._rank_group is not None:
             self._rank_group.watch(on_stuck=on_death)
 
     def compile_kernels(self, largest_step: StepInput) -> None:
-        """Compile in parallel the kernels of steps up to the largest (CUDA only)."""
+        """Compile the kernels of all steps up to the largest, in parallel (CUDA only)."""
         if self._rank_group is None:
             known = self._ours.known_shapes()
             if known is not None:
@@ -218,7 +218,7 @@ class WorkerGroup:
         shapes = self._ours.warm_up_shapes()
         if self._rank_group is not None:
             self._rank_group.tell("warm_up_shapes")
-            # Ranks with unequal shards launch different kernels, but each step needs all ranks.
+            # Ranks with unequal shards launch different kernels, but all ranks run each step.
             theirs = [shape for reply in self._rank_group.replies() for shape in reply[0]]
             shapes = list(dict.fromkeys([*shapes, *theirs]))
         self._shapes = shapes
@@ -226,9 +226,10 @@ class WorkerGroup:
             self._ours.compile_kernels(largest_step, shapes)
 
     def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
-        """Number of KV pages and of snapshots of states that fit on every rank.
+        """Return the number of KV pages and of state snapshots that fit on every rank.
 
-        `most_pages`: that can be in use. Raises InputError where none fits on one.
+        `most_pages`: maximum number of pages that can be in use. Raises InputError if no page fits
+        on one of the ranks.
         """
         with self._together("num_pages_that_fit", largest_step, most_pages):
             ours = self._ours.num_pages_that_fit(largest_step, most_pages)
@@ -240,7 +241,7 @@ class WorkerGroup:
         return Fit(*map(min, zip(*fits, strict=True)))
 
     def prepare(self, fit: Fit, longest_step: int) -> None:
-        """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
+        """Allocate KV pages, load the kernels of steps up to the longest, and capture graphs."""
         shapes, self._shapes = self._shapes, []
         with self._together("prepare", *fit, longest_step, shapes):
             self._ours.prepare(*fit, longest_step, shapes)
@@ -248,12 +249,12 @@ class WorkerGroup:
             self._rank_group.replies()
 
     def offload_pages(self, num_slots: int, num_states: int) -> None:
-        """Allocate host memory for KV pages and snapshots of states on all ranks."""
+        """Allocate host memory for KV pages and state snapshots on all ranks."""
         with self._together("offload_pages", num_slots, num_states):
             self._ours.offload_pages(num_slots, num_states)
 
     def open_pages(self) -> tuple[SharedPages, SharedPages | None]:
-        """Open the connector of each rank for KV pages, and for snapshots of states if any exist.
+        """Open each rank's connector for KV pages and, if the model has states, for snapshots.
 
         Raises InputError.
         """
@@ -271,7 +272,8 @@ class WorkerGroup:
     def open_peer(self, digest: str, form: str) -> SharedPeerPages:
         """Open the `peer` connector of each rank. Raises InputError.
 
-        `digest`, `form` (JSON): what KV pages depend on, whatever the number of ranks.
+        `digest`, `form` (JSON): facts that the contents of KV pages depend on; they do not include
+        the number of ranks.
         """
         engine = secrets.token_hex(8)
         with self._together("open_peer", engine, digest, form):
@@ -281,25 +283,25 @@ class WorkerGroup:
         return SharedPeerPages(self._ours.transfers.peer, self._rank_group)
 
     def free_unused(self) -> None:
-        """Free the device's unused memory after it ran out."""
+        """Free unused device memory after an out-of-memory error."""
         self._ours.free_unused()
 
     def capture_next(self) -> bool:
-        """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
+        """Capture one more CUDA graph while the engine is idle. Returns False if none is left."""
         if not self._ours.can_capture_next:
             return False
         with self._together("capture_next"):
             return self._ours.capture_next()
 
     def launch(self, step: StepInput) -> StepHandle:
-        """Start a step. Returns without waiting for it, where the device allows that."""
+        """Start a step. Returns without waiting for the result, except on a CPU."""
         if self._rank_group is None:
             return self._ours.launch(step)
         with self._together("launch", step):
             return self._ours.launch(step)
 
     def launch_forward(self, step: StepInput) -> None:
-        """Start a step that awaits masks, as far as its logits; `launch_sampling` comes next."""
+        """Start the forward pass of a step whose masks are pending. Call `launch_sampling` next."""
         self.runner.launch_forward(step)
 
     def is_computing(self) -> bool:
@@ -307,33 +309,33 @@ class WorkerGroup:
         return self.runner.is_computing
 
     def launch_sampling(self, step: StepInput) -> StepHandle:
-        """Start the rest of it: the same step with its masks."""
+        """Start sampling for the step of `launch_forward`. `step`: the same step with its masks."""
         return self.runner.launch_sampling(step)
 
     def prepare_replay(self, step: StepInput) -> str:
-        """Be ready to run a step again and again. Returns in which graph (worker.py)."""
+        """Prepare to run one step repeatedly. Returns the kind of CUDA graph (worker.py)."""
         with self._together("prepare_replay", step):
             self._ours.prepare_replay(step)
         return self._ours.replay.graph
 
     def run_replay(self, count: int) -> None:
-        """Launch it so many times. Does not wait for the device."""
+        """Launch the prepared step `count` times, without waiting for the device."""
         with self._together("run_replay", count):
             self._ours.run_replay(count)
 
     def logits(self, step: StepInput) -> torch.Tensor:
-        """Logits [T, V] in float32 after every token of a step."""
+        """Return float32 logits [T, V] after every token of a step."""
         with self._together("logits", step):
             return self._ours.logits(step)
 
     def check(self) -> None:
-        """Raise RankDiedError where a rank is gone, and where one did not take part in a sum."""
+        """Raise RankDiedError if a rank died or did not take part in an all-reduce."""
         if self._rank_group is not None:
             self._rank_group.check()
             self._ours.check()
 
     def close(self) -> None:
-        """End the other ranks. Nothing can be computed after it."""
+        """End the other ranks. No step can run afterwards."""
         try:
             if self._ours is not None:
                 self._ours.write_loads()
@@ -346,7 +348,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _together(self, name: str, *values: object) -> Iterator[None]:
-        """Context of a call that all ranks make."""
+        """Context for a call that all ranks run."""
         if self._rank_group is None:
             yield
             return
@@ -356,7 +358,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _in_step(self, waits: bool = True) -> Iterator[None]:
-        """Context of work of all ranks: an error caused by another rank is reported as its own.
+        """Context for work of all ranks. An error that another rank caused is raised as its error.
 
         `waits`: True if the work waits for other ranks.
         """
@@ -372,7 +374,7 @@ class WorkerGroup:
                 raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
             rank_group.explain(error)
             raise
-        except BaseException:  # Ctrl-C: the others are in the step, and wait for us
+        except BaseException:  # Ctrl-C: the other ranks are in the step and wait for this one
             rank_group.break_off("it was interrupted in a step; close the model and load it again")
             raise
         finally:
@@ -380,7 +382,7 @@ class WorkerGroup:
 
 
 def _executor(config: EngineConfig, max_model_len: int, waiting: WaitingRanks | None) -> Any:
-    """Make the executor that starts the other ranks."""
+    """Return the executor that starts the other ranks."""
     if config.distributed_executor_backend == "ray":
         from qserve.engine.distributed.ray_executor import RayExecutor  # an extra
 

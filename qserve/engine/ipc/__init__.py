@@ -1,1 +1,1 @@
-"""The engine in its own process: messages, client, supervisor."""
+"""The engine process: messages, client and supervisor."""

@@ -1,4 +1,4 @@
-"""AdapterLoads: reads the adapters that clients load, a few at a time, while steps run."""
+"""AdapterLoads: reads adapters that clients load, in threads, while steps run."""
 
 import queue
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from threading import Event, Lock
 from formats.errors import InputError, one_line
 from qserve.engine.ipc.messages import LoadAdapter
 
-NUM_THREADS = 2  # one folder may be on a slow disk
+NUM_THREADS = 2  # so that one folder on a slow disk does not block the other loads
 
 Read = Callable[[str, Callable[[], bool]], object]
 
@@ -30,15 +30,15 @@ class AdapterLoads:
         start_thread: Callable[[Callable[[], None]], None],
         done: Callable[[AdapterRead], None],
     ) -> None:
-        """`start_thread` runs a function in a thread; `done` gets each result there."""
+        """`start_thread` runs a function in a thread. That thread calls `done` with each result."""
         self._start_thread, self._done = start_thread, done
         self._waiting: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = Lock()
         self._num_threads = 0
-        self._cancelled: dict[int, Event] = {}  # by number, until the load has ended
+        self._cancelled: dict[int, Event] = {}  # number of an unfinished load -> set to cancel it
 
     def add(self, command: LoadAdapter, read: Read) -> None:
-        """Queue the reading of an adapter."""
+        """Queue an adapter to be read."""
         with self._lock:
             self._cancelled[command.number] = Event()
             starts = self._num_threads < min(NUM_THREADS, len(self._cancelled))
@@ -68,7 +68,7 @@ class AdapterLoads:
             return AdapterRead(command=command, packed=packed)
         except (InputError, OSError) as error:
             return AdapterRead(command=command, problem=str(error))
-        except Exception as error:  # whatever it is, it concerns only this adapter
+        except Exception as error:  # any error concerns only this adapter
             problem = f"cannot be read: {type(error).__name__}: {one_line(error)}"
             return AdapterRead(command=command, problem=f"{command.lora.lora_path}: {problem}")
         finally:

@@ -1,6 +1,6 @@
-"""EngineClient: the server's end of the engine process.
+"""EngineClient: starts the engine process and exchanges messages with it.
 
-It runs on one asyncio loop, owns no GPU, and exchanges tokens and events.
+The client runs on one asyncio loop and owns no GPU. It sends token ids and receives events.
 """
 
 import asyncio
@@ -53,31 +53,31 @@ WATCH_SECONDS = 1.0  # interval of the liveness check
 logger = logging.getLogger(__name__)
 
 
-# Called with each event of a request, and with each report of the engine, as soon as it arrives.
+# Called with each event of a request, or with each report of the engine, as soon as it arrives.
 Watch = Callable[[TokenEvent], None]
 WatchEngine = Callable[[EngineReport], None]
 
 
 def ignore(arrived: TokenEvent | EngineReport) -> None:
-    """Default watch: does nothing."""
+    """Do nothing. This is the default `watch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Timeouts after which an engine counts as dead, in seconds."""
+    """Timeouts in seconds after which an engine counts as dead."""
 
     silence: float = 60.0  # without any message; the engine sends one every second
-    step: float = 600.0  # duration of one step
+    step: float = 600.0  # for one step
 
 
 class RefusedError(InputError):
-    """The engine refused a request that can never run."""
+    """The engine refused a request because the request can never run."""
 
 
 class _Output:
-    """The pending events of one request, merged into one.
+    """The unread events of one request, merged into one event.
 
-    However slowly the consumer reads, this holds at most the tokens of one output.
+    If the consumer is slow, this holds at most the tokens of one output.
     """
 
     def __init__(self, watch: Watch = ignore) -> None:
@@ -118,7 +118,7 @@ class _Output:
 
 
 class EngineClient:
-    """A running engine process. Created by `EngineClient.start`, ended by `close`."""
+    """A running engine process. `EngineClient.start` creates it, `close` ends it."""
 
     max_model_len: int
     vocab_size: int
@@ -136,12 +136,12 @@ class EngineClient:
         self._process, self._reader, self._writer = process, reader, writer
         self._watch = watch
         self._limits = limits
-        self._heard = True  # a message has arrived since the last check
+        self._heard = True  # True if a message has arrived since the last check
         self._busy_seconds = 0.0  # duration of the engine's current step so far
         self._adding = asyncio.Lock()
         self._num_commands = 0
-        self._answers: dict[int, asyncio.Future[Done]] = {}  # by the number of the command
-        self.state = EngineState()  # after the last command
+        self._answers: dict[int, asyncio.Future[Done]] = {}  # number of a command -> its answer
+        self.state = EngineState()  # state after the last command
         self._outputs: dict[str, _Output] = {}
         self._tasks: list[asyncio.Task] = []
         self._dead = asyncio.Event()
@@ -160,9 +160,9 @@ class EngineClient:
     ) -> "EngineClient":
         """Start the process and wait for its model to load. Raises InputError on failure.
 
-        `watch` gets the engine's reports; the last one, of a dead engine, is all zeros. `arguments`
-        are further command-line arguments of the process. `check`: refuse a model whose logits are
-        not those stored in its folder.
+        `watch` gets the engine's reports; when the engine dies it gets a last report of zeros.
+        `arguments`: more command-line arguments for the process. `check`: refuse a model whose
+        logits differ from those stored in its folder.
         """
         process, reader, writer = await start_child(
             "qserve.engine.ipc.process", f"--engine={engine}", *arguments
@@ -185,7 +185,7 @@ class EngineClient:
         return not self._dead.is_set()
 
     async def wait_until_dead(self) -> str:
-        """Return the cause when the engine is gone, for whatever reason."""
+        """Wait until the engine is dead or closed, and return the cause."""
         await self._dead.wait()
         return self._cause_of_death
 
@@ -199,12 +199,12 @@ class EngineClient:
         group: str = "",
         handling: Handling = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
-        """Run one request; its last event has a finish_reason, "error" if the engine dies.
+        """Run one request. The last event has a finish_reason; it is "error" if the engine dies.
 
-        If the consumer is slow, it gets merged events; `watch` sees each as it arrives. Closing the
-        generator early aborts the request. `client` is the owner of the request and `group` the API
-        request of which it is one output; both are used for fair scheduling. Raises RefusedError if
-        the engine can never run the request, BusyError if it cannot now.
+        A slow consumer gets merged events; `watch` gets each event as it arrives. Closing the
+        generator early aborts the request. Fair scheduling uses `client`, the owner of the request,
+        and `group`, the API request that this output belongs to. Raises RefusedError if the engine
+        can never run the request, BusyError if it cannot run the request now.
         """
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -213,8 +213,7 @@ class EngineClient:
             return
         output = self._outputs[request_id] = _Output(watch)
         try:
-            # The engine does not use text; megabytes of stop strings would be sent with each of n
-            # outputs.
+            # The engine does not use stop strings. They may be megabytes, sent once per output.
             params = replace(params, stop=()) if params.stop else params
             add = Add(
                 request_id=request_id,
@@ -240,32 +239,33 @@ class EngineClient:
             self.abort(request_id)
 
     async def _send(self, add: Add) -> None:
-        # One per turn of the loop: 128 outputs of a long prompt take as many milliseconds.
+        # One message per turn of the event loop: encoding a long prompt takes about 1 ms, and a
+        # request may have 128 outputs.
         async with self._adding:
             self._writer.write(messages.encode(add))
-            # A lost connection is reported to all requests by the reader.
+            # The reader reports a lost connection to all requests.
             with contextlib.suppress(ConnectionError):
                 await self._writer.drain()
             await asyncio.sleep(0)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request that has not finished; an unknown id is ignored."""
+        """Abort a request that has not finished. An unknown id is ignored."""
         if self._outputs.pop(request_id, None) is not None and self.is_alive:
             self._writer.write(messages.encode(Abort(request_id=request_id)))
 
     async def stop_waiting(self, request_id: str) -> None:
-        """Let a request await no further KV pages: the other engine has ended its part."""
-        async with self._adding:  # after the request itself
+        """Stop waiting for KV pages of a request: the other engine has finished or failed."""
+        async with self._adding:  # so that this message follows the request itself
             if request_id in self._outputs and self.is_alive:
                 self._writer.write(messages.encode(StopWaiting(request_id=request_id)))
 
     def reset_prefix_cache(self) -> None:
-        """Make later requests find no KV pages of earlier ones."""
+        """Empty the prefix cache: later requests find no KV pages of earlier ones."""
         if self.is_alive:
             self._writer.write(messages.encode(ResetPrefixCache()))
 
     async def profile(self, config: ProfilerConfig | None) -> str:
-        """Start recording steps, or stop with None. Returns an error message, or ""."""
+        """Start recording steps; None stops it. Returns an error message, or ""."""
         done = await self._command(lambda number: Profile(number=number, config=config))
         return done.problem
 
@@ -278,7 +278,7 @@ class EngineClient:
         return done.problem
 
     async def operate(self, command: AnyCommand) -> tuple[Outcome, str]:
-        """Carry out an operator's command. Returns its outcome, and an error message or ""."""
+        """Run an operator's command. Returns the outcome, and an error message or ""."""
         done = await self._command(lambda number: Operate(number=number, command=command))
         return done.outcome or Outcome(state=self.state), done.problem
 
@@ -289,7 +289,8 @@ class EngineClient:
     ) -> Done:
         """Send a command and return the engine's answer.
 
-        `make` creates the message of a number, `cancel` that to send if the caller stops waiting.
+        `make` creates the message with a given number. `cancel` creates the message that is sent if
+        the caller stops waiting.
         """
         if not self.is_alive:
             return Done(number=0, problem=self._cause_of_death)
@@ -312,7 +313,7 @@ class EngineClient:
             self._writer.write(messages.encode(UnloadAdapter(name=name)))
 
     async def close(self) -> None:
-        """End the process: close the socket and terminate it; kill it after EXIT_TIMEOUT."""
+        """End the process: close the socket, send SIGTERM, and kill it after EXIT_TIMEOUT."""
         for task in self._tasks:
             task.cancel()
         self._die(CLOSED)
@@ -376,16 +377,16 @@ class EngineClient:
         except (asyncio.IncompleteReadError, ConnectionError):
             cause = f"the engine process ended with exit code {await self._process.wait()}"
         except Exception as error:
-            # Whatever the error, no one reads the engine's messages any more.
+            # After any error nothing reads the engine's messages, so the engine counts as dead.
             logger.exception("Cannot read the engine's messages")
             cause = f"{type(error).__name__}: {error}"
         self._die(cause)
 
     async def _watch_over(self) -> None:
-        """Kill an engine that sends no message, or whose step does not end.
+        """Kill the engine if it sends no message or a step does not end.
 
-        The loop counts checks, not seconds: if this process was stopped, the engine is not to
-        blame.
+        The loop counts checks instead of seconds, so that time during which this process itself was
+        stopped does not count.
         """
         limits, num_silent, cause = self._limits, 0, ""
         while not cause:

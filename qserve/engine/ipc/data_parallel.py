@@ -1,6 +1,6 @@
 """DataParallelEngines: several engines of one model, each with its own GPUs and its own KV pages.
 
-It has the interface of EngineSupervisor. A request runs on one engine; commands go to all.
+The class has the interface of EngineSupervisor. A request runs on one engine; commands go to all.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.processes import logs
 from qserve.profile.profiler_config import ProfilerConfig
 
-TOKENS = 64  # of a block of a prompt; its hash says which engines have computed it
-BLOCK = TOKENS * array("i").itemsize
-# A running request slows an engine as this many more tokens of a prompt would.
+TOKENS = 64  # tokens in one block of a prompt; the prefix table records which engine has it
+BLOCK = TOKENS * array("i").itemsize  # bytes
+# When choosing an engine, a running request counts as this many prompt tokens.
 TOKENS_OF_A_REQUEST = 64
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
     """Start the engine, or the engines of --data-parallel-size. Raises InputError.
 
-    `options` are those of EngineSupervisor.start.
+    `options`: keyword arguments of EngineSupervisor.start.
     """
     if config.prefill_engines:
-        from qserve.engine.ipc.disaggregated import DisaggregatedEngines  # which imports this
+        from qserve.engine.ipc.disaggregated import DisaggregatedEngines  # imports this module
 
         return await DisaggregatedEngines.start(config, **options)
     if config.num_engines == 1:
@@ -55,23 +55,23 @@ async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine and the work that it has been given."""
+    """An engine and its current load."""
 
     supervisor: EngineSupervisor
-    num_requests: int = 0  # in progress
-    num_tokens: int = 0  # of prompts that are not computed yet
+    num_requests: int = 0  # requests in progress
+    num_tokens: int = 0  # prompt tokens that are not computed yet
 
 
 class DataParallelEngines:
-    """Running engines. Created by `start`, ended by `close`.
+    """Running engines. `start` creates them, `close` ends them.
 
-    A request goes to the engine that has the least to do for it: tokens of its prompt that this
-    engine has not computed before, and the work that is there already.
+    A request goes to the engine with the least work: prompt tokens that this engine has not
+    computed before, plus its current load.
     """
 
     def __init__(self, watch: WatchEngine) -> None:
         self._watch = watch
-        self._folder: Path | None = None  # in which the engines meet; removed at the end
+        self._folder: Path | None = None  # rendezvous folder of the engines; removed by `close`
         self._engines: list[_Engine] = []
         self._reports: dict[int, EngineReport] = {}
         self._table = PrefixTable(block=BLOCK)
@@ -86,11 +86,11 @@ class DataParallelEngines:
         arguments: Sequence[str] = (),
         **options: Any,
     ) -> "DataParallelEngines":
-        """Start the engines. Raises InputError, which names the engine, where one cannot start.
+        """Start the engines. Raises InputError with the engine's number if one cannot start.
 
-        The first starts alone and compiles the kernels, which the others then find on disk.
-        `watch` gets the sum of all engines' reports. Other arguments are those of
-        EngineSupervisor.start.
+        The first engine starts alone and compiles the kernels; the others find them on disk.
+        Engines that share experts all start together. `watch` gets the sum of all engines' reports.
+        Other arguments are those of EngineSupervisor.start.
         """
         if config.shares_experts:
             folder = tempfile.mkdtemp(prefix="qserve-engines-")
@@ -121,7 +121,7 @@ class DataParallelEngines:
 
         try:
             others = range(len(configs))
-            if not config.shares_experts:  # such engines wait for each other
+            if not config.shares_experts:  # engines that share experts wait for each other
                 with _named(0):
                     engines._engines.append(await start_one(0))
                 others = others[1:]
@@ -131,7 +131,7 @@ class DataParallelEngines:
                 await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
             finally:
                 for task in starting:
-                    task.cancel()  # those that have ended stay as they are
+                    task.cancel()  # has no effect on finished tasks
                 ended = await asyncio.gather(*starting, return_exceptions=True)
                 engines._engines += [each for each in ended if isinstance(each, _Engine)]
             for rank, each in zip(others, ended, strict=True):
@@ -145,12 +145,12 @@ class DataParallelEngines:
 
     @classmethod
     def _configs(cls, config: EngineConfig) -> list[EngineConfig]:
-        """Settings of each engine."""
+        """Return the settings of each engine."""
         ranks = range(config.data_parallel_size)
         return [replace(config, data_parallel_rank=rank) for rank in ranks]
 
     def _set_up(self, config: EngineConfig, configs: Sequence[EngineConfig]) -> None:
-        """Prepare for the engines; `configs`: settings of each."""
+        """Hook for subclasses, called before the engines start. `configs`: settings of each."""
 
     @property
     def _ranks(self) -> Sequence[int]:
@@ -168,7 +168,7 @@ class DataParallelEngines:
 
     @property
     def max_model_len(self) -> int:
-        """The smallest of the engines': their GPUs may differ in memory."""
+        """The smallest limit of all engines; it differs if their GPUs have different memory."""
         return min(each.max_model_len for each in self._supervisors)
 
     @property
@@ -177,27 +177,27 @@ class DataParallelEngines:
 
     @property
     def media_kinds(self) -> tuple[str, ...]:
-        """Kinds of media that prompts may have."""
+        """Kinds of media that prompts may contain."""
         return self._supervisors[0].media_kinds
 
     @property
     def no_vision(self) -> str:
-        """Remedy for a vision-language model that takes text only here; "": no such model."""
+        """Remedy if this vision-language model takes only text here; "" for any other model."""
         return self._supervisors[0].no_vision
 
     @property
     def is_alive(self) -> bool:
-        """True if a request can run now, on one of the engines."""
+        """True if an engine can run a request now."""
         return any(self._supervisors[rank].is_alive for rank in self._ranks)
 
     @property
     def is_restarting(self) -> bool:
-        """True if no request can run now but an engine will be restarted."""
+        """True if no engine can run a request now, but one will be restarted."""
         engines = [self._supervisors[rank] for rank in self._ranks]
         return not self.is_alive and any(each.is_restarting for each in engines)
 
     async def wait_until_dead(self) -> None:
-        """Return when all engines are gone and will not be restarted."""
+        """Wait until all engines are dead and none will be restarted."""
         engines = [self._supervisors[rank] for rank in self._ranks]
         await asyncio.gather(*(each.wait_until_dead() for each in engines))
 
@@ -221,9 +221,9 @@ class DataParallelEngines:
     async def _run_on(
         self, engine: _Engine, num_tokens: int, *values: Any
     ) -> AsyncIterator[TokenEvent]:
-        """Run a request on an engine. `values` are those of `generate`.
+        """Run a request on one engine. `values`: the arguments of `generate`.
 
-        `num_tokens`: tokens of its prompt that are not cached there.
+        `num_tokens`: tokens of the prompt that are not cached on this engine.
         """
         engine.num_requests += 1
         engine.num_tokens += num_tokens
@@ -240,10 +240,13 @@ class DataParallelEngines:
     def _choose(
         self, prompt_token_ids: list[int], handling: Handling, ranks: Sequence[int]
     ) -> tuple[_Engine, int]:
-        """The engine of `ranks` for a prompt, and the number of its tokens not computed there."""
+        """Choose an engine of `ranks` for a prompt.
+
+        Returns the engine and the number of prompt tokens that it has not computed before.
+        """
         salt = f"{handling.cache_salt}\n{handling.lora.lora_name if handling.lora else ''}"
         key = array("i", prompt_token_ids).tobytes()
-        if len(salt) > 1:  # pages of another salt or adapter are no match
+        if len(salt) > 1:  # pages with another salt or adapter must not match
             key = salt.encode().ljust(BLOCK)[:BLOCK] + key
         known = self._table.matches(key, self._names)
 
@@ -256,30 +259,30 @@ class DataParallelEngines:
             return missing(rank) + waiting, rank
 
         alive = [rank for rank in ranks if self._engines[rank].supervisor.is_alive]
-        best = min(alive or ranks, key=work)  # a dead engine gives the event of its death
+        best = min(alive or ranks, key=work)  # a dead engine returns an error event
         self._table.note(key, str(best))
         return self._engines[best], missing(best)
 
     def reset_prefix_cache(self) -> None:
-        """Make later requests find no KV pages of earlier ones."""
+        """Empty the prefix caches: later requests find no KV pages of earlier ones."""
         self._table.keep([])
         for each in self._supervisors:
             each.reset_prefix_cache()
 
     async def profile(self, config: ProfilerConfig | None) -> str:
-        """Start recording steps, or stop with None. Returns an error message, or ""."""
+        """Start recording steps; None stops it. Returns an error message, or ""."""
         return await self._problem_of_all(lambda each: each.profile(config))
 
     @property
     def state(self) -> EngineState:
-        """State after the last command, of an engine that is alive."""
+        """State after the last command, taken from an engine that is alive."""
         return self._first_alive().state
 
     async def operate(self, command: AnyCommand) -> tuple[Outcome, str]:
-        """Carry out an operator's command on all engines, as EngineClient.operate does.
+        """Run an operator's command on all engines, as EngineClient.operate does.
 
-        In a group of a trainer the engines have ranks one after the other. If only some engines
-        took new weights, the others are closed: no two answers come from different weights.
+        In a trainer's weight group the engines have consecutive ranks. If only some engines took
+        new weights, the others are closed, so that all answers come from the same weights.
         """
 
         def of(rank: int) -> AnyCommand:
@@ -315,7 +318,7 @@ class DataParallelEngines:
             each.unload_adapter(name)
 
     async def close(self) -> None:
-        """End the engines without another restart."""
+        """End the engines. They are not restarted."""
         try:
             await asyncio.gather(*(each.close() for each in self._supervisors))
         finally:
@@ -338,9 +341,9 @@ class DataParallelEngines:
 
 
 def sum_of_reports(newest: EngineReport, last: Sequence[EngineReport]) -> EngineReport:
-    """The report of all engines: contents summed over their last ones, events of the newest.
+    """Return the report of all engines.
 
-    The engines are paused or asleep together, so one that is not outweighs those that are dead.
+    Counts are summed over the last report of each engine; events come from the newest report.
     """
     counts = ("num_running", "num_waiting", "num_waiting_tokens", "num_pages_used", "num_pages")
     names = ("running_adapters", "waiting_adapters")
@@ -351,13 +354,13 @@ def sum_of_reports(newest: EngineReport, last: Sequence[EngineReport]) -> Engine
 
 
 def _outcome_of_all(outcomes: Sequence[Outcome]) -> Outcome:
-    """The first one, with the requests of all."""
+    """Return the first outcome, with the number of requests of all engines."""
     num_requests = sum(each.num_requests for each in outcomes)
     return msgspec.structs.replace(outcomes[0], num_requests=num_requests)
 
 
 def _problem(problems: dict[int, str]) -> str:
-    """One line about the engines that reported one."""
+    """Return one line with the problem of each engine that reported one."""
     return "; ".join(f"engine {rank}: {text}" for rank, text in problems.items() if text)
 
 

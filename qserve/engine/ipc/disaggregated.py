@@ -1,9 +1,9 @@
-"""DisaggregatedEngines: some engines compute prompts, others decode (--prefill-engines).
+"""DisaggregatedEngines: prefill engines compute prompts, decode engines answer (--prefill-engines).
 
-A request goes to both at the same time. The engine that decodes waits for the KV pages that the
-other one computes, which pass from GPU to GPU layer by layer (qserve/kv_transfer/peer). It computes
-the prompt itself if the other engine refuses the request, is paused, fails or dies. A client sees
-no error.
+A request goes to a prefill engine and a decode engine at the same time. The decode engine waits for
+the KV pages, which the prefill engine sends from GPU to GPU layer by layer
+(qserve/kv_transfer/peer). If the prefill engine refuses the request, is paused, fails or dies, the
+decode engine computes the prompt itself, and the client sees no error.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from qserve.kv_transfer.peer.settings import default_folder
 from qserve.params.handling import DEFAULT, Handling
 from qserve.params.sampling_params import SamplingParams
 
-# Of a request on an engine that computes its prompt: the token is dropped.
+# Parameters of a request on a prefill engine. The sampled token is dropped.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
-# Longest wait for the other engine. Usually its end, or its failure, is reported earlier.
+# Longest wait for the prefill engine. Its end or failure is usually reported earlier.
 PATIENCE_SECONDS = 600.0
 
 logger = logging.getLogger(__name__)
 
 
 class DisaggregatedEngines(DataParallelEngines):
-    """Engines 0 to D - 1 answer requests, engines D to D + P - 1 compute prompts for them."""
+    """D decode engines, numbered 0 to D - 1, and P prefill engines, numbered D to D + P - 1."""
 
     _num_decoders = 1
     _min_tokens = 1
@@ -67,7 +67,7 @@ class DisaggregatedEngines(DataParallelEngines):
 
     @property
     def _prefill_ranks(self) -> Sequence[int]:
-        """Ranks of the engines that compute prompts and live."""
+        """Ranks of the prefill engines that are alive."""
         ranks = range(self._num_decoders, len(self._engines))
         return [rank for rank in ranks if self._engines[rank].supervisor.is_alive]
 
@@ -81,13 +81,16 @@ class DisaggregatedEngines(DataParallelEngines):
         group: str = "",
         handling: Handling = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
-        """Run one request on two of the engines, as EngineClient.generate does."""
+        """Run one request on a decode engine and, if worthwhile, a prefill engine.
+
+        Arguments and events are those of EngineClient.generate.
+        """
         engine, num_tokens = self._choose(prompt_token_ids, handling, self._ranks)
         computing = None
         decoding = handling
         if self._is_worth_it(num_tokens, params, handling):
             decoding = replace(handling, awaits_pages=True)
-            num_tokens = 0  # the prompt is no work for the engine that decodes
+            num_tokens = 0  # the decode engine does not compute the prompt
         values = request_id, prompt_token_ids, params, watch, client, group, decoding
         try:
             if decoding is not handling:
@@ -98,10 +101,13 @@ class DisaggregatedEngines(DataParallelEngines):
                     yield event
         finally:
             if computing is not None:
-                computing.cancel()  # which aborts the request there, if it still runs
+                computing.cancel()  # aborts the request on the prefill engine if it still runs
 
     def _is_worth_it(self, num_tokens: int, params: SamplingParams, handling: Handling) -> bool:
-        """True if another engine computes a prompt with so many tokens that are not cached."""
+        """Return True if a prefill engine should compute the prompt.
+
+        `num_tokens`: tokens of the prompt that are not cached on the decode engine.
+        """
         if handling.pooling is not None or handling.beam_search is not None:
             return False
         if params.prompt_logprobs is not None or num_tokens < self._min_tokens:
@@ -117,7 +123,7 @@ class DisaggregatedEngines(DataParallelEngines):
         group: str,
         handling: Handling,
     ) -> None:
-        """Compute a prompt, and report its end or failure to the engine that decodes."""
+        """Compute a prompt on a prefill engine, and report the end or failure to the decoder."""
         try:
             chosen = self._choose(prompt_token_ids, handling, self._prefill_ranks)
             prompt = replace(handling, is_for_another=True)
@@ -143,7 +149,7 @@ def _transfer(role: str, folder: Path) -> str:
 
 
 def _engines(config: EngineConfig) -> list[EngineConfig]:
-    """Settings of each of the data-parallel engines."""
+    """Return the settings of each data-parallel engine."""
     if config.data_parallel_size == 1:
         return [config]
     ranks = range(config.data_parallel_size)

@@ -1,7 +1,7 @@
 """Messages between the server and the engine process, sent in frames (qserve/processes/frames.py).
 
-Both ends decode MessagePack into the types below and nothing else, so no bytes from a socket ever
-become code.
+Both ends decode MessagePack into the types below and into nothing else, so bytes from a socket
+never become code.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from qserve.profile.profiler_config import ProfilerConfig
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine, first and once: load this model."""
+    """To the engine, as the first message: load this model."""
 
     config: EngineConfig
-    check: bool = True  # compare logits with those stored in the folder
+    check: bool = True  # compare logits with those stored in the model's folder
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -47,16 +47,16 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: the engine that computes this request's prompt has ended its part, or failed.
+    """To the engine: the prefill engine of this request has finished or failed.
 
-    The request awaits no further KV pages than those that are announced.
+    The request waits only for KV pages that are already announced.
     """
 
     request_id: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: make later requests find no KV pages of earlier ones."""
+    """To the engine: empty the prefix cache."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,7 +67,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: load this adapter, replacing one of the same name. Answered by Done."""
+    """To the engine: load this adapter; replace an adapter of the same name. Answered by Done."""
 
     number: int  # of the command
     lora: LoRARequest
@@ -86,7 +86,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Operate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: carry out an operator's command. Answered by Done."""
+    """To the engine: run an operator's command. Answered by Done."""
 
     number: int  # of the message
     command: AnyCommand
@@ -97,7 +97,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int  # of the command
     problem: str = ""  # error message; empty on success
-    outcome: Outcome | None = None  # of an operator's command, or of a LoadAdapter
+    outcome: Outcome | None = None  # for Operate and LoadAdapter
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,8 +106,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_len: int
     vocab_size: int
     report: EngineReport
-    media_kinds: tuple[str, ...] = ()  # that prompts may have
-    no_vision: str = ""  # what would make a vision-language model take images
+    media_kinds: tuple[str, ...] = ()  # kinds of media that prompts may contain
+    no_vision: str = ""  # remedy if a vision-language model takes no images here
     state: EngineState = EngineState()
 
 
@@ -120,7 +120,7 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Events(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine: events of one step; without events, the state after an abort."""
+    """From the engine: events of one step. After an abort it may have a report but no events."""
 
     events: list[TokenEvent]
     report: EngineReport
@@ -133,11 +133,11 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     subject: str
     problem: str
     remedy: str = ""
-    is_temporary: bool = False  # it may be able to later
+    is_temporary: bool = False  # True: the request may be able to run later
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine, last: it has failed, and all requests end."""
+    """From the engine, as the last message: the engine has failed and all requests end."""
 
     message: str
 
@@ -183,10 +183,10 @@ def decode(payload: bytes, direction: object) -> ToEngine | FromEngine:
 
 
 def receive(connection: socket.socket, direction: object) -> ToEngine | FromEngine:
-    """Wait for the next message. Raises EOFError if the other end is gone, or MessageError."""
+    """Wait for the next message. Raises EOFError if the other end is gone, and MessageError."""
     return decode(frames.receive(connection), direction)
 
 
 async def read(reader: asyncio.StreamReader, direction: object) -> ToEngine | FromEngine:
-    """`receive` for asyncio."""
+    """Wait for the next message, as `receive` does, on an asyncio stream."""
     return decode(await frames.read(reader), direction)

@@ -1,8 +1,8 @@
-"""PrefixTable: predicts which of several servers has computed the beginning of a prompt.
+"""PrefixTable: predicts which of several servers has already computed the start of a prompt.
 
-A text is cut into blocks; each block's hash covers all blocks before it. For each server the table
-keeps the latest blocks that were sent there. A prompt goes to the server that has most of its
-blocks, unless that server has much more load than the least loaded one.
+The table divides a text into blocks; the hash of a block covers all blocks before it. For each
+server the table keeps the latest blocks that were sent there. A prompt goes to the server with most
+of its blocks, unless that server has much more load than the least loaded one.
 """
 
 from collections import OrderedDict
@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
 BLOCK = 256  # characters: about 64 tokens
-MAX_BLOCKS = 1024  # of a text, counted from its start
+MAX_BLOCKS = 1024  # per text, counted from its start
 KEPT_BLOCKS = 200_000  # per server: about 13 M tokens, 20 MB
 # Load takes precedence over cached blocks only if both limits are exceeded (the values of SGLang's
-# router). Below, waiting for other requests costs less than computing a prompt again.
+# router). Below them, waiting for other requests costs less than recomputing a prompt.
 MUCH_MORE, TIMES_MORE = 32, 1.5
 
 
@@ -31,8 +31,8 @@ class PrefixTable:
     def choose(self, text: bytes, loads: Mapping[str, float]) -> list[str]:
         """Sort the servers of `loads`, best first, and record the text for the first one.
 
-        `loads` maps servers to requests in progress. Ties in cached text go to the lower load, then
-        to the server that was sent less so far.
+        `loads`: server -> requests in progress. Ties in cached text go to the lower load, then to
+        the server that was sent fewer blocks so far.
         """
         keys = self._keys(text)
         have = {name: self._num_matched(name, keys) for name in loads}
@@ -55,7 +55,7 @@ class PrefixTable:
         return order
 
     def matches(self, text: bytes, servers: Collection[str]) -> dict[str, int]:
-        """Number of blocks from the start of a text that were sent to each server."""
+        """Return, for each server, the number of leading blocks of a text that were sent there."""
         keys = self._keys(text)
         return {name: self._num_matched(name, keys) for name in servers}
 
@@ -81,7 +81,7 @@ class PrefixTable:
         return len(keys)
 
     def _keys(self, text: bytes) -> list[bytes]:
-        """Hashes of the full blocks; a text shorter than one block gives a single hash."""
+        """Return the hashes of the full blocks. A text shorter than one block gives one hash."""
         last = max(self._block, len(text) // self._block * self._block)
         last = min(last, MAX_BLOCKS * self._block)
         keys, key = [], b""

@@ -1,8 +1,8 @@
 """The engine process: `python -m qserve.engine.ipc.process --fd N`, N a connected Unix socket.
 
-The client starts it, and it ends when the client is gone. One thread reads messages into a queue,
-one sends a heartbeat every second; only the main thread touches the engine. An error in any thread
-ends the process.
+The client starts the process, which ends when the client is gone. One thread reads messages into a
+queue, another sends a heartbeat every second; only the main thread uses the engine. An error in any
+thread ends the process.
 """
 
 import argparse
@@ -54,15 +54,15 @@ from qserve.processes.frames import MAX_PAYLOAD_BYTES
 from qserve.processes.log_limit import limit_logging
 
 ENGINE = "qserve.engine.engine:Engine"
-EXIT_GRACE = 2.0  # seconds that a step or a load may continue after the client is gone
+EXIT_GRACE = 2.0  # seconds for a step or a load to finish after the client is gone
 BEAT_SECONDS = 1.0
-# Handled between two steps while there is work: an Add with 1,024 stop tokens costs 0.2 ms.
+# Maximum number of messages between two steps. An Add with 1,024 stop tokens costs 0.2 ms.
 MESSAGES_PER_STEP = 64
 TOO_LARGE = (
     f"its vectors or log probabilities take more than {MAX_PAYLOAD_BYTES >> 20} MiB; request fewer"
     " tokens or alternatives"
 )
-# seconds that an error waits for the lock of the socket, which a stuck thread may hold
+# seconds to wait for the socket's lock before sending an error; a stuck thread may hold the lock
 LAST_WORD_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -71,23 +71,23 @@ logger = logging.getLogger(__name__)
 class ClientGone(BaseException):
     """The client has closed the connection, or the process was asked to end.
 
-    Not an Exception: no handler of a request's or a command's errors may take it for one.
+    This is a BaseException, so that handlers for errors of requests and commands do not catch it.
     """
 
 
 class Inbox:
-    """Messages for the main thread, in order of arrival, with aborts ahead of all others.
+    """Queue of messages for the main thread, in order of arrival; aborts go ahead of all others.
 
-    Otherwise the engine would keep working for a client that sent many requests and disconnected,
-    until its last request had been added. An abort removes its request if that still waits here.
+    Without that priority, if a client sent many requests and disconnected, the engine would work
+    for it until its last request was added. An abort removes its Add message if that is still here.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._aborts: deque[Abort] = deque()
         self._others: deque[object] = deque()
-        self._adds: dict[str, Add] = {}  # the Add messages among them
-        self._dropped: set[int] = set()  # id() of the Add messages that were aborted here
+        self._adds: dict[str, Add] = {}  # the Add messages in _others, by request id
+        self._dropped: set[int] = set()  # id() of Add messages in _others that were aborted
 
     def __len__(self) -> int:
         return len(self._aborts) + len(self._others) - len(self._dropped)
@@ -105,12 +105,12 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for a message at most so long; None: without limit. Returns False after it."""
+        """Wait up to `seconds` for a message; None: no limit. Returns False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._aborts or self._others, seconds)
 
     def get(self) -> object:
-        """Wait for the next message and take it."""
+        """Wait for the next message, remove it from the queue and return it."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._aborts or self._others)
@@ -130,7 +130,7 @@ class Inbox:
 
 
 class _Line:
-    """The socket to the client; several threads write to it."""
+    """The socket to the client. Several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -143,7 +143,7 @@ class _Line:
             self.connection.sendall(data)
 
     def send_last(self, message: EngineDied | StartFailed) -> None:
-        """Send a final message if that is possible soon; nothing is sent after it."""
+        """Send the final message, unless the socket is blocked. Nothing is sent afterwards."""
         if not self._lock.acquire(timeout=LAST_WORD_SECONDS):
             return
         try:
@@ -155,7 +155,7 @@ class _Line:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Load the model, report, and serve until the client is gone. Returns the exit code."""
+    """Load the model, send Ready and run until the client is gone. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="qserve.engine.ipc.process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # for tests
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         _start_thread(_beat, line)
         loads = AdapterLoads(lambda work: _start_thread(lambda _: work(), line), inbox.put)
         commands = CommandQueue(engine)
-        gc.freeze()  # loaded objects stay; full collections need not scan them
+        gc.freeze()  # loaded objects stay alive, so full collections need not scan them
         while True:
             _take_messages(engine, line, inbox, loads, commands)
             line.busy_since = time.perf_counter()
@@ -190,9 +190,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) -> None:
-    """Run `work` in a thread whose error ends the process, as in the main thread.
+    """Run `work` in a thread. An error in it ends the process.
 
-    Otherwise the other threads would wait for its results, and the server for an answer.
+    Otherwise other threads would wait for the thread's results, and the server for an answer.
     """
 
     def run() -> None:
@@ -205,7 +205,7 @@ def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) ->
 
 
 def _read(line: _Line, inbox: Inbox) -> None:
-    """Feed the queue; None means that the client is gone."""
+    """Put the client's messages into the inbox, and None when the client is gone."""
     try:
         while True:
             inbox.put(messages.receive(line.connection, messages.ToEngine))
@@ -215,12 +215,12 @@ def _read(line: _Line, inbox: Inbox) -> None:
         logger.exception("The client sent an invalid message")
     inbox.put(None)
     time.sleep(EXIT_GRACE)
-    # The main thread is stuck in a load or a step, and it holds the GPU.
+    # The main thread is still in a load or a step and holds the GPU.
     os._exit(1)
 
 
 def _beat(line: _Line) -> None:
-    """Report every second that the process is alive, and how long its current step has taken."""
+    """Send a heartbeat every second, with the duration of the current step so far."""
     try:
         while True:
             since = line.busy_since
@@ -228,17 +228,17 @@ def _beat(line: _Line) -> None:
             line.send(Beat(busy_seconds=busy))
             time.sleep(BEAT_SECONDS)
     except OSError:
-        return  # the reader sees it as well
+        return  # the reader thread notices the lost connection too
 
 
 def _leave(number: int, frame: object) -> None:
-    """Handle a signal as if the client had gone. Later ones must not interrupt the exit."""
+    """Handle a signal as if the client were gone. Later signals must not interrupt the exit."""
     signal.signal(number, signal.SIG_IGN)
     raise ClientGone
 
 
 def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
-    """Create the engine for the first message, or report the error and return None."""
+    """Create the engine that the first message describes. On an error, report it, return None."""
     message = inbox.get()
     if not isinstance(message, Start):
         raise ClientGone
@@ -249,12 +249,12 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
         module, _, name = engine_path.partition(":")
         num_cores = len(os.sched_getaffinity(0))
         config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
-        ranks = WaitingRanks.of(config)  # which import while this process does
+        ranks = WaitingRanks.of(config)  # the ranks import modules while this process does
         with phase("Importing the engine"):
             make = getattr(importlib.import_module(module), name)
         engine = make(config) if ranks is None else make(config, ranks)
         if message.check and config.load_format != "dummy":
-            # Imported here: it loads torch, as the engine has by now.
+            # Imported here because it loads torch, which the engine has loaded by now.
             from qserve.engine.start_check import check_start
 
             with phase("Start-up check"):
@@ -285,7 +285,7 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
 
 
 def _media_facts(engine: object) -> dict[str, Any]:
-    """Fields of Ready about media; test engines have no model."""
+    """Return the fields of Ready about media. Empty for test engines, which have no model."""
     model = getattr(engine, "model_config", None)
     if model is None:
         return {}
@@ -299,9 +299,9 @@ def _take_messages(
     loads: AdapterLoads,
     commands: CommandQueue | None = None,
 ) -> None:
-    """Handle the messages that have arrived; wait for one if there is nothing to compute.
+    """Handle the messages that have arrived. Waits for a message if there is nothing to compute.
 
-    All aborts are handled: each makes the next steps shorter.
+    Aborts do not count towards MESSAGES_PER_STEP: each abort makes the next steps shorter.
     """
     num_taken = 0
     while (
@@ -312,7 +312,7 @@ def _take_messages(
             pass
         line.busy_since = None
         if not inbox.wait(getattr(engine, "idle_seconds", None)):  # test engines have none
-            return  # a step looks at the deadlines
+            return  # the next step checks deadlines
         message = inbox.get()
         line.busy_since = time.perf_counter()
         if isinstance(message, Add):
@@ -320,7 +320,7 @@ def _take_messages(
         elif isinstance(message, Abort):
             engine.abort(message.request_id)
             if not engine.has_work():
-                _send(line, [], engine)  # no step will report it
+                _send(line, [], engine)  # no step follows that would report the new state
         elif isinstance(message, StopWaiting):
             engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
@@ -372,17 +372,17 @@ def _add(engine: object, line: _Line, message: Add) -> None:
 
 
 def _advance(engine: object, line: _Line, commands: CommandQueue) -> None:
-    """Carry out commands as far as possible, and answer those that are done."""
+    """Run commands until one must wait, and answer the finished ones."""
     finished = commands.advance()
     if finished:
-        _send(line, [], engine)  # the report, since no step may follow
+        _send(line, [], engine)  # send a report, since no step may follow
     for number, outcome, error in finished:
         problem = "" if error is None else _problem_of(error)
         line.send(Done(number=number, problem=problem, outcome=outcome))
 
 
 def _problem_of(error: Exception) -> str:
-    """Error message of a command that failed."""
+    """Return the error message of a failed command."""
     if isinstance(error, InputError | OSError):
         return str(error)
     logger.error("A command to the engine failed", exc_info=error)
@@ -390,7 +390,7 @@ def _problem_of(error: Exception) -> str:
 
 
 def _answer(number: int, work: Callable[[], None]) -> Done:
-    """Run a command. An error becomes its answer and ends nothing else."""
+    """Run a command. If it fails, the answer holds the error, and nothing else ends."""
     try:
         work()
     except Exception as error:
@@ -399,7 +399,7 @@ def _answer(number: int, work: Callable[[], None]) -> Done:
 
 
 def _put(engine: object, read: AdapterRead) -> Done:
-    """Install an adapter if it has been read."""
+    """Install an adapter that has been read. Returns the answer, with an error if there is one."""
     number, lora = read.command.number, read.command.lora
     if read.problem:
         return Done(number=number, problem=read.problem)
@@ -420,7 +420,7 @@ def _profile(engine: object, message: Profile) -> None:
 
 
 def _send(line: _Line, events: list[TokenEvent], engine: object) -> None:
-    """Send the events of a step. A request whose event exceeds the message limit ends."""
+    """Send the events of a step. End a request whose event exceeds the message limit."""
     report = engine.report()
     try:
         line.send(Events(events=events, report=report))
@@ -437,7 +437,7 @@ def _send(line: _Line, events: list[TokenEvent], engine: object) -> None:
 
 
 def _fail(line: _Line, error: BaseException) -> None:
-    """Report the error that ends the engine, to the log and the client."""
+    """Report the error that ends the engine to the log and to the client."""
     try:
         logger.error("The engine failed", exc_info=error)
     finally:  # logging may fail if memory is short
@@ -445,7 +445,7 @@ def _fail(line: _Line, error: BaseException) -> None:
 
 
 def _die(line: _Line, error: BaseException) -> None:
-    """End the process from a thread; the main thread may be stuck waiting for a dead rank."""
+    """End the process from a thread. The main thread may be stuck in a wait for a dead rank."""
     try:
         _fail(line, error)
     finally:
@@ -453,7 +453,7 @@ def _die(line: _Line, error: BaseException) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Type and first line of an error, without a traceback, for a client."""
+    """Return an error's type and first line, without a traceback, for the client."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 

@@ -1,6 +1,6 @@
-"""EngineSupervisor: an engine process that is restarted a few times when it dies.
+"""EngineSupervisor: an engine process that is restarted a limited number of times when it dies.
 
-It has the interface of EngineClient.
+The class has the interface of EngineClient.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from qserve.params.handling import DEFAULT, Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
 
-# An engine that has run this long counts as started: the number of restarts is reset.
+# After an engine has run this long, the number of remaining restarts is reset.
 PROVEN_SECONDS = 600.0
-PAUSE_SECONDS = 1.0  # before a start: a GPU's memory is freed shortly after its process exits
+PAUSE_SECONDS = 1.0  # wait before a restart: GPU memory is freed shortly after a process exits
 
 logger = logging.getLogger(__name__)
 
 
 class EngineSupervisor:
-    """A running engine. Created by `EngineSupervisor.start`, ended by `close`."""
+    """A running engine. `EngineSupervisor.start` creates it, `close` ends it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class EngineSupervisor:
         self._given_up = asyncio.Event()
         self._num_left = restarts
         self._is_starting = False
-        self._update: UpdateWeights | None = None  # the last, which a restart repeats
+        self._update: UpdateWeights | None = None  # last weight update, repeated after a restart
         self._task: asyncio.Task | None = None
 
     @classmethod
@@ -60,9 +60,9 @@ class EngineSupervisor:
         arguments: Sequence[str] = (),
         check: bool = True,
     ) -> "EngineSupervisor":
-        """Start the engine. Raises InputError if the first start fails, whatever `restarts` is.
+        """Start the engine. If the first start fails, raises InputError without a restart.
 
-        `on_restart` is called after each restart.
+        `on_restart` is called after each restart. Other arguments are those of EngineClient.start.
         """
         options = {"engine": engine, "watch": watch, "limits": limits, "arguments": arguments}
         options["check"] = check
@@ -81,12 +81,12 @@ class EngineSupervisor:
 
     @property
     def media_kinds(self) -> tuple[str, ...]:
-        """Kinds of media that prompts may have."""
+        """Kinds of media that prompts may contain."""
         return self._client.media_kinds
 
     @property
     def no_vision(self) -> str:
-        """Remedy for a vision-language model that takes text only here; "": no such model."""
+        """Remedy if this vision-language model takes only text here; "" for any other model."""
         return self._client.no_vision
 
     @property
@@ -96,11 +96,11 @@ class EngineSupervisor:
 
     @property
     def is_restarting(self) -> bool:
-        """True if no request can run now but the engine will be restarted."""
+        """True if no request can run now, but the engine will be restarted."""
         return not self._client.is_alive and (self._is_starting or self._num_left > 0)
 
     async def wait_until_dead(self) -> None:
-        """Return when the engine is gone and will not be restarted."""
+        """Wait until the engine is dead and will not be restarted."""
         await self._given_up.wait()
 
     async def generate(
@@ -122,15 +122,15 @@ class EngineSupervisor:
                 yield event
 
     async def stop_waiting(self, request_id: str) -> None:
-        """Let a request await no further KV pages: the other engine has ended its part."""
+        """Stop waiting for KV pages of a request: the other engine has finished or failed."""
         await self._client.stop_waiting(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Make later requests find no KV pages of earlier ones."""
+        """Empty the prefix cache: later requests find no KV pages of earlier ones."""
         self._client.reset_prefix_cache()
 
     async def profile(self, config: ProfilerConfig | None) -> str:
-        """Start recording steps, or stop with None. Returns an error message, or ""."""
+        """Start recording steps; None stops it. Returns an error message, or ""."""
         return await self._client.profile(config)
 
     @property
@@ -139,9 +139,9 @@ class EngineSupervisor:
         return self._client.state
 
     async def operate(self, command: AnyCommand) -> tuple[Outcome, str]:
-        """Carry out an operator's command, as EngineClient.operate does.
+        """Run an operator's command, as EngineClient.operate does.
 
-        A restarted engine gets the weights of the last update again. It is awake, and not paused.
+        A restarted engine repeats the last weight update. It is awake and not paused.
         """
         outcome, problem = await self._client.operate(command)
         if isinstance(command, UpdateWeights) and not problem:
@@ -158,7 +158,7 @@ class EngineSupervisor:
         self._client.unload_adapter(name)
 
     async def close(self) -> None:
-        """End the engine without another restart."""
+        """End the engine. It is not restarted."""
         if self._task is not None:
             self._task.cancel()
             self._is_starting, self._num_left = False, 0
@@ -196,7 +196,7 @@ class EngineSupervisor:
             self._is_starting = False
 
     async def _update_again(self, client: EngineClient) -> None:
-        """Give a restarted engine the weights of the last update. Raises InputError."""
+        """Repeat the last weight update on a restarted engine. Raises InputError."""
         if self._update is None:
             return
         _, problem = await client.operate(self._update)

@@ -1,8 +1,8 @@
-"""BlockPool: allocation and reference counts of KV pages, and the keys of cached ones.
+"""BlockPool: allocates KV pages, counts their references and stores the keys of cached pages.
 
 A page is referenced by the block tables that list it. A full page may have a key, which represents
 all tokens from the sequence's start to the page's end (prefix_cache.py). Requests with the same
-tokens find the page by its key, even after its last reference is gone, until it is evicted.
+tokens find the page by its key until the page is evicted, even without any reference to it.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -13,15 +13,16 @@ import numpy as np
 
 from qserve.engine.kv_cache.host_tier import HostTier, PageMoves
 
-# Entry of a block table: a page that was freed, since no query sees its positions any more.
+# Entry of a block table for a page that was freed because it has left the attention window.
 NULL_PAGE = -1
 
 
 class BlockPool:
     """Allocates page numbers 0..num_pages-1.
 
-    Free pages without a key are used first, then the least recently used cached page. Of one table,
-    the last pages are evicted before the first: a prefix without its start is useless.
+    Free pages without a key are used first, then the least recently used cached page. The last
+    pages of a block table are evicted before its first pages: a prefix without its start is
+    useless.
     """
 
     def __init__(self, num_pages: int, page_size: int, host: HostTier | None = None) -> None:
@@ -31,24 +32,25 @@ class BlockPool:
         self._num_references = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._pages: dict[bytes, int] = {}
-        self._blank = deque(range(num_pages))  # free, without a key
-        # free, with a key; next to evict first
+        self._blank = deque(range(num_pages))  # free pages without a key
+        # free pages with a key, in order of eviction
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._reserved: list[list[int]] = []  # tables of pages whose contents are to come
-        self._copies: list[tuple[int, int]] = []  # (source page, target page), before the next step
+        self._reserved: list[list[int]] = []  # tables of pages that are filled from outside
+        # (source page, target page) of copies to make before the next step
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def num_free(self) -> int:
-        """Unreferenced pages."""
+        """Number of unreferenced pages."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced pages that can be found by a key."""
+        """Number of unreferenced pages that can be found by a key."""
         return len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` positions."""
+        """Number of pages that hold `num_tokens` positions."""
         return -(-num_tokens // self.page_size)
 
     def can_grow(self, block_table: list[int], num_tokens: int) -> bool:
@@ -62,7 +64,7 @@ class BlockPool:
             block_table.append(page)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the longest cached prefix of `keys`."""
+        """Return the pages of the longest cached prefix of `keys`."""
         found, pages = [], self._pages
         for key in keys:
             page = pages.get(key)
@@ -72,19 +74,19 @@ class BlockPool:
         return found
 
     def num_referenced(self, pages: Iterable[int]) -> int:
-        """Number of referenced pages: sharing them takes nothing from the free ones."""
+        """Number of these pages that are referenced. Sharing such a page uses no free page."""
         return sum(self._num_references[page] > 0 for page in pages)
 
     def num_shared(self, block_table: list[int]) -> int:
-        """Number of a table's pages that others reference as well: a release does not free them."""
+        """Number of a table's pages that other tables reference too; a release keeps these."""
         return sum(page != NULL_PAGE and self._num_references[page] > 1 for page in block_table)
 
     def num_unshared(self, block_table: list[int]) -> int:
-        """Number of a table's pages that only it references: a release frees them."""
+        """Number of a table's pages that no other table references; a release frees these."""
         return sum(page != NULL_PAGE and self._num_references[page] == 1 for page in block_table)
 
     def share_(self, block_table: list[int], pages: Sequence[int]) -> None:
-        """Append pages that `match` found. Call it before any allocation, which may evict them."""
+        """Append pages that `match` returned. Call before allocating, which may evict them."""
         for page in pages:
             if not self._num_references[page]:
                 del self._cached[page]
@@ -96,7 +98,7 @@ class BlockPool:
         return self._num_references[page] > 1
 
     def fork_(self, block_table: list[int], pages: Sequence[int]) -> None:
-        """Replace a table's pages by references to the given pages, which must be referenced."""
+        """Make a table reference `pages` instead of its own. `pages` must be referenced already."""
         for page in pages:
             if page != NULL_PAGE:
                 self._num_references[page] += 1
@@ -104,7 +106,7 @@ class BlockPool:
         block_table.extend(pages)
 
     def own_(self, block_table: list[int], index: int) -> None:
-        """Replace a shared page by a new one, which is copied from it before the next step."""
+        """Replace a shared page by a new page. Its contents are copied before the next step."""
         shared, new = block_table[index], []
         self.grow_(new, 1)
         self._copies.append((shared, new[0]))
@@ -112,8 +114,8 @@ class BlockPool:
         block_table[index] = new[0]
 
     def load_(self, block_table: list[int], keys: Sequence[bytes]) -> None:
-        """Append new pages that are loaded from the host tier by key before the next step."""
-        self.host.keep(keys)  # allocating pages may store evicted ones in the host tier
+        """Append new pages. Their contents are loaded from the host tier before the next step."""
+        self.host.keep(keys)  # allocating may store evicted pages in the host tier
         start = len(block_table)
         self.grow_(block_table, (start + len(keys)) * self.page_size)
         for page, key in zip(block_table[start:], keys, strict=True):
@@ -121,9 +123,10 @@ class BlockPool:
             self.insert(page, key)
 
     def reserve(self, count: int) -> list[int] | None:
-        """Take pages whose contents come from outside. None: too few are free.
+        """Allocate pages that are filled from outside. Returns None if too few are free.
 
-        Their previous contents are dropped, because nothing is copied before they are written.
+        Evicted contents of these pages are dropped: no step copies them to the host tier before the
+        pages are overwritten.
         """
         if count > self.num_free:
             return None
@@ -136,7 +139,7 @@ class BlockPool:
         return table
 
     def settle_(self, table: list[int], keys: Sequence[bytes]) -> None:
-        """Free reserved pages. The first of them have come: these can be found by their keys."""
+        """Free reserved pages. The first len(keys) pages are filled: insert them by their keys."""
         self._reserved = [each for each in self._reserved if each is not table]
         for page, key in zip(table, keys, strict=False):
             self.insert(page, key)
@@ -145,7 +148,7 @@ class BlockPool:
     def insert(self, page: int, key: bytes) -> None:
         """Insert a full, referenced page into the cache.
 
-        If another page has the same contents, that one stays: tables are never rewritten.
+        If the cache already has a page with this key, nothing changes; tables are never rewritten.
         """
         if self._keys[page] is None and self._pages.setdefault(key, page) == page:
             self._keys[page] = key
@@ -198,7 +201,7 @@ class BlockPool:
         self.release_(left[::-1])
 
     def take_moves(self) -> PageMoves | None:
-        """The pages to copy before the next step, or None."""
+        """Return the page copies to make before the next step, or None."""
         moves = None if self.host is None else self.host.take_moves()
         if self._copies:
             copies = np.array(self._copies, np.int64)
@@ -207,10 +210,10 @@ class BlockPool:
         return moves
 
     def doubt(self, moves: PageMoves) -> set[int]:
-        """Invalidate the targets of copies of which it is unknown whether they were made.
+        """Invalidate the targets of page copies that may not have been made.
 
-        Returns the pages with undefined contents, whose requests must end. The host's slots keep
-        the keys of pages that were to be loaded.
+        Returns the pages with undefined contents; their requests must end. Host slots from which
+        pages were loaded keep their keys.
         """
         if self.host is not None:
             self.host.forget(moves.stored_slots.tolist())
@@ -258,7 +261,7 @@ class BlockPool:
         return keys
 
     def _evict(self, *, stores: bool = True) -> int:
-        """Evict the least recently used cached page; `stores`: to the host tier, if any."""
+        """Evict the least recently used cached page. `stores`: store it in the host tier."""
         page, _ = self._cached.popitem(last=False)
         key, self._keys[page] = self._keys[page], None
         del self._pages[key]

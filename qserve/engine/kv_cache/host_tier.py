@@ -1,7 +1,7 @@
-"""HostTier: pages evicted from the device, kept in host memory.
+"""HostTier: keeps pages that were evicted from the device in host memory.
 
-It maps keys to slots and collects the copies to make, which page_copies.py executes. Copies of
-states have a tier of their own, whose pages are slots of states.
+HostTier maps keys to host slots and collects the copies to make; page_copies.py makes them. State
+snapshots have a second HostTier, whose pages are state slots.
 """
 
 from collections import OrderedDict
@@ -17,33 +17,32 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageMoves:
-    """Copies to make before a step, in this order. Entries of equal index belong together.
+    """Page copies to make before a step: stores, then copies, then loads. Pairs have one index.
 
-    A slot that is both stored and loaded is loaded with what this step stored there, never the
-    reverse.
+    If a slot is both stored and loaded, the load reads what this step stored there.
     """
 
-    stored_pages: np.ndarray = field(default_factory=_none)  # int64, on the device
-    stored_slots: np.ndarray = field(default_factory=_none)  # int64, on the host
-    copied_from: np.ndarray = field(default_factory=_none)  # on the device; all are read before
-    copied_to: np.ndarray = field(default_factory=_none)  # any of these is written
-    loaded_slots: np.ndarray = field(default_factory=_none)
-    loaded_pages: np.ndarray = field(default_factory=_none)
+    stored_pages: np.ndarray = field(default_factory=_none)  # int64; page of the device ->
+    stored_slots: np.ndarray = field(default_factory=_none)  # int64; slot of the host
+    copied_from: np.ndarray = field(default_factory=_none)  # page of the device -> another;
+    copied_to: np.ndarray = field(default_factory=_none)  # all are read before any is written
+    loaded_slots: np.ndarray = field(default_factory=_none)  # slot of the host ->
+    loaded_pages: np.ndarray = field(default_factory=_none)  # page of the device
 
 
 class HostTier:
-    """`num_slots` pages on the host; the least recently used are evicted first."""
+    """Holds up to `num_slots` pages on the host. The least recently used page is evicted first."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_slots))
-        # since the last step
+        # copies to make before the next step
         self._stores: dict[int, int] = {}  # slot -> page
         self._loads: list[tuple[int, int]] = []  # slot, page
-        self._loading: set[int] = set()  # slots that must not be overwritten yet
-        self._dropped: list[int] = []  # those of them that become free afterwards
-        self._num_reserved = 0  # slots that are being filled from elsewhere
+        self._loading: set[int] = set()  # slots to load from, which must not be overwritten yet
+        self._dropped: list[int] = []  # slots of _loading that become free after the next step
+        self._num_reserved = 0  # number of slots that are being filled from outside
         self.num_loaded = 0  # total number of loaded pages
 
     def __len__(self) -> int:
@@ -53,14 +52,14 @@ class HostTier:
         return key in self._slots
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading `keys` that are here."""
+        """Number of leading `keys` that this tier holds."""
         for count, key in enumerate(keys):
             if key not in self._slots:
                 return count
         return len(keys)
 
     def store(self, key: bytes, page: int) -> None:
-        """Keep a page that is being evicted from the device."""
+        """Store a page that is being evicted from the device."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return
@@ -76,15 +75,15 @@ class HostTier:
             self._loading.add(self._slots[key])
 
     def load(self, key: bytes, page: int) -> None:
-        """Copy a page of the host, which stays here, to a page of the device."""
+        """Copy a page from the host to the device. The host keeps its page."""
         self._loads.append((self._slots[key], page))
         self.num_loaded += 1
 
     def reserve(self, count: int, beside: Sequence[bytes] = ()) -> list[int]:
-        """Reserve up to `count` slots to fill from elsewhere, outside of steps.
+        """Reserve up to `count` slots that are filled from outside, independently of steps.
 
-        The keys in `beside` are not evicted for them. Each slot is passed to `fill` or to
-        `give_up`.
+        The keys in `beside` are not evicted for these slots. The caller must pass each slot to
+        `fill` or to `give_up`.
         """
         for key in beside:
             self._slots.move_to_end(key)
@@ -94,7 +93,7 @@ class HostTier:
             slot = self._free.pop() if self._free else self._evict()
             if slot is None:
                 break
-            self._stores.pop(slot, None)  # the page that was to be stored there has been evicted
+            self._stores.pop(slot, None)  # the page to be stored there has just been evicted
             slots.append(slot)
         self._num_reserved += len(slots)
         return slots
@@ -102,7 +101,7 @@ class HostTier:
     def fill(self, key: bytes, slot: int) -> None:
         """Insert the page of a reserved slot."""
         self._num_reserved -= 1
-        if key in self._slots:  # it was stored in the meantime
+        if key in self._slots:  # the same page was stored in the meantime
             self._free.append(slot)
         else:
             self._slots[key] = slot
@@ -112,7 +111,7 @@ class HostTier:
         self._free.append(slot)
 
     def drop(self, key: bytes) -> None:
-        """Remove a key."""
+        """Remove a key and free its slot."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             (self._dropped if slot in self._loading else self._free).append(slot)
@@ -128,7 +127,7 @@ class HostTier:
             self.drop(key)
 
     def take_moves(self) -> PageMoves | None:
-        """The copies to make before the next step, or None."""
+        """Return the copies to make before the next step, or None."""
         if not self._stores and not self._loads:
             return None
         stored = np.array(list(self._stores.items()), np.int64).reshape(-1, 2)
@@ -145,7 +144,7 @@ class HostTier:
         )
 
     def _evict(self) -> int | None:
-        """The slot of the least recently used page that is not being loaded."""
+        """Evict the least recently used page that is not being loaded. Returns its slot."""
         for key, slot in self._slots.items():
             if slot not in self._loading:
                 return self._slots.pop(key)

@@ -1,7 +1,7 @@
-"""Division of memory between KV pages and snapshots of states.
+"""Division of memory between KV pages and state snapshots.
 
-A request continues where both are cached. Snapshots get a share of the memory, but not more than
-prompts can use: one for each SPACING tokens of the pages.
+A request can reuse a prefix only if both its pages and a snapshot are cached. Snapshots get a
+fraction of the memory, but at most one snapshot for each SPACING tokens of the pages.
 """
 
 from qserve.engine.kv_cache import state_snapshots
@@ -16,10 +16,10 @@ def split_memory(
     share: float,
     most_pages: int | None = None,
 ) -> tuple[int, int]:
-    """Return the numbers of pages and of snapshots that fit into `room` bytes.
+    """Return the number of pages and the number of snapshots that fit into `room` bytes.
 
-    `share`: of the memory, for snapshots. `page_size`: tokens of a page. `most_pages`: that can be
-    in use; snapshots also get what these leave.
+    `share`: fraction of the memory for snapshots. `page_size`: tokens in one page. `most_pages`:
+    maximum number of pages that can be in use; snapshots also get the memory beyond these pages.
     """
     if not state_bytes:
         return room // page_bytes, 0

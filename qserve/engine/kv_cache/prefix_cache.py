@@ -1,14 +1,14 @@
 """PrefixCache: finds full KV pages by their tokens.
 
-A page's key is a chain of SHA-256 digests: a digest of the previous page's key, the page's token
-ids, and the media items that overlap it. Equal keys therefore mean equal tokens and media from the
-start. The chain's root covers everything else
-that keys and values depend on (model, adapter, generation), and the salt that isolates clients:
-without the salt, a client can neither find pages nor probe for them by response times.
+Page keys form a chain of SHA-256 digests: the key of a page is the digest of the previous page's
+key, the page's token ids and the media items that overlap the page. Equal keys therefore mean equal
+tokens and media from the start. The root of the chain covers everything else that keys and values
+depend on (model, adapter, generation), and the salt that isolates clients: without the salt, a
+client can neither find pages nor probe for them by response times.
 
 A full page can be found as soon as the step that fills it is planned: steps run in order, and
 within a step each layer writes all its keys before it reads any. A page that ends in a sampled
-token waits until the host knows that token.
+token can be found once the host knows that token.
 """
 
 import secrets
@@ -28,12 +28,13 @@ TOKEN = "i"  # array's code for int32, which holds every token id
 def root_key(
     *, salt: str = "", adapter: str = "", generation: int | str = 0, model: str = ""
 ) -> bytes:
-    """Root of a key chain. `generation` changes when the weights or an adapter's change.
+    """Return the root of a key chain.
 
-    `model` distinguishes engines that exchange pages (kv_transfer/model_digest.py).
+    `generation` changes with the weights, `adapter` with the adapter's weights. `model` separates
+    the models of engines that exchange pages (kv_transfer/model_digest.py).
     """
     parts = (salt.encode(), adapter.encode(), str(generation).encode(), model.encode())
-    # Length prefixes: different lists of parts never give the same bytes.
+    # With length prefixes, different lists of parts never give the same bytes.
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
@@ -45,9 +46,10 @@ def extend_keys(
     last: bytes,
     media: Sequence[MediaItem] = (),
 ) -> None:
-    """Append the keys of the full pages of `token_ids` that `keys` lacks.
+    """Append the keys of those full pages of `token_ids` that `keys` does not have yet.
 
-    `last`: the previous key, or the root if there is none. `media`: items in order of positions.
+    `last`: the last entry of `keys`, or the root if `keys` is empty. `media`: items in order of
+    position.
     """
     start = len(keys) * page_size
     num_pages = len(token_ids) // page_size
@@ -72,20 +74,20 @@ class Export(NamedTuple):
     request_id: str
     keys: list[bytes]
     pages: list[int]
-    states: list[tuple[bytes, int]]  # keys of snapshots, and their slots
+    states: list[tuple[bytes, int]]  # (key, slot) of state snapshots
 
 
 class Missing(NamedTuple):
-    """Keys of a prompt's pages that the device lacks, in order, and of snapshots of states."""
+    """Keys of a prompt's pages that the device lacks, in order, and keys of state snapshots."""
 
-    on_host: list[bytes]
-    elsewhere: list[bytes]  # those after them: nowhere in this engine
-    states: list[bytes]  # after the deepest snapshot here with its pages; empty without states
-    num_with_pages: int  # of these, those whose pages are here
+    on_host: list[bytes]  # the host tier has these pages
+    elsewhere: list[bytes]  # the pages after them, which this engine lacks
+    states: list[bytes]  # all keys after the deepest usable snapshot; empty without states
+    num_with_pages: int  # number of keys in `states` whose pages this engine has
 
 
 class PrefixCache:
-    """Decides which pages a request can reuse, and which of its own pages others can."""
+    """Decides which cached pages a request reuses, and which of its pages enter the cache."""
 
     def __init__(
         self,
@@ -95,26 +97,26 @@ class PrefixCache:
         looks_ahead: bool = False,
         snapshots: StateSnapshots | None = None,
     ) -> None:
-        """`looks_ahead`: a page's contents also depend on the token after it.
+        """`looks_ahead`: True if the contents of a page also depend on the token after it.
 
-        `snapshots`: state copies of models with states, which cannot reuse pages without them.
+        `snapshots`: state snapshots; a model with states can reuse pages only up to a snapshot.
         """
         self.pool = pool
         self.snapshots = snapshots
         self.enabled = enabled
-        # last pages of a match that are not reused: the next token may differ
+        # number of last pages of a match that are not reused, since the token after may differ
         self._num_unusable = int(looks_ahead)
-        # for an engine that exchanges pages with others; filled by remote_kv.py
+        # for an engine that exchanges pages with others; set by remote_kv.py
         self.model = ""  # part of all keys
         self.exports: list[Export] | None = None  # pages for other engines, since the last step
-        # tokens looked up and tokens found, of requests at their first admission
+        # tokens looked up and tokens found, counted at the first admission of each request
         self._num_queries = self._num_hits = 0
         self._generation: int | str = 0
-        # the request whose keys were computed last, and its root
+        # the request whose keys were computed last, and the root of its keys
         self._last: tuple[Request, bytes] | None = None
 
     def add(self, request: Request) -> None:
-        """Compute the keys of a new request: 0.5 us per page of 16 tokens."""
+        """Compute the keys of a new request. This takes 0.5 us per page of 16 tokens."""
         if not self.enabled:
             return
         last, last_root = self._last or (None, b"")
@@ -131,14 +133,15 @@ class PrefixCache:
         self._last = request, root
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request that are cached."""
+        """Number of cached tokens of a waiting request."""
         keys = self._usable_keys(request)
         return self._num_usable(keys, self.pool.match(keys)) * self.pool.page_size
 
     def num_pages_needed(self, request: Request, num_free: int) -> int:
-        """Pages it needs from the free list; cache hits count only if referenced.
+        """Number of free pages that a waiting request needs.
 
-        The cache is searched only if `num_free` may be too small.
+        Reusing a cached page that a running request references needs no free page. The cache is
+        searched only if `num_free` may be too small.
         """
         needed = self.pool.pages_for(request.num_tokens)
         if needed <= num_free:
@@ -150,11 +153,11 @@ class PrefixCache:
     def will_share(self, request: Request, other: Request) -> bool:
         """Return whether `request` can reuse the next page that `other` computes.
 
-        With states, this is the next page at whose end the state of `other` is copied.
+        For a model with states, this is the next page at whose end a snapshot of `other` is made.
         """
         index = other.num_inserted
         if self.snapshots is not None:
-            # including the step that computes up to there: the copy is made after it
+            # An end that is already planned counts: its snapshot is made after that step.
             stops = [end for end in other.snapshots_at if end >= other.num_computed]
             index = (stops or [0])[0] // self.pool.page_size - 1
             if not 0 <= index < len(other.page_keys):
@@ -170,7 +173,7 @@ class PrefixCache:
         )
 
     def take_(self, request: Request) -> None:
-        """Allocate the pages of all of a request's tokens, reusing cached ones."""
+        """Allocate pages for all tokens of a request. Cached pages are reused."""
         pool, table, keys = self.pool, request.block_table, self._usable_keys(request)
         there = pool.match(keys)
         num_cached = len(there) + self._num_on_host(keys, len(there))
@@ -190,7 +193,7 @@ class PrefixCache:
             self._num_hits += request.num_computed
 
     def insert(self, request: Request) -> None:
-        """Insert the pages of a request that are full and whose tokens are known."""
+        """Insert those pages of a request that are full and whose tokens are known."""
         if not self.enabled:
             return
         num_known = min(request.num_computed, len(request.token_ids))
@@ -201,12 +204,12 @@ class PrefixCache:
             self._extend_keys(request)
         for index in range(request.num_inserted, num_full):
             page = request.block_table[index]
-            if page != NULL_PAGE:  # otherwise it has already left the window
+            if page != NULL_PAGE:  # NULL_PAGE: the page has already left the window
                 self.pool.insert(page, request.page_keys[index])
         request.num_inserted = num_full
 
     def export(self, request: Request) -> None:
-        """Record a running request's pages for other engines, once it has a sampled token."""
+        """Record a running request's pages for other engines, at its first token and at its end."""
         request.is_exported = True
         self.insert(request)
         table = request.block_table
@@ -219,7 +222,7 @@ class PrefixCache:
             self.exports.append(Export(request.request_id, keys, pages, states))
 
     def missing(self, request: Request) -> Missing:
-        """Keys of pages and snapshots that a waiting request may reuse and the device lacks."""
+        """Return keys of pages and snapshots that a waiting request needs and the device lacks."""
         keys = self._usable_keys(request)
         on_device = len(self.pool.match(keys))
         found = on_device + self._num_on_host(keys, on_device)
@@ -229,7 +232,7 @@ class PrefixCache:
         return Missing(keys[on_device:found], keys[found:], keys[start:], found - start)
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens looked up and tokens found since the last call."""
+        """Return the number of tokens looked up and of tokens found since the last call."""
         counts = self._num_queries, self._num_hits
         self._num_queries = self._num_hits = 0
         return counts
@@ -237,7 +240,7 @@ class PrefixCache:
     def invalidate(self, request: Request) -> None:
         """Remove a running request's pages from the cache because their contents are invalid.
 
-        This includes pages that it has released because they left its window.
+        Pages that the request released because they left the window are removed too.
         """
         table = request.block_table
         self.pool.invalidate(table)
@@ -254,13 +257,13 @@ class PrefixCache:
     def reset(self, requests: Collection[Request]) -> None:
         """Forget all keys, since the weights may have changed.
 
-        `requests`: all unfinished requests. The pages of running ones hold tokens computed with old
-        weights, so others must not reuse what they compute; preempted ones start again.
+        `requests`: all unfinished requests. Pages of running requests were computed with the old
+        weights, so no page of them enters the cache any more; requests without pages get new keys.
         """
         self.pool.invalidate_all()
         if self.snapshots is not None:
             self.snapshots.drop_all()
-        # random with a page exchange: another engine's weights may not have changed as these have
+        # Random if pages are exchanged: another engine may not have the new weights.
         self._generation = secrets.token_hex(16) if self.model else int(self._generation) + 1
         self._last = None
         for request in requests:
@@ -271,7 +274,10 @@ class PrefixCache:
                 self._extend_keys(request)
 
     def _usable_keys(self, request: Request) -> list[bytes]:
-        """Keys of the pages that a waiting request may reuse; at least one token is computed."""
+        """Return the keys of pages that a waiting request may reuse.
+
+        At least one token is left to compute.
+        """
         if not (self.enabled and request.reads_cache):
             return []
         if len(request.page_keys) < len(request.token_ids) // self.pool.page_size:
@@ -290,7 +296,7 @@ class PrefixCache:
         )
 
     def _num_usable(self, keys: list[bytes], pages: list[int]) -> int:
-        """Number of these pages that need not be computed; `pages`: those found on the device."""
+        """Number of leading `keys` whose pages can be reused. `pages`: those on the device."""
         num_cached = len(pages) + self._num_on_host(keys, len(pages))
         if self.snapshots is not None:
             return self.snapshots.deepest(keys[:num_cached])

@@ -1,4 +1,4 @@
-"""StatePool: the slots of recurrent states."""
+"""StatePool: allocates slots of recurrent states."""
 
 import math
 
@@ -11,12 +11,12 @@ class StatePool:
     """Allocates slots 0..num_slots-1, one to each running request.
 
     Slots are not cleared: a request that begins at position 0 treats its state as zeros
-    (qkernels/causal_conv/state.py). An in-flight step may still write to a freed slot; the next
-    owner's steps come after it on the same stream.
+    (qkernels/causal_conv/state.py). An in-flight step may still write to a freed slot; the steps of
+    the slot's next owner run after that step on the same stream.
     """
 
     def __init__(self, num_slots: int | None) -> None:
-        """`num_slots`: None for a model without states, whose requests get no slot."""
+        """`num_slots`: None for a model without states; its requests get no slot."""
         self.num_slots = num_slots
         self._free = list(range(num_slots or 0))[::-1]
         self._forks: dict[
@@ -28,7 +28,7 @@ class StatePool:
         return math.inf if self.num_slots is None else len(self._free)
 
     def take_(self, request: Request) -> None:
-        """Allocate a slot for a request. There must be a free one."""
+        """Allocate a slot for a request. A slot must be free."""
         if self.num_slots is not None:
             assert request.state_slot == NO_SLOT, "the request already has a state slot"
             request.state_slot = self._free.pop()
@@ -40,20 +40,20 @@ class StatePool:
             request.state_slot = NO_SLOT
 
     def fork_(self, source: Request, target: Request) -> None:
-        """Give a request the state of another before the next step.
+        """Copy the state of `source` to `target` before the next step.
 
-        Preempted requests have none: they compute their tokens again.
+        Does nothing if `target` was preempted: it has no slot and recomputes its tokens.
         """
         if target.state_slot != NO_SLOT:
             self._forks[target.state_slot] = source.state_slot
 
     def take_forks(self) -> dict[int, int]:
-        """Return the copies to make before the next step."""
+        """Return the copies to make before the next step: target slot -> source slot."""
         forks, self._forks = self._forks, {}
         return forks
 
     def check_integrity(self, running: list[Request], waiting: list[Request]) -> None:
-        """Assert that each running request has its own slot, and no waiting one has any."""
+        """Assert that each running request has its own slot and no waiting request has one."""
         if self.num_slots is None:
             return
         held = [request.state_slot for request in running]

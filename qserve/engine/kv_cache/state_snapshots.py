@@ -1,23 +1,23 @@
-"""StateSnapshots: copies of states, from which requests with the same prefix start.
+"""StateSnapshots: copies of recurrent states, from which requests with the same prefix start.
 
-A state summarizes all tokens before it and cannot be rolled back. So at the end of a page, a
-request's state is copied to a slot of its own, under the key of that page (prefix_cache.py). A
-later request with the same tokens continues from the deepest copy whose pages are cached as well.
+A state summarizes all tokens before it and cannot be rolled back. So at the end of a page, the
+state of a request is copied to a separate slot, under the key of that page (prefix_cache.py). A
+later request with the same tokens starts from the deepest copy whose pages are cached too.
 Copies are made:
 
 - at the end of a prompt's last full page, which costs the prompt one more step;
-- at the end of the pages that a prompt shares with earlier ones, for later requests;
-- every SPACING tokens of long prompts and of outputs: only the newest of these per request.
+- at the end of the pages that a prompt shares with earlier prompts, for later requests;
+- every SPACING tokens of long prompts and of outputs; a request keeps only the newest of these.
 
 A chunk that ends at such a position is noted when it is planned. Its state is copied before the
 next step, when the host knows all its tokens (`settle`). The least recently used copy is evicted
-first. With a host tier it is stored there, and a request that starts from it loads it into its own
-slot.
+first. If there is a host tier, the evicted copy is stored there, and a request that starts from it
+loads it into the request's slot.
 
-A verification computes rows that may be rejected, and its start may be known only after it was
-planned. Its slot can be read from any of its rows on (qkernels/causal_conv/state.py). So it is
-copied where a page may end within it, and the copy gets its key, or is dropped, once it is known
-which rows were accepted.
+A verification computes rows that may be rejected, and its start may become known only after it was
+planned. Its slot holds the state after each of its rows (qkernels/causal_conv/state.py). If a page
+may end within the verification, the slot is copied. When the accepted rows are known, the copy gets
+its key or is dropped.
 """
 
 from collections import OrderedDict
@@ -30,8 +30,8 @@ import numpy as np
 from qserve.engine.kv_cache.host_tier import HostTier, PageMoves
 from qserve.engine.request import Request, Status
 
-SPACING = 256  # tokens: that many are quickly recomputed
-# Tokens that a copy must save, since a chunk that ends there adds a step.
+SPACING = 256  # tokens between copies; so many tokens are recomputed quickly
+# Minimum number of tokens that a copy must save, since ending a chunk there costs one more step.
 LEAST_GAIN = 64
 
 
@@ -43,22 +43,24 @@ def _none() -> np.ndarray:
 class StateMoves:
     """Copies between state slots to make before a step, in this order.
 
-    Evicted copies are stored on the host. The states that the previous step left in `saved_from`
-    are saved. Then requests get the states that they start from: copies, those of other rows of a
-    beam search, all of which are read first, and copies of the host.
+    - stored: evicted snapshots, to the host;
+    - saved: states of requests, as the previous step left them, to snapshots;
+    - restored: snapshots, or states of other beams, to the slots of requests. All sources are read
+      before any target is written;
+    - loaded: snapshots on the host, to the slots of requests.
     """
 
-    stored_from: np.ndarray = field(default_factory=_none)  # int64
-    stored_to: np.ndarray = field(default_factory=_none)  # on the host
-    saved_from: np.ndarray = field(default_factory=_none)  # int64
+    stored_from: np.ndarray = field(default_factory=_none)  # all arrays are int64
+    stored_to: np.ndarray = field(default_factory=_none)  # host slots
+    saved_from: np.ndarray = field(default_factory=_none)
     saved_to: np.ndarray = field(default_factory=_none)
     restored_from: np.ndarray = field(default_factory=_none)
     restored_to: np.ndarray = field(default_factory=_none)
-    loaded_from: np.ndarray = field(default_factory=_none)  # on the host
+    loaded_from: np.ndarray = field(default_factory=_none)  # host slots
     loaded_to: np.ndarray = field(default_factory=_none)
 
     def with_forks(self, forks: Mapping[int, int]) -> "StateMoves":
-        """Return the moves with those of beams. `forks`: slot -> slot of the state that it gets."""
+        """Return these copies plus those between beams. `forks`: target slot -> source slot."""
         targets = np.fromiter(forks.keys(), np.int64, len(forks))
         sources = np.fromiter(forks.values(), np.int64, len(forks))
         return replace(
@@ -69,31 +71,31 @@ class StateMoves:
 
     @property
     def started(self) -> set[int]:
-        """Slots of the requests that start from a copy."""
+        """Slots of requests that start from a copied state."""
         return {*self.restored_to.tolist(), *self.loaded_to.tolist()}
 
 
 class _Note(NamedTuple):
-    """A chunk after which a state is saved."""
+    """A planned chunk after which the request's state is saved."""
 
     request: Request
-    slot: int  # the request's own at that time
+    slot: int  # the request's slot at that time
     end: int  # number of tokens that the state covers
-    is_kept: bool  # until it is evicted; otherwise until the request's next copy
+    is_kept: bool  # True: keep until evicted; False: until the request's next copy
 
 
 class _VerifyNote(NamedTuple):
-    """A verification within which a page may end."""
+    """A planned verification within which a page may end."""
 
     request: Request
     slot: int
-    start: int  # planned: too high by the rejected drafts of the step before it
+    start: int  # planned start; too high by the number of drafts that the previous step rejects
     count: int
-    is_certain: bool  # the start is right
+    is_certain: bool  # True: no drafts are in flight, so the start is exact
 
 
 class _UnkeyedCopy(NamedTuple):
-    """A copy after a verification whose result is not known."""
+    """A copy made after a verification whose result is not known yet."""
 
     request: Request
     snapshot: int
@@ -111,32 +113,33 @@ class StateSnapshots:
         self.first_slot, self.num_slots, self.page_size = first_slot, num_slots, page_size
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(first_slot, first_slot + num_slots))[::-1]
-        self._notes: list[_Note] = []  # of the step that was planned last
-        self._verify_notes: list[_VerifyNote] = []  # of the same step
-        self._unkeyed: list[_UnkeyedCopy] = []  # of the step before it
-        self._saves: dict[int, int] = {}  # snapshot's slot -> request's slot, before the next step
-        self._restores: dict[int, int] = {}  # request's slot -> snapshot's
+        self._notes: list[_Note] = []  # from the step that was planned last
+        self._verify_notes: list[_VerifyNote] = []  # from the same step
+        self._unkeyed: list[_UnkeyedCopy] = []  # from the step before it
+        # copies to make before the next step
+        self._saves: dict[int, int] = {}  # slot of a snapshot -> slot of a request
+        self._restores: dict[int, int] = {}  # slot of a request -> slot of a snapshot
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a copy at the end of the page with this key."""
+        """Return whether a copy exists for the end of the page with this key."""
         return key in self._slots or (self.host is not None and key in self.host)
 
     def deepest(self, keys: Sequence[bytes]) -> int:
-        """Number of pages up to the deepest copy; 0: there is none."""
+        """Number of pages up to the deepest copy; 0 if there is no copy."""
         return next((n for n in range(len(keys), 0, -1) if self.has(keys[n - 1])), 0)
 
     def made(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Keys that have a copy on the device, with its slot, once a step was launched with it."""
+        """Return (key, slot) of the copies on the device that launched steps have made."""
         found = [(key, self._slots[key]) for key in keys if key in self._slots]
         return [(key, slot) for key, slot in found if slot not in self._saves]
 
     def begin_(self, request: Request, num_found: int) -> None:
-        """Restore the state of an admitted request, if there is a copy, and plan its copies.
+        """Restore the state of an admitted request if it reuses pages, and plan its copies.
 
-        `num_found`: cached pages, including those beyond the copy.
+        `num_found`: number of cached pages, including pages beyond the deepest copy.
         """
         start = request.last_snapshot = request.num_computed
         if start:
@@ -158,7 +161,7 @@ class StateSnapshots:
             self.host.load(key, slot)
 
     def shorter(self, request: Request, start: int, count: int) -> int:
-        """Shorten the next `count` tokens of a prompt to end the chunk where a copy is due."""
+        """Return `count`, or less so that a prompt's chunk ends where a copy is due."""
         end = start + count
         stop = next((each for each in request.snapshots_at if start < each <= end), None)
         if stop is None and end < request.num_tokens:
@@ -166,9 +169,9 @@ class StateSnapshots:
         return stop - start if stop is not None and stop > start else count
 
     def note(self, request: Request, end: int) -> None:
-        """Note that a planned step computes a request up to `end`: save its state if it is due.
+        """Record that a planned step computes a request up to `end`; its state is saved if due.
 
-        Not of beams: the result of the step may give a row another beam's tokens.
+        States of beams are not saved: the step's result may give a row another beam's tokens.
         """
         if end % self.page_size or (request.beams is not None and request.beams.has_forked):
             return
@@ -178,9 +181,9 @@ class StateSnapshots:
             self._notes.append(_Note(request, request.state_slot, end, is_kept))
 
     def note_verify(self, request: Request, start: int, count: int) -> None:
-        """Note a planned verification of `count` rows, or a row whose position may be too high.
+        """Record a planned verification of `count` rows, or a row whose position may be too high.
 
-        Call it before the rows count as pending.
+        Call this before the rows count as pending.
         """
         num_uncertain = max(0, request.num_pending - 1)
         end = (start + count) // self.page_size * self.page_size
@@ -189,7 +192,7 @@ class StateSnapshots:
             self._verify_notes.append(_VerifyNote(request, slot, start, count, is_certain))
 
     def settle(self, insert: Callable[[Request], None]) -> None:
-        """Save the states of the step that was planned last, whose tokens are known by now.
+        """Save the states of the step that was planned last. Its tokens are known by now.
 
         `insert` computes the keys of a running request's full pages.
         """
@@ -206,14 +209,14 @@ class StateSnapshots:
         for request, slot, end, is_kept in notes:
             key = self._key(request, end, insert)
             if key is None:
-                continue  # its tokens did not arrive, or they must not be shared
+                continue  # the tokens did not arrive, or the pages must not be shared
             self._save(request, slot, end, key, is_kept)
         verify_notes, self._verify_notes = self._verify_notes, []
         for note in verify_notes:
             self._settle_verify(note, insert)
 
     def _settle_verify(self, note: _VerifyNote, insert: Callable[[Request], None]) -> None:
-        """Save the state of a verification at the first end of a page within it."""
+        """Save the state at the first page end within a verification."""
         request, start = note.request, note.start
         if request.status is Status.RUNNING and request.num_pending >= note.count:  # in flight
             start = request.num_computed - note.count
@@ -222,7 +225,7 @@ class StateSnapshots:
         end = (start // self.page_size + 1) * self.page_size
         if end > start + note.count or end - request.last_snapshot < SPACING:
             return
-        # The first row has a token that was sampled before; others have drafts.
+        # The first row has a token that was sampled before; the other rows have drafts.
         if end == start + 1 or request.num_known > end:
             key = self._key(request, end, insert)
             if key is not None:
@@ -234,14 +237,14 @@ class StateSnapshots:
                 self._unkeyed.append(_UnkeyedCopy(request, snapshot, end))
 
     def _key(self, request: Request, end: int, insert: Callable[[Request], None]) -> bytes | None:
-        """Key of a request's page that ends at `end`, or None."""
+        """Return the key of the page that ends at `end`, or None if it has no key."""
         if request.status is Status.RUNNING:
             insert(request)
         index = end // self.page_size - 1
         return request.page_keys[index] if index < len(request.page_keys) else None
 
     def _save(self, request: Request, slot: int, end: int, key: bytes, is_kept: bool) -> None:
-        """Copy a request's state to a slot under the key of a page, unless there is a copy."""
+        """Copy a request's state under the key of a page, unless such a copy exists."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return
@@ -253,21 +256,21 @@ class StateSnapshots:
             self._saves[snapshot] = slot
 
     def _replace(self, request: Request, key: bytes, end: int) -> None:
-        """Drop a request's newest copy in favour of another."""
+        """Drop a request's newest copy, because the copy at `end` replaces it."""
         self.drop([request.snapshot_key])
         request.snapshot_key, request.last_snapshot = key, end
 
     def _take_slot(self) -> int | None:
-        """A free slot, or that of the least recently used copy.
+        """Take a free slot, or evict the least recently used copy and take its slot.
 
-        None: copies without keys have all slots.
+        Returns None if copies without keys occupy all slots.
         """
         if self._free:
             return self._free.pop()
         if not self._slots:
             return None
         key, snapshot = self._slots.popitem(last=False)
-        # a copy that is not made yet is where it would be copied from
+        # If the copy is not made yet, its state is still in the slot that it would be copied from.
         source = self._saves.pop(snapshot, snapshot)
         if self.host is not None:
             self.host.store(key, source)
@@ -295,13 +298,13 @@ class StateSnapshots:
         self.drop(request.page_keys)
 
     def drop_all(self) -> None:
-        """Remove all copies. Planned restores still happen: nothing overwrites them first."""
+        """Remove all copies. Planned restores still run: their sources are intact until then."""
         self._drop_of_device()
         if self.host is not None:
             self.host.drop_all()
 
     def doubt(self, moves: StateMoves | None) -> None:
-        """Remove the copies of which it is unknown whether they were made."""
+        """Remove the copies that may not have been made."""
         self._drop_of_device()
         if moves is not None and self.host is not None:
             self.host.forget(moves.stored_to.tolist())
@@ -319,7 +322,7 @@ class StateSnapshots:
             self._free.append(copy.snapshot)
 
     def take_moves(self) -> StateMoves | None:
-        """The copies to make before the next step, or None."""
+        """Return the copies to make before the next step, or None."""
         hosted = None if self.host is None else self.host.take_moves()
         if not self._saves and not self._restores and hosted is None:
             return None

@@ -1,1 +1,1 @@
-"""Requests that wait for a grammar, an adapter, or remote KV pages before they can be scheduled."""
+"""Requests that wait for a grammar, an adapter or remote KV pages before they can be scheduled."""

@@ -1,8 +1,8 @@
-"""PeerKv: KV pages that other engines compute, through the connector `peer` or `nixl`.
+"""PeerKv: exchanges KV pages with other engines through the connector `peer` or `nixl`.
 
-An engine that sends names the pages that a step completes before it launches the step. An engine
-that receives reserves pages for a request and lets threads fill them; the request is queued once
-they have come, and finds them in the prefix cache. Pages that do not come are computed.
+A sending engine names the pages that a step completes before it launches the step. A receiving
+engine reserves pages for a request, and threads fill them. When they are filled, the request is
+queued and finds them in the prefix cache. Pages that do not arrive are computed.
 """
 
 import json
@@ -24,25 +24,25 @@ from qserve.kv_transfer.config import KvTransferConfig
 from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
 from qserve.model.model_config import ModelConfig
 
-ROOM_SECONDS = 5.0  # that a request waits for free pages; after it the prompt is computed
+ROOM_SECONDS = 5.0  # longest wait for free pages; then the prompt is computed
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Fetch:
-    """Request that waits for pages."""
+    """A request that waits for pages."""
 
     request: Request
-    keys: list[bytes]
-    since: float
+    keys: list[bytes]  # of the pages to receive
+    since: float  # start of the wait
     table: list[int] | None = None  # reserved pages; None: too few were free so far
-    number: int = 0  # of the call that fills them
-    loads: Future | None = None
+    number: int = 0  # number of the call that fills the pages
+    loads: Future | None = None  # result of that call
 
 
 class PeerKv:
-    """Exchange of KV pages with peers. Only the engine's thread calls the methods."""
+    """Exchanges KV pages with peers. Only the engine's thread may call the methods."""
 
     def __init__(
         self,
@@ -53,15 +53,16 @@ class PeerKv:
         model: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`model`: digest that distinguishes this model's pages (kv_transfer/model_digest.py)."""
+        """`model`: digest that is part of all page keys (kv_transfer/model_digest.py)."""
         self._config, self._pages, self._clock = config, pages, clock
         self._scheduler, self._cache = scheduler, scheduler.cache
         self._pool = scheduler.pool
         self._cache.model = model
         self._fetches: dict[Request, _Fetch] = {}
-        self._followers: dict[Request, bytes] = {}  # wait for the fetch that begins with a key
-        self._given_up: list[_Fetch] = []  # no request waits, but threads write to their pages
-        self._num_sent: dict[str, int] = {}  # pages of running requests that were looked at
+        # request -> first key of another request's fetch, for whose end it waits
+        self._followers: dict[Request, bytes] = {}
+        self._given_up: list[_Fetch] = []  # fetches of dropped requests; threads still fill pages
+        self._num_sent: dict[str, int] = {}  # leading pages of a request that were handled
         self._num_queries = self._num_hits = 0  # tokens
 
     @classmethod
@@ -73,7 +74,7 @@ class PeerKv:
         workers: WorkerGroup,
         scheduler: Scheduler,
     ) -> "PeerKv":
-        """Open the connector of an engine whose workers have pages. Raises InputError."""
+        """Open the connector of an engine. Its workers must have KV pages. Raises InputError."""
         runner = workers.runner
         form = {
             "KV cache format": str(runner.kv_format),
@@ -97,18 +98,18 @@ class PeerKv:
         return bool(self._fetches or self._followers or self._given_up)
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens requested from peers and tokens received, since the last call."""
+        """Return the tokens requested from peers and the tokens received since the last call."""
         counts = self._num_queries, self._num_hits
         self._num_queries = self._num_hits = 0
         return counts
 
     def queue(self, request: Request) -> None:
-        """Queue a request in the scheduler, now or when its pages are here. Raises InputError."""
+        """Queue a request in the scheduler when its pages have arrived. Raises InputError."""
         if not self._fetch(request):
             self._scheduler.add(request)
 
     def queue_ready(self, *, wait_a_little: bool) -> None:
-        """Queue the requests whose pages have come or will not come."""
+        """Queue the requests whose pages have arrived or will not arrive."""
         if wait_a_little:
             fetches = [*self._fetches.values(), *self._given_up]
             futures = [each.loads for each in fetches if each.loads is not None]
@@ -132,7 +133,7 @@ class PeerKv:
                 self._finish(fetch)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Wait no longer for pages that are not announced: the other engine has ended its part."""
+        """Stop waiting for unannounced pages: the other engine has finished or failed."""
         for request, fetch in list(self._fetches.items()):
             if request.request_id != request_id:
                 continue
@@ -144,7 +145,7 @@ class PeerKv:
                 request.awaits_pages = False
 
     def remove(self, request: Request) -> bool:
-        """Drop an aborted request. Returns True if it waited to be queued."""
+        """Drop an aborted request. Returns True if it was not queued yet."""
         self._num_sent.pop(request.request_id, None)
         if self._followers.pop(request, None) is not None:
             return True
@@ -158,9 +159,9 @@ class PeerKv:
         return True
 
     def end_fetches(self) -> None:
-        """Queue all requests now, because pages are about to lose their memory or their meaning.
+        """Queue all requests now, because pages are about to be freed or invalidated.
 
-        Waits for the threads that write to them.
+        Waits for the threads that fill pages.
         """
         fetches = [each for each in self._fetches.values() if each.loads is not None]
         for fetch in fetches:
@@ -174,7 +175,7 @@ class PeerKv:
             self._scheduler.add(request)
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Send the full pages of prompts that a step completes."""
+        """Send the prompt pages that a step completes."""
         if not self._pages.sends:
             return
         keys: list[bytes] = []
@@ -196,18 +197,18 @@ class PeerKv:
             self._pages.send(list(unique), list(unique.values()))
 
     def after_step(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Return the events that may be sent now: all of them."""
+        """Return the events that may be sent to clients now, which are all of them."""
         for event in events:
             if event.finish_reason is not None:
                 self._num_sent.pop(event.request_id, None)
         return events
 
     def _fetch(self, request: Request) -> bool:
-        """Look for a request's pages. Returns True if it waits for them."""
+        """Start to fetch a request's missing pages. Returns True if the request waits for them."""
         if not self._config.loads:
             return False
         keys = self._cache.missing(request).elsewhere
-        request.page_keys = []  # they may change before it is queued
+        request.page_keys = []  # the keys may change before the request is queued
         if not keys:
             return False
         self._scheduler.check(request)
@@ -228,7 +229,7 @@ class PeerKv:
         return True
 
     def _begin(self, fetch: _Fetch) -> bool:
-        """Reserve pages and begin to fill them. Returns False if too few are free."""
+        """Reserve pages and start to fill them. Returns False if too few are free."""
         fetch.table = self._pool.reserve(len(fetch.keys))
         if fetch.table is None:
             return False
@@ -238,7 +239,7 @@ class PeerKv:
         return True
 
     def _settle(self, fetch: _Fetch) -> None:
-        """Insert the pages that have come into the prefix cache."""
+        """Insert the pages that have arrived into the prefix cache."""
         loaded = fetch.loads.result()
         count = loaded.index(False) if False in loaded else len(loaded)
         self._num_hits += count * self._pool.page_size
@@ -250,7 +251,7 @@ class PeerKv:
         self._pool.settle_(fetch.table, fetch.keys[:count])
 
     def _finish(self, fetch: _Fetch, *, queues: bool = True) -> None:
-        """Queue a request whose fetch is over, and the requests that waited for the same pages."""
+        """Queue a request whose fetch has ended, and the requests that wait for the same pages."""
         del self._fetches[fetch.request]
         if queues:
             self._scheduler.add(fetch.request)

@@ -1,8 +1,8 @@
-"""PendingRequests: requests that are not queued yet, while steps continue.
+"""PendingRequests: requests that are not queued in the scheduler yet.
 
-A request waits for its grammar to be compiled, then for a slot of its adapter, then for KV pages
-from other engines. Most requests need none of these. GrammarQueue has those that wait for grammars,
-Pause those that come while generation is paused.
+A request waits for its grammar to be compiled, then for its adapter to get a device slot, then for
+KV pages from other engines. Most requests need none of these. Steps continue in the meantime.
+GrammarQueue holds requests that wait for grammars; Pause holds requests that arrive during a pause.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,28 +20,28 @@ from qserve.model.model_config import ModelConfig
 from qserve.structured.compiler import GrammarCompiler
 from qserve.structured.params import StructuredOutputsParams
 
-MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
+MAX_WAIT_SECONDS = 0.01  # longest wait of an engine that has nothing else to do
 
 
 class GrammarQueue:
-    """The grammars of one model, and the requests that wait for one."""
+    """Compiles the grammars of one model, and holds the requests that wait for them."""
 
     def __init__(self, folder: str, model: ModelConfig) -> None:
         self._compiler = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids)
-        self._waiting: dict[Request, Future] = {}  # in order of arrival
+        self._waiting: dict[Request, Future] = {}  # request -> its grammar, in order of arrival
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Start to compile a request's grammar. Raises InputError."""
+        """Start compiling a request's grammar. Raises InputError."""
         self._waiting[request] = self._compiler.submit(_grammar(request), request.client)
 
     def remove(self, request: Request) -> bool:
-        """Forget a request that was dropped. Returns whether it waited here.
+        """Remove a dropped request. Returns True if it waited here.
 
-        Its grammar is compiled no further, unless another request waits for it.
+        The compilation of its grammar is cancelled unless another request waits for the grammar.
         """
         future = self._waiting.pop(request, None)
         if future is None:
@@ -51,7 +51,7 @@ class GrammarQueue:
         return True
 
     def take_compiled(self, *, wait_a_little: bool) -> list[tuple[Request, InputError | None]]:
-        """Requests whose grammar is compiled, and those that get no constraint, with the reason."""
+        """Remove and return requests whose compilation has ended, with the error if it failed."""
         if wait_a_little:
             wait(self._waiting.values(), MAX_WAIT_SECONDS, FIRST_COMPLETED)
         found = []
@@ -78,7 +78,7 @@ def _grammar(request: Request) -> StructuredOutputsParams:
 
 
 class PendingRequests:
-    """Requests of one engine that its scheduler does not have yet."""
+    """Requests of one engine that are not in its scheduler yet."""
 
     def __init__(
         self,
@@ -101,7 +101,10 @@ class PendingRequests:
         return self.num_waiting > 0 or (self._remote_kv is not None and self._remote_kv.has_work)
 
     def add(self, request: Request) -> None:
-        """Queue a request as soon as it needs nothing more. Raises InputError."""
+        """Add a request. It is queued when its grammar, adapter and pages are ready.
+
+        Raises InputError.
+        """
         if request.params.structured_outputs is not None:
             self._scheduler.check(request)
             self._grammars.add(request)
@@ -109,9 +112,9 @@ class PendingRequests:
             self._add_compiled(request)
 
     def admit(self, *, is_idle: bool) -> list[TokenEvent]:
-        """Queue the requests that need nothing more; return the ends of those that failed.
+        """Queue the requests that are ready. Returns the last events of requests that failed.
 
-        Waits a little for them if the engine is idle.
+        If the engine is idle, waits up to MAX_WAIT_SECONDS for each kind of work.
         """
         events = []
         if self._grammars.num_waiting:
@@ -132,7 +135,7 @@ class PendingRequests:
         return events
 
     def stop_waiting(self, request_id: str) -> None:
-        """Await no further KV pages for a request than those that are announced."""
+        """Stop waiting for KV pages of a request that are not announced yet."""
         if self._remote_kv is not None:
             self._remote_kv.stop_waiting(request_id)
 
@@ -145,7 +148,7 @@ class PendingRequests:
         )
 
     def close(self) -> None:
-        """Stop the processes that requests wait for."""
+        """Stop the processes that compile grammars."""
         self._grammars.close()
 
     def _add_compiled(self, request: Request) -> None:
@@ -156,7 +159,7 @@ class PendingRequests:
             self._adapters.add(request)
 
     def _queue(self, request: Request) -> None:
-        """Queue a request, at the latest when its KV pages have come."""
+        """Queue a request, now or when its KV pages from other engines have arrived."""
         if self._remote_kv is None:
             self._scheduler.add(request)
         else:
@@ -175,7 +178,7 @@ def check_mode(mode: str) -> None:
 
 
 class Pause:
-    """State of one engine: running, or paused in a mode. Later requests are held, in order."""
+    """Pause state of one engine. Requests that arrive during a pause are held in order."""
 
     def __init__(self) -> None:
         self.mode: str | None = None  # None: generation is not paused
@@ -191,11 +194,11 @@ class Pause:
 
     @property
     def stops_steps(self) -> bool:
-        """True if no step may be launched, even for requests that have begun."""
+        """True if no step may be launched, even for running requests."""
         return self.mode in (ABORT, KEEP)
 
     def hold(self, request: Request) -> None:
-        """Keep a request until generation continues."""
+        """Hold a request until generation resumes."""
         self._held[request.request_id] = request
 
     def drop(self, request: Request) -> bool:
@@ -203,6 +206,6 @@ class Pause:
         return self._held.pop(request.request_id, None) is not None
 
     def end(self) -> list[Request]:
-        """Continue generation. Returns the held requests, first come first."""
+        """End the pause. Returns the held requests in order of arrival."""
         held, self._held, self.mode = list(self._held.values()), {}, None
         return held

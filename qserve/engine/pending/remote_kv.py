@@ -1,13 +1,13 @@
-"""RemoteKv: KV pages that come from other engines, and go to them, through a KvConnector.
+"""RemoteKv: loads KV pages of other engines, and saves pages for them, through a KvConnector.
 
-A request whose pages are not all here is not queued yet. Threads ask the connector for the missing
-pages and read them into slots of the host tier, while steps continue. Then the request is queued
-and finds its pages. The pages that a request computed are copied off the device with its next
-token, and other threads write them. Neither is required: pages that are late, refused or too many
-are computed, or not saved.
+A request that lacks pages is not queued yet. Threads ask the connector for the missing pages and
+read them into slots of the host tier, while steps continue. Then the request is queued and finds
+its pages. After the first token of a request and at its end, its pages are copied off the device,
+and other threads write them. Both are best effort: pages that are late, refused or do not fit are
+computed instead of loaded, or are not saved.
 
-Pages of models with states are useful only up to a snapshot of states. So their requests wait for
-the deepest snapshot with all pages before it, or for nothing.
+For a model with states, pages are useful only up to a state snapshot. A request of such a model
+waits for the deepest snapshot that has all pages before it, or does not wait.
 """
 
 import logging
@@ -30,21 +30,24 @@ from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.model.model_config import ModelConfig
 
 GIB = 2**30
-RUN = 8  # pages that one thread loads before it looks for other work
-PATIENCE_SECONDS = 10.0  # that a request waits for pages which do not come
-MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
+RUN = 8  # pages that one thread loads or saves as one unit of work
+PATIENCE_SECONDS = 10.0  # longest wait of a request for its pages
+MAX_WAIT_SECONDS = 0.01  # longest wait of an engine that has nothing else to do
 MAX_UNWRITTEN_BYTES = GIB
-# Slots of the host tier without --kv-offload-gb: loaded pages pass through them.
+# Size of the host tier without --kv-offload-gb; loaded pages pass through it.
 SLOT_BYTES = GIB
-MOST_SLOT_BYTES = 8 * GIB  # of models with states
+MOST_SLOT_BYTES = 8 * GIB  # the same for models with states
 
-STATE = b"state "  # before a page's key: that of the snapshot at its end
+STATE = b"state "  # prefix + key of a page: marks the snapshot at the end of that page
 
 logger = logging.getLogger(__name__)
 
 
 def digest_of_pages(config: EngineConfig, model: ModelConfig, max_model_len: int, form: str) -> str:
-    """Digest of what an engine's pages depend on. `form`: what they depend on besides the model."""
+    """Return the digest of everything that an engine's pages depend on.
+
+    `form`: describes what they depend on besides the model.
+    """
     with phase("Digesting the weights"):
         return page_digest(
             config.model,
@@ -56,30 +59,30 @@ def digest_of_pages(config: EngineConfig, model: ModelConfig, max_model_len: int
 
 
 def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_model_len: int) -> int:
-    """Memory of the host tier that an engine needs."""
+    """Return the bytes of host memory for an engine's host tiers."""
     transfer = config.kv_transfer
     if config.kv_offload_gb or transfer is None or transfer.is_peer:
         return int(config.kv_offload_gb * GIB)
     if not state_bytes:
         return max(SLOT_BYTES, 2 * page_bytes)
-    # A prompt's pages are loaded together. They get half of the slots of pages at most, and pages
-    # half of the memory.
+    # All pages of a prompt are loaded together. They may use at most half of the page slots, and
+    # page slots are half of the memory: hence the factor 4.
     longest = 4 * -(-max_model_len // config.block_size) * page_bytes
     return max(SLOT_BYTES, min(longest, MOST_SLOT_BYTES), 2 * page_bytes + 8 * state_bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Fetch:
-    """Request that waits for pages."""
+    """A request that waits for pages."""
 
     request: Request
-    beside: list[bytes]  # keys before the missing ones that are on the host
-    keys: list[bytes]  # that are nowhere here; those that can be loaded, once that is known
-    since: float
-    match: Future | None  # None: another request fetches the first of these keys
-    states: "_StateFetch | None" = None  # of models with states
-    slots: list[int] = field(default_factory=list)
-    loads: list[Future] = field(default_factory=list)  # of runs of slots
+    beside: list[bytes]  # keys before the missing ones, whose pages are in the host tier
+    keys: list[bytes]  # keys whose pages this engine lacks
+    since: float  # start of the wait
+    match: Future | None  # number of pages found; None: another request fetches the same first key
+    states: "_StateFetch | None" = None  # for models with states
+    slots: list[int] = field(default_factory=list)  # reserved in the host tier, for the first keys
+    loads: list[Future] = field(default_factory=list)  # one per RUN of slots
 
     @property
     def first(self) -> bytes:
@@ -95,19 +98,19 @@ class _Fetch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _StateFetch:
-    """Snapshot of states that a request waits for."""
+    """A state snapshot that a request waits for."""
 
-    first: bytes
-    keys: list[bytes]  # of pages after the deepest snapshot that is here with its pages
-    num_with_pages: int  # of these, those whose pages are here
-    match: Future | None = None  # number of keys up to the deepest snapshot
-    key: bytes = b""  # of that snapshot
-    slots: list[int] = field(default_factory=list)  # one on the host
+    first: bytes  # first of the keys
+    keys: list[bytes]  # all keys after the deepest snapshot that this engine can use
+    num_with_pages: int  # number of these keys whose pages this engine has
+    match: Future | None = None  # number of keys up to the connector's deepest snapshot
+    key: bytes = b""  # key of the snapshot to load
+    slots: list[int] = field(default_factory=list)  # one host slot, if the snapshot is loaded
     load: Future | None = None
 
 
 class RemoteKv:
-    """Exchange of KV pages with a connector. Only the engine's thread calls the methods."""
+    """Exchanges KV pages through a connector. Only the engine's thread may call the methods."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class RemoteKv:
         model: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`model`: digest that distinguishes this model's pages (kv_transfer/model_digest.py)."""
+        """`model`: digest that is part of all page keys (kv_transfer/model_digest.py)."""
         self._config, self._pages, self._states = config, pages, states
         self._scheduler, self._cache = scheduler, scheduler.cache
         self._host = scheduler.pool.host
@@ -130,9 +133,10 @@ class RemoteKv:
         self._fetches: dict[Request, _Fetch] = {}
         self._given_up: list[
             _Fetch
-        ] = []  # no request waits for them, but threads write to their slots
-        self._known: dict[bytes, None] = {}  # keys that the connector got, the latest last
-        self._writes: dict[Future, int] = {}  # pages of each that is under way
+        ] = []  # fetches of dropped requests; threads still write to their slots
+        self._known: dict[bytes, None] = {}  # keys that the connector has, the latest last
+        self._writes: dict[Future, int] = {}  # unfinished write -> its number of pages
+        # request id -> final event, held until these writes end
         self._held: dict[str, tuple[TokenEvent, list[Future]]] = {}
         self._num_queries = self._num_hits = 0  # tokens
 
@@ -145,11 +149,11 @@ class RemoteKv:
         workers: WorkerGroup,
         scheduler: Scheduler,
     ) -> "RemoteKv":
-        """Make it for an engine whose workers have slots. Raises InputError."""
+        """Open the connector of an engine. Its workers must have host slots. Raises InputError."""
         transfer = config.kv_transfer
         (pages, states), runner = workers.open_pages(), workers.runner
         page_bytes = ", ".join(map(str, pages.page_bytes))
-        # A drafter's keys lie in the same pages.
+        # The speculation settings count too: pages also hold the drafter's keys and values.
         form = f"{runner.kv_format}, {runner.decoder.dtype}, {config.block_size} tokens,"
         form += f" {page_bytes} bytes, {config.speculation}"
         if states is not None:
@@ -171,7 +175,7 @@ class RemoteKv:
         return bool(self._fetches or self._held)
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens requested from the connector and tokens loaded, since the last call."""
+        """Return the tokens requested from the connector and those loaded since the last call."""
         counts = self._num_queries, self._num_hits
         self._num_queries = self._num_hits = 0
         return counts
@@ -187,11 +191,11 @@ class RemoteKv:
             self._scheduler.add(request)
 
     def _fetch(self, request: Request) -> bool:
-        """Look for a request's pages. Returns True if it waits for them."""
+        """Start to fetch a request's missing pages. Returns True if the request waits for them."""
         if not self._config.loads:
             return False
         missing = self._cache.missing(request)
-        request.page_keys = []  # they may change before it is queued
+        request.page_keys = []  # the keys may change before the request is queued
         keys, states = missing.elsewhere, None
         if self._states is not None:
             if not missing.states:
@@ -219,13 +223,13 @@ class RemoteKv:
         return True
 
     def _match(self, fetch: _Fetch) -> None:
-        """Ask the connector for a fetch's pages and snapshots."""
+        """Ask the connector how many of a fetch's pages and snapshots it has."""
         fetch.match = self._pages.match(fetch.keys)
         if fetch.states is not None:
             fetch.states.match = self._states.deepest(fetch.states.keys)
 
     def remove(self, request: Request) -> bool:
-        """Drop an aborted request. Returns True if it waited to be queued."""
+        """Drop an aborted request. Returns True if it was not queued yet."""
         self._held.pop(request.request_id, None)
         found = self._fetches.pop(request, None)
         if found is None:
@@ -233,16 +237,16 @@ class RemoteKv:
         if found.loads:
             self._given_up.append(found)
         if found.match is not None:
-            for fetch in self._followers(found.first)[:1]:  # the others follow this one then
+            for fetch in self._followers(found.first)[:1]:  # the other followers now follow it
                 self._match(fetch)
         return True
 
     def _take_ready(self, wait_a_little: bool) -> list[Request]:
-        """Requests that need not wait any more: all pages found for them are on the host."""
+        """Remove and return the requests that can be queued: pages are loaded, or too late."""
         if wait_a_little:
             futures = [each for fetch in self._fetches.values() for each in fetch.futures]
             futures += [each for _, writes in self._held.values() for each in writes]
-            # A finished future would end the wait immediately, in every step.
+            # Finished futures are left out, because they would end the wait at once.
             wait([each for each in futures if not each.done()], MAX_WAIT_SECONDS, FIRST_COMPLETED)
         for fetch in list(self._given_up):
             if all(future.done() for future in fetch.loads):
@@ -267,7 +271,7 @@ class RemoteKv:
         return ready
 
     def end_fetches(self) -> None:
-        """Do nothing: threads write to the host tier, which keeps its memory."""
+        """Do nothing: threads write to the host tier, whose memory stays allocated."""
 
     def before_launch(self, plan: StepPlan) -> None:
         """Do nothing: pages are saved after their step."""
@@ -276,7 +280,7 @@ class RemoteKv:
         """Do nothing: no request waits for pages that are still to be computed."""
 
     def after_step(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Save the pages of finished tokens. Returns the events that may be sent now."""
+        """Start saving the exported pages. Returns the events that may be sent to clients now."""
         for future in [each for each in self._writes if each.done()]:
             del self._writes[future]
         writes: dict[str, list[Future]] = {}
@@ -293,7 +297,7 @@ class RemoteKv:
         return events
 
     def _is_done(self, fetch: _Fetch) -> bool:
-        """Take the results of a fetch's threads. Returns True if the fetch is complete."""
+        """Advance a fetch whose threads have finished. Returns True if the fetch is complete."""
         if not all(future.done() for future in fetch.futures):
             return False
         if fetch.loads:
@@ -317,9 +321,9 @@ class RemoteKv:
         return False
 
     def _asks_again(self, states: _StateFetch, count: int) -> bool:
-        """Look for a snapshot less deep if the deepest lacks pages. Returns True if it does so.
+        """If the deepest snapshot lacks pages, ask for a shallower one. Returns True if it asked.
 
-        `count`: pages that can be loaded.
+        `count`: number of pages that can be loaded.
         """
         most = states.num_with_pages + count
         if states.match.result() <= most:
@@ -330,7 +334,7 @@ class RemoteKv:
         return bool(states.keys)
 
     def _pages_to_state(self, states: _StateFetch) -> int:
-        """Number of pages to load for the deepest snapshot, which is noted."""
+        """Choose the deepest snapshot. Returns the number of pages to load for it."""
         depth = states.match.result() if states.keys else 0
         if not depth:
             return 0
@@ -338,7 +342,10 @@ class RemoteKv:
         return max(0, depth - states.num_with_pages)
 
     def _begin_state(self, fetch: _Fetch, count: int) -> bool:
-        """Begin to load a fetch's snapshot if there is room for it and for `count` pages."""
+        """Start loading a fetch's snapshot. Returns False if the host lacks room for it.
+
+        `count`: number of pages to load; they must have room too.
+        """
         states, host = fetch.states, self._state_host
         if states.key and states.key not in host:
             states.slots = host.reserve(1)
@@ -363,7 +370,7 @@ class RemoteKv:
         return True
 
     def _fill(self, fetch: _Fetch) -> None:
-        """Insert loaded pages into the host tier, and the snapshot of states after them."""
+        """Insert loaded pages into the host tier, and the state snapshot at their end."""
         states = fetch.states
         if states is not None and states.load is not None:
             fetch.loads.remove(states.load)
@@ -383,13 +390,13 @@ class RemoteKv:
         self._num_hits += sum(loaded) * self._cache.pool.page_size
 
     def _follow(self, key: bytes) -> list[Request]:
-        """Requests that waited for another request's fetch, which began at this key."""
+        """Continue requests that waited for a fetch that began at `key`. Returns the ready ones."""
         ready = []
         for fetch in self._followers(key):
             del self._fetches[fetch.request]
             missing = self._cache.missing(fetch.request)
             keys = missing.elsewhere or missing.states
-            if not keys or keys[0] == key:  # all is here, or it is nowhere
+            if not keys or keys[0] == key:  # nothing is missing, or the fetch found nothing
                 fetch.request.page_keys = []
                 ready.append(fetch.request)
             elif not self._fetch(fetch.request):
@@ -397,12 +404,12 @@ class RemoteKv:
         return ready
 
     def _followers(self, key: bytes) -> list[_Fetch]:
-        """Fetches that wait for another request's fetch, which begins at this key."""
+        """Return the fetches that wait for another request's fetch, which begins at `key`."""
         fetches = self._fetches.values()
         return [each for each in fetches if each.match is None and each.first == key]
 
     def _save(self, export: Export) -> list[Future]:
-        """Copy a request's new pages off the device and begin to write them."""
+        """Copy a request's new pages off the device and start writing them."""
         pairs = [
             (key, page)
             for key, page in zip(export.keys, export.pages, strict=True)
@@ -428,9 +435,9 @@ class RemoteKv:
         return [*started, *self._save_states(export, most - len(pairs))]
 
     def _save_states(self, export: Export, most: int) -> list[Future]:
-        """Copy new snapshots of a request's states off the device and begin to write them.
+        """Copy a request's new state snapshots off the device and start writing them.
 
-        `most`: pages of which they may have the bytes; one more may be written.
+        `most`: limit on the size, in pages; the last snapshot may exceed it.
         """
         started = []
         for key, slot in export.states:

@@ -1,7 +1,7 @@
-"""CoveredTokens: how many tokens the states in each slot include, with speculation.
+"""CoveredTokens: number of tokens that the states in each slot include, for speculation.
 
-A verification leaves its rows out of the states, since some may be rejected. The next step finds
-those it has to apply first by comparing these numbers with its own first positions.
+A verification does not apply its rows to the states, since some rows may be rejected. The next step
+compares these numbers with its first positions to find the accepted rows that it must apply first.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from qserve.model.blocks.states.state import state_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoveredTokens:
-    """One number for each state slot, copied with the states: a Cache of all layers."""
+    """One token count per state slot. It is a Cache, so it is copied together with the states."""
 
-    covered_P: torch.Tensor  # int32
-    most_rows: int  # of a verification
+    covered_P: torch.Tensor  # int32, one count per slot
+    most_rows: int  # maximum number of rows of a verification
     page_tensors: tuple[torch.Tensor, ...] = ()
 
     @classmethod
@@ -28,10 +28,13 @@ class CoveredTokens:
 
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The numbers."""
+        """The token counts."""
         return (self.covered_P,)
 
     def advance_(self, batch: Batch) -> Batch:
-        """Return a step with the rows that its states lack; the numbers become those after it."""
+        """Return the step with `lacking_R`, the number of rows that its states lack.
+
+        Updates the counts to those after the step.
+        """
         lacking_R = ops.lacking_rows_(self.covered_P, state_step(batch), self.most_rows)
         return replace(batch, lacking_R=lacking_R)

@@ -1,4 +1,4 @@
-"""Device, dtype and number of threads of a rank."""
+"""Device, dtype and number of CPU threads of a rank."""
 
 import os
 
@@ -12,7 +12,7 @@ from qserve.model.model_config import ModelConfig
 
 
 def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torch.device:
-    """The device with this index, on a machine that needs `num_here`. Raises InputError."""
+    """Return the device with this index. Raises InputError if there are fewer than `num_here`."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torc
 
 
 def use_device(device: torch.device, config: EngineConfig) -> None:
-    """Let this process compute on `device`, and launch kernels as the settings say."""
+    """Set the process's device, kernel launcher and number of CPU threads."""
     set_plain_launches(config.plain_kernel_launch)
     num_processes = config.num_ranks * config.data_parallel_size
     if device.type == "cuda":
@@ -49,7 +49,7 @@ def use_device(device: torch.device, config: EngineConfig) -> None:
     elif config.cpu_threads is not None:
         torch.set_num_threads(max(1, config.cpu_threads // num_processes))
     elif num_processes > 1 and not os.environ.get(SET_BY_USER):
-        # Ranks that each compute on all cores would wait for each other.
+        # If each rank computed on all cores, the ranks would slow each other down.
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // num_processes))
 
@@ -57,5 +57,5 @@ def use_device(device: torch.device, config: EngineConfig) -> None:
 def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
-    # A CPU computes float32 at least as fast, and exactly as the reference does.
+    # On a CPU float32 is at least as fast, and gives exactly the reference's results.
     return torch.float32 if device.type == "cpu" else model.dtype

@@ -1,7 +1,8 @@
-"""Encoder: the vision tower on the device, and the embeddings that it keeps there.
+"""Encoder: the vision tower on the device, and the embeddings that are kept there.
 
-The scheduler decides what is encoded, kept and dropped (scheduling/encoder_budget.py).
-Legend: M rows of a step with embeddings, C hidden size, T rows of the step.
+The scheduler decides which media items are encoded, kept and dropped
+(scheduling/encoder_budget.py).
+M: rows of a step with embeddings. C: hidden size. T: rows of the step.
 """
 
 import logging
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder:
-    """Embeddings of media items, by digest, and the positions of their rows."""
+    """Encodes media items, keeps their embeddings by digest, and adds them to steps."""
 
     def __init__(
         self,
@@ -41,13 +42,12 @@ class Encoder:
         vision: VisionConfig,
         bytes_to_come: int,
     ) -> None:
-        """`tower`: None on later pipeline stages. `ropes`: None if positions are numbers.
+        """`tower`: None on later pipeline stages. `ropes`: None if positions have one axis.
 
-        `bytes_to_come`: device memory of the embeddings that it may keep, and of a call of the
-        tower.
+        `bytes_to_come`: device memory to reserve for kept embeddings and for a call of the tower.
         """
         self.tower, self.bytes_to_come = tower, bytes_to_come
-        # first layers after which something is added to rows with embeddings
+        # number of first layers whose outputs get more embeddings added (deepstack)
         self._num_levels = vision.num_levels
         self._sees_ahead_in_windows = vision.sees_ahead_in_windows
         self._ropes = ropes
@@ -61,9 +61,9 @@ class Encoder:
         config: EngineConfig,
         decoder: Decoder,
     ) -> "Encoder":
-        """Load the tower next to a decoder, with random weights for the load format dummy.
+        """Load the tower of a decoder's model. With --load-format dummy its weights are random.
 
-        Later pipeline stages have no tower, but positions.
+        Later pipeline stages have no tower, but they compute positions.
         """
         ropes = None
         if vision.axis_pairs:
@@ -94,7 +94,7 @@ class Encoder:
         return encoder
 
     def use_graphs(self) -> None:
-        """Capture calls of the tower in CUDA graphs, where it is of the project's operations."""
+        """Run the tower in CUDA graphs, if it is built from this project's operations."""
         if self.tower is None or self.tower.of_grids is None:
             return
         self._graphs = TowerGraphs(self.tower.of_grids)
@@ -113,12 +113,13 @@ class Encoder:
 
     @property
     def is_mutual(self) -> bool:
-        """True if the rows of an image see each other, which no CUDA graph computes."""
+        """True if the rows of an image attend to each other, which CUDA graphs do not support."""
         return self.tower is not None and self.tower.config.is_mutual
 
     def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
-        """Return a step's tensors with the embeddings and the positions of its media, and the
-        media for a drafter.
+        """Add embeddings and positions of a step's media.
+
+        Returns the step's tensors with them, and the media for a drafter.
         """
         device, next_embeds, positions_3T = batch.token_ids_T.device, None, None
         if step.media is not None:
@@ -130,7 +131,7 @@ class Encoder:
                 next_embeds = self._embeds(step.media.before_M, step.media.of_next, device)
                 batch = replace(batch, embeds=embeds)
             ahead = step.media.keys_ahead_T
-            if ahead is not None:  # with drafts the device has corrected the positions by now
+            if ahead is not None:  # the device has already corrected positions for drafts
                 last_keys_T = batch.positions_T + to_device(ahead, device)
                 in_windows = self._sees_ahead_in_windows
                 batch = replace(batch, last_keys_T=last_keys_T, sees_ahead_in_windows=in_windows)
@@ -145,13 +146,13 @@ class Encoder:
         )
 
     def make_buffers(self, decoder: Decoder, max_tokens: int) -> MediaBuffers:
-        """Allocate the inputs of CUDA graphs with media."""
+        """Allocate the input buffers of CUDA graphs with media."""
         return MediaBuffers(decoder, self._ropes, self._num_levels, max_tokens)
 
     def fill_(self, buffers: MediaBuffers, padded: Batch, step: StepInput) -> None:
-        """Encode the media of a step, and fill its embeddings into the inputs of its graph.
+        """Encode the media of a step and write the embeddings to the input buffers of its graph.
 
-        `padded`: the graph's other inputs, filled.
+        `padded`: the graph's other inputs, already filled.
         """
         count = step.num_tokens
         batch = replace(
@@ -169,7 +170,7 @@ class Encoder:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Drop the embeddings that the block makes: no scheduler knows of them."""
+        """Context that drops embeddings made inside it, which the scheduler does not know."""
         known = self._rows.copy()
         try:
             yield
@@ -177,7 +178,7 @@ class Encoder:
             self._rows = known
 
     def _encode(self, tower: Tower, media: MediaRows) -> None:
-        """Drop and encode what a plan says."""
+        """Drop and encode media items as the plan says."""
         for digest in media.dropped:
             self._rows.pop(digest, None)
         encoded = tower.encode(media.encode)
@@ -188,7 +189,7 @@ class Encoder:
     def _embeds(
         self, rows_M: np.ndarray, of_items: Sequence[ItemRows], device: torch.device
     ) -> InputEmbeds | None:
-        """Collect embeddings for rows of a step; None: there are none."""
+        """Collect the embeddings for rows of a step. Returns None if there are none."""
         found = [self._rows[digest][start:stop] for digest, start, stop in of_items]
         if not found:
             return None

@@ -1,4 +1,4 @@
-"""Number of KV pages that fit in memory, and of snapshots of states next to them."""
+"""Number of KV pages and of state snapshots that fit in memory."""
 
 import logging
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from qserve.model.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-SNAPSHOT_SHARE = 0.25  # of the memory after the states of requests
+SNAPSHOT_SHARE = 0.25  # fraction for snapshots of the memory left after the states of requests
 LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
 
 
 class Fit(NamedTuple):
-    """Numbers that fit in memory."""
+    """Numbers of pages and snapshots that fit in memory."""
 
     num_pages: int
     num_snapshots: int
@@ -29,11 +29,10 @@ class Fit(NamedTuple):
 def num_pages_in(
     memory: float, runner: ModelRunner, flag: str, most_pages: int | None = None
 ) -> Fit:
-    """Number of KV pages that fit in `memory` GiB after the states of requests.
+    """Return the pages and snapshots that fit in `memory` GiB next to the states of requests.
 
-    `most_pages`: that can be in use.
-
-    Raises InputError, which names the flag, where none fits.
+    `flag`: name of the setting, for errors. `most_pages`: maximum number of pages that can be in
+    use. Raises InputError if no page fits.
     """
     room = memory * GIB - runner.bytes_of_states
     if room < 0:
@@ -54,7 +53,7 @@ def num_pages_in(
 
 
 def _fit(room: int, runner: ModelRunner, most_pages: int | None) -> Fit:
-    """Divide memory between pages and, unless a flag states their number, snapshots."""
+    """Divide memory between pages and snapshots. A flag may fix the number of snapshots."""
     if not runner.chooses_snapshots:
         return Fit(room // runner.bytes_per_page, runner.num_snapshots)
     num_pages, num_snapshots = split_memory(
@@ -74,11 +73,11 @@ def num_pages_on_gpu(
     graph_step: StepInput | None = None,
     most_pages: int | None = None,
 ) -> Fit:
-    """Number of KV pages that fit next to the weights, the largest step and the CUDA graphs.
+    """Return the pages and snapshots that fit next to weights, activations and CUDA graphs.
 
-    Runs that step once on a few pages to see its peak, and `graph_step`, the largest that a graph
-    will hold: graphs have memory of their own. `most_pages`: that can be in use. Raises InputError
-    where nothing is left.
+    Runs the largest step once, on a few pages, to measure its peak. Also runs `graph_step`, the
+    largest step in a graph, since graphs have their own memory. `most_pages`: maximum number of
+    pages that can be in use. Raises InputError if no page fits.
     """
     device = runner.device
     torch.cuda.empty_cache()
@@ -94,9 +93,9 @@ def num_pages_on_gpu(
     runner.free_pages()
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    # Outside of torch's allocator: the CUDA context, other processes.
+    # Memory outside of torch's allocator: the CUDA context, other processes.
     outside = total - free - stats["reserved_bytes.all.current"]
-    # bytes_to_come: the table of the first request with a penalty, made while requests run.
+    # bytes_to_come is allocated later, for example with the first request that has a penalty.
     peak = step_peak + outside + runner.bytes_to_come + graphs
     budget = total * runner.config.gpu_memory_utilization
     logger.info(
@@ -123,7 +122,7 @@ def num_pages_on_gpu(
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of a decoder's weights as kernels hold them."""
+    """Return the bytes of a decoder's weights in the kernels' layouts."""
     total = sum(tensor.nbytes for tensor in decoder.buffers())
     for prepared, _ in decoder.products():
         stacks = [prepared]
@@ -137,13 +136,13 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def _media_bytes(runner: ModelRunner) -> int:
-    """Bytes of the buffers that CUDA graphs with media will have."""
+    """Return the bytes of the input buffers of CUDA graphs with media."""
     buffers = runner.media_buffers()
     return 0 if buffers is None else buffers.nbytes
 
 
 def _peak_of(runner: ModelRunner, step: StepInput) -> int:
-    """Peak of allocated device memory during a step."""
+    """Return the peak of allocated device memory during a step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
     runner.launch(step).result()

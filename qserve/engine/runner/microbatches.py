@@ -1,7 +1,7 @@
-"""Microbatches of a step, so that pipeline stages compute different ones at the same time.
+"""Microbatches of a step, so that pipeline stages compute different microbatches at the same time.
 
-Microbatches follow the order of the step's tokens: what a later one attends to is written before
-it. Legend: T tokens of the step, R requests (chunks).
+Microbatches keep the order of the step's tokens: the keys that a later microbatch attends to are
+written before it runs. T: tokens of the step. R: requests (chunks).
 """
 
 from dataclasses import dataclass, replace
@@ -13,25 +13,26 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.parallel.pipeline import Pipeline
 
-# With fewer tokens a pass is bound by reading the weights, which two microbatches read twice.
+# With fewer tokens a forward pass is bound by reading the weights, and each microbatch reads them.
 MIN_TOKENS = 256
-PER_STAGE = 2
+PER_STAGE = 2  # maximum number of microbatches per pipeline stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Inputs of a forward pass for some of a step's tokens."""
+    """Inputs of a forward pass for a range of a step's tokens."""
 
     tokens: slice
-    requests: np.ndarray  # int64: indices of its requests
-    later: np.ndarray  # int32: tokens of each of these in later microbatches
+    requests: np.ndarray  # int64: indices of its requests in the step
+    later: np.ndarray  # int32: number of tokens of each of these in later microbatches
     step: StepInput
-    embeds: slice  # of the step's rows with embeddings of media
+    embeds: slice  # range of the step's rows with media embeddings
 
     def batch_of(self, whole: Batch, form: BatchForm) -> Batch:
-        """Create its inputs on the device.
+        """Create the microbatch's inputs on the device.
 
-        Values that only the device knows come from the inputs of the whole step."""
+        `whole`: inputs of the whole step; values that only the device knows are taken from there.
+        """
         device, tokens = whole.token_ids_T.device, self.tokens
         contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
         keys_T, ropes_T = whole.last_keys_T, whole.rope_positions_T
@@ -52,7 +53,7 @@ class Microbatch:
 
 
 def microbatches(step: StepInput, pipeline: Pipeline) -> list[Microbatch]:
-    """The microbatches of a step that is long enough, otherwise none."""
+    """Divide a step into microbatches. Returns an empty list if the step is too short."""
     count = min(step.num_tokens // MIN_TOKENS, PER_STAGE * pipeline.num_stages)
     if count < 2:
         return []
@@ -63,7 +64,7 @@ def microbatches(step: StepInput, pipeline: Pipeline) -> list[Microbatch]:
 
 
 def _outside_images(ends: list[int], keys_ahead_T: np.ndarray) -> list[int]:
-    """Move ends from images, whose rows see each other, to their beginnings."""
+    """Move ends that lie within an image to the image's start: its rows attend to each other."""
     found = [0]
     for end in ends[1:]:
         while end > found[-1] and keys_ahead_T[end - 1]:
@@ -74,7 +75,7 @@ def _outside_images(ends: list[int], keys_ahead_T: np.ndarray) -> list[int]:
 
 
 def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
-    """The microbatch of the tokens [start, stop)."""
+    """Return the microbatch of the tokens [start, stop)."""
     begins_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
     low_R, high_R = np.maximum(begins_R, start), np.minimum(ends_R, stop)
     chosen = np.flatnonzero(low_R < high_R)

@@ -1,7 +1,8 @@
 """ModelRunner: launches steps on the device.
 
-`launch()` returns a handle immediately; `StepHandle.result()` waits for the sampled tokens. Tokens
-that the host does not know yet are taken on the device from the samples of the in-flight step.
+`launch()` returns a handle immediately; `StepHandle.result()` waits for the sampled tokens. Input
+tokens that the host does not know yet are read on the device, from the samples of the in-flight
+step.
 """
 
 import contextlib
@@ -59,16 +60,16 @@ class ModelRunner:
         self._ranks = ranks
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         page_size = config.block_size
-        # rows of a verification, which states leave out; 0: nothing is ever rejected
+        # maximum number of rows of a verification, which are not applied to states; 0: no drafts
         self.most_rows = 0 if speculator is None else max(speculator.row_counts)
         self.cache_specs = [
             layer.attention.cache_spec(self.kv_format, page_size).with_drafts(self.most_rows)
             for layer in decoder.layers
         ]
         self.caches: list[Cache] = []
-        self.covered: CoveredTokens | None = None  # of states, with speculation
-        # One for each request that a step may have; then those that keep copies. Where memory
-        # decides their number, `prepare` of the worker sets it.
+        self.covered: CoveredTokens | None = None  # for states with speculation
+        # One state slot per request of a step, then the slots of snapshots. If memory determines
+        # the number of snapshots, Worker.prepare sets it.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.num_snapshots = 0
         if config.enable_prefix_caching:
@@ -78,20 +79,20 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.page_copies: PageCopies | None = None
         self.state_copies: PageCopies | None = None
-        self.page_sender: PageSender | None = None  # to other engines; the workers fill it
-        self.adapters: SlotMemory | None = None  # the workers fill it
-        self.encoder: Encoder | None = None  # of media; the workers fill it
-        # Auxiliary hidden states of the decoder that a drafter reads; only the first stage has one.
+        self.page_sender: PageSender | None = None  # sends pages to other engines; set later
+        self.adapters: SlotMemory | None = None  # set by the worker
+        self.encoder: Encoder | None = None  # encodes media; set by the worker
+        # Layers whose hidden states the drafter reads. Only the first stage has a drafter.
         self.taps = () if speculator is None else speculator.taps
 
     @property
     def drafting(self) -> Drafting | None:
-        """Most drafts of a step; None without speculation."""
+        """Maximum number of drafts of a step; None without speculation."""
         return None if self.speculator is None else self.speculator.drafting
 
     @property
     def looks_ahead(self) -> bool:
-        """True if a page's contents also depend on the token after it."""
+        """True if the contents of a page also depend on the token after it."""
         return self.speculator is not None and self.speculator.looks_ahead
 
     @property
@@ -101,7 +102,7 @@ class ModelRunner:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page of all layers, the drafter's included."""
+        """Bytes of one page in all layers, including the drafter's."""
         size = sum(spec.bytes_per_page for spec in self.cache_specs)
         if self.speculator is not None:
             size += self.speculator.bytes_per_page(self.kv_format)
@@ -109,29 +110,29 @@ class ModelRunner:
 
     @property
     def bytes_of_states(self) -> int:
-        """Bytes of all state slots of all layers, slots of snapshots included."""
+        """Bytes of all state slots in all layers, including slots of snapshots."""
         return (self.num_state_slots + self.num_snapshots) * self.bytes_per_state
 
     @functools.cached_property
     def bytes_per_state(self) -> int:
-        """Bytes of one state slot of all layers."""
+        """Bytes of one state slot in all layers."""
         return sum(spec.bytes_per_slot for spec in self.cache_specs)
 
     @functools.cached_property
     def has_states(self) -> bool:
-        """True if a layer keeps a state of each request."""
+        """True if a layer keeps a recurrent state per request."""
         return self.bytes_per_state > 0
 
     @property
     def chooses_snapshots(self) -> bool:
-        """True if memory decides the number of snapshots."""
+        """True if the available memory determines the number of snapshots."""
         config = self.config
         is_asked_for = config.enable_prefix_caching and config.num_state_snapshots is None
         return is_asked_for and self.has_states
 
     @functools.cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Tokens of the chunk graphs."""
+        """Token counts of the chunk graphs."""
         has_experts = any(
             isinstance(weight, PreparedExperts) for weight, _ in self.decoder.products()
         )
@@ -139,7 +140,7 @@ class ModelRunner:
 
     @functools.cached_property
     def batch_form(self) -> BatchForm:
-        """Optional tensors of batches, which depend on what the layers keep."""
+        """Which optional tensors a batch has. This depends on the layers' caches."""
         rules = (spec.split_rule for spec in self.cache_specs)
         return BatchForm(
             with_states=self.has_states,
@@ -149,13 +150,13 @@ class ModelRunner:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that requests may still allocate, in addition to that of steps."""
+        """Bytes of device memory that may still be allocated later, outside of steps."""
         of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
         of_layer = max((spec.bytes_to_come for spec in self.cache_specs), default=0)
         return self.sampler.history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the KV pages, and the states of models that have some."""
+        """Allocate the KV pages and, if the model has them, the states."""
         num_slots = self.num_state_slots + self.num_snapshots
         self.caches = make_caches(self.cache_specs, num_pages, num_slots, self.device)
         if self.has_states and self.most_rows:
@@ -169,14 +170,14 @@ class ModelRunner:
             self.speculator.caches.clear()
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """Tensors of all pages and states, the drafter's included."""
+        """Return the tensors of all pages and states, including the drafter's."""
         drafter = [] if self.speculator is None else self.speculator.caches
         caches = [*self._state_caches, *drafter]
         return [each for cache in caches for each in (*cache.page_tensors, *cache.slot_tensors)]
 
     @property
     def _state_caches(self) -> list[Cache]:
-        """The layers' caches, and the tokens that their states include."""
+        """The layers' caches, and the counts of tokens that their states include."""
         return self.caches if self.covered is None else [*self.caches, self.covered]
 
     def close_graphs(self) -> None:
@@ -189,9 +190,10 @@ class ModelRunner:
         self.graphs = None
 
     def sample(self) -> "ModelRunner":
-        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages.
+        """Return a runner with the fewest layers that launch every kernel.
 
-        It computes whole steps: its largest one is as large as steps that cannot be divided.
+        It shares weights and KV pages with this runner. Its steps are not divided among ranks, so
+        its largest step needs as much memory as one that cannot be divided.
         """
         decoder, numbers = sample_of_layers(self.decoder)
         ranks = replace(self._ranks, context=None)
@@ -201,7 +203,7 @@ class ModelRunner:
         return runner
 
     def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
-        """Shapes of steps that together launch every kernel of steps up to the token budget."""
+        """Return step shapes that together launch every kernel that steps can launch."""
         communicator, model = self._ranks.communicator, self.decoder.config
         sums = []
         if communicator is not None:
@@ -215,13 +217,13 @@ class ModelRunner:
         return list(warm_up_shapes(self.decoder, specs, limits, sums=sums, adapters=adapters))
 
     def check_graphs(self) -> None:
-        """Raise InputError where plain torch would read a cache, which CUDA graphs cannot hold."""
+        """Raise InputError if a cache is read by plain torch, which CUDA graphs do not support."""
         for spec in dict.fromkeys(self.cache_specs):
             spec.check_graphs(self.decoder.dtype, self.device.type)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Make CUDA graphs of steps. The KV pages must be at their final addresses."""
+        """Create the CUDA graphs of steps. KV pages must be at their final addresses."""
         longest, speculator = self.config.max_seq_len_to_capture, self.speculator
         self.graphs = StepGraphs(
             self._captured,
@@ -247,7 +249,7 @@ class ModelRunner:
             speculator.use_graphs(self.graphs)
 
     def media_buffers(self) -> MediaBuffers | None:
-        """Make the inputs of graphs of steps with media; None: they use none, as with drafts."""
+        """Create input buffers for graphs of steps with media. None: such steps use no graph."""
         if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
             return None
         most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)
@@ -255,7 +257,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one more graph, in an idle moment. Returns False where there is none left."""
+        """Capture one more graph while the engine is idle. Returns False if none is left."""
         if self.graphs is None:
             return False
         speculator = self.speculator
@@ -284,9 +286,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch_forward(self, step: StepInput) -> None:
-        """Start a step up to its logits. `launch_sampling` must come next, before another step.
+        """Start the forward pass of a step. Call `launch_sampling` next, before another step.
 
-        Nothing is left to do on a rank without logits.
+        On a rank without logits, `launch_sampling` then does nothing.
         """
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
@@ -295,7 +297,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _sending_pages(self) -> Iterator[None]:
-        """Context of a step whose pages may go to other engines."""
+        """Context for a step whose pages may be sent to other engines."""
         sender = self.page_sender
         if sender is None:
             yield
@@ -344,7 +346,10 @@ class ModelRunner:
         self._under_way = LaunchedForward(outputs, logits_SV, prompts, pools, drafting, done)
 
     def graph_key_for(self, step: StepInput, *, whole: bool = False) -> GraphKey | None:
-        """Key of the graph of a step's forward pass, or of the whole step; None: there is none."""
+        """Return the key of the graph for a step's forward pass; None: the step uses no graph.
+
+        `whole`: look for a graph of the whole step.
+        """
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is None or needs_hidden or self._splits(step):
             return None
@@ -353,26 +358,26 @@ class ModelRunner:
         return self.graphs.key_for(step, whole=whole)
 
     def _splits(self, step: StepInput) -> bool:
-        """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
+        """Return True if the step is faster split (split_step.py) than in a CUDA graph."""
         rule = self.batch_form.split_rule
         return rule is not None and long_pairs(step, rule) >= rule.pairs_of_graph
 
     @property
     def is_computing(self) -> bool:
-        """True while the forward pass of a step that awaits masks runs. Always False on a CPU."""
+        """True while the device runs a forward pass whose step awaits masks. False on a CPU."""
         under_way = self._under_way
         return under_way is not None and under_way.done is not None and not under_way.done.query()
 
     @torch.inference_mode()
     def launch_sampling(self, step: StepInput) -> StepHandle:
-        """Start the sampling of a step, whose masks may have arrived since."""
+        """Start sampling for the step of `launch_forward`. `step` may now have its masks."""
         forward, self._under_way = self._under_way, None
         return StepHandle() if forward is None else self.sampler.launch(step, forward)
 
     def offload_pages(self, num_slots: int, num_states: int = 0) -> None:
-        """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states.
+        """Allocate host memory for `num_slots` KV pages and `num_states` state snapshots.
 
-        The device's pages exist already.
+        The device's pages must already be allocated.
         """
         drafter = [] if self.speculator is None else self.speculator.caches
         self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
@@ -395,13 +400,13 @@ class ModelRunner:
 
     @property
     def _draws(self) -> bool:
-        """True if this rank samples: every rank of the first stage does."""
+        """True if this rank samples. Every rank of the first pipeline stage samples."""
         return self.decoder.head is not None
 
     def _hidden(
         self, step: StepInput | None, batch: Batch
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
+        """Run Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
         if self.covered is not None:
             batch = self.covered.advance_(batch)
@@ -415,16 +420,16 @@ class ModelRunner:
         return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
 
     def _captured(self, batch: Batch) -> StepOutputs:
-        """`forward_logits` without unused outputs: a graph keeps its outputs allocated."""
+        """`forward_logits` without unused outputs, since a graph keeps its outputs allocated."""
         outputs = self.forward_logits(batch)
         if self.speculator is None or not self.speculator.drafting.runs_drafter:
             return replace(outputs, hidden_TC=None)
         return outputs
 
     def forward_logits(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
-        """Compute a batch up to the logits of the rows that sample; None on a rank without logits.
+        """Compute the logits of the rows that sample. Returns None on a rank without logits.
 
-        `step`: of the batch, which may be computed in microbatches.
+        `step`: the step of the batch; if given, microbatches may be used.
         """
         hidden_TC, tapped = self._hidden(step, batch)
         if not self._draws:
@@ -437,7 +442,7 @@ class ModelRunner:
         return Batch.of(step, self.device, self.batch_form)
 
     def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
-        """The step and its batch: this rank's part if ranks divide the step, else all of it."""
+        """Return a step and its batch, or this rank's part of both if ranks divide the step."""
         context, least = self._ranks.context, self.config.prefill_context_parallel_min_tokens
         divided = None if context is None else divide(step, context.rank, context.size, least)
         exchange = None
@@ -452,7 +457,7 @@ class ModelRunner:
         return step, replace(batch, exchange=exchange, on_written=on_written)
 
     def _is_divided(self, step: StepInput) -> bool:
-        """True if ranks divide the step."""
+        """Return True if ranks divide the step."""
         context, least = self._ranks.context, self.config.prefill_context_parallel_min_tokens
         return context is not None and is_divided(step, context.size, least)
 
@@ -461,7 +466,7 @@ class ModelRunner:
     ) -> DraftedStep | None:
         """Fill in tokens of the in-flight step, which the host does not know yet.
 
-        Returns the speculative part of the step, if there is one.
+        Returns the step's speculative work, or None.
         """
         if step.draft_rows is not None and self.speculator is not None:
             drafting = self.speculator.begin(step, batch, key)
@@ -473,7 +478,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> torch.Tensor:
-        """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        """Return float32 logits [T, V] after every token of a step. No token may be pending."""
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
         self._move_pages(step)
@@ -488,7 +493,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute_for_others(self) -> None:
-        """Take part in a step of engines that share the experts, without tokens."""
+        """Take part, without own tokens, in a step of other engines that share the experts."""
         if self._ranks.exchange.begin(0):
             self.decoder.compute_for_others()
 

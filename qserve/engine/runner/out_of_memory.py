@@ -1,4 +1,4 @@
-"""Recognition of out-of-memory errors, of torch and of other libraries."""
+"""Recognition of out-of-memory errors from torch and other libraries."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ import torch
 
 from formats.errors import InputError
 
-# Messages of other errors than OutOfMemoryError: the CPU's allocator, pinned memory and launches,
-# cuBLAS.
+# Messages of errors that are not an OutOfMemoryError: from the CPU allocator, pinned memory,
+# kernel launches and cuBLAS.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = (
 
 @contextmanager
 def out_of_memory_is_named(doing: str, remedy: str) -> Iterator[None]:
-    """Convert an out-of-memory error of the block to an InputError with the remedy."""
+    """Context that converts an out-of-memory error to an InputError with the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -34,7 +34,7 @@ def ran_out(error: RuntimeError | MemoryError) -> bool:
     """Return whether an error means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # The death of a rank is not the failure of a step, whatever caused it.
+    # Errors of this project, such as the death of a rank, are not out-of-memory errors of a step.
     return type(error).__module__.partition(".")[0] != "qserve" and any(
         text in str(error) for text in OUT_OF_MEMORY
     )

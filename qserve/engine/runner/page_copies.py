@@ -1,10 +1,11 @@
-"""Copies of KV pages and of states between device and host memory, and on the device.
+"""Copies of KV pages and states between device and host memory, and on the device.
 
-A page of all layers is one block of host memory and takes one transfer, not two for each layer. So
-does a slot of states, which is called a page, too. On a GPU transfers run on their own stream.
-Stored pages are first gathered into a buffer on the device, so steps do not wait for the transfer.
-A step that needs loaded pages waits for these only.
-Legend: N pages of one transfer, P pages of the device, S slots, F bytes of a page in all layers.
+All layers of a page are one block of host memory and take one transfer instead of two per layer.
+The same holds for a slot of states, which is called a page here too. On a GPU transfers run on a
+separate stream. Stored pages are first gathered into a buffer on the device, so steps do not wait
+for the transfer. A step that needs loaded pages waits only for these.
+
+N: pages of one transfer. S: slots. F: bytes of a page in all layers.
 """
 
 import logging
@@ -22,8 +23,8 @@ from qserve.model.cache_spec import Cache
 
 logger = logging.getLogger(__name__)
 
-# A page of an 8B model is 2 MiB; a slot of states may have more than this.
-BUFFER_BYTES = 64 * 2**20  # on the device
+# Size of the device buffer. A page of an 8B model is 2 MiB; a slot of states may exceed the buffer.
+BUFFER_BYTES = 64 * 2**20
 PAGES_AT_ONCE = 32
 
 
@@ -38,9 +39,9 @@ class PageCopies:
         *,
         of_states: bool = False,
     ) -> None:
-        """`caches`: of all layers. Takes the memory of `num_slots` pages on the host.
+        """Allocate `num_slots` pages on the host. `caches`: caches of all layers.
 
-        `of_states`: pages are the slots of states instead.
+        `of_states`: copy slots of states instead of KV pages.
         """
         self._device = device
         tensors = [each.slot_tensors if of_states else each.page_tensors for each in caches]
@@ -55,12 +56,12 @@ class PageCopies:
         self._pages_at_once = min(max(1, at_once), PAGES_AT_ONCE)
 
     def store(self, moves: PageMoves) -> None:
-        """Store pages before whatever is launched next. Waits only where memory ran out."""
+        """Store pages before the next launch. Waits for the device only if memory runs out."""
         for pages, slots in self._batches(moves.stored_pages, moves.stored_slots):
             self._store(pages, slots)
 
     def load(self, moves: PageMoves) -> None:
-        """Load pages before whatever is launched next. Waits only where memory ran out."""
+        """Load pages before the next launch. Waits for the device only if memory runs out."""
         for pages, slots in self._batches(moves.loaded_pages, moves.loaded_slots):
             self._load(pages, slots)
 
@@ -69,9 +70,9 @@ class PageCopies:
             yield tuple(array[start : start + self._pages_at_once] for array in arrays)
 
     def read(self, pages: Sequence[int]) -> HostCopy | None:
-        """Begin to copy pages to their own host memory, as they are after all launched work.
+        """Start copying pages to new host memory. The copy runs after all launched work.
 
-        Returns None where memory ran out.
+        Returns None if memory runs out.
         """
         try:
             index = to_device(np.asarray(pages, np.int64), self._device)
@@ -84,11 +85,11 @@ class PageCopies:
             return None
 
     def slot(self, number: int) -> memoryview:
-        """Bytes of a reserved slot, valid after the function that `idle` returns was called."""
+        """Return the bytes of a reserved slot. Call the function from `idle` before using them."""
         return memoryview(self._slots_SF[number].numpy())
 
     def idle(self) -> Callable[[], None]:
-        """Return a function that waits for the copies between slots and device under way now."""
+        """Return a function that waits for the copies between slots and device started so far."""
         if self._stream is None:
             return lambda: None
         event = torch.cuda.Event()
@@ -130,18 +131,18 @@ class PageCopies:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for tensor, piece in zip(self._tensors, buffer_NF.split(self._sizes, dim=1), strict=True):
-            # a copy: a piece may begin at an address that its dtype does not allow
+            # cloned, because a piece may begin at an address that its dtype does not allow
             piece = piece.clone(memory_format=torch.contiguous_format)
             tensor[index] = piece.view(tensor.dtype).view(-1, *tensor.shape[1:])
 
     def _pieces(self, slot: int) -> tuple[torch.Tensor, ...]:
-        """Bytes of a slot, by tensor."""
+        """Return the bytes of a slot, one piece per tensor."""
         return self._slots_SF[slot].split(self._sizes)
 
     def _wait_where_memory_ran_out(self, error: Exception) -> None:
         """Prepare to copy page by page, which needs no buffer. Re-raises any other error.
 
-        A page that is not copied would be lost, and a step that reads it would read another page.
+        Skipping the copy is not possible: a page would be lost, or a step would read a wrong page.
         """
         if not ran_out(error):
             raise error
@@ -150,7 +151,7 @@ class PageCopies:
             self._stream.synchronize()
 
     def _transfer(self, buffer: torch.Tensor) -> object:
-        """Context of the transfer stream, after the work launched for `buffer` so far."""
+        """Context in which work runs on the transfer stream, after the work launched so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -159,7 +160,7 @@ class PageCopies:
 
 
 def copy_pages(caches: Sequence[Cache], moves: PageMoves, device: torch.device) -> None:
-    """Copy pages on the device, before whatever is launched next."""
+    """Copy pages on the device before the next launch."""
     if not len(moves.copied_to):
         return
     source, target = (to_device(pages, device) for pages in (moves.copied_from, moves.copied_to))
@@ -174,7 +175,7 @@ def copy_states(
     device: torch.device,
     host: PageCopies | None = None,
 ) -> None:
-    """Make copies of states in stream order before the next launch. `host`: slots on the host."""
+    """Copy states in stream order before the next launch. `host`: the slots on the host."""
     hosted = PageMoves(
         stored_pages=moves.stored_from,
         stored_slots=moves.stored_to,
@@ -198,6 +199,6 @@ def copy_states(
 
 
 def _bytes(tensor_N: torch.Tensor) -> torch.Tensor:
-    """[N, bytes] of [N, ...]."""
-    # flat first: the last dimension may have one entry, and any stride
+    """View [N, ...] as bytes [N, F]."""
+    # Flattened first, because a last dimension with one entry may have any stride.
     return tensor_N.contiguous().flatten().view(torch.uint8).view(len(tensor_N), -1)

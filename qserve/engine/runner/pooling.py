@@ -1,9 +1,10 @@
-"""Pooling: selection and summation of a step's hidden states, and the resulting vectors.
+"""Pooling: selects and sums a step's hidden states, and returns the resulting vectors.
 
-A vector of a prompt is a sum of rows: of one row, or of all for the mean. Each step adds the rows
-that it computes, so the chunking matters to rounding alone; in batch-invariant mode the host adds
-them one by one, and it changes no bit. A request that is recomputed adds no row twice.
-Legend: P rows, Q vectors of the step, C hidden size, L rows whose logits are read.
+The vector of a prompt is one row, or the sum of all rows for mean pooling. Each step adds the rows
+that it computes, so chunking a prompt changes only the rounding. In batch-invariant mode the host
+adds the rows one by one, so chunking changes no bit. A preempted request adds no row twice.
+
+P: rows. Q: vectors of the step. C: hidden size. L: rows whose logits are read.
 """
 
 from dataclasses import dataclass
@@ -51,17 +52,17 @@ def check_pooling(subject: str, params: PoolingParams, model: ModelConfig) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """Outputs of one step for pooled prompts."""
+    """Rows that one step pools, and the requests that get the results."""
 
     rows: PoolRows
-    of_vectors: tuple[tuple[Request, int], ...]  # requests and their numbers of vectors, in order
-    of_logits: tuple[Request, ...]
+    of_vectors: tuple[tuple[Request, int], ...]  # (request, number of vectors), in order
+    of_logits: tuple[Request, ...]  # requests that get logits, in order
 
 
 def plan_pool_rows(plan: StepPlan, *, by_rows: bool = False) -> PoolPlan | None:
-    """The rows of a step that make vectors, or None. Marks them as taken.
+    """Return the rows of a step to pool, or None. Marks these rows as taken.
 
-    `by_rows`: means get their rows, not a sum of those of the step.
+    `by_rows`: for mean pooling return all rows instead of one sum per step.
     """
     whole = (ALL, MEAN) if by_rows else (ALL,)
     rows, counts, of_vectors, logit_rows, of_logits, next_row = [], [], [], [], [], 0
@@ -96,7 +97,7 @@ def plan_pool_rows(plan: StepPlan, *, by_rows: bool = False) -> PoolPlan | None:
 
 
 def _rows_of(pooled: Pooled, num_tokens: int) -> tuple[int, int]:
-    """Range [low, high) of a prompt's rows that are still needed."""
+    """Return the range [low, high) of a prompt's rows that are still needed."""
     kind = pooled.params.kind
     low, high = 0, num_tokens
     if kind == CLS:
@@ -108,13 +109,13 @@ def _rows_of(pooled: Pooled, num_tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolHandle:
-    """Values on their way to the host."""
+    """Pooled values that are being copied to the host."""
 
     sums: HostCopy | None  # [Q, C] float32
-    logits: tuple[HostCopy, ...]  # of each of the L rows
+    logits: tuple[HostCopy, ...]  # one for each of the L rows
 
     def give_to(self, plan: PoolPlan) -> None:
-        """Wait, then add to each request the values of its rows."""
+        """Wait for the values, then add them to the requests."""
         if self.sums is not None:
             sums_QC, first = self.sums.wait().numpy(), 0
             for request, count in plan.of_vectors:

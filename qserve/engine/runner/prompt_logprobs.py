@@ -1,10 +1,10 @@
-"""Log probabilities of prompts: their rows in a step, and their values on the device.
+"""Log probabilities of prompts: selects rows of a step and computes their values on the device.
 
 Row p of a prompt gives the log probability of token p + 1. Each row is taken once, by the first
-step that computes it, however the prompt is chunked; a request that is recomputed does not report
-it twice. The operation that draws tokens computes the values: from equal logits the log probability
-of a prompt token has the bits of that of a generated one. Legend: P rows, S rows of a slice,
-V vocabulary, N alternatives.
+step that computes it, so a preempted request does not report a row twice. The sampling operation
+computes the values: from equal logits, a prompt token and a generated token get the same bits.
+
+P: rows. S: rows of a slice. V: vocabulary size. N: alternatives.
 """
 
 import math
@@ -30,11 +30,12 @@ from qserve.engine.step.step_input import PromptRows
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
 
-# Logits in memory at a time. Each takes 4 bytes, 8 more as a candidate for the likeliest tokens,
-# and 1 for the rank. The 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
+# Maximum number of logits in memory at a time. Each takes 4 bytes, 8 more as a candidate for the
+# likeliest tokens, and 1 for the rank. Without slices, the 8000 rows of a long prompt would take
+# 4 GB for a vocabulary of 128,256.
 SLICE_LOGITS = 2**24
 SLICE_BYTES = 13 * SLICE_LOGITS
-MOST_ROWS = 2**15  # of a slice; a grid has up to 65535
+MOST_ROWS = 2**15  # rows of a slice; a kernel's grid has up to 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,11 @@ class PromptPlan:
     """Prompt rows whose log probabilities one step reports."""
 
     rows: PromptRows
-    counts: tuple[tuple[Request, int], ...]  # requests and their numbers of rows, in order
+    counts: tuple[tuple[Request, int], ...]  # (request, number of rows), in order
 
 
 def plan_prompt_rows(plan: StepPlan) -> PromptPlan | None:
-    """The requested rows of a step, or None. Marks them as taken."""
+    """Return the requested rows of a step, or None. Marks these rows as taken."""
     rows, targets, counts, first = [], [], [], 0
     for chunk in plan.chunks:
         request, start = chunk.request, first
@@ -74,7 +75,7 @@ def plan_prompt_rows(plan: StepPlan) -> PromptPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHandle:
-    """Values on their way to the host."""
+    """Log probabilities that are being copied to the host."""
 
     logprobs: HostCopy  # [P]
     ranks: HostCopy  # [P]
@@ -82,7 +83,7 @@ class PromptHandle:
     top_tokens: HostCopy  # [P, N]
 
     def give_to(self, plan: PromptPlan) -> None:
-        """Wait, then add to each request the values of its rows."""
+        """Wait for the values, then add them to the requests."""
         columns = (self.logprobs, self.top_tokens, self.top_logprobs, self.ranks)
         entries = zip(*(copy.wait().tolist() for copy in columns), strict=True)
         for request, count in plan.counts:
@@ -97,11 +98,14 @@ class PromptHandle:
 def launch_prompt_logprobs(
     logits_of: Callable[[torch.Tensor], torch.Tensor], hidden_TC: torch.Tensor, rows: PromptRows
 ) -> PromptHandle:
-    """Compute in slices of rows. `logits_of` maps hidden states [S, C] to logits [S, V]."""
+    """Start computing log probabilities, in slices of rows.
+
+    `logits_of`: maps hidden states [S, C] to logits [S, V].
+    """
     device = hidden_TC.device
     index_P, targets_P = (to_device(array, device) for array in (rows.rows, rows.targets))
     parts: list[tuple[torch.Tensor, ...]] = []
-    size = 1  # the first row shows the vocabulary size
+    size = 1  # the first slice has one row and shows the vocabulary size
     first = 0
     while first < len(rows.rows):
         piece = slice(first, first + size)
@@ -110,7 +114,7 @@ def launch_prompt_logprobs(
         settings = drawing(rows.targets[piece], count).to(device)
         samples = ops.sample_(logits_SV, settings)
         target_S1 = logits_SV.gather(1, targets_P[piece, None])
-        # a token that has no chance cannot be drawn
+        # a token with probability 0 cannot be drawn, even with a bias
         logprob_S = torch.where(target_S1[:, 0] == -torch.inf, -torch.inf, samples.logprobs_S)
         rank_S = (logits_SV > target_S1).sum(-1) + 1
         parts.append((logprob_S, rank_S, samples.top_logprobs_SN, samples.top_tokens_SN))
@@ -123,7 +127,7 @@ def launch_prompt_logprobs(
 
 
 def drawing(tokens_S: np.ndarray, num_logprobs: int) -> SampleSettings:
-    """Settings that draw the given tokens: each has a bias of infinity."""
+    """Return settings with which sampling draws the given tokens: each has an infinite bias."""
     words_SP = np.empty((len(tokens_S), NUM_WORDS), np.int64)
     words_SP[:, :BIAS_START] = pack_row(SampleRow(num_logprobs=num_logprobs))
     words_SP[:, BIAS_START] = np.arange(len(tokens_S))

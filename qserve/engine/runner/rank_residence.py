@@ -1,4 +1,4 @@
-"""RankResidence: weights and pages of a rank other than the leader, at the leader's calls."""
+"""RankResidence: runs the leader's sleep and weight calls on another rank."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from qserve.engine.control.shared_tensors import DTYPES, open_tensors
 from qserve.engine.runner.residence import Residence
 from qserve.model.resident.staged import StagedWeights
 
-CALLS = ("sleep", "wake_weights", "wake_pages", "use_folder")  # of Residence, as they are
+CALLS = ("sleep", "wake_weights", "wake_pages", "use_folder")  # passed on to Residence
 OWN_CALLS = ("stage_folder", "stage_tensors", "receive", "stage_received", "fill", "drop")
 
 
@@ -22,10 +22,10 @@ class RankResidence:
     def __init__(self, residence: Residence) -> None:
         self._residence = residence
         self._staged: StagedWeights | None = None
-        self._received: dict[str, torch.Tensor] = {}  # by the leader's connection
+        self._received: dict[str, torch.Tensor] = {}  # tensors sent over the leader's connection
 
     def call(self, name: str, *values: Any) -> Any:
-        """Make a call of the leader. Raises InputError, and ValueError for a name of none."""
+        """Run a call of the leader. Raises InputError, or ValueError for an unknown name."""
         if name in CALLS:
             return getattr(self._residence, name)(*values)
         if name in OWN_CALLS:
@@ -33,7 +33,7 @@ class RankResidence:
         raise ValueError(f"no call of a rank's residence: {name!r}")
 
     def _stage_folder(self, folder: str | None, digests: bool) -> str:
-        self._staged = None  # of an update that did not end
+        self._staged = None  # drop weights of an unfinished update
         self._staged = self._residence.stage_folder(folder, digests=digests)
         return self._digests()
 
@@ -47,7 +47,7 @@ class RankResidence:
     def _receive(
         self, name: str, dtype: str, shape: tuple[int, ...], start: int, content: np.ndarray
     ) -> None:
-        """Take the bytes of a tensor from `start` on."""
+        """Store bytes of a tensor, which begin at byte `start`."""
         if start == 0:
             if dtype not in DTYPES:
                 known = ", ".join(DTYPES)
@@ -65,7 +65,7 @@ class RankResidence:
         return self._digests()
 
     def _digests(self) -> str:
-        """Digests by name, as JSON."""
+        """Return the digests by tensor name, as JSON."""
         return msgspec.json.encode(self._staged.digests or {}).decode()
 
     def _fill(self) -> None:

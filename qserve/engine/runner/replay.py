@@ -1,4 +1,4 @@
-"""Replay: one step's forward pass, run again and again for measurements."""
+"""Replay: runs one step's forward pass repeatedly, for measurements."""
 
 import torch
 
@@ -10,14 +10,14 @@ from qserve.engine.step.step_input import StepInput
 class Replay:
     """One step's forward pass, prepared to run repeatedly for measurements.
 
-    A decode or a short chunk runs in the worker's own CUDA graph with its padding, as in serving.
-    A longer step runs in a graph captured for it, or eagerly where graphs are off. With several
-    ranks each rank prepares its own.
+    A decode or a short chunk runs in the engine's CUDA graph with its padding, as in serving. A
+    longer step runs in a graph that is captured for it, or without a graph if graphs are disabled.
+    With several ranks, each rank has its own Replay.
     """
 
     @torch.inference_mode()
     def __init__(self, runner: ModelRunner, step: StepInput, *, captures: bool) -> None:
-        """`captures`: whether a graph may be captured for it."""
+        """`captures`: True if a graph may be captured for the step."""
         key = runner.graph_key_for(step)
         if key is not None:
             runner.graphs.fill_(key, step)
@@ -36,6 +36,6 @@ class Replay:
 
     @torch.inference_mode()
     def run(self, count: int) -> None:
-        """Launch it `count` times, back to back."""
+        """Launch the forward pass `count` times, back to back."""
         for _ in range(count):
             self._run()

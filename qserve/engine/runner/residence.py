@@ -1,8 +1,8 @@
-"""Residence: what of a model is on the device, and what a sleeping engine has given back.
+"""Residence: moves a model's weights and KV pages off the device and back, for sleep.
 
-Level 1 keeps the weights in pinned host memory, level 2 drops them. Both free the KV pages and the
-CUDA graphs. Tensors stay the same objects with new addresses, so graphs are captured again;
-compiled kernels stay.
+Sleep level 1 keeps the weights in pinned host memory, level 2 drops them. Both free the KV pages
+and the CUDA graphs. On waking, tensors are the same objects with new addresses, so graphs are
+captured again; compiled kernels stay.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Residence:
-    """Weights and pages of one worker, each awake or asleep."""
+    """Weights and KV pages of one worker. Each is awake (on the device) or asleep."""
 
     def __init__(
         self,
@@ -44,18 +44,18 @@ class Residence:
         capture_graphs: Callable[[], None] | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`model`: the whole model, of which the runner may have a part.
+        """`model`: the whole model; the runner may hold a shard of it.
 
-        `open_weights`: source of the weights that a sleep of level 2 drops. `capture_graphs`:
-        captures the first CUDA graphs again; None: there are none. `ranks`: the place of this rank,
-        which says what part of new weights it loads.
+        `open_weights`: opens the weights again after a sleep of level 2. `capture_graphs`: captures
+        the first CUDA graphs again; None: no graphs. `ranks`: this rank among all, which determines
+        its shard of new weights.
         """
         self._runner, self._model = runner, model
         self._max_model_len, self._ranks = max_model_len, ranks
         self._open_weights, self._capture_graphs = open_weights, capture_graphs
         self._pages: SleepingMemory | None = None  # None: awake
         self._weights: SleepingMemory | None = None
-        self.host = HostMemory(pinned=runner.device.type == "cuda")  # of weights that leave it
+        self.host = HostMemory(pinned=runner.device.type == "cuda")  # for weights off the device
 
     @property
     def is_asleep(self) -> bool:
@@ -72,7 +72,7 @@ class Residence:
         return self._weights is not None and not self._weights.keeps
 
     def sleep(self, level: int) -> None:
-        """Give memory back. No step may be in flight. Raises InputError, and then gives none."""
+        """Free device memory. No step may be in flight. On InputError nothing is freed."""
         runner, is_cuda = self._runner, self._runner.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(runner.device)
@@ -83,7 +83,7 @@ class Residence:
                 self._weights = SleepingMemory(
                     tensors(runner.decoder), keeps=level == 1, host=self.host
                 )
-        runner.close_graphs()  # not before: a sleep that fails leaves all as it was
+        runner.close_graphs()  # only now, so that a failed sleep changes nothing
         if self._pages is None:
             self._pages = SleepingMemory(runner.cache_tensors(), keeps=False)
         if is_cuda:
@@ -92,7 +92,7 @@ class Residence:
         logger.info("Sleeping at level %d: %.2f GiB are free", level, freed / GIB)
 
     def wake_weights(self) -> None:
-        """Bring the weights back, from the host or from their source. Raises InputError."""
+        """Bring the weights back from the host, or read them again. Raises InputError."""
         if self._weights is None:
             return
         if self.lost_weights:
@@ -103,7 +103,7 @@ class Residence:
         self._weights = None
 
     def wake_pages(self) -> None:
-        """Make the KV pages, empty, and capture the first CUDA graphs. Raises InputError."""
+        """Allocate empty KV pages and capture the first CUDA graphs. Raises InputError."""
         if self._pages is None:
             return
         if self._weights is not None:
@@ -115,21 +115,21 @@ class Residence:
             self._capture_graphs()
 
     def stage_folder(self, folder: str | None, *, digests: bool = False) -> StagedWeights:
-        """Read new weights and check them; nothing changes. Raises InputError.
+        """Read and check new weights, without using them yet. Raises InputError.
 
-        `folder`: None: that of the weights in use. `digests`: compute them.
+        `folder`: None: the folder of the weights in use. `digests`: compute digests.
         """
         open_weights = self._open_weights if folder is None else self._opener(folder)
         return self._stage(open_weights(), digests)
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> StagedWeights:
-        """Read tensors as `stage_folder` reads a folder. Raises InputError."""
+        """Read and check new weights from tensors, as `stage_folder` does. Raises InputError."""
         config = CheckpointReader(self._runner.config.model).config
         update = UpdateSource.of_tensors(self._model, tensors, config, self._runner.device)
         return self._stage(update, digests)
 
     def use_folder(self, folder: str) -> None:
-        """Let a wake after a sleep of level 2 read this folder."""
+        """Set the folder from which weights are read after a sleep of level 2."""
         self._open_weights = self._opener(folder)
 
     def _opener(self, folder: str) -> Callable[[], UpdateSource]:
@@ -153,11 +153,11 @@ class Residence:
                 ranks=self._ranks,
             )
         if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()  # of the layers that were read; a trainer may need it
+            torch.cuda.empty_cache()  # free what reading the layers used; a trainer may need it
         return staged
 
     def fill(self, staged: StagedWeights) -> None:
-        """Replace the weights, which are awake afterwards. No step may be in flight."""
+        """Replace the weights and wake them. No step may be in flight."""
         if self._weights is not None:
             with out_of_memory_is_named("waking the weights", OTHERS):
                 self._weights.restore()

@@ -1,4 +1,4 @@
-"""Sampler: draws the tokens of steps; TokenHistory: token counts for penalties, on the device."""
+"""Sampler: samples the tokens of steps. TokenHistory: token counts for penalties."""
 
 import math
 
@@ -13,9 +13,9 @@ from qserve.engine.step.transfer import HostCopy, to_device
 
 
 class TokenHistory:
-    """How often each token occurs in the requests with penalties: a table on the device.
+    """Table on the device: how often each token occurs in each request with penalties.
 
-    The sampler adds the tokens that it samples, on the device, so the counts include the token of
+    The sampler adds the tokens that it samples on the device, so the counts include the token of
     the in-flight step. The engine assigns rows to requests (request_rows.py).
     """
 
@@ -26,11 +26,11 @@ class TokenHistory:
 
     @property
     def bytes_to_come(self) -> int:
-        """Bytes of the table while it is not allocated; 0 afterwards."""
+        """Bytes of the table if it is not allocated yet, else 0."""
         return 0 if self.table is not None else math.prod(self._shape) * torch.int32.itemsize
 
     def fill_(self, fill: HistoryFill) -> None:
-        """Set a row to the counts of a sequence: 1 if in the prompt, plus 2 per output token."""
+        """Set a row to a sequence's counts: 1 if in the prompt, plus 2 per time in the output."""
         if self.table is None:
             self.table = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         counts_V = self.table[fill.row].zero_()
@@ -41,15 +41,15 @@ class TokenHistory:
 
 
 class Sampler:
-    """Draws the tokens of steps, and keeps those of the last step on the device."""
+    """Samples the tokens of steps, and keeps the tokens of the last step on the device."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """`num_rows`: of requests with penalties."""
+        """`num_rows`: maximum number of requests with penalties."""
         self.history, self._device = TokenHistory(num_rows, vocab_size, device), device
         self.last_samples: torch.Tensor | None = None  # None: the last step samples nothing
 
     def launch(self, step: StepInput, forward: LaunchedForward) -> StepHandle:
-        """Start the sampling of a step after its forward pass."""
+        """Start sampling for a step whose forward pass was launched."""
         outputs, logits_SV, prompts, pools, drafting, _ = forward
         if not step.num_sampled:
             self.last_samples = None
@@ -62,8 +62,8 @@ class Sampler:
         emitted = drafts = None
         if drafting is None:
             samples = self._draw(logits_SV, settings.to(self._device))
-            # A failed row's request may be in the next step already: its token must be a valid
-            # index.
+            # A failed row has token -1. Its request may be in the next step already, which needs a
+            # valid token id.
             self.last_samples = samples.tokens_S.clamp(min=0)
             tokens = HostCopy(samples.tokens_S)
         else:
@@ -95,7 +95,7 @@ class Sampler:
         in_order = np.arange(count)
         if np.array_equal(step.pending_index, in_order) and np.array_equal(
             step.pending_row, in_order
-        ):  # decode steps of the same requests, the usual case
+        ):  # usual case: consecutive decode steps of the same requests
             token_ids_T[:count] = self.last_samples[:count]
             return
         index, rows = (

@@ -17,11 +17,11 @@ from qserve.parallel.pipeline import Pipeline
 
 
 class DraftedStep(Protocol):
-    """Speculative part of one step: `fill_`, then the model runs, then `draw`, then `propose`."""
+    """Speculative work of one step: `fill_`, then the model runs, then `draw`, then `propose`."""
 
-    tokens: HostCopy | None  # of all rows that sample; set by `draw`, as is `num_emitted`
-    num_emitted: HostCopy | None  # of each chunk that samples; None: all
-    media: DraftMedia | None  # images of the step; the runner sets it
+    tokens: HostCopy | None  # tokens of all rows that sample; set by `draw`
+    num_emitted: HostCopy | None  # emitted tokens per chunk that samples; None: all; set by `draw`
+    media: DraftMedia | None  # images of the step; set by the runner
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
         """Fill in tokens that only the device knows, and correct positions."""
@@ -33,14 +33,14 @@ class DraftedStep(Protocol):
         draw_rows: Callable[[torch.Tensor, SampleSettings], Samples],
         history_WV: torch.Tensor | None,
     ) -> Samples:
-        """Sample all rows, and verify the drafts."""
+        """Sample all rows and verify the drafts."""
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
-        """Run the drafter. Returns its drafts [D, K] where the host asks for them."""
+        """Run the drafter. Returns its drafts [D, K] if the host needs them."""
 
 
 class Speculator(Protocol):
-    """Drafter of one worker, its caches, and the tokens that requests have on the device."""
+    """Drafter of one worker, with its caches and the requests' tokens on the device."""
 
     @property
     def taps(self) -> Sequence[int]:
@@ -48,19 +48,19 @@ class Speculator(Protocol):
 
     @property
     def drafting(self) -> Drafting:
-        """Most drafts of a step."""
+        """Maximum number of drafts of a step."""
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Possible numbers of rows of a request that decodes."""
+        """Possible numbers of rows of a decoding request."""
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step whose requests have drafts."""
+        """Maximum number of rows of a step whose requests have drafts."""
 
     @property
     def looks_ahead(self) -> bool:
-        """True if the drafter's keys at a position depend on the next token, too."""
+        """True if the drafter's keys at a position also depend on the next token."""
 
     @property
     def reads_images(self) -> bool:
@@ -74,20 +74,20 @@ class Speculator(Protocol):
         """Bytes of one page of the drafter's layers."""
 
     def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
-        """Make the caches, whose pages have the numbers of the model's."""
+        """Allocate the caches. They use the page numbers of the model's cache."""
 
     def begin(self, step: StepInput, batch: Batch, key: GraphKey | None) -> DraftedStep:
-        """Prepare the speculative part of a step. `key`: of the CUDA graph that it runs in."""
+        """Prepare the speculative work of a step. `key`: CUDA graph in which the step runs."""
 
     def use_graphs(self, graphs: StepGraphs) -> None:
-        """Run the speculative part of steps in CUDA graphs, too."""
+        """Run the speculative work of steps in CUDA graphs too."""
 
     @property
     def can_capture_next(self) -> bool:
-        """True if a graph is left to capture in an idle moment."""
+        """True if a graph is left to capture while the engine is idle."""
 
     def capture_next(self) -> bool:
-        """Capture one more graph. Returns False where none is left."""
+        """Capture one more graph. Returns False if none is left."""
 
     def close(self) -> None:
         """Free the CUDA graphs."""

@@ -1,9 +1,9 @@
-"""StartRecord: warm-up shapes of an earlier start with the same kernels, next to those kernels.
+"""StartRecord: warm-up shapes of an earlier start, stored in the folder of compiled kernels.
 
-To find the shapes, a start plans every number of rows of every product and records the launches of
-each: 1 to 2 s for an 8B. All of it follows from facts that a digest holds. A start that finds its
-digest on disk, and all kernels compiled, skips both. If a fact is missing from the digest, a kernel
-is compiled when it is first launched, as without a record.
+To find the warm-up shapes, a start plans every number of rows of every product and records the
+launches of each, which takes 1 to 2 s for an 8B model. The result depends only on the facts in a
+digest. A start that finds a record with its digest, and all kernels compiled, skips this work. If a
+fact is missing from the digest, the only effect is that a kernel is compiled at its first launch.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from qserve.model.layer_kinds import launch_kind, sample_of_layers
 
 logger = logging.getLogger(__name__)
 
-HOME = Path(__file__).resolve().parents[3]  # of our packages
+HOME = Path(__file__).resolve().parents[3]  # folder of this project's packages
 PACKAGES = ("formats", "qkernels", "qserve")
-# Settings that no kernel depends on: other folders with the same layers share a record.
+# Settings that no kernel depends on, so that other models with the same layers share a record.
 IGNORED = ("model", "tokenizer", "revision", "seed")
 
 
 def start_key(runner: ModelRunner, max_model_len: int, toolchain: str) -> str:
-    """Digest of everything that warm-up shapes and kernels follow from.
+    """Return the digest of everything that warm-up shapes and kernels depend on.
 
-    `toolchain`: the compiler, the GPU's architecture and the sources of kernels.
+    `toolchain`: identifies the compiler, the GPU architecture and the sources of kernels.
     """
     decoder, _ = sample_of_layers(runner.decoder)
     settings = {name: value for name, value in _plain(runner.config).items() if name not in IGNORED}
@@ -63,20 +63,20 @@ def _device_facts(device: torch.device) -> tuple[str, int, str]:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of each of our files: what launches kernels, also while one develops it."""
+    """Return name, size and modification time of this project's files, which launch kernels."""
     files = sorted(path for name in PACKAGES for path in (HOME / name).rglob("*.py"))
     found = [(path, path.stat()) for path in files]
     return [(str(path.relative_to(HOME)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 class StartRecord:
-    """File of one digest in the folder of compiled kernels."""
+    """The record of one digest: a file in the folder of compiled kernels."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._path = folder / f"qserve-start-{key}.json"
 
     def read(self, compiled: Collection[str]) -> list[WarmUpShape] | None:
-        """Shapes, or None: there is no record, or one of its kernels is not in `compiled`."""
+        """Return the shapes; None if there is no record, or one of its kernels is not compiled."""
         try:
             stored = json.loads(self._path.read_text())
             shapes = [(int(R), int(count), int(keys)) for R, count, keys in stored["shapes"]]
@@ -86,7 +86,7 @@ class StartRecord:
         return shapes if kernels <= set(compiled) else None
 
     def write(self, shapes: Sequence[WarmUpShape], kernels: Iterable[str]) -> None:
-        """Replace the file. Without it all still works."""
+        """Replace the file. If it cannot be written, log a warning: the file is optional."""
         text = json.dumps({"shapes": list(shapes), "kernels": sorted(set(kernels))})
         try:
             write_whole(self._path, text)

@@ -1,4 +1,4 @@
-"""In-flight steps: what a launch returns, and what is kept between a forward pass and sampling."""
+"""StepHandle: results of an in-flight step. LaunchedForward: a step that has not sampled yet."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,19 +16,19 @@ from qserve.engine.token_event import TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHandle:
-    """In-flight step."""
+    """The results of an in-flight step, on their way to the host."""
 
     tokens: HostCopy | None = None  # None: no row of the step samples
-    num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
-    # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
+    num_logprobs: tuple[int, ...] = ()  # log probabilities requested per sampled row; -1: none
+    # log probabilities of the sampled and the top-k tokens, and the top-k ids; None: not requested
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
-    prompts: PromptHandle | None = None  # log probabilities of prompts, where requested
-    pools: PoolHandle | None = None  # what makes vectors of prompts, where any are asked for
-    emitted: HostCopy | None = None  # of each chunk that samples, how many tokens; None: all
-    drafts: HostCopy | None = None  # what was proposed for each of them, where the host asks
+    prompts: PromptHandle | None = None  # log probabilities of prompts, if requested
+    pools: PoolHandle | None = None  # pooled values of prompts, if requested
+    emitted: HostCopy | None = None  # number of emitted tokens per chunk that samples; None: all
+    drafts: HostCopy | None = None  # proposed drafts per chunk that samples, if the host needs them
 
     def result(self) -> list[int | str]:
-        """Wait; then one token for each sampled row, or the reason why there is none."""
+        """Wait, then return one token per sampled row, or the reason why there is no token."""
         if self.tokens is None:
             return []
         return [
@@ -37,15 +37,15 @@ class StepHandle:
         ]
 
     def num_emitted(self) -> list[int] | None:
-        """Wait; then of each chunk that samples how many of its tokens are output; None: all."""
+        """Wait, then return the number of output tokens per chunk that samples; None: all."""
         return None if self.emitted is None else self.emitted.wait().tolist()
 
     def proposed(self) -> list[list[int]] | None:
-        """Wait; then what a drafter proposed for each chunk that samples, where asked for."""
+        """Wait, then return the proposed drafts per chunk that samples; None: not requested."""
         return None if self.drafts is None else self.drafts.wait().tolist()
 
     def logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Wait; then one for each sampled row, None where it did not ask."""
+        """Wait, then return one entry per sampled row; None if the row requested none."""
         if self.log_probabilities is None:
             return None
         drawn, tops, tokens = (copy.wait().tolist() for copy in self.log_probabilities)
@@ -57,11 +57,11 @@ class StepHandle:
 
 
 class LaunchedForward(NamedTuple):
-    """Forward pass of a step that has not sampled yet."""
+    """The launched forward pass of a step that has not sampled yet."""
 
     outputs: StepOutputs
-    logits_SV: torch.Tensor  # of the rows that sample
+    logits_SV: torch.Tensor  # logits of the rows that sample
     prompts: PromptHandle | None
     pools: PoolHandle | None
     drafting: DraftedStep | None
-    done: torch.cuda.Event | None  # where the host may ask; None on a CPU
+    done: torch.cuda.Event | None  # end of a forward pass that awaits masks; None on a CPU

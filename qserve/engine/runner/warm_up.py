@@ -1,7 +1,7 @@
-"""Warm-up steps: padding that launches every kernel before the first request.
+"""Warm-up steps: steps of padding that launch every kernel before the first request.
 
-Their shapes follow from the plans of the decoder's products (qkernels/warm_up.py) and from the
-specs of its caches.
+The shapes of these steps follow from the plans of the decoder's matrix products
+(qkernels/warm_up.py) and from the specs of its caches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,16 +28,16 @@ def warm_up_shapes(
     sums: Iterable[int] = (),
     adapters: SlotMemory | None = None,
 ) -> Iterator[WarmUpShape]:
-    """Shapes of steps that together launch every kernel that serving can reach.
+    """Yield step shapes that together launch every kernel that serving can use.
 
-    `specs`: of the decoder's caches. `sums`: numbers of rows from which ranks use another kernel to
-    add up partial sums. CUDA graphs launch no other kernels.
+    `specs`: specs of the decoder's caches. `sums`: numbers of rows at which the ranks' all-reduce
+    switches to another kernel. CUDA graphs launch no other kernels.
     """
     device, max_tokens = decoder.device, limits.max_tokens
     sms = sm_count(device)
 
     if adapters is not None:
-        # Adapters read a tensor, so the kernels before them and the products may be others.
+        # With adapters, the kernels before them and the kernels of the products may differ.
         adapted = {(each.in_features, each.out_features): each.sizes for each in adapters.weights}
         rows = set(row_boundaries(decoder.products(), max_tokens, sms, adapted=adapted))
         kinds = {
@@ -56,7 +56,7 @@ def warm_up_shapes(
 
 
 def warm_up_step(shape: WarmUpShape, page_size: int, drafting: Drafting | None = None) -> StepInput:
-    """Make the step of a shape."""
+    """Return a step of padding with this shape."""
     num_requests, count, keys = shape
     return StepInput.padding(
         num_requests=num_requests,
@@ -68,6 +68,6 @@ def warm_up_step(shape: WarmUpShape, page_size: int, drafting: Drafting | None =
 
 
 def with_adapters(step: StepInput) -> StepInput:
-    """Return the step with the kernels of adapters launched; none of its rows has an adapter."""
+    """Return a step that launches the adapter kernels, although no row has an adapter."""
     slots_T = np.full(step.num_tokens, NO_ADAPTER, np.int32)
     return replace(step, adapter_slots_T=slots_T)

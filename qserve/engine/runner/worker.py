@@ -1,6 +1,6 @@
 """Worker: one rank's shard of the model on one device.
 
-Every rank makes the same calls in the same order, because most of them compute a step together.
+Every rank runs the same calls in the same order, because the ranks compute most calls together.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank's loaded model, ready for steps once it has pages."""
+    """One rank's loaded model. `prepare` makes it ready for steps."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class Worker:
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._model = model
         self._ranks = dataclasses.replace(ranks, experts=place_experts(model, config))
-        self._loads: ExpertLoads | None = None  # filled below with --record-expert-loads
+        self._loads: ExpertLoads | None = None  # set below with --record-expert-loads
         self._write_loads: Callable[[], object] | None = None
-        # a graph's steps have rows that are padding, which loads must not count
+        # Steps in graphs have padding rows, which expert loads must not count.
         is_eager = config.enforce_eager or config.record_expert_loads is not None
         self._uses_graphs = not is_eager and ranks.pipeline is None and ranks.exchange is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
-        # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
-        # compiles; the others find the result on disk.
+        # Only rank 0 compiles; the other ranks find the result on disk. If no kernel is compiled
+        # yet, the compile processes start while the model loads.
         self._compile_pool = None
-        self._record: StartRecord | None = None  # known_shapes fills it
-        self.adapters: RankAdapters | None = None  # filled below with --enable-lora
-        self.replay: Replay | None = None  # prepare_replay fills it
+        self._record: StartRecord | None = None  # set by known_shapes
+        self.adapters: RankAdapters | None = None  # set below with --enable-lora
+        self.replay: Replay | None = None  # set by prepare_replay
         if self._plans_kernels:
             threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
         if self._plans_kernels and ranks.rank == 0:
@@ -125,7 +125,7 @@ class Worker:
             )
             if config.record_expert_loads is not None and self._ranks.rank == 0:
                 self._loads = loads = ExpertLoads(decoder, device)
-                # also at the end of a process whose engine was not closed
+                # The finalizer also writes them if the process ends without closing the engine.
                 file = config.record_expert_loads
                 self._write_loads = weakref.finalize(self, loads.write, file, config.model)
             speculator = config.speculation and config.speculation.make_speculator(
@@ -156,9 +156,9 @@ class Worker:
             return runner
 
     def _check_graphs(self, runner: ModelRunner) -> None:
-        """Raise InputError where CUDA graphs cannot hold a step.
+        """Raise InputError if the model's steps cannot run in CUDA graphs.
 
-        A model that transformers runs then has none, and a warning is logged.
+        For a model that runs through transformers, disable graphs and log a warning instead.
         """
         reason = runner.decoder.no_graphs
         try:
@@ -184,7 +184,7 @@ class Worker:
 
     @functools.cached_property
     def residence(self) -> Residence:
-        """Weights and pages of this rank, which sleep and get new contents."""
+        """Sleep, wake-up and weight updates of this rank. Raises InputError if not supported."""
         runner, model = self.runner, self._model
         check_shared_residence(runner.config)
         if is_fallback(model):
@@ -207,7 +207,7 @@ class Worker:
         return RankResidence(self.residence)
 
     def reside(self, name: str, *values: Any) -> Future:
-        """Call a method of RankResidence for the leader. The future is done when this returns."""
+        """Run a call of RankResidence for the leader. Returns a future that is already done."""
         done: Future = Future()
         try:
             done.set_result(self._rank_residence.call(name, *values))
@@ -217,20 +217,20 @@ class Worker:
 
     @property
     def computes_in_launch(self) -> bool:
-        """`launch` returns when the step is done: a CPU has no queue of work."""
+        """True if `launch` returns only when the step is done, as on a CPU."""
         return self.runner.device.type == "cpu"
 
     def warm_up_shapes(self) -> list[WarmUpShape]:
-        """Warm-up shapes that launch every kernel of this rank (CUDA only)."""
+        """Return warm-up shapes that launch every kernel of this rank (CUDA only)."""
         if self.runner.device.type != "cuda":
             return []
         with phase("Finding the shapes of warm-up steps"):
             return self.runner.warm_up_shapes(self._max_num_seqs, self._max_model_len)
 
     def known_shapes(self) -> list[WarmUpShape] | None:
-        """Warm-up shapes of an earlier start, if all of their kernels are compiled, else None.
+        """Return the warm-up shapes of an earlier start; None if a kernel of it is not compiled.
 
-        `compile_kernels` writes what the next start finds here.
+        `compile_kernels` writes the record that the next start reads here.
         """
         pool = self._compile_pool
         if pool is None:
@@ -243,10 +243,10 @@ class Worker:
         return shapes
 
     def compile_kernels(self, largest_step: StepInput, shapes: Sequence[WarmUpShape]) -> None:
-        """Compile in parallel the kernels of steps up to the largest (CUDA only).
+        """Compile the kernels of steps up to the largest, in parallel (CUDA only).
 
-        The steps run once with launches recorded instead of made. `shapes`: of all ranks, since
-        every rank takes part in each step.
+        The steps run once with kernel launches recorded instead of made. `shapes`: warm-up shapes
+        of all ranks, since every rank takes part in each step.
         """
         if not self._plans_kernels:
             return
@@ -279,9 +279,9 @@ class Worker:
             self._record.write(shapes, self._compile_pool.digests(jobs.values()))
 
     def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
-        """Number of KV pages that fit in memory, and of snapshots of states.
+        """Return the number of KV pages and of state snapshots that fit in memory.
 
-        `most_pages`: that can be in use. Raises InputError where none fits.
+        `most_pages`: maximum number of pages that can be in use. Raises InputError if none fits.
         """
         config = self.runner.config
         memory, flag = config.kv_cache_memory, "--kv-cache-memory"
@@ -307,7 +307,7 @@ class Worker:
         longest_step: int,
         shapes: Sequence[WarmUpShape],
     ) -> None:
-        """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
+        """Allocate KV pages, load the kernels of steps up to the longest, and capture graphs."""
         runner = self.runner
         runner.num_snapshots = num_snapshots
         with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
@@ -340,7 +340,7 @@ class Worker:
 
     @property
     def _knob_of_pages(self) -> str:
-        """Flag that sets the memory of KV pages."""
+        """The flag that determines the memory for KV pages, for error messages."""
         config = self.runner.config
         if config.num_gpu_blocks_override is not None:
             return "--num-gpu-blocks-override"
@@ -350,7 +350,7 @@ class Worker:
         return "--gpu-memory-utilization" if is_cuda else "--cpu-kv-cache-memory"
 
     def prepare_replay(self, step: StepInput) -> None:
-        """Be ready to run a step again and again."""
+        """Prepare to run one step repeatedly."""
         captures = self._uses_graphs and self.runner.device.type == "cuda"
         self.replay = Replay(self.runner, step, captures=captures)
 
@@ -359,7 +359,7 @@ class Worker:
         self.replay.run(count)
 
     def free_unused(self) -> None:
-        """Free the device's unused memory after it ran out."""
+        """Free unused device memory after an out-of-memory error."""
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -369,12 +369,12 @@ class Worker:
         return self.runner.can_capture_next
 
     def capture_next(self) -> bool:
-        """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
+        """Capture one more CUDA graph while the engine is idle. Returns False if none is left."""
         return self.runner.capture_next()
 
     def _capture_graphs(self) -> None:
         runner = self.runner
-        torch.cuda.empty_cache()  # or what others gave back would count as the graphs' gain
+        torch.cuda.empty_cache()  # otherwise memory freed before would distort the measurement
         free, _ = torch.cuda.mem_get_info(runner.device)
         with (
             phase("Capturing the first CUDA graphs"),
@@ -394,30 +394,30 @@ class Worker:
         )
 
     def tap(self, taps: Sequence[int]) -> None:
-        """Read these auxiliary hidden states of the decoder, for the drafter of the first stage."""
+        """Set the auxiliary hidden states to pass to the drafter, which the first stage has."""
         self.runner.taps = tuple(taps)
 
     def read_adapter(self, number: int, path: str) -> Future:
-        """Read this rank's shard of an adapter's folder in a thread. The future is its digest."""
+        """Read this rank's shard of an adapter in a thread. The future's result is its digest."""
         return self._reader.submit(self.adapters.read, number, path)
 
     def place_adapter(self, slot: int, number: int) -> None:
-        """Fill a slot of the device."""
+        """Copy an adapter to a slot of the device."""
         self.adapters.place(slot, number)
 
     def forget_adapter(self, number: int) -> None:
-        """Drop this rank's shard of an adapter from the host."""
+        """Drop this rank's shard of an adapter from host memory."""
         self.adapters.forget(number)
 
     def offload_pages(self, num_slots: int, num_states: int) -> None:
-        """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states."""
+        """Allocate host memory for `num_slots` KV pages and `num_states` state snapshots."""
         with out_of_memory_is_named(
             f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
         ):
             self.runner.offload_pages(num_slots, num_states)
 
     def _graph_step(self) -> StepInput:
-        """Step about as large as the largest CUDA graph."""
+        """Return a step of padding about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
         tokens = min(self.runner.chunk_sizes[-1], config.max_num_batched_tokens)
         count = min(max(1, tokens // rows), self._max_model_len)
@@ -430,17 +430,17 @@ class Worker:
         )
 
     def write_loads(self) -> None:
-        """Write the loads of experts that were counted, once, if any are."""
+        """Write the counted expert loads, if they are recorded. Later calls do nothing."""
         if self._write_loads is not None:
             self._write_loads()
 
     def finish(self) -> None:
-        """Wait for all work on the device: other ranks may need this rank's part of a step."""
+        """Wait for all work on the device, since other ranks may need this rank in a step."""
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
 
     def close(self) -> None:
-        """Wait for the device and free every CUDA graph. Nothing runs after it."""
+        """Wait for the device and free all CUDA graphs. No step can run afterwards."""
         self.finish()
         self.transfers.close_peer()
         self.replay = None
@@ -449,7 +449,7 @@ class Worker:
                 each.close()
 
     def facts(self) -> tuple[str, float, int, int, int, int, int]:
-        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page and of a state."""
+        """Return device, GiB of weights, layers, heads, KV heads, bytes per page and per state."""
         runner = self.runner
         model = runner.decoder.config
         return (
@@ -463,22 +463,22 @@ class Worker:
         )
 
     def launch(self, step: StepInput) -> StepHandle:
-        """Start a step. Returns without waiting for it, where the device allows that."""
+        """Start a step. Returns without waiting for the result, except on a CPU."""
         self.check()
         return self.runner.launch(step)
 
     def check(self) -> None:
-        """Raise where a kernel timed out waiting for another rank. Does not wait for kernels."""
+        """Raise an error if a kernel timed out waiting for another rank. Does not wait."""
         if self._ranks.communicator is not None:
             self._ranks.communicator.check()
 
     def logits(self, step: StepInput) -> torch.Tensor:
-        """Logits [T, V] in float32 after every token of a step."""
+        """Return float32 logits [T, V] after every token of a step."""
         return self.runner.logits(step)
 
 
 def _plans_kernels(config: EngineConfig, device: torch.device) -> bool:
-    """True if kernels are compiled before they are launched."""
+    """Return True if kernels are compiled before their first launch."""
     if device.type != "cuda" or INTERPRETED or config.plain_kernel_launch:
         return False
     return config.compile_processes != 0

@@ -1,1 +1,1 @@
-"""Which requests run in the next step, and how many of their tokens."""
+"""Scheduling: which requests run in the next step, and how many of their tokens."""

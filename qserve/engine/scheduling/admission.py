@@ -1,9 +1,9 @@
 """Admission of waiting requests, and preemption on their behalf.
 
-The waiting queue (waiting_queue.py) decides whose turn it is. The next request starts as soon as it
-fits and is expected to fit until its end (memory_forecast.py). A request whose client or group runs
-nothing, because others hold all slots or pages, gets some of theirs after PATIENCE steps. A request
-whose next page is about to be computed by a running request waits for that page.
+The waiting queue (waiting_queue.py) decides which request is next. It is admitted as soon as it
+fits and is expected to fit until its end (memory_forecast.py). If a client or group runs nothing
+because others hold all slots or pages, running requests are preempted for it after PATIENCE steps.
+A request whose next page is about to be computed by a running request waits for that page.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,23 +15,24 @@ from qserve.engine.scheduling.preemption import fair_victims, victims_for
 from qserve.engine.scheduling.running_set import RunningSet
 from qserve.engine.scheduling.waiting_queue import MAX_BYPASSES
 
-# Steps that a request waits before others are preempted for it. Recomputing a preempted request is
-# cheap compared with that wait.
+# Number of steps that a request waits before others are preempted for it. Recomputing a preempted
+# request costs little compared with that wait.
 PATIENCE = 16
 
 
 class Admission:
-    """Moves requests from one scheduler's queue to its running set."""
+    """Moves requests from a scheduler's waiting queue to its running set."""
 
     def __init__(self, running_set: RunningSet) -> None:
         self._running_set = running_set
         self._waiting, self._policy = running_set.waiting, running_set.policy
 
     def preempt_for_waiting(self, step: OpenStep, num_steps: int) -> None:
-        """Preempt running requests for one of a lower level, or for one whose client runs nothing.
+        """Preempt running requests for a waiting one of a lower level or of an idle client.
 
-        The second kind waits for PATIENCE steps first; `num_steps` is the number of steps so far.
-        Each request is preempted MAX_BYPASSES times at most.
+        A request of a client or group that runs nothing must first wait PATIENCE steps;
+        `num_steps` is the number of steps so far. A request is preempted at most MAX_BYPASSES
+        times.
         """
         running_set, running = self._running_set, self._running_set.running
         waiting = self._waiting.first_queue
@@ -55,7 +56,7 @@ class Admission:
         if num_steps - request.num_steps_at_arrival > PATIENCE:
             fits = running_set.fits(request, step)
             if ahead is None:
-                may_preempt = not fits  # otherwise it is admitted without preemption
+                may_preempt = not fits  # if it fits, it is admitted without preemption
             else:
                 may_preempt = ahead.num_bypasses < MAX_BYPASSES and ahead.flow != request.flow
             if may_preempt:
@@ -68,9 +69,9 @@ class Admission:
             self._admit_instead_of(victims, request, step)
 
     def admit_first(self, step: OpenStep) -> Request | None:
-        """Admit the next waiting request, or return None without a slot or memory for it."""
+        """Admit the next waiting request. Returns None if there is no slot or memory for it."""
         if step.most_admitted < 1 or not len(self._waiting) or self._running_set.num_free_slots < 1:
-            return None  # checked first: a policy's order over all waiting requests is expensive
+            return None  # checked first, because ordering all waiting requests is expensive
         for request in self._candidates(step):
             if self._is_held(request):
                 continue
@@ -83,9 +84,10 @@ class Admission:
     def admit_shorter(
         self, num_tokens: int, flows: Collection[Flow], step: OpenStep, *, or_oldest: bool
     ) -> Request | None:
-        """Admit a shorter request that belongs to none of `flows`, or return None.
+        """Admit a request that is shorter than `num_tokens` and belongs to none of `flows`.
 
-        With `or_oldest`, the request that has been passed over too often is the second choice.
+        `or_oldest`: if there is none, try the request that has been passed over too often. Returns
+        None if nothing was admitted.
         """
         if step.most_admitted < 1:
             return None
@@ -110,28 +112,28 @@ class Admission:
         A request that was preempted in this step is not ready.
         """
         if request.beams is not None:
-            return False  # requests after it wait until there are slots for all of its rows
+            return False  # a beam search waits, first in line, until all its rows have slots
         return not (request.num_pending or request in step.preempted or self._is_held(request))
 
     def _admit_instead_of(self, victims: list[Request], request: Request, step: OpenStep) -> None:
-        """Preempt running requests and admit another one."""
+        """Preempt `victims` and admit `request`."""
         for victim in victims:
-            # it may have been preempted with another row of its beam search
+            # a victim may already be preempted, together with another row of its beam search
             if victim.status is Status.RUNNING:
                 self._running_set.preempt(victim, step)
         for each in set(victims):
             each.num_bypasses += 1
-        # Insert after the oldest, which then always finishes. As the youngest, it would be the
-        # first to be preempted when the KV cache is full.
+        # Insert after the oldest running request, which thus always finishes. As the youngest,
+        # `request` would be the first to be preempted when the KV cache is full.
         self._running_set.admit(request, step, seniority=1)
 
     def _candidates(self, step: OpenStep) -> Iterable[Request]:
-        """Requests to try, in order of preference."""
+        """Return the waiting requests to try, in order of preference."""
         waiting = self._waiting.first_queue
         if waiting.must_take_first or type(self._policy).order is Policy.order:
             return waiting.candidates()
-        # Once per step: looking up the cached pages of all requests takes longer than admitting
-        # one.
+        # Ordered once per step: looking up the cached pages of all requests takes longer than
+        # admitting one.
         step.ordered = [each for each in step.ordered if each.status is Status.WAITING]
         if not step.ordered:
             num_cached = self._running_set.cache.num_cached
@@ -139,9 +141,9 @@ class Admission:
         return step.ordered
 
     def _is_held(self, request: Request) -> bool:
-        """Return whether a running request is about to compute the page that this one needs next.
+        """Return True if a running request is about to compute the next page of `request`.
 
-        The request then waits for that page, unless it has been passed over too often or was
+        `request` then waits for that page, unless a request has been passed over too often or was
         preempted.
         """
         if self._waiting.first_queue.must_take_first:

@@ -1,7 +1,7 @@
-"""BeamSearch: which beams continue and which have ended.
+"""BeamSearch: decides which beams continue and which have ended.
 
 The rules are those of transformers' `_beam_search`. For each beam the search needs the `beam_width
-+ number of end tokens` most likely tokens: all that may continue are among them.
++ number of end tokens` most likely tokens, which include all tokens that may continue a beam.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from qserve.params.beam_search_params import NEVER, BeamSearchParams
 
 
 class Step(NamedTuple):
-    """The last token of a beam. Beams share what comes before."""
+    """The last token of a beam. Beams share their earlier tokens as a linked list."""
 
     before: "Step | None"
     token: int
@@ -25,19 +25,19 @@ class Choice(NamedTuple):
     """A beam that continues."""
 
     parent: int  # index of the beam that it continues
-    score: float  # log probability of its tokens
+    score: float  # sum of the log probabilities of its tokens
     last: Step
 
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearch:
-    """One prompt's search."""
+    """The beam search of one prompt."""
 
     params: BeamSearchParams
     max_tokens: int
     end_tokens: frozenset[int]  # end tokens of the model
     num_tokens: int = 0  # in each running beam
-    running: list[Choice] = field(default_factory=list)  # in the caller's order
+    running: list[Choice] = field(default_factory=list)  # in the order that the caller has set
     ended: list[Hypothesis] = field(default_factory=list)  # best first
 
     @property
@@ -50,11 +50,10 @@ class BeamSearch:
         return self.end_tokens.union(self.params.stop_token_ids)
 
     def advance(self, logprobs: Sequence[TokenLogprobs]) -> list[Choice]:
-        """Advance by one token.
+        """Advance all beams by one token.
 
-        `logprobs`: the most likely tokens of each running beam, in their order.
-
-        Returns the beams that continue, best first; empty when the search is over.
+        `logprobs`: the most likely tokens of each running beam, in the order of `running`. Returns
+        the beams that continue, best first; an empty list if the search is over.
         """
         self.num_tokens += 1
         width, ends = self.params.beam_width, self.all_ends
@@ -85,7 +84,7 @@ class BeamSearch:
         return tuple(self.ended[: self.params.num_returned])
 
     def _candidates(self, logprobs: Sequence[TokenLogprobs]) -> list[tuple[float, int, int, float]]:
-        """(score, beam, token, log probability) of all candidates, best first."""
+        """Return (score, beam, token, log probability) of all candidates, best first."""
         scores = [each.score for each in self.running] or [0.0]
         found = [
             (score + logprob, index, token, logprob)

@@ -1,11 +1,11 @@
 """BeamGroup: a beam search as rows of a step, one row per beam.
 
-The beams are requests of the scheduler that decode together: each waits for the tokens of all. Then
-the continuing beams are assigned to rows. The first beam that continues a row stays there; others
-take the rows of beams that ended. A row that changes its beam shares the pages of the other row by
-reference. The last page, which is partly filled, is copied before the row writes to it
-(`own_last_page`); a state is copied before the next step. Before the first token there is one beam,
-and the other rows hold nothing.
+Each beam is a request in the scheduler. The rows decode together: each waits for the tokens of all
+rows. Then the continuing beams are assigned to rows. The first beam that continues a row stays in
+that row; the others take the rows of beams that ended. A row that gets another beam shares the
+pages of that beam's row by reference. The last page, which is partly filled, is copied before the
+row writes to it (`own_last_page`); a state is copied before the next step. Before the first token
+there is one beam, and the other rows hold nothing.
 """
 
 from dataclasses import replace
@@ -34,7 +34,8 @@ class BeamGroup:
     ) -> None:
         """Create the other rows; `request` becomes the first. Raises InputError.
 
-        `has_states`: of the model, whose rows compute all of their tokens after a preemption.
+        `has_states`: True if the model has recurrent states; after a preemption its rows then
+        share no pages and recompute all their tokens.
         """
         self._has_states = has_states
         self.search = BeamSearch(
@@ -42,7 +43,7 @@ class BeamGroup:
         )
         most = self.search.num_candidates
         self._check(request, params, vocab_size)
-        # The request may report more logprobs for a row than the search needs.
+        # The request may ask for more log probabilities than the search needs.
         most = max(most, params.logprobs or 0)
         request.params = replace(
             request.params, n=1, temperature=0.0, min_tokens=0, logprobs=min(most, vocab_size)
@@ -54,8 +55,8 @@ class BeamGroup:
             for _ in range(params.beam_width - 1)
         ]
         self._logprobs: dict[Request, TokenLogprobs] = {}  # results of this round
-        # After a preemption: rows with the number of tokens that they share with the first row,
-        # which computes those tokens.
+        # After a preemption: rows that wait until the first row has computed the tokens that they
+        # share, with the number of these tokens.
         self.resuming: list[tuple[Request, int]] = []
 
     @property
@@ -69,9 +70,9 @@ class BeamGroup:
     def take(
         self, row: Request, logprobs: TokenLogprobs, pool: BlockPool, states: StatePool
     ) -> TokenEvent | None:
-        """Record one row's result; the last row's result advances the search.
+        """Record one row's result. The last row's result advances the search.
 
-        Returns the event that ends the request, or None while the search continues.
+        Returns the request's last event, or None if the search continues.
         """
         row.num_pending -= 1
         self._logprobs[row] = logprobs
@@ -86,22 +87,22 @@ class BeamGroup:
         return None
 
     def forget(self) -> None:
-        """Discard the results of this round: the rows are computed again."""
+        """Discard the recorded results of this round."""
         self._logprobs.clear()
 
     def num_shared_pages(self, row: Request, page_size: int) -> int:
-        """Full pages at the start of a row whose tokens are also the first row's."""
-        if self._has_states:  # there is no state at their end
+        """Number of leading full pages of a row that have the same tokens as the first row's."""
+        if self._has_states:  # without a state at their end the pages cannot be shared
             return 0
         ours, theirs, count = self.first.token_ids, row.token_ids, 0
-        for start in range(0, len(theirs) - page_size, page_size):  # at least one token is computed
+        for start in range(0, len(theirs) - page_size, page_size):  # leave a token to compute
             if ours[start : start + page_size] != theirs[start : start + page_size]:
                 break
             count += 1
         return count
 
     def num_other_pages(self, pool: BlockPool) -> int:
-        """Pages that the rows need in addition to those of the first when all resume."""
+        """Number of pages that the other rows need, beyond the first row's, to resume."""
         if not self.has_forked:
             return 0
         return sum(
@@ -110,7 +111,10 @@ class BeamGroup:
         )
 
     def most_pages(self, pool: BlockPool, max_num_seqs: int) -> int:
-        """Upper bound of the pages that the search needs. Raises InputError for too many rows."""
+        """Return an upper bound of the pages that the search needs.
+
+        Raises InputError if the search has more rows than a step.
+        """
         if len(self.rows) > max_num_seqs:
             raise InputError(
                 f"request {self.first.request_id} beam_width",
@@ -119,14 +123,14 @@ class BeamGroup:
             )
         first = self.first
         of_prompt = first.num_prompt_tokens // pool.page_size
-        # The last token of a beam is never fed back.
+        # The last token of a beam is never an input, so it needs no slot in a page.
         longest = pool.pages_for(first.num_prompt_tokens + first.max_tokens - 1)
         if self._has_states:
             return len(self.rows) * longest
         return of_prompt + len(self.rows) * (longest - of_prompt)
 
     def take_pages(self, pool: BlockPool) -> None:
-        """Let all rows run: allocate their pages after those of the first row."""
+        """Set all rows running and allocate their pages. The first row has its pages already."""
         self.forget()
         for row in self.rows:
             row.status, row.level = Status.RUNNING, self.first.level
@@ -142,7 +146,7 @@ class BeamGroup:
             self.resuming.append((row, count * pool.page_size))
 
     def resume(self) -> list[Request]:
-        """Return the rows whose tokens shared with the first row are computed."""
+        """Return the rows that can resume: their tokens shared with the first row are computed."""
         ready = [row for row, shared in self.resuming if self.first.num_computed >= shared]
         for row, shared in self.resuming:
             if row in ready:
@@ -151,7 +155,7 @@ class BeamGroup:
         return ready
 
     def leave_step(self, chunks: list[Chunk], pool: BlockPool) -> None:
-        """Remove the rows from a step that is being planned: they are preempted."""
+        """Remove the rows from the step that is being planned, because they are preempted."""
         ours = [chunk for chunk in chunks if chunk.request.beams is self]
         chunks[:] = [chunk for chunk in chunks if chunk.request.beams is not self]
         for row, start, _, num_sampled in ours:
@@ -162,9 +166,9 @@ class BeamGroup:
             row.num_pending -= num_sampled
 
     def rows_to_own(self, pool: BlockPool) -> list[Request]:
-        """Rows that are about to write to a page that is shared.
+        """Return the rows that are about to write to a shared page.
 
-        Of the rows that share a page, the last one writes to it after the others have made copies.
+        Each of them gets a copy, until only one row is left that references the page.
         """
         return [row for row in self.rows if _writes_shared_page(row, pool)]
 
@@ -172,7 +176,7 @@ class BeamGroup:
         """Copy the page that a row writes next, if the page is shared."""
         if _writes_shared_page(row, pool):
             pool.own_(row.block_table, row.num_computed // pool.page_size)
-            row.row = -1  # its row of the step arrays holds the old page
+            row.row = -1  # its row in the step arrays has the old page
 
     def _spread(self, chosen: list[Choice], pool: BlockPool, states: StatePool) -> None:
         """Assign a row to each continuing beam."""

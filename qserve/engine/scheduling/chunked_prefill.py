@@ -1,7 +1,7 @@
-"""ChunkedPrefill: which prompt tokens a step computes.
+"""ChunkedPrefill: decides which prompt tokens a step computes.
 
-Prompts that have been started continue, oldest first; then waiting requests are admitted. A prompt
-that would use up the budget leaves up to half of it to shorter ones.
+Started prompts continue, oldest first; then waiting requests are admitted. A prompt that would use
+the whole budget leaves up to half of it to shorter prompts.
 """
 
 from collections import deque
@@ -16,8 +16,9 @@ from qserve.engine.scheduling.plan import Chunk, OpenStep, load_of
 from qserve.engine.scheduling.running_set import RunningSet
 from qserve.engine.scheduling.speculation import Speculation
 
-# Prompt tokens whose log probabilities are computed in a step that also decodes. Each costs a
-# product with the whole vocabulary and work on the host: 256 rows of docs-5m take 0.2 s on a CPU.
+# Maximum number of prompt tokens whose log probabilities are computed in a step that also decodes.
+# Each costs a product with the LM head and work on the host: 256 rows of the model docs-5m take
+# 0.2 s on a CPU.
 ROWS_BESIDE_DECODES = 256
 
 
@@ -34,13 +35,16 @@ class ChunkedPrefill:
         speculation: Speculation | None,
         encoder: EncoderBudget | None,
     ) -> None:
-        """`window`: keys that a query sees. `pace` limits prompts in steps that decode."""
+        """`window`: number of keys that a query attends to; None: all.
+
+        `pace`: limits the prompt tokens in steps that decode.
+        """
         self._running_set, self._admission = running_set, admission
         self._window, self._pace, self._speculation = window, pace, speculation
         self._encoder = encoder
 
     def plan(self, step: OpenStep) -> None:
-        """Spend the rest of the step's budget."""
+        """Spend the rest of the step's budget on prompts."""
         begun = [each for each in self._running_set.begun if each.status is Status.RUNNING]
         begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
         self._limit(step, begun)
@@ -53,14 +57,14 @@ class ChunkedPrefill:
                 break
             if request.num_uncomputed > step.budget:
                 for each in self._plan_shorter(request, begun, step):
-                    # one chunk per request: this may leave some of the budget unused
+                    # a request gets one chunk per step, so some budget may stay unused
                     begun.remove(each)
             taken = self._take(request, min(request.num_uncomputed, step.budget), step)
             if not (taken or was_begun or step.rows_left):
-                break  # it holds a slot without progress, and so would others like it
+                break  # further requests of this sort would hold slots without progress
 
     def _limit(self, step: OpenStep, begun: Collection[Request]) -> None:
-        """Lower the budget so that the step ends in time for its decodes."""
+        """Lower the budget so that the step meets the inter-token latency target of its decodes."""
         if self._pace is None or step.budget <= 0:
             return
         first = begun[0] if begun else self._running_set.waiting.first_queue.first()
@@ -72,10 +76,10 @@ class ChunkedPrefill:
     def _plan_shorter(
         self, longest: Request, begun: Collection[Request], step: OpenStep
     ) -> list[Request]:
-        """Spend half of the budget on requests shorter than the oldest unfinished prompt.
+        """Spend up to half of the budget on requests shorter than the oldest unfinished prompt.
 
-        The oldest keeps at least the other half, so it is not starved. Returns the requests of
-        `begun` that got tokens.
+        The oldest prompt keeps at least the other half, so it is not starved. Returns the requests
+        of `begun` that got tokens.
         """
         begun = sorted(begun, key=attrgetter("num_uncomputed"))
         remaining = step.budget // 2
@@ -99,7 +103,7 @@ class ChunkedPrefill:
         return served
 
     def _take(self, request: Request, count: int, step: OpenStep) -> int:
-        """Add the next `count` tokens of a request to the step. Returns how many were added."""
+        """Add up to `count` next tokens of a request to the step. Returns the number added."""
         start = request.num_computed
         if request.prompt_logprobs is not None:
             count = min(count, step.rows_left)
@@ -107,7 +111,7 @@ class ChunkedPrefill:
             if not count:
                 return 0
         if request.follows_last and request.lacks_mask and start + count == request.num_tokens:
-            count -= 1  # the last of them would be sampled from
+            count -= 1  # the last token's row would sample, and its mask is not ready
             if not count:
                 return 0
         snapshots = self._running_set.cache.snapshots
@@ -118,19 +122,19 @@ class ChunkedPrefill:
             if not count:
                 return 0
         if self._window is not None:
-            # An in-flight step may still read these pages; their next owner writes after it.
+            # An in-flight step may still read these pages; their next owner writes after that step.
             first_visible = max(0, start - self._window + 1)
             self._running_set.pool.release_before_(request.block_table, first_visible)
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
         if num_sampled and self._speculation is not None:
-            # otherwise drafts at a page's end would be proposed without the keys before them
+            # Without these pages, drafts beyond a page's end would lack the keys before them.
             self._speculation.take_pages_ahead(request, start + count, self._running_set.pool)
         step.chunks.append(Chunk(request, start, count, num_sampled))
         if snapshots is not None:
             snapshots.note(request, start + count)
         step.budget -= count
-        # Valid from here on: a layer writes all keys of a step before any of them is read.
+        # The pages count as valid from here on: a layer writes all keys of a step before it reads.
         self._running_set.cache.insert(request)
         return count

@@ -1,9 +1,9 @@
-"""EncoderBudget: which media items a step encodes, and whose embeddings stay on the device.
+"""EncoderBudget: decides which media items a step encodes, and which embeddings the device keeps.
 
-It counts rows: one row is one embedding. An item is encoded whole, in the step that first needs
+The unit is rows: one row is one embedding. An item is encoded whole, in the step that first needs
 one of its rows; a chunk ends before an item that does not fit into the step. Embeddings are kept by
-digest until others need their room, the least recently used first. A request whose item was dropped
-has it encoded again.
+digest. When others need the room, the least recently used embeddings are dropped; if a request
+needs a dropped item, the item is encoded again.
 """
 
 from collections import OrderedDict
@@ -17,37 +17,38 @@ class MediaPlan(NamedTuple):
     """Encoder work of a step."""
 
     encode: tuple[MediaItem, ...]
-    dropped: tuple[str, ...]  # digests of items whose embeddings are freed before
+    dropped: tuple[str, ...]  # digests of items whose embeddings are freed first
     for_drafts: frozenset[str]  # digests of items that a drafter may read
 
 
 class EncoderBudget:
-    """Rows that a step may encode, and rows that the device keeps."""
+    """Limits the rows that a step encodes and the rows that the device keeps."""
 
     def __init__(self, rows_per_step: int, capacity: int, *, looks_ahead: bool = False) -> None:
-        """`capacity`: rows on the device. One item may exceed both limits, if it is alone.
-        `looks_ahead`: a drafter reads the embedding after a chunk, too.
+        """`capacity`: maximum number of rows on the device. A single item may exceed both limits.
+
+        `looks_ahead`: True if a drafter also reads the embedding after a chunk.
         """
         self._rows_per_step, self._capacity = rows_per_step, capacity
         self._looks_ahead = looks_ahead
         self._kept: OrderedDict[str, int] = OrderedDict()  # digest -> rows, last used last
         self._num_kept = 0
-        self._dropped: list[str] = []  # since the last step
-        self._encode: list[MediaItem] = []  # by the step that is being planned
+        self._dropped: list[str] = []  # digests dropped since the last step
+        self._encode: list[MediaItem] = []  # items that the step being planned encodes
         self._num_encoded = 0
         self._used: set[str] = set()  # digests that this step reads
 
     @property
     def num_kept(self) -> int:
-        """Rows on the device."""
+        """Number of rows on the device."""
         return self._num_kept
 
     def begin_step(self) -> None:
-        """Forget what the step before used."""
+        """Start planning a new step."""
         self._encode, self._num_encoded, self._used = [], 0, set()
 
     def take(self, request: Request, start: int, count: int) -> int:
-        """Provide for the items among the next `count` tokens from `start`.
+        """Plan to encode the media items among the `count` tokens from `start`, where they fit.
 
         Returns how many of these tokens the step can compute.
         """
@@ -55,8 +56,9 @@ class EncoderBudget:
         if self._looks_ahead and count:
             behind = start + count
             item = next((each for each in request.media if each.offset <= behind < each.end), None)
-            # Without its embedding, the last row waits for the step that encodes the item. A row
-            # alone does not: two items next to each other may never be there together.
+            # The drafter lacks this embedding, so the chunk's last row waits for the step that
+            # encodes the item. A single row does not wait: two adjacent items may never be on the
+            # device together.
             if item is not None and not self._has(item) and count > 1:
                 return count - 1
         return count
@@ -68,13 +70,13 @@ class EncoderBudget:
             if item.offset >= start + count:
                 break
             if item.is_mutual and item.end > start + count:
-                return max(0, item.offset - start)  # its rows see each other: they need one step
+                return max(0, item.offset - start)  # its rows attend to each other, in one step
             if not self._has(item):
                 return max(0, item.offset - start)
         return count
 
     def end_step(self) -> MediaPlan | None:
-        """Return the step's work; None: it reads no embedding and frees none."""
+        """Return the step's encoder work; None if it reads and frees no embedding."""
         if not (self._used or self._dropped):
             return None
         plan = MediaPlan(
@@ -86,13 +88,13 @@ class EncoderBudget:
         return plan
 
     def reset(self) -> None:
-        """Drop all embeddings: it is unknown which of them a failed step made."""
+        """Drop all embeddings, because a step failed and may not have made all of them."""
         self._dropped += self._kept
         self._kept.clear()
         self._num_kept = 0
 
     def _has(self, item: MediaItem) -> bool:
-        """Return whether the step can read an item; plan to encode it if it is not there."""
+        """Return True if the step can read an item. Plans to encode it if it is not encoded."""
         digest, rows = item.digest, item.num_embeds
         if digest in self._kept:
             self._kept.move_to_end(digest)
@@ -110,7 +112,10 @@ class EncoderBudget:
         return True
 
     def _make_room(self, rows: int) -> bool:
-        """Drop items that this step does not read. An item may exceed the room if it is alone."""
+        """Drop items that this step does not read, until `rows` more fit. Returns False if not.
+
+        A single item may exceed the capacity.
+        """
         while self._num_kept + rows > self._capacity:
             victim = next((each for each in self._kept if each not in self._used), None)
             if victim is None:

@@ -1,8 +1,8 @@
-"""ItlControl: how many prompt tokens a step may hold so that it ends in time.
+"""ItlControl: limits the prompt tokens of a step so that it meets an inter-token latency target.
 
-A step's duration is modelled as linear in what it computes. The factors are fitted while the engine
-runs, by recursive least squares with forgetting, so they follow the current lengths and load. The
-result depends on the measurements alone: equal measurements give equal chunks.
+The duration of a step is modelled as linear in the work that it computes. The factors are fitted
+while the engine runs, by recursive least squares with forgetting, so they follow the current
+lengths and load. The result depends only on the measurements: equal measurements give equal chunks.
 """
 
 import math
@@ -10,31 +10,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Minimum of prompt tokens in a step that decodes, whatever the target: every prompt finishes, if
-# slowly.
+# Minimum number of prompt tokens in a step that decodes, even if the target is missed, so that
+# every prompt finishes.
 MIN_PROMPT_TOKENS = 64
-FORGET = 0.98  # weight of each earlier step relative to the next: about 50 steps count
-# mean relative errors of the prediction that are kept as a margin below the target
+FORGET = 0.98  # weight of a step relative to the step after it: about 50 steps count
+# Margin below the target, in mean relative errors of the prediction.
 ERRORS_KEPT = 2.0
-# A step that takes longer than this many times the prediction was delayed by something else, such
-# as the compilation of a kernel. It counts as if it took exactly that long.
+# If a step takes longer than this many times the prediction, something else delayed it, such as
+# the compilation of a kernel. The excess is ignored.
 MAX_SURPRISE = 4.0
 # Variance of a factor before any measurement, in units of one measurement's variance.
 UNKNOWN = 1000.0
-MIN_STEPS = 8  # before this many steps the prediction is not trusted and no outlier is clipped
+MIN_STEPS = 8  # before so many steps, predictions are not used and outliers are not clipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """Work in a step that determines its duration."""
+    """The work of a step, which determines its duration."""
 
     num_prompt_tokens: int = 0
     num_decodes: int = 0
-    num_keys: int = 0  # keys that the decodes read
-    num_pairs: int = 0  # pairs of a prompt token and a key that it reads
+    num_keys: int = 0  # number of keys that the decodes read
+    num_pairs: int = 0  # number of (prompt token, key) pairs in attention
 
     def features(self) -> np.ndarray:
-        """Values of similar magnitude, so that one prior suits all."""
+        """Return the model's inputs, scaled to similar magnitude so that one prior suits all."""
         return np.array(
             [
                 1.0,
@@ -50,7 +50,7 @@ class ItlControl:
     """Model of step durations, and the inter-token latency target of the decodes."""
 
     def __init__(self, target: float) -> None:
-        """`target`: seconds that a running request may wait for its next token."""
+        """`target`: maximum seconds between two tokens of a running request."""
         self.target = target
         self._factors = np.zeros(5)
         self._covariance = np.eye(5) * UNKNOWN
@@ -58,7 +58,7 @@ class ItlControl:
         self._num_steps = 0
 
     def predict(self, load: StepLoad) -> float:
-        """Predicted duration of a step in seconds."""
+        """Return the predicted duration of a step in seconds."""
         return max(0.0, float(self._factors @ load.features()))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -70,8 +70,8 @@ class ItlControl:
         gain /= FORGET + features @ gain
         self._factors += gain * (seconds - self._factors @ features)
         covariance = (self._covariance - np.outer(gain, features @ self._covariance)) / FORGET
-        # Without the limit, the variance of a feature that no recent step showed would grow
-        # forever.
+        # Without the limit, the variance of a feature that is 0 in all recent steps would grow
+        # without bound.
         self._covariance = covariance * min(1.0, UNKNOWN / covariance.diagonal().max())
         self._num_steps += 1
         if self._num_steps > MIN_STEPS and predicted > 0:
@@ -79,13 +79,16 @@ class ItlControl:
             self._mean_error += (error - self._mean_error) * (1 - FORGET)
 
     def max_prompt_tokens(self, load: StepLoad, start: int, limit: int) -> int:
-        """Number of prompt tokens, from position `start` on, that a step with `load` can hold."""
+        """Return how many prompt tokens, from position `start` on, can join a step with `load`.
+
+        `limit`: the maximum.
+        """
         if not load.num_decodes:
             return limit  # no decode is delayed
         if self._num_steps < MIN_STEPS:
             return min(limit, MIN_PROMPT_TOKENS)
         spare = self.target / (1 + ERRORS_KEPT * self._mean_error) - self.predict(load)
-        # each further token costs its own work and that of the keys before it
+        # each further token costs its own work and reads the keys before it
         linear = max(self._factors[1], 1e-9) / 1e3 + max(self._factors[4], 0.0) * start / 1e7
         square = max(self._factors[4], 0.0) / 2 / 1e7
         if spare <= 0:

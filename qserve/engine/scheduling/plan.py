@@ -1,4 +1,4 @@
-"""StepPlan: which tokens of which requests a step computes."""
+"""StepPlan: the tokens of requests that a step computes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from qserve.engine.scheduling.itl_control import StepLoad
 
 
 class Chunk(NamedTuple):
-    """Tokens of one request in one step. A named tuple: a step creates hundreds of them."""
+    """Tokens of one request in one step. A named tuple, because a step creates hundreds."""
 
     request: Request
     start: int  # position of the first token
     count: int
-    num_sampled: int = 0  # number of its last rows that each yield a new token
+    num_sampled: int = 0  # number of last rows that each sample a token
 
     @property
     def end(self) -> int:
@@ -26,31 +26,31 @@ class Chunk(NamedTuple):
 
 
 class Drafting(NamedTuple):
-    """Draft work of a step for the next one. A chunk with num_sampled > 1 verifies drafts."""
+    """Drafts that a step makes for the next step. A chunk with num_sampled > 1 verifies drafts."""
 
-    num_drafts: int = 0  # that a device drafter proposes after the step, for each request
-    runs_drafter: bool = False  # also with num_drafts 0: the drafter keeps its keys up to date
+    num_drafts: int = 0  # drafts per request that a device drafter proposes after the step
+    runs_drafter: bool = False  # may be True with num_drafts 0, to keep the drafter's keys current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Work of one step. Empty when nothing can run."""
+    """Work of one step. `chunks` is empty if nothing can run."""
 
     chunks: tuple[Chunk, ...]
-    preempted: tuple[Request, ...] = ()  # preempted to make this step possible
-    admitted: tuple[Request, ...] = ()  # left the queue for the first time
-    moves: PageMoves | None = None  # copies of KV pages that precede the step
-    state_moves: StateMoves | None = None  # copies of states that precede the step
-    drafting: Drafting | None = None  # None: without speculation
-    media: MediaPlan | None = None  # None: it reads no embeddings of media
-    # requests whose samples are discarded: their masks were late
+    preempted: tuple[Request, ...] = ()  # requests preempted while planning this step
+    admitted: tuple[Request, ...] = ()  # requests admitted for the first time
+    moves: PageMoves | None = None  # copies of KV pages to make before the step
+    state_moves: StateMoves | None = None  # copies of states to make before the step
+    drafting: Drafting | None = None  # None: no speculation
+    media: MediaPlan | None = None  # None: the step reads no media embeddings
+    # requests whose samples are discarded because their masks were late
     late: frozenset[Request] = frozenset()
 
     def leave_out_(self, late: frozenset[Request]) -> "StepPlan":
-        """Return the step without the samples of requests whose masks were not ready.
+        """Return the plan without the samples of requests whose masks were not ready.
 
-        These requests compute their newest token again once the masks are ready; they are not
-        planned before that.
+        These requests are planned again when their masks are ready, and recompute their newest
+        token then.
         """
         for request, start, count, num_sampled in self.chunks:
             if request in late and request.status is Status.RUNNING:
@@ -64,7 +64,7 @@ class StepPlan:
 
 
 def load_of(chunks: Collection[Chunk]) -> StepLoad:
-    """Amount of work in some chunks."""
+    """Return the amount of work in `chunks`."""
     decodes = [start + 1 + i for _, start, n, drawn in chunks if n == drawn for i in range(n)]
     prompts = [(start, n) for _, start, n, drawn in chunks if n > drawn]
     return StepLoad(
@@ -77,11 +77,11 @@ def load_of(chunks: Collection[Chunk]) -> StepLoad:
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """A plan under construction."""
+    """A step plan under construction."""
 
-    budget: int  # tokens it may still compute
-    most_admitted: float  # requests it may still admit
-    rows_left: float = inf  # prompt rows whose log probabilities it may still compute
+    budget: int  # number of tokens that the step may still compute
+    most_admitted: float  # number of requests that the step may still admit
+    rows_left: float = inf  # number of prompt rows that may still get log probabilities
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)

@@ -1,8 +1,7 @@
-"""Scheduling policies: admission order, and whether a step holds prompts, decodes or both.
+"""Scheduling policies: the admission order, and whether a step holds prompts, decodes or both.
 
 A policy works on requests and counts. `--scheduling-policy` takes a name in POLICIES, or
-"module:Class" (or "module.Class") for a user's class: a subclass of Policy that overrides what
-should differ.
+"module:Class" (or "module.Class") for a user's subclass of Policy.
 """
 
 import importlib
@@ -17,13 +16,13 @@ from formats.errors import InputError
 from qserve.engine.request import Request
 
 FLAG = "--scheduling-policy"
-# Admissions that may pass over higher levels before one of their requests ages. One slot in 65
-# costs the lower levels little and is enough for a background job to finish.
+# Number of admissions from lower levels after which a waiting request of a higher level ages. One
+# slot in 65 costs the lower levels little and is enough for a background job to finish.
 MAX_PASSES = 64
-# Consecutive prompt-only steps before a decode step, under any policy: otherwise prompts that end
+# Maximum number of consecutive prompt-only steps, under any policy. Without it, prompts that end
 # with their first token could starve decodes forever.
 MAX_PROMPT_STEPS = 64
-# Looking up the cached pages of more requests than this takes longer than it saves.
+# Maximum number of requests whose cached pages are compared; more would cost more than it saves.
 MAX_COMPARED = 128
 
 
@@ -31,8 +30,8 @@ class Phase(Enum):
     """Kind of work that a step may hold."""
 
     MIXED = "mixed"  # a token of every running request, then chunks of prompts
-    PROMPTS = "prompts"  # prompt chunks only; decodes if there are no prompts
-    DECODES = "decodes"
+    PROMPTS = "prompts"  # only prompt chunks; decodes if there are no prompts
+    DECODES = "decodes"  # only decodes; prompt chunks if there are no decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,58 +44,63 @@ class Counts:
 
 
 class Policy:
-    """First come, first served, with clients and their API requests taking turns; mixed steps.
+    """First come, first served; clients, and their API requests, take turns. Steps are mixed.
 
-    This is the row `fcfs`. The scheduler calls `level` and `turn` when a request arrives, `phase`
-    and `most_admitted` once per step, and `order` for each admission.
+    This is the policy `fcfs`, and the base class of all policies. The scheduler calls `level` and
+    `turn` when a request arrives, `phase` and `most_admitted` once per step, and `order` to rank
+    waiting requests.
     """
 
-    # Admissions that may pass over higher levels before their oldest request permanently joins the
-    # level of the last admission.
+    # After this many admissions from lower levels, the oldest request of the higher levels
+    # permanently joins the level of the last admission.
     max_passes: float = MAX_PASSES
 
     def __init__(self, *, prefill_batch_size: int = 1) -> None:
         self.prefill_batch_size = prefill_batch_size
 
     def level(self, request: Request) -> Any:
-        """Level of a request. Lower levels go first and may preempt higher ones."""
+        """Return the level of a request. Lower levels go first and may preempt higher levels."""
         return 0
 
     def turn(self, request: Request) -> tuple[str, str]:
-        """Client and group: clients take turns, and so do the groups of each client."""
+        """Return client and group. Clients take turns, and so do the groups of each client."""
         return request.client, request.group
 
     def phase(self, counts: Counts) -> Phase:
-        """Kind of work that the next step may hold."""
+        """Return the kind of work that the next step may hold."""
         return Phase.MIXED
 
     def most_admitted(self, counts: Counts) -> float:
-        """Maximum of requests that the next step may admit; called once per step, after `phase`."""
+        """Return the maximum number of requests that the next step may admit.
+
+        Called once per step, after `phase`.
+        """
         return math.inf
 
     def admitted(self, request: Request) -> None:
-        """A request was admitted to the step that is being planned."""
+        """Called when a request is admitted to the step that is being planned."""
 
     def order(
         self, candidates: Iterator[Request], num_cached: Callable[[Request], int]
     ) -> Iterable[Request]:
-        """Order in which to try requests: `candidates` are the first of each group, in turn.
+        """Return the order in which to try waiting requests.
 
-        `num_cached` returns how many tokens of a request are cached. The scheduler offers only the
-        oldest candidate if it has been passed over too often.
+        `candidates`: the first request of each group, in turn. `num_cached`: returns the number of
+        cached tokens of a request. This method is not called while a request that has been passed
+        over too often must be admitted first.
         """
         return candidates
 
 
 class Priority(Policy):
-    """Lower numbers first, regardless of arrival; ties as in fcfs. Waiting requests age."""
+    """Lower priority numbers first, regardless of arrival; ties as in fcfs. Requests age."""
 
     def level(self, request: Request) -> Any:
         return request.priority
 
 
 class PrefillFirst(Policy):
-    """Prompts whenever there are any, then decodes, as in vLLM V0.
+    """Prompts first whenever there are any, then decodes, as in vLLM V0.
 
     This gives the shortest time to the first token, but running requests wait.
     """
@@ -120,14 +124,14 @@ class LongestPrefix(Policy):
 
 
 class Controlled(Policy):
-    """One phase at a time: `prefill_batch_size` prompts together, then decodes, to study each.
+    """One phase at a time, to study each: `prefill_batch_size` prompts together, then decodes.
 
-    The next prompts are taken when that many wait, or when nothing runs any more.
+    The next prompts start when `prefill_batch_size` prompts wait, or when no request runs.
     """
 
     def __init__(self, *, prefill_batch_size: int = 1) -> None:
         super().__init__(prefill_batch_size=prefill_batch_size)
-        self._num_left = 0  # of the batch that is being admitted
+        self._num_left = 0  # prompts left to admit of the current batch
 
     def phase(self, counts: Counts) -> Phase:
         if not self._num_left and not counts.num_prompts_begun:
@@ -154,7 +158,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str, *, prefill_batch_size: int = 1) -> Policy:
-    """Create the policy of a table row or of a dotted path. Raises InputError."""
+    """Create a policy from its name in POLICIES or from module:Class. Raises InputError."""
     kind = POLICIES.get(name) or _load(name)
     return kind(prefill_batch_size=prefill_batch_size)
 

@@ -1,4 +1,4 @@
-"""Victim policy: the running requests that are cheapest to preempt."""
+"""Victim policy: selects the running requests that are cheapest to preempt."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from qserve.engine.request import Request
 
 
 def num_lost(request: Request, pool: BlockPool) -> int:
-    """Tokens that a preempted request may have to recompute: those in pages that it alone holds."""
+    """Return how many tokens a preempted request may recompute: those in its unshared pages."""
     return request.num_computed - pool.num_shared(request.block_table) * pool.page_size
 
 
 def cheapest_victim(running: Sequence[Request], pool: BlockPool) -> Request | None:
-    """Cheapest request to preempt at the lowest priority; ties go to the youngest.
+    """Return the cheapest request to preempt at the lowest priority; ties go to the youngest.
 
-    None if no request holds an unshared page, so that preemption would free nothing.
+    Returns None if no request has an unshared page: preemption would then free nothing.
     """
     candidates = [
         request
@@ -29,9 +29,10 @@ def cheapest_victim(running: Sequence[Request], pool: BlockPool) -> Request | No
 def victims_for(
     owned: Sequence[Request], pool: BlockPool, request: Request, max_bypasses: int
 ) -> list[Request] | None:
-    """Fewest requests of `owned`, from the last, whose preemption frees enough pages; or None.
+    """Select requests from the end of `owned` until preempting them frees enough for `request`.
 
-    A request is preempted `max_bypasses` times at most.
+    Skips requests that were bypassed `max_bypasses` times. Returns None if the pages do not
+    suffice.
     """
     victims, num_free = [], pool.num_free
     for victim in reversed(owned):
@@ -51,11 +52,11 @@ def fair_victims(
     fits: bool,
     max_bypasses: int,
 ) -> list[Request] | None:
-    """Youngest requests of the client, or else of the group, that runs most, except its oldest.
+    """Select victims of the client, or else of the group, that runs the most requests.
 
-    As many as needed to make room for `request`; empty if it `fits`. None if its client and
-    group run requests already, or if preempting all would not suffice. No request of a level below
-    that of `request` is preempted.
+    The youngest requests are selected until `request` has room, but never the oldest one and no
+    request of a lower level. Returns an empty list if `request` already `fits`, and None if its
+    client and group run requests already, or if preempting all would not suffice.
     """
     for owner_of in (attrgetter("client"), attrgetter("flow")):
         counts = Counter(owner_of(each) for each in running)

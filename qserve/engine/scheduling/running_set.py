@@ -1,7 +1,4 @@
-"""RunningSet: slots, KV pages and states of running requests, and preemption.
-
-Within a level, the last request of `running` is preempted first.
-"""
+"""RunningSet: slots, KV pages and states of running requests, and preemption."""
 
 from bisect import bisect_left, bisect_right
 from operator import attrgetter
@@ -31,37 +28,37 @@ class RunningSet:
         max_num_seqs: int,
         forecast: MemoryForecast | None = None,
     ) -> None:
-        """`forecast` keeps requests waiting that fit now and not later."""
+        """`forecast`: delays requests that fit now but are not expected to fit until their end."""
         self.forecast = forecast
         self.pool, self.cache, self.states = pool, cache, states
         self.waiting, self.policy = waiting, policy
         self.max_num_seqs = max_num_seqs
         self.running: list[Request] = []  # by level; within a level the last is preempted first
-        self.begun: list[Request] = []  # those that have a prompt to compute in this step
-        self._groups: list[BeamGroup] = []  # those that are beam searches
+        self.begun: list[Request] = []  # running requests with prompt tokens left to compute
+        self._groups: list[BeamGroup] = []  # running beam searches
 
     @property
     def num_free_slots(self) -> float:
-        """Free slots: requests that may run in addition to the running ones."""
+        """Number of requests that may run in addition to the running ones."""
         return min(self.max_num_seqs - len(self.running), self.states.num_free)
 
     def begin_step(self) -> None:
-        """Collect the running requests whose prompt is not finished."""
+        """Start planning a step: update `begun`."""
         if self.forecast is not None:
             self.forecast.begin_step()
         begun = [each for each in self.begun if each.status is Status.RUNNING]
         self.begun = [each for each in begun if each.num_uncomputed > 1]
 
     def prepare_beams(self, step: OpenStep) -> None:
-        """Give the rows of each beam search pages of their own to write to, or resume them."""
+        """Prepare beam searches: resume rows, and copy shared pages that rows will write to."""
         for group in tuple(self._groups):
             self._prepare(group, step)
 
     def fits(self, request: Request, step: OpenStep) -> bool:
-        """Return whether a waiting request fits with all of its tokens, without a preemption."""
-        # The whole known length must fit, not only its first chunk; otherwise two long prompts
-        # would preempt each other in turns. A request preempted in this step waits for the next
-        # one.
+        """Return True if a waiting request fits with all of its tokens, without a preemption."""
+        # The whole known length must fit, not only the first chunk; otherwise two long prompts
+        # would preempt each other in turn. A request preempted in this step waits for the next
+        # step.
         if len(request.rows) > self.num_free_slots:
             return False
         if any(row.num_pending for row in request.rows) or request in step.preempted:
@@ -71,14 +68,17 @@ class RunningSet:
         return self.cache.num_pages_needed(request, num_free) <= num_free
 
     def lasts(self, request: Request) -> bool:
-        """Return whether a request that fits is also expected to fit until it ends."""
+        """Return True if a request that fits now is also expected to fit until it ends."""
         if self.forecast is None:
             return True
         num_needed = self.cache.num_pages_needed(request, self.pool.num_free)
         return self.forecast.allows(request, self.running, num_needed)
 
     def admit(self, request: Request, step: OpenStep, seniority: int) -> None:
-        """Run a request: reuse its cached pages and allocate new ones for the rest."""
+        """Move a request to the running set: reuse cached pages and allocate the others.
+
+        `seniority`: desired index in `running`; it is limited to the request's level.
+        """
         assert not request.num_pending, "readmitted with a token in flight"
         self.waiting.admit(request)
         self.policy.admitted(request)
@@ -99,10 +99,11 @@ class RunningSet:
             self._groups.append(request.beams)
 
     def make_room(self, request: Request, index: int, step: OpenStep) -> bool:
-        """Allocate the page of one more position, preempting younger requests if needed.
+        """Allocate a page for one more position, preempting younger requests if necessary.
 
-        `index`: index of the request in `running`. Victims come after it, where the step has not
-        planned yet; the last resort is `request` itself. Returns False if `request` was preempted.
+        `index`: index of the request in `running`. Victims are requests after it, which the step
+        has not planned yet; the last resort is `request` itself. Returns False if `request` was
+        preempted.
         """
         needed = request.num_computed + 1
         while not self.pool.can_grow(request.block_table, needed):
@@ -112,10 +113,10 @@ class RunningSet:
         return True
 
     def preempt(self, request: Request, step: OpenStep) -> None:
-        """Free a request's pages; it waits, first in line, and recomputes its tokens.
+        """Free a request's pages and put it at the front of the queue. It recomputes its tokens.
 
-        Pages that are not evicted meanwhile are found again. The rows of a beam search are
-        preempted together: none can continue without the others.
+        It reuses those of its pages that are not evicted meanwhile. All rows of a beam search are
+        preempted together, since no row can continue without the others.
         """
         if request.beams is not None:
             request.beams.leave_step(step.chunks, self.pool)
@@ -126,7 +127,7 @@ class RunningSet:
         step.preempted.append(request.rows[0])
 
     def stop(self, request: Request) -> None:
-        """Remove a request from the running set; its full pages stay in the prefix cache."""
+        """Remove a request from the running set. Its full pages stay in the prefix cache."""
         if request.beams is not None:
             self._groups.remove(request.beams)
         for row in request.rows:
@@ -144,7 +145,7 @@ class RunningSet:
             raise AssertionError("running requests are not sorted by level")
 
     def _free_pages(self, request: Request, index: int, step: OpenStep) -> bool:
-        """Preempt a request after `index`, or else `request`. Returns False for the latter."""
+        """Preempt a request after `index`, or else `request` itself. Returns False if itself."""
         others = [each for each in self.running[index + 1 :] if each not in request.rows]
         victim = cheapest_victim(others, self.pool) or request
         if self.forecast is not None:
@@ -154,7 +155,7 @@ class RunningSet:
 
     def _prepare(self, group: BeamGroup, step: OpenStep) -> None:
         if group.first.status is not Status.RUNNING:
-            return  # preempted for another search
+            return  # it was preempted for another beam search
         self.begun += [row for row in group.resume() if row.num_uncomputed > 1]
         for row in group.rows_to_own(self.pool):
             while not self.pool.num_free:

@@ -1,13 +1,14 @@
-"""The scheduler: which tokens of which requests the next step computes.
+"""Scheduler: decides which tokens of which requests the next step computes.
 
 A step is a list of chunks (request, start, count) under one token budget. There are no phases
 unless the policy (policies.py) defines them: a prompt chunk has a large count, a decode has 1.
-Decodes come first, so that none waits for a prompt; then started prompts (chunked_prefill.py); then
-waiting requests are admitted (admission.py), as far as slots and memory allow (running_set.py).
+Decodes are planned first, so that no decode waits for a prompt; then started prompts
+(chunked_prefill.py); then waiting requests are admitted (admission.py), as far as slots and memory
+allow (running_set.py). An admitted request reuses the pages that are cached for its tokens
+(prefix_cache.py).
 
-An admitted request reuses the pages that are cached for its tokens (prefix_cache.py).
-
-`schedule()` counts the tokens of in-flight steps; `update()` takes them when they reach the host.
+`schedule()` counts tokens that in-flight steps will sample; `update()` applies the tokens when they
+reach the host.
 """
 
 from collections.abc import Collection
@@ -50,14 +51,13 @@ class Scheduler:
         encoder: EncoderBudget | None = None,
         forecasts: bool = False,
     ) -> None:
-        """`window`: keys that a query sees, itself included, in the layer that sees the most.
+        """Raises InputError if a step cannot hold one token of every request.
 
-        `pace` limits prompts in steps that decode, `speculation` adds drafts to decodes, `states`
-        has the state slots, `snapshots` copies of states, and `encoder` the budget of media.
-        `forecasts`: a request starts only if the KV pages are expected to last until the running
-        ones end; without it, as soon as its prompt fits.
-
-        Raises InputError if a step could not hold one token of every request.
+        `window`: largest number of keys, over all layers, that a query attends to, itself included;
+        None: all keys. `pace`: limits prompts in steps that decode. `speculation`: adds drafts to
+        decodes. `states`: state slots. `snapshots`: state snapshots. `encoder`: budget for media.
+        `forecasts`: True: a request starts only if the KV pages are expected to last until the
+        running requests end; False: it starts as soon as its prompt fits.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise InputError(
@@ -80,7 +80,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.waiting = WaitingLevels(self.policy.max_passes)
-        # With a window in all layers, requests do not grow beyond it.
+        # With a window in all layers, a request's pages do not grow beyond the window.
         forecast = MemoryForecast(pool) if forecasts and window is None else None
         self.running_set = RunningSet(
             pool, self.cache, self.states, self.waiting, self.policy, max_num_seqs, forecast
@@ -103,9 +103,9 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def check(self, request: Request) -> None:
-        """Raise InputError for a request that could never finish."""
+        """Raise InputError if a request could never finish."""
         longest = request.num_prompt_tokens + request.max_tokens
-        # The last sampled token is never fed back, so its keys need no slot in a page.
+        # The last sampled token is never an input, so its keys need no slot in a page.
         needed, what = self.pool.pages_for(longest - 1), f"{longest} tokens"
         if request.beams is not None:
             what = f"{len(request.rows)} x {what}"
@@ -118,7 +118,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises the errors of `check`."""
+        """Queue a request. Raises InputError if it could never finish."""
         self.check(request)
         request.num_steps_at_arrival = self._num_steps
         request.level = self.policy.level(request)
@@ -172,7 +172,7 @@ class Scheduler:
         )
 
     def _take_state_moves(self) -> StateMoves | None:
-        """The copies of states to make before the next step, or None."""
+        """Return the copies of states to make before the next step, or None."""
         moves = None if self.snapshots is None else self.snapshots.take_moves()
         forks = self.states.take_forks()
         return (moves or StateMoves()).with_forks(forks) if forks else moves
@@ -186,9 +186,9 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Apply the tokens that a step sampled: one per sampled row, in order.
 
-        A string instead of a token is the error of a failed row: it ends the row's request.
-        `logprobs` has one entry per row if any request asked for them. `num_emitted` is the number
-        of output tokens of each chunk that samples; None means all.
+        `sampled`: a string instead of a token is the error of a failed row, which ends the request.
+        `logprobs`: one entry per sampled row, if any request asked for them. `num_emitted`: number
+        of output tokens of each chunk that samples; None: all.
         """
         events = []
         emitted = iter(num_emitted or ())
@@ -198,7 +198,7 @@ class Scheduler:
         for request, _, _, num_sampled in plan.chunks:
             first, row = row, row + num_sampled
             count = next(emitted) if num_emitted and num_sampled else num_sampled
-            # A finished one was aborted, or ended by an earlier step while this one was in flight.
+            # A request may be finished: aborted, or ended by an earlier step during this step.
             if first == row or request.status is Status.FINISHED or request in plan.late:
                 continue
             if num_sampled > 1 and num_emitted:
@@ -226,9 +226,9 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request and free its pages.
 
-        An in-flight step may still write to them. The next owner's writes come after it on the same
-        stream, so nothing that is read is overwritten. The full pages stay in the prefix cache: the
-        in-flight step does not write to them any more.
+        An in-flight step may still write to these pages. The next owner writes to them later on the
+        same stream, so nothing that is read is overwritten. Full pages stay in the prefix cache:
+        the in-flight step does not write to them.
         """
         if request.status is Status.RUNNING:
             if self.running_set.forecast is not None:
@@ -242,25 +242,25 @@ class Scheduler:
             row.status = Status.FINISHED
 
     def fail(self, request: Request, reason: str) -> TokenEvent:
-        """End a request whose step failed. Its pages must not be found in the prefix cache."""
+        """End a request whose step failed, and remove its pages from the prefix cache."""
         for row in request.rows:
             self.cache.invalidate(row)
         self.finish(request)
         return TokenEvent.failure(request.request_id, reason)
 
     def keep_private(self, plan: StepPlan) -> None:
-        """Insert no further pages of these requests: their step could not be launched."""
+        """Insert no further pages of a plan's requests, because the step could not be launched."""
         for chunk in plan.chunks:
             self.cache.keep_private(chunk.request)
 
     def fail_step(self, plan: StepPlan, reason: str) -> list[TokenEvent]:
-        """End the requests of a step that could not be launched, and those that share its pages."""
+        """End the requests of a step that could not be launched, and requests sharing its pages."""
         requests = {chunk.request: None for chunk in plan.chunks}
         wrong = set() if plan.moves is None else self.pool.doubt(plan.moves)
         for request, start, _, _ in plan.chunks:
             wrong.update(request.block_table[start // self.pool.page_size :])
         wrong.discard(NULL_PAGE)
-        # A request admitted in this step that waits for a mask has no tokens in it.
+        # A request that was admitted but waits for a mask has no chunk in the step.
         requests |= {each: None for each in self.running if not wrong.isdisjoint(each.block_table)}
         if self.snapshots is not None:
             self.snapshots.doubt(plan.state_moves)
@@ -269,7 +269,7 @@ class Scheduler:
             requests |= {each: None for each in self.running if each.state_slot in slots}
         if self.encoder is not None:
             self.encoder.reset()
-        # one event per beam search, whose rows all end with the first
+        # One event per beam search: failing one row ends all rows.
         return [
             self.fail(request, reason)
             for request in requests
@@ -277,13 +277,13 @@ class Scheduler:
         ]
 
     def preempt_all(self) -> None:
-        """Preempt every running request; the order stays. No step may be in flight."""
+        """Preempt all running requests and keep their order. No step may be in flight."""
         step = OpenStep(budget=0, most_admitted=0)
         while self.running:
             self.running_set.preempt(self.running[-1], step)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the contents of all pages: new requests find none. Running requests continue."""
+        """Empty the prefix cache. Running requests continue."""
         self.cache.reset((*self.running, *self.waiting))
 
     def check_integrity(self) -> None:
@@ -294,7 +294,7 @@ class Scheduler:
             self.snapshots.check_integrity()
 
     def _without_room_to_encode(self) -> Collection[Request]:
-        """Requests whose last prompt token is of an item that does not fit into this step."""
+        """Return requests whose last prompt token needs an item that the step cannot encode."""
         encoder = self.encoder
         if encoder is None:
             return ()
@@ -303,9 +303,8 @@ class Scheduler:
         return {each for each in last if not encoder.take(each, each.num_computed, 1)}
 
     def _plan_decodes(self, step: OpenStep) -> None:
-        # A step has a token for each running request, so the budget covers all. This loop and
-        # `update` are the Python cost of a step with many requests: they make as few calls as
-        # possible.
+        # The budget has at least one token for each running request. This loop and `update` are
+        # most of the Python cost of a step with many requests, so they make few calls.
         page_size, chunks = self.pool.page_size, step.chunks
         speculation, snapshots, count = self.speculation, self.snapshots, 1
         held = self._without_room_to_encode()
@@ -316,7 +315,7 @@ class Scheduler:
             if end - start != 1 or end - request.num_prompt_tokens >= request.max_tokens:
                 continue
             if request in held or (request.follows_last and request.num_pending):
-                continue  # its next sample depends on the token in flight
+                continue  # its next token depends on an in-flight token, or on an item to encode
             if request.mask_job is not None and request.lacks_mask:
                 continue
             if speculation is not None:
@@ -328,7 +327,7 @@ class Scheduler:
             ):
                 continue
             if self.window is not None:
-                # an in-flight verify may accept fewer tokens than planned
+                # An in-flight verify may accept fewer tokens than planned.
                 first = start - max(0, request.num_pending - 1)
                 self.pool.release_before_(request.block_table, max(0, first - self.window + 1))
             if snapshots is not None:

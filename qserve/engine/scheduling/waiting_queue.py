@@ -1,18 +1,18 @@
 """WaitingQueue: requests that wait for admission, in order; WaitingLevels: one queue per priority.
 
-Preempted requests come first. Then clients take turns, and within a client its groups: a group is
-one API request, however many outputs it asks for. Within a group, and among all requests if no
-clients or groups are named, the order is first come, first served.
+Preempted requests come first. Then clients take turns, and the groups of a client take turns. A
+group is all outputs of one API request. Within a group, and among all requests if no clients or
+groups are named, the order is first come, first served.
 
 A turn costs a constant plus the tokens of the request; the tokens of its prompt count twice if
 their log probabilities are reported. The bounds are:
 
-- Before a client's first request is admitted, every other waiting client gets one turn at most.
-  Clients that keep waiting differ by one request's cost at most. The same holds for the groups of
-  a client.
+- Before a client's first request is admitted, every other waiting client gets at most one turn.
+  Clients that keep waiting differ by at most the cost of one request. The same holds for the groups
+  of a client.
 - An endless stream of new clients could still take all turns. So after MAX_BYPASSES admissions
-  that passed over the oldest request, it is next, whoever's turn it is. The oldest is the request
-  that has been the first of its group for longest. One that has k older ones ahead of it is
+  that passed over the oldest request, the oldest request is next. The oldest is the request that
+  has been the first of its group for the longest time. A request with k older ones ahead of it is
   admitted after at most (k + 1) * (MAX_BYPASSES + 1) - 1 others.
 """
 
@@ -28,16 +28,16 @@ from qserve.engine.request import Flow, Request
 
 
 class FairOrder:
-    """Start-time fair queueing (Goyal, Vin and Cheng 1996) over the waiting names.
+    """Start-time fair queueing (Goyal, Vin and Cheng 1996) over the names of waiting clients.
 
-    A name's start is the cost of its turns so far. The smallest start is next; ties go to the name
-    that joined first. A name that joins starts where the others are: it neither jumps ahead nor
-    pays for its absence.
+    The start of a name is the cost of its turns so far. The name with the smallest start is next;
+    ties go to the name that joined first. A name that joins gets the start of the others: it
+    neither jumps ahead nor pays for its absence.
     """
 
     def __init__(self) -> None:
         self._starts: dict[str, tuple[int, int]] = {}  # name -> start, tie breaker
-        self._heap: list[tuple[int, int, str]] = []  # the same entries, and outdated ones
+        self._heap: list[tuple[int, int, str]] = []  # the same entries, plus outdated ones
         self._numbers = count()
         self._now = 0  # the smallest start when a name was last served
 
@@ -48,18 +48,18 @@ class FairOrder:
         return bool(self._starts)
 
     def join(self, name: str) -> None:
-        """Add a name, unless it waits already."""
+        """Add a name. Does nothing if it is already waiting."""
         if name not in self._starts:
             self._wait(name, self._now)
 
     def first(self) -> str:
-        """The name whose turn it is."""
+        """Return the name whose turn it is."""
         while self._starts.get(self._heap[0][2]) != self._heap[0][:2]:
             heappop(self._heap)
         return self._heap[0][2]
 
     def in_order(self) -> Iterator[str]:
-        """All names, as if each left after its turn. Sorts only after the first one."""
+        """Yield all names in the order of their next turns. Sorts only after the first name."""
         first = self.first()
         yield first
         for name, _ in sorted(self._starts.items(), key=itemgetter(1)):
@@ -67,51 +67,52 @@ class FairOrder:
                 yield name
 
     def serve(self, name: str, cost: int) -> None:
-        """Give a name, usually the first, its turn; it then waits for the next one."""
+        """Give a name, usually the first, its turn. It then waits for its next turn."""
         start, _ = self._starts[name]
         self._now = self._starts[self.first()][0]
         self._wait(name, start + cost)
 
     def leave(self, name: str) -> None:
-        """Remove a name. At most the cost of its last turn is forgotten."""
+        """Remove a name. If it joins again, at most the cost of its last turn is forgotten."""
         del self._starts[name]
 
     def _wait(self, name: str, start: int) -> None:
         self._starts[name] = start, next(self._numbers)
         heappush(self._heap, (*self._starts[name], name))
-        # outdated entries that would never be popped
+        # remove outdated entries, which might never be popped
         if len(self._heap) > 2 * len(self._starts) + 16:
             self._heap = [(*entry, name) for name, entry in self._starts.items()]
             heapify(self._heap)
 
 
 MAX_BYPASSES = 8
-# Cost of a turn in addition to the prompt, for the output of unknown length. Without it, prompts of
-# one token would be free, and their owner would get hundreds of slots for one of another's.
+# Cost of a turn in addition to the prompt, for the output, whose length is unknown. Without it,
+# prompts of one token would be almost free, and their owner would get hundreds of slots for each
+# slot of another client.
 COST_OF_OUTPUT = 256
 
 
 class WaitingQueue:
-    """All requests that are neither running nor finished."""
+    """The waiting requests of one level, in order of admission."""
 
     def __init__(self, max_bypasses: int = MAX_BYPASSES) -> None:
         self._max_bypasses = max_bypasses
-        self._num_tokens_of: dict[Request, int] = {}  # all waiting requests
-        self.num_tokens = 0  # the sum, prompts and outputs
+        self._num_tokens_of: dict[Request, int] = {}  # waiting request -> its tokens
+        self.num_tokens = 0  # sum over all waiting requests, prompts and outputs
         self._preempted: deque[Request] = deque()
-        self._flows: dict[Flow, deque[Request]] = {}  # none is empty
+        self._flows: dict[Flow, deque[Request]] = {}  # without empty queues
         self._clients = FairOrder()
-        self._groups: dict[str, FairOrder] = {}  # of each waiting client
-        # The first request of each flow, in the order in which they became first; may hold requests
-        # that left.
+        self._groups: dict[str, FairOrder] = {}  # waiting client -> order of its groups
+        # The first request of each flow, in the order in which they became first. May include
+        # requests that have left.
         self._heads: deque[Request] = deque()
-        self._num_bypasses = 0  # admissions since the oldest of them was last admitted
+        self._num_bypasses = 0  # number of admissions since an oldest head was admitted
 
     def __len__(self) -> int:
         return len(self._num_tokens_of)
 
     def __iter__(self) -> Iterator[Request]:
-        """Preempted requests, then group by group."""
+        """Iterate over the preempted requests, then over the others group by group."""
         yield from self._preempted
         for waiting in self._flows.values():
             yield from waiting
@@ -132,7 +133,7 @@ class WaitingQueue:
         self._preempted.appendleft(request)
 
     def first(self) -> Request | None:
-        """The next request to admit, or None."""
+        """Return the next request to admit, or None."""
         return self._preempted[0] if self._preempted else self.first_in_turn()
 
     @property
@@ -140,22 +141,23 @@ class WaitingQueue:
         return self._preempted[0] if self._preempted else None
 
     def first_in_turn(self) -> Request | None:
-        """The next request that has not run yet, or None."""
+        """Return the next request that has not run yet, or None."""
         return next(self._heads_in_turn(), None)
 
     def candidates(self) -> Iterator[Request]:
-        """Requests to admit, in order of preference; only one if it must be first."""
+        """Yield requests to admit, in order of preference; only one if it must be first."""
         return islice(self._preempted, 1) if self._preempted else self._heads_in_turn()
 
     @property
     def must_take_first(self) -> bool:
-        """True if the first must not be passed over: it was preempted, or passed over too often."""
+        """True if the first request was preempted or passed over too often, so it must be next."""
         return bool(self._preempted) or self._num_bypasses >= self._max_bypasses
 
     def first_shorter(self, num_tokens: int, other_than: Collection[Flow]) -> Request | None:
-        """A request of fewer tokens that may pass longer ones, from none of `other_than`; or None.
+        """Return a request with fewer than `num_tokens` tokens from a flow not in `other_than`.
 
-        Preempted requests are not passed, nor is the oldest once it has been passed too often.
+        Returns None if there is none, or if such a request must not be admitted now: preempted
+        requests are never passed over, and the oldest request only MAX_BYPASSES times.
         """
         if self._preempted:
             return None
@@ -165,19 +167,19 @@ class WaitingQueue:
         return None
 
     def passed_over(self, other_than: Collection[Flow]) -> Request | None:
-        """The oldest request if it has been passed over as often as allowed, or None."""
+        """Return the oldest request if it has been passed over too often, else None."""
         if self._preempted or self._num_bypasses < self._max_bypasses:
             return None
         return next((r for r in self._heads_in_turn() if r.flow not in other_than), None)
 
     def admit(self, request: Request) -> None:
-        """Remove the first request of its flow, or the first preempted one: it runs now."""
+        """Remove a request that is admitted: the first of its flow, or the first preempted one."""
         if self._preempted and request is self._preempted[0]:
             self._preempted.popleft()
             self._uncount(request)
             return
         assert self._is_head(request), "an older request of its group is still waiting"
-        # Log probabilities of a row cost about as much as its token (docs-5m, CPU: 0.6 of it).
+        # The log probabilities of a row cost about as much as its token (docs-5m on a CPU: 0.6).
         cost = request.num_tokens + request.num_logprob_rows + COST_OF_OUTPUT
         self._clients.serve(request.client, cost)
         self._groups[request.client].serve(request.group, cost)
@@ -212,7 +214,7 @@ class WaitingQueue:
             raise AssertionError("a client without waiting requests has a turn")
 
     def _heads_in_turn(self) -> Iterator[Request]:
-        """The first request of each flow; only the oldest if it may not be passed over again."""
+        """Yield the first request of each flow; only the oldest if it must not be passed over."""
         if not self._flows:
             return
         if self._num_bypasses >= self._max_bypasses:
@@ -232,7 +234,7 @@ class WaitingQueue:
 
     def _add_head(self, request: Request) -> None:
         self._heads.append(request)
-        if len(self._heads) > 2 * len(self._flows) + 16:  # mostly of requests that left
+        if len(self._heads) > 2 * len(self._flows) + 16:  # most of these requests have left
             self._heads = deque(head for head in self._heads if self._is_head(head))
 
     def _is_head(self, request: Request) -> bool:
@@ -249,28 +251,28 @@ class WaitingQueue:
         self.num_tokens += request.num_tokens
 
     def _uncount(self, request: Request) -> None:
-        # The number of its in-flight tokens may have shrunk since.
+        # Not request.num_tokens: in-flight tokens may have been dropped since.
         self.num_tokens -= self._num_tokens_of.pop(request)
 
 
 class WaitingLevels:
-    """All requests that are neither running nor finished: a WaitingQueue per `request.level`.
+    """All waiting requests: one WaitingQueue per `request.level`.
 
-    Only the lowest level that is not empty is considered: a request of a higher level that would
-    fit waits until those before it have been admitted.
+    Only the lowest non-empty level is considered: a request of a higher level waits until all
+    requests of lower levels have been admitted, even if it would fit.
 
-    A steady stream of lower levels would starve higher ones, so waiting requests age. After
-    `max_passes` admissions that passed over higher levels, their oldest request joins the level of
-    the last admission, ahead of all others there, and stays in it until it finishes. One request
-    ages at a time, however many levels wait. A request with k older ones ahead of it in the higher
-    levels joins after at most (k + 1) * max_passes admissions of lower ones.
+    A steady stream of lower levels would starve higher levels, so waiting requests age. After
+    `max_passes` admissions that passed over higher levels, the oldest request of the higher levels
+    joins the level of the last admission, ahead of all others there, and stays in this level until
+    it finishes. Only one request ages at a time. A request with k older ones ahead of it in the
+    higher levels joins after at most (k + 1) * max_passes admissions from lower levels.
     """
 
     def __init__(self, max_passes: float = math.inf) -> None:
         self._max_passes = max_passes
-        self._num_passes = 0  # admissions over higher levels since the last request aged
-        self._queues: dict[Any, WaitingQueue] = {}  # none is empty
-        self._first = WaitingQueue()  # of the lowest level; empty if no request waits
+        self._num_passes = 0  # admissions that passed over higher levels since a request aged
+        self._queues: dict[Any, WaitingQueue] = {}  # without empty queues
+        self._first = WaitingQueue()  # queue of the lowest level; empty if no request waits
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -281,12 +283,12 @@ class WaitingLevels:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute for all waiting requests: prompts and outputs so far."""
+        """Number of tokens of all waiting requests: prompts and outputs so far."""
         return sum(queue.num_tokens for queue in self._queues.values())
 
     @property
     def first_queue(self) -> WaitingQueue:
-        """The queue of the lowest level, which decides whom to admit; empty if no request waits."""
+        """The queue of the lowest level, from which requests are admitted. May be empty."""
         return self._first
 
     def push(self, request: Request) -> None:
@@ -298,7 +300,7 @@ class WaitingLevels:
         self._queue(request).push_front(request)
 
     def admit(self, request: Request) -> None:
-        """Remove a candidate of its level: it runs now."""
+        """Remove a request that is admitted. It must be a candidate of its level."""
         level = request.level
         self._queues[level].admit(request)
         self._forget_empty(level)
@@ -325,7 +327,7 @@ class WaitingLevels:
             raise AssertionError("the first queue is not that of the lowest level")
 
     def _age(self, level: Any) -> None:
-        """Move the oldest request of all higher levels to the front of this one."""
+        """Move the oldest request of all higher levels to the front of `level`."""
         higher = (queue for other, queue in self._queues.items() if other > level)
         oldest = min(
             (request for queue in higher for request in queue),
@@ -343,8 +345,8 @@ class WaitingLevels:
         return queue
 
     def _forget_empty(self, level: Any) -> None:
-        # The turns of the level are dropped with its queue, as WaitingQueue drops those of a group
-        # that no longer waits.
+        # An empty queue is dropped together with its turns, as WaitingQueue drops the turns of a
+        # group that no longer waits.
         if not self._queues[level]:
             del self._queues[level]
             self._first = self._queues[min(self._queues)] if self._queues else WaitingQueue()

@@ -1,1 +1,1 @@
-"""One step as plain values: its arrays, its token masks, its tensors on the device."""
+"""Inputs of one step: arrays on the host, token masks, tensors on the device."""

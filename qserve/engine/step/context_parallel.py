@@ -1,10 +1,12 @@
 """Division of a step's long prompts over ranks (context parallelism).
 
-A chunk of a prompt is cut into 2 n pieces of equal length for n ranks, and what is left, at least
-one token. Rank r computes the pieces r and 2 n - 1 - r: an early token attends to few keys and a
-late one to many, so that all ranks have equal work. Every rank computes what is left, and so the
-chunk's last token, from which the next one is drawn; and every rank computes all other requests of
-the step. Legend: T tokens of the step, R requests (chunks).
+For n ranks, a chunk of a prompt is divided into 2 n pieces of equal length and a rest of at least
+one token. Rank r computes the pieces r and 2 n - 1 - r. Early tokens attend to few keys and late
+tokens to many, so this gives all ranks equal work. Every rank computes the rest, and thus the
+chunk's last token, from which the next token is sampled. Every rank also computes all other
+requests of the step.
+
+T: tokens of the step. R: requests (chunks).
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +22,11 @@ from qserve.parallel.kv_exchange import KvExchange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedStep:
-    """One rank's tokens of a step. Pieces of one request are requests of their own."""
+    """One rank's tokens of a step. Each piece of a request is a separate request of `step`."""
 
     step: StepInput
-    own_slots: np.ndarray  # int64: slots of the tokens that this rank alone computes
-    all_slots: np.ndarray  # int64: of those that only one rank computes, in rank order
+    own_slots: np.ndarray  # int64: KV slots of the tokens that only this rank computes
+    all_slots: np.ndarray  # int64: KV slots of all tokens that only one rank computes, by rank
 
     def exchange(self, communicator: Communicator, device: torch.device) -> KvExchange:
         """Return the exchange of keys and values after each layer's write."""
@@ -33,12 +35,15 @@ class DividedStep:
 
 
 def is_divided(step: StepInput, size: int, min_tokens: int) -> bool:
-    """True if ranks divide a step, as `divide` does."""
+    """Return True if `divide` divides the step."""
     return bool(_long_requests(step, size, min_tokens).any()) and not _needs_all_rows(step)
 
 
 def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedStep | None:
-    """Divide a step's requests of `min_tokens` and more; None: all ranks compute all of it."""
+    """Divide a step's requests of at least `min_tokens` tokens.
+
+    Returns None if all ranks compute the whole step.
+    """
     if not is_divided(step, size, min_tokens):
         return None
     starts_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
@@ -91,12 +96,12 @@ def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedSte
 
 
 def _long_requests(step: StepInput, size: int, min_tokens: int) -> np.ndarray:
-    """Return which requests are long enough to be divided, bool [R]."""
+    """Return bool [R]: which requests are long enough to be divided."""
     return np.diff(step.query_starts_R1) >= max(min_tokens, 2 * size + 1)
 
 
 def _needs_all_rows(step: StepInput) -> bool:
-    """True for steps that read hidden states of a prompt or media, and for warm-ups."""
+    """Return True if the step needs all rows on each rank: prompt outputs, media, or a warm-up."""
     optional = (
         *(step.prompt_rows, step.pool_rows, step.media, step.draft_rows),
         *(step.axis_offsets_3T, step.rope_shifts_T, step.text_shifts_T),

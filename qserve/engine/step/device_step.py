@@ -1,6 +1,6 @@
 """Inputs of a step on the device.
 
-Legend: T tokens of the step, R requests (chunks), S sampled rows, X longest block table.
+T: tokens of the step. R: requests (chunks). S: sampled rows. X: pages of the longest block table.
 """
 
 from dataclasses import dataclass, replace
@@ -26,22 +26,22 @@ ARRAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForm:
-    """Optional tensors of a model's batches."""
+    """Determines the optional tensors of a model's batches."""
 
-    with_states: bool = False  # some layer has a recurrent state
-    split_rule: SplitRule | None = None  # None: no step is divided
+    with_states: bool = False  # True: some layer has a recurrent state
+    split_rule: SplitRule | None = None  # None: no step is split
     page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMedia:
-    """Inputs of a drafter from a step's images."""
+    """A drafter's inputs from the images of a step."""
 
-    # Embeddings of the tokens that follow rows, as far as they are of images; None: none is.
-    # Images that are not encoded yet are missing.
+    # Image embeddings of the tokens that follow the step's rows; None: no image token follows.
+    # Embeddings of images that are not encoded yet are missing.
     next_embeds: InputEmbeds | None
-    positions_3T: torch.Tensor | None  # int64, of rotations; None: each position is one number
-    # int64: what rotations add to positions of the request's later text; None: nothing
+    positions_3T: torch.Tensor | None  # int64, rotary positions on three axes; None: one axis
+    # int64: offset from position to rotary position for the request's later text; None: 0
     text_shifts_T: torch.Tensor | None
 
 
@@ -52,12 +52,12 @@ class Batch(StepInputs):
     token_ids_T: torch.Tensor
     logits_rows_S: torch.Tensor
     adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
-    # int64: what rotations add to positions_T, once it is corrected; None: nothing
+    # int64: offset from positions_T, after its correction, to rotary positions; None: 0
     rope_shifts_T: torch.Tensor | None = None
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device, form: BatchForm) -> "Batch":
-        """Copy to the device without synchronizing."""
+        """Copy a step to the device without synchronizing."""
         slots_T, shifts_T = step.adapter_slots_T, step.rope_shifts_T
         states_R = to_device(step.state_slots_R, device) if form.with_states else None
         split = None
@@ -74,7 +74,7 @@ class Batch(StepInputs):
         )
 
     def with_rope_positions(self) -> "Batch":
-        """Return the batch with its shifted positions, once the device has corrected them."""
+        """Return the batch with its rotary positions. Call after positions_T is corrected."""
         if self.rope_shifts_T is None:
             return self
         return replace(self, rope_positions_T=self.positions_T + self.rope_shifts_T)

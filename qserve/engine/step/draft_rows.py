@@ -1,6 +1,6 @@
 """DraftRows: speculation inputs of a step, as numbers and arrays.
 
-Legend: T tokens of the step, R requests (chunks), S sampled rows, D requests that sample.
+T: tokens of the step. R: requests (chunks). S: sampled rows. D: requests that sample.
 """
 
 from dataclasses import dataclass
@@ -12,25 +12,26 @@ from qserve.engine.scheduling.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
-    """Rows that verify drafts, and the drafts to propose after the step."""
+    """Describes the rows that verify drafts, and the drafts to propose after the step."""
 
-    num_drafts: int  # number of drafts that a device drafter proposes for each chunk that samples
+    num_drafts: int  # number of drafts that a device drafter proposes per chunk that samples
     runs_drafter: bool
-    most_sampled: int  # maximum of sampled rows of one chunk
-    rows_R: np.ndarray  # int64: each request's row of the device's tables
-    chunk_of_S: np.ndarray  # int64: of R
-    # int64: number of its first tokens that the host knows. 0: the host also does not know how many
-    # of the last step's drafts were accepted; positions are too high by the rejected ones
+    most_sampled: int  # maximum number of sampled rows of one chunk
+    rows_R: np.ndarray  # int64: each request's row in the device's tables
+    chunk_of_S: np.ndarray  # int64: index into R of each sampled row
+    # int64: number of leading tokens of the chunk that the host knows. 0: the host also does not
+    # know how many of the last step's drafts were accepted; positions are too high by the number
+    # of rejected drafts.
     known_R: np.ndarray
-    place_R: np.ndarray  # int64: index into D; -1: it does not sample
-    chunk_D: np.ndarray  # int64, of R
-    first_D: np.ndarray  # int64, of S: the first sampled row of each chunk
-    count_D: np.ndarray  # int64: the number of sampled rows
-    # int64: the token after a chunk that does not sample: the prompt's next token
+    place_R: np.ndarray  # int64: index into D; -1: the chunk does not sample
+    chunk_D: np.ndarray  # int64: index into R
+    first_D: np.ndarray  # int64: index into S of the first sampled row
+    count_D: np.ndarray  # int64: number of sampled rows
+    # int64: for a chunk that does not sample, the prompt token after it
     next_R: np.ndarray
-    capacity_R: np.ndarray  # int64: positions that the request's pages hold
-    tells_drafts: bool  # the host needs the proposed drafts
-    is_uniform: bool  # all rows sample, equally many per request, and the drafts are on the device
+    capacity_R: np.ndarray  # int64: number of positions that the request's pages hold
+    tells_drafts: bool  # True: the host needs the proposed drafts
+    is_uniform: bool  # True: all rows sample, equally many per request, with drafts on the device
 
     @property
     def verifies(self) -> bool:
@@ -46,7 +47,7 @@ class DraftRows:
         of_S: np.ndarray,
         page_size: int,
     ) -> "DraftRows":
-        """Create the rows of a plan with speculation, from values of StepInput.build."""
+        """Create the DraftRows of a plan. The arguments are values of StepInput.build."""
         requests, starts, counts, num_sampled = zip(*plan.chunks, strict=True)
         counts_R, sampled_R = np.array(counts, np.int64), np.array(num_sampled, np.int64)
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -60,7 +61,7 @@ class DraftRows:
             most_sampled=int(sampled_R.max()),
             rows_R=rows_R,
             chunk_of_S=of_S.astype(np.int64),
-            # a prompt token is never pending together with other prompt tokens
+            # a pending token is never in a chunk with prompt tokens
             known_R=np.where(is_pending_R, 0, np.where(has_drafts_R, 1, counts_R)),
             place_R=np.where(sampled_R > 0, np.cumsum(sampled_R > 0) - 1, -1),
             chunk_D=chunk_D,

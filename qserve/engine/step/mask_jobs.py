@@ -1,13 +1,13 @@
-"""MaskJobs: threads that compute grammar masks while steps run.
+"""MaskJobs: computes grammar masks in threads while steps run.
 
-A mask takes 10 to 100 us; one of a malicious grammar takes a second. No step waits for a slow mask.
-Its row is late: its sample is dropped, and it is planned again once the mask is ready. The mask is
-kept, so a row is late at most once per token.
+A mask takes 10 to 100 us; a mask of a malicious grammar takes a second. No step waits for a slow
+mask. The row of a slow mask is late: its sample is dropped, and the row is planned again when the
+mask is ready. The mask is kept, so a row is late at most once per token.
 
 There are two modes. If masks are applied after the launch of a step's forward pass (`late`), they
-have until the pass is done, plus PATIENCE_SECONDS. If masks are part of the launch (with drafts or
-several ranks), they are started before the step is planned (`prepare`), and a row without its mask
-is not planned.
+have until the pass is done, plus PATIENCE_SECONDS. If masks are part of the launch (with drafts,
+several ranks or recurrent states), they are started before the step is planned (`prepare`), and a
+row without its mask is not planned.
 """
 
 import os
@@ -23,18 +23,18 @@ from qserve.engine.scheduling.plan import StepPlan
 from qserve.engine.step.masks import allowed
 from qserve.structured.constraint import Constraint
 
-# Time that a step waits for masks that have not been slow so far. It does not wait for others.
+# Longest wait of a step for masks that have not been slow so far. It does not wait for slow masks.
 PATIENCE_SECONDS = 0.005
 POLL_SECONDS = 0.0002  # interval at which the device is polled
-IDLE_SECONDS = 0.01  # wait of an engine that has nothing else to do
-# Slow grammars have few threads of their own, so that the others find a free one. A grammar that is
-# slow for the first time occupies one of the others.
+IDLE_SECONDS = 0.01  # longest wait of an engine that has nothing else to do
+# Slow grammars have separate threads, so that other grammars find a free thread. A grammar that is
+# slow for the first time still occupies one of the normal threads.
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 SLOW_THREADS = 1
 
 
 class _Job:
-    """Work of a thread."""
+    """Work that a thread does."""
 
     _future: Future
 
@@ -48,12 +48,12 @@ class _Job:
 
 
 class MaskJob(_Job):
-    """The mask of a request's next token. The request gets no token before it is done."""
+    """Computes the mask of a request's next token. The request gets no token until it is done."""
 
     def __init__(self, request: Request) -> None:
-        """Start the job. All tokens of the request are known."""
+        """Start the job. The host must know all tokens of the request."""
         self.num_known = request.num_known
-        self.is_late = False  # a step continued without it
+        self.is_late = False  # True if a step continued without the mask
         self._constraint = request.constraint
         self._future: Future[np.ndarray | None] = _threads(self._constraint.is_slow).submit(
             allowed, request, request.num_known, request.token_ids, request.constraint
@@ -64,22 +64,22 @@ class MaskJob(_Job):
         return self.is_late or self._constraint.is_slow
 
     def mask(self) -> np.ndarray | None:
-        """Wait for the mask; None if no token may follow."""
+        """Wait for the mask and return it; None if no token may follow."""
         return self._future.result()
 
 
 class DraftMasks(_Job):
-    """The masks along a request's drafts, computed with a copy of the grammar's state.
+    """Computes the masks along a request's drafts, with a copy of the grammar's state.
 
-    The state is copied on the engine's thread, where the original advances: the library does not
-    allow concurrent reads. For a schema of 2744 properties a copy takes 5 us after 200 tokens and
-    16 us after 800; for a regular expression 26 us after 8000. The thread's work per draft takes
-    140 us for the schema and 10 us for the expression (one core, llguidance 1.9.1).
+    The engine's thread makes the copy, because it also advances the original and the library does
+    not allow concurrent reads. For a schema of 2744 properties a copy takes 5 us after 200 tokens
+    and 16 us after 800; for a regular expression 26 us after 8000. The work per draft takes 140 us
+    for the schema and 10 us for the expression (one core, llguidance 1.9.1).
     """
 
     def __init__(self, request: Request, drafts: Sequence[int]) -> None:
         """Start the job. Later tokens of the request do not affect it."""
-        self.found: list[np.ndarray | None] = []  # the masks that are done
+        self.found: list[np.ndarray | None] = []  # masks computed so far
         self._token_ids = [*request.token_ids]
         cursor = request.constraint.copy()
         self._future = _threads(False).submit(self._follow, request, drafts, cursor)
@@ -97,9 +97,9 @@ class MaskJobs:
     """The mask jobs of one engine."""
 
     def __init__(self, *, waits: bool = False) -> None:
-        """`waits`: masks are part of the launch, so a row waits for its previous token."""
+        """`waits`: True if masks are part of the launch, so a row waits for its previous token."""
         self.waits = waits
-        self._requests: dict[str, Request] = {}  # that have a grammar, or will get one
+        self._requests: dict[str, Request] = {}  # requests that have a grammar or will get one
 
     def add(self, request: Request) -> None:
         """Register a new request that has masks."""
@@ -114,7 +114,7 @@ class MaskJobs:
         self._requests.pop(request_id, None)
 
     def prepare(self) -> None:
-        """With `waits`: start the masks of rows whose tokens are all known, and wait briefly."""
+        """In the mode `waits`, start the masks of rows whose tokens are all known; wait briefly."""
         if not self.waits:
             return
         ready = [
@@ -132,9 +132,10 @@ class MaskJobs:
                 _job(request)
 
     def late(self, plan: StepPlan, is_computing: Callable[[], bool]) -> frozenset[Request]:
-        """The rows of a step that must be sampled without their masks; waits briefly for them.
+        """Wait briefly for the masks of a step. Returns the requests whose masks are late.
 
-        All earlier tokens of the rows are known. `is_computing`: whether the device is still busy.
+        The host must know all earlier tokens of the rows. `is_computing`: returns True while the
+        device runs the forward pass.
         """
         requests = [
             chunk.request
@@ -149,7 +150,7 @@ class MaskJobs:
         return frozenset(request for request, job in pairs if not job.is_done)
 
     def wait_a_little(self) -> None:
-        """Wait briefly for masks when no request can run without one."""
+        """Wait briefly for masks. For use when no request can run without its mask."""
         jobs = [request.mask_job for request in self._requests.values()]
         futures = [job.future for job in jobs if job is not None and not job.is_done]
         if futures:
@@ -157,12 +158,15 @@ class MaskJobs:
 
 
 def mask_of(request: Request) -> np.ndarray | None:
-    """The mask of a request's next token; None if no token may follow."""
+    """Wait for the mask of a request's next token and return it; None if no token may follow."""
     return _job(request).mask()
 
 
 def masks_along(requests: Sequence[Request]) -> list[list[np.ndarray | None]]:
-    """Masks along the drafts of each request; fewer if one is late. None: no token may follow."""
+    """Return the masks along the drafts of each request; fewer if some are late.
+
+    A mask of None means that no token may follow.
+    """
     begun = [DraftMasks(request, request.drafts) for request in requests]
     wait([each.future for each in begun], PATIENCE_SECONDS)
     for request, each in zip(requests, begun, strict=True):
@@ -171,7 +175,7 @@ def masks_along(requests: Sequence[Request]) -> list[list[np.ndarray | None]]:
 
 
 def _job(request: Request) -> MaskJob:
-    """The job of a request's next token, started if necessary."""
+    """Return the job for a request's next token. Starts it if necessary."""
     job = request.mask_job
     if job is None or job.num_known != request.num_known:
         job = request.mask_job = MaskJob(request)

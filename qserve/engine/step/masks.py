@@ -1,4 +1,4 @@
-"""Token masks of a request: its grammar and its filter combined.
+"""Token masks of a request: the combination of its grammar and its token filter.
 
 A mask is a row of int64 words, one bit per token (token_filter.py).
 """
@@ -16,10 +16,10 @@ from qserve.structured.constraint import Constraint
 def allowed(
     request: Request, position: int, token_ids: Sequence[int], constraint: Constraint | None
 ) -> np.ndarray | None:
-    """The mask of the token at a position; None if grammar and filter allow no token.
+    """Return the mask of the token at a position; None if grammar and filter allow no token.
 
-    `token_ids` are the tokens before it, which `constraint` has accepted. Does not modify the
-    request, so other threads may call it.
+    `token_ids`: the tokens before this position, which `constraint` has accepted. The function does
+    not modify the request, so other threads may call it.
     """
     token_filter = request.token_filter
     ends = request.stop_token_ids | request.eos_token_ids
@@ -29,12 +29,12 @@ def allowed(
         return mask
     own = token_filter.mask(token_ids, request.num_prompt_tokens)
     mask = own if mask is None else mask & own
-    # The sampler's bias then forbids the end tokens.
+    # If the output may not end yet, the sampler's bias forbids the end tokens.
     return mask if (mask if may_end else without(mask, ends)).any() else None
 
 
 def token_filter(request: Request, vocab_size: int) -> TokenFilter:
-    """Create a request's filter. Raises InputError if it allows no token."""
+    """Create a request's token filter. Raises InputError if the filter allows no token."""
     params = request.params
     made = TokenFilter(vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
     mask = made.mask(request.token_ids, request.num_prompt_tokens)
@@ -46,7 +46,7 @@ def token_filter(request: Request, vocab_size: int) -> TokenFilter:
 
 
 def dead_end(request: Request) -> str:
-    """Error message with the parameters that allow no token."""
+    """Return an error message that names the parameters which together allow no token."""
     params = request.params
     given = {
         "allowed_token_ids": params.allowed_token_ids is not None,

@@ -1,4 +1,4 @@
-"""MediaRows: the rows of a step whose embeddings come from an encoder. Legend: M such rows."""
+"""MediaRows: the rows of a step whose embeddings come from an encoder. M: number of such rows."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from qserve.multimodal.media import MediaItem
 
 
 class ItemRows(NamedTuple):
-    """Consecutive embeddings of one item."""
+    """Consecutive embeddings [start, stop) of one media item."""
 
     digest: str
     start: int
@@ -20,27 +20,27 @@ class ItemRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaRows:
-    """Encoder work of a step, and where its results go."""
+    """Encoder work of a step, and the rows that get the embeddings."""
 
     dropped: tuple[str, ...]  # digests whose embeddings are freed first
-    encode: tuple[MediaItem, ...]
-    rows_M: np.ndarray  # int64: rows of the step
+    encode: tuple[MediaItem, ...]  # items to encode
+    rows_M: np.ndarray  # int64: rows of the step that get embeddings
     of_items: tuple[ItemRows, ...]  # the embeddings of these rows, in order
-    # For a drafter: the rows before embeddings, the first one after the chunk included.
+    # For a drafter: rows whose next token has an embedding, which may be after the chunk.
     before_M: np.ndarray  # int64
     of_next: tuple[ItemRows, ...]  # the embeddings that follow these rows, in order
-    # int64 [T]: number of keys after its own that each row sees; None: none. Not positions: with
-    # drafts the device alone knows them.
+    # int64 [T]: number of keys after its own that each row attends to; None: no such keys. These
+    # are counts, because with drafts only the device knows the positions.
     keys_ahead_T: np.ndarray | None = None
 
     @classmethod
     def build(cls, plan: StepPlan, media: MediaPlan) -> "MediaRows":
-        """Find the rows of a plan with media."""
+        """Find the rows of a plan that have media embeddings."""
         rows: list[np.ndarray] = []
         found: list[ItemRows] = []
         before: list[np.ndarray] = []
         of_next: list[ItemRows] = []
-        mutual: list[tuple[np.ndarray, np.ndarray]] = []  # rows, and how far ahead they see
+        mutual: list[tuple[np.ndarray, np.ndarray]] = []  # rows, and numbers of keys ahead
         first = 0  # row of the chunk's first token
         for request, start, count, _ in plan.chunks:
             for item in request.media:
@@ -77,9 +77,9 @@ class MediaRows:
 
 
 def axis_positions(plan: StepPlan, positions_T: np.ndarray) -> np.ndarray | None:
-    """Return the positions int64 [3, T] of a step's rows; None if no row has three different ones.
+    """Return int64 [3, T], the positions of a step's rows; None if all three axes are equal.
 
-    Rows before the end of a request's media have none in `positions_T` yet: they are filled in.
+    For rows before the end of a request's media, fills in `positions_T` with the first axis.
     """
     pieces: list[tuple[int, np.ndarray]] = []
     first = 0  # row of the chunk's first token

@@ -1,7 +1,7 @@
 """RequestRows: per-request values that stay constant between steps, as rows of arrays.
 
-A step's arrays are gathered from them, so that a decoding request costs next to nothing in Python.
-Legend: N rows, X pages of a block table, P words of sampling parameters.
+A step's arrays are gathered from these rows, so a decoding request costs almost no Python time.
+N: rows. X: pages of a block table. P: words of sampling parameters.
 """
 
 from itertools import chain
@@ -21,36 +21,36 @@ from qserve.engine.request import Request, Status
 
 
 class RequestRows:
-    """One row per running request, which is also its row of the table of token counts.
+    """One row per running request. The workers refer to requests by their row numbers.
 
-    The workers refer to requests by these rows.
+    The row number is also the request's row in the table of token counts.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
         self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
         self._has_bias_N = np.zeros(num_rows, bool)
-        # first position at which it may end; before that, its end tokens have a bias
+        # first position at which the output may end; before it, end tokens have a bias
         self._may_end_from_N = np.zeros(num_rows, np.int64)
-        # (before that position, from it on)
+        # (bias entries before that position, bias entries from that position on)
         self._biases: list[tuple[list[int], list[int]]] = [([], [])] * num_rows
-        self.has_mask_N = np.zeros(num_rows, bool)  # it has its own mask in each step
-        self.mask_follows_N = np.zeros(num_rows, bool)  # the mask depends on the previous tokens
-        self.has_grammar_N = np.zeros(num_rows, bool)  # the mask may be slow
+        self.has_mask_N = np.zeros(num_rows, bool)  # True: needs a mask in each step
+        self.mask_follows_N = np.zeros(num_rows, bool)  # True: the mask depends on earlier tokens
+        self.has_grammar_N = np.zeros(num_rows, bool)  # True: the mask may be slow
         self.adapter_slots_N = np.full(num_rows, -1, np.int32)  # -1: no adapter
         self.state_slots_N = np.full(num_rows, -1, np.int32)  # -1: no state
         self.rope_shifts_N = np.zeros(num_rows, np.int64)
-        self.has_rope_shifts = False  # some request had one
-        # it has penalties, and its counts are not filled yet
+        self.has_rope_shifts = False  # True once a request had such a shift
+        # True: has penalties, and the device lacks its token counts
         self.needs_history_N = np.zeros(num_rows, bool)
-        self._is_plain = [False] * num_rows  # neither bias, mask, penalties nor adapter
+        self._is_plain = [False] * num_rows  # True: no bias, mask, penalties or adapter
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
         self._owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))[::-1]
 
     def rows_of(self, requests: list[Request]) -> np.ndarray:
-        """The rows of running requests, updated; new requests get one."""
+        """Update the rows of running requests and return them. New requests get a row."""
         rows = np.array([request.row for request in requests], np.int64)
         if rows.min(initial=0) < 0:
             for request in requests:
@@ -63,9 +63,10 @@ class RequestRows:
         return rows
 
     def are_plain(self, requests: list[Request]) -> bool:
-        """Update the rows of running requests. Returns whether words alone say how all are drawn.
+        """Update the rows of running requests. Returns True if all are plain.
 
-        And none has an adapter. For a few requests it is faster than `rows_of`.
+        A plain request has no bias, mask, penalties or adapter. For a few requests this is faster
+        than `rows_of`.
         """
         for request in requests:
             if request.row < 0:
@@ -75,15 +76,18 @@ class RequestRows:
         return all(self._is_plain[request.row] for request in requests)
 
     def take_sampled(self, rows_S: np.ndarray) -> None:
-        """Record the rows that the newest step samples, in order. A request's last row counts."""
+        """Record which request each sample of the newest step belongs to, in order.
+
+        If a request has several samples, the last one counts.
+        """
         self._sampled_N[rows_S] = np.arange(len(rows_S))
 
     def sampled_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Indices of the requests' in-flight tokens in the newest step's samples."""
+        """Return the indices of the requests' in-flight tokens in the newest step's samples."""
         return self._sampled_N[rows]
 
     def biases(self, rows_S: np.ndarray, words_SP: np.ndarray) -> np.ndarray:
-        """The bias entries of a step's samples, int64 [E]; sets their ranges in `words_SP`."""
+        """Return the bias entries of a step's samples, int64 [E], and set their word ranges."""
         (chosen,) = np.nonzero(self._has_bias_N[rows_S])
         if not len(chosen):
             return np.zeros(0, np.int64)
@@ -99,7 +103,7 @@ class RequestRows:
         return np.array(list(chain.from_iterable(found)), np.int64)
 
     def recount(self, requests: list[Request]) -> None:
-        """Refill the counts of truncated verifies: the device counted dropped tokens."""
+        """Refill token counts after a truncated verify, which counted dropped tokens."""
         for request in requests:
             if request.most_emitted is not None:
                 self.needs_history_N[request.row] = request.params.has_penalties
@@ -151,18 +155,18 @@ class RequestRows:
         if count > width:
             wider = table_width(max(count, 2 * width))
             self.tables_NX = np.pad(self.tables_NX, ((0, 0), (0, wider - width)))
-        # kernels do not read freed pages, but need a valid number
+        # Kernels do not read freed pages, but need a valid page number.
         self.tables_NX[row, known:count] = np.maximum(block_table[known:], 0)
         self._num_pages_N[row] = count
 
 
 def table_width(num_pages: int) -> int:
-    """Columns of a block table: a multiple of 16, for which Triton specializes its kernels."""
+    """Return the columns of a block table: a multiple of 16, for which Triton specializes."""
     return -(-num_pages // 16) * 16
 
 
 def sample_row(request: Request, row: int, position: int = 0) -> SampleRow:
-    """Sampling parameters of the token at a position of a request."""
+    """Return the sampling parameters of a request's token at a position."""
     params, bias = request.params, request.params.logit_bias
     if not request.may_end_after(position - request.num_prompt_tokens):
         ends = request.stop_token_ids | request.eos_token_ids

@@ -1,7 +1,7 @@
-"""Division of a step's requests: those with long chunks, and the others.
+"""Split of a step's requests into those with long chunks and the others.
 
-Layers with latents compute chunks of many rows over keys of heads, which they expand for these
-requests. Legend: T tokens of the step, R requests, X pages.
+Latent attention layers expand the latents of requests with long chunks to keys per head, which is
+faster for many rows. T: tokens of the step. R: requests. X: pages.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from qserve.model.cache_spec import SplitRule
 def split_step(
     step: StepInput, device: torch.device, rule: SplitRule, page_size: int
 ) -> SplitStep | None:
-    """Divide a step; None if its long chunks have fewer pairs than the rule asks for."""
+    """Split a step. Returns None if its long chunks have fewer pairs than the rule requires."""
     if long_pairs(step, rule) < rule.pairs:
         return None
     counts_R = np.diff(step.query_starts_R1)
@@ -37,7 +37,7 @@ def split_step(
 
 
 def long_pairs(step: StepInput, rule: SplitRule) -> int:
-    """Rows times keys of the chunks that have as many rows as the rule asks for."""
+    """Return the sum of rows times keys over the chunks that are long according to the rule."""
     if step.max_query_len < rule.rows:
         return 0
     counts_R = np.diff(step.query_starts_R1).astype(np.int64)
@@ -46,14 +46,17 @@ def long_pairs(step: StepInput, rule: SplitRule) -> int:
 
 
 def _keys(step: StepInput) -> np.ndarray:
-    """Keys of each request. Warm-up steps have one request, and kernels of a longer context."""
+    """Return the number of keys of each request.
+
+    A warm-up step has one request, and its max_context_len may exceed the request's context.
+    """
     if step.num_requests == 1:
         return np.array([step.max_context_len], np.int64)
     return step.context_lengths_R.astype(np.int64)
 
 
 def _groups(chosen: np.ndarray, keys_R: np.ndarray) -> list[np.ndarray]:
-    """Requests in groups of up to MAX_KEYS keys, or of one request."""
+    """Divide requests into groups of up to MAX_KEYS keys. A longer request is its own group."""
     groups: list[list[int]] = []
     total = MAX_KEYS
     for request in chosen.tolist():
@@ -66,7 +69,7 @@ def _groups(chosen: np.ndarray, keys_R: np.ndarray) -> list[np.ndarray]:
 
 
 def _rows_of(chosen_T: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Rows of T: a slice if they follow one another."""
+    """Return the chosen rows: as a slice if they are consecutive, else as an index tensor."""
     rows = np.flatnonzero(chosen_T)
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -83,7 +86,7 @@ def _expanded(
         _filled(step.block_tables_RX[request, : -(-keys // page_size)], count * size // page_size)
         for request, keys, count in zip(chosen, keys_R, key_pages_R, strict=True)
     ]
-    # page numbers beyond a request's last are never read
+    # page numbers beyond a request's last page are never read
     tables_RX = (firsts_R[:, None] + np.arange(key_pages_R.max())).astype(np.int32)
     is_chosen_R = np.isin(np.arange(step.num_requests), chosen)
     return ExpandedChunks(
@@ -94,14 +97,14 @@ def _expanded(
 
 
 def _filled(pages: np.ndarray, count: int) -> np.ndarray:
-    """At least `count` pages: the last is repeated."""
+    """Return at least `count` pages. The last page is repeated if necessary."""
     return np.pad(pages.astype(np.int64), (0, max(0, count - len(pages))), mode="edge")
 
 
 def _step_of(
     step: StepInput, chosen: np.ndarray, tables_RX: np.ndarray, device: torch.device
 ) -> AttentionStep:
-    """The step of some requests alone, whose rows follow one another."""
+    """Return the attention step of the chosen requests only, with their rows consecutive."""
     counts = np.diff(step.query_starts_R1)[chosen]
     starts = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])

@@ -1,7 +1,13 @@
 """StepInput: one step as plain numbers and arrays, the complete input of the workers.
 
-It is sent to other processes as it is. Legend: T tokens of the step, R requests (chunks), S sampled
-rows, X longest block table, P words of sampling parameters, E words of biases and token masks.
+A StepInput is sent to other processes unchanged. Letters in names:
+
+    T: tokens of the step
+    R: requests (chunks)
+    S: sampled rows
+    X: pages of the longest block table
+    P: words of sampling parameters
+    E: words of biases and token masks
 """
 
 from collections.abc import Collection
@@ -25,7 +31,7 @@ from qserve.multimodal.media import MediaItem
 from qserve.multimodal.positions import positions_of
 from qserve.params.sampling_params import SamplingParams
 
-FEW_DECODES = 8
+FEW_DECODES = 8  # steps with up to so many plain decodes are built without numpy gathers
 
 
 def step_masks(
@@ -37,11 +43,11 @@ def step_masks(
     first: int,
     late: Collection[Request] = (),
 ) -> np.ndarray:
-    """The masks of a step's samples, int64 [E]; sets their offsets, from `first` on, in `words_SP`.
+    """Return the masks of a step's samples, int64 [E]. Sets their offsets in `words_SP`.
 
-    `ahead_S`: number of drafts of its request before each row. Samples of `late` requests are
-    dropped: they get no mask, and penalties do not count them. A row that allows no token gets no
-    mask either; its request records the reason.
+    `ahead_S`: number of the request's drafts before each row. `first`: offset of the first mask.
+    Samples of `late` requests are dropped: they get no mask, and penalties do not count them. A row
+    that allows no token gets no mask either; its request records the reason.
     """
     chosen = np.flatnonzero(has_mask_S)
     along = _masks_of_drafts([requests[index] for index in chosen[ahead_S[chosen] == 1]])
@@ -65,7 +71,7 @@ def step_masks(
             found.append(mask)
         elif ahead == 0:
             request.dead_end = dead_end(request)
-        elif request.most_emitted is None:  # the next step finds it if the drafts are accepted
+        elif request.most_emitted is None:  # if the drafts are accepted, the next step reports it
             request.most_emitted = ahead
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
@@ -79,7 +85,7 @@ def _masks_of_drafts(requests: list[Request]) -> dict[Request, list[np.ndarray |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFill:
-    """A row of the table of token counts that gets a new owner before the step samples."""
+    """A row of the table of token counts that is set for a new request before the step samples."""
 
     row: int
     prompt_token_ids: np.ndarray  # int64
@@ -90,55 +96,56 @@ class HistoryFill:
 class PromptRows:
     """Rows of a step that report log probabilities of prompts (prompt_logprobs.py)."""
 
-    rows: np.ndarray  # int64, of T
-    targets: np.ndarray  # int64: the token that follows each
-    num_alternatives: int  # the maximum of all requests
+    rows: np.ndarray  # int64: indices into T
+    targets: np.ndarray  # int64: the prompt token that follows each row
+    num_alternatives: int  # maximum over all requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRows:
     """Rows of a step whose hidden states are pooled (pooling.py)."""
 
-    rows: np.ndarray  # int64, of T: the rows of one vector are adjacent
+    rows: np.ndarray  # int64: indices into T; the rows of one vector are adjacent
     counts: np.ndarray  # int64: number of rows that each vector sums
-    logit_rows: np.ndarray  # int64, of T: rows whose logits are requested
-    logit_tokens: tuple[tuple[int, ...], ...]  # token ids for each; (): a classifier's labels
+    logit_rows: np.ndarray  # int64: indices into T of rows whose logits are requested
+    logit_tokens: tuple[tuple[int, ...], ...]  # token ids per row; (): a classifier's labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, on the host."""
 
-    token_ids_T: np.ndarray  # int64; 0 where the host does not know the token yet
+    token_ids_T: np.ndarray  # int64; 0 if the host does not know the token yet
     positions_T: np.ndarray  # int64
     slots_T: np.ndarray  # int64: page * page size + offset, where the token's keys are written
     block_tables_RX: np.ndarray  # int32
     query_starts_R1: np.ndarray  # int32, cumulative, R + 1 entries
-    context_lengths_R: np.ndarray  # int32: number of keys that the request's last row sees
+    context_lengths_R: np.ndarray  # int32: number of keys that the request's last row attends to
     logits_rows_S: np.ndarray  # int64: rows of T whose logits are needed
     state_slots_R: np.ndarray  # int32; -1: none
     max_query_len: int
     max_context_len: int
-    pending_index: np.ndarray  # int64: indices in token_ids_T of tokens that the last step samples
-    pending_row: np.ndarray  # int64: their rows of the last step's samples
+    # int64: indices into token_ids_T of pending tokens, which the in-flight step samples
+    pending_index: np.ndarray
+    pending_row: np.ndarray  # int64: rows of these tokens in the samples of that step
     # int64: sampling parameters of each of the S tokens (SampleSettings)
     sample_words_SP: np.ndarray
     sample_bias_E: np.ndarray  # int64: the biases and masks that these words refer to
     history_fills: tuple[HistoryFill, ...] = ()
-    awaits_masks: bool = False  # rows have masks that `with_masks` adds before sampling
-    page_moves: PageMoves | None = None  # copies of KV pages that precede the step
-    state_moves: StateMoves | None = None  # copies of states that precede the step
+    awaits_masks: bool = False  # True: `with_masks` adds masks before sampling
+    page_moves: PageMoves | None = None  # copies of KV pages to make before the step
+    state_moves: StateMoves | None = None  # copies of states to make before the step
     prompt_rows: PromptRows | None = None
     pool_rows: PoolRows | None = None
-    adapter_slots_T: np.ndarray | None = None  # int32, -1: none; None: no row has an adapter
-    draft_rows: DraftRows | None = None  # with speculation
-    # int64: what rotations of each axis add to `positions_T`; None: all axes add the same
+    adapter_slots_T: np.ndarray | None = None  # int32, -1: no adapter; None: no row has one
+    draft_rows: DraftRows | None = None  # None: no speculation
+    # int64: offset from `positions_T` to rotary positions on each axis; None: axes do not differ
     axis_offsets_3T: np.ndarray | None = None
-    # int64, with drafts: what rotations of all axes add to `positions_T`; None: nothing
+    # int64, with drafts: offset from `positions_T` to rotary positions on all axes; None: 0
     rope_shifts_T: np.ndarray | None = None
-    # int64: what rotations add to positions of the request's later text; None: nothing
+    # int64: offset from position to rotary position for the request's later text; None: 0
     text_shifts_T: np.ndarray | None = None
-    media: MediaRows | None = None  # rows with embeddings of media, and what is encoded for them
+    media: MediaRows | None = None  # rows with media embeddings, and the items to encode
 
     @property
     def num_tokens(self) -> int:
@@ -154,12 +161,12 @@ class StepInput:
 
     @property
     def has_media(self) -> bool:
-        """True if it has embeddings of media, or rows with three different positions."""
+        """True if the step has media embeddings, or rows whose positions differ between axes."""
         return self.media is not None or self.axis_offsets_3T is not None
 
     @property
     def rows_each(self) -> int:
-        """Rows of each request if all have equally many and every one samples, otherwise 0."""
+        """Number of rows per request if it is the same for all and all rows sample, else 0."""
         if self.max_query_len == 1:
             return 1
         same = self.num_tokens == self.num_requests * self.max_query_len == self.num_sampled
@@ -167,7 +174,7 @@ class StepInput:
 
     @property
     def num_logprobs(self) -> tuple[int, ...]:
-        """Alternatives requested for each sampled row; -1: no log probability at all."""
+        """Number of alternatives requested for each sampled row; -1: no log probabilities."""
         return tuple(self.sample_words_SP[:, NUM_LOGPROBS].tolist())
 
     @classmethod
@@ -176,7 +183,7 @@ class StepInput:
     ) -> "StepInput":
         """Create the arrays of a plan, and update `rows` for the next step.
 
-        `is_split`: grammar masks may be added after the launch.
+        `is_split`: True if grammar masks may be added after the launch of the forward pass.
         """
         if _is_few_decodes(plan, rows):
             return cls._of_few_decodes(plan, page_size=page_size, rows=rows)
@@ -209,8 +216,8 @@ class StepInput:
                 rope_shifts_T = shifted - positions
             axes_3T = None if axes_3T is None else axes_3T - positions
         token_ids, is_pending_R = _token_ids(plan.chunks)
-        # At most one token of a request is in flight when a step is planned: its last. A request
-        # with drafts on the device may have more, which DraftRows describes.
+        # Without drafts, at most one token of a request is in flight when a step is planned: its
+        # last token. With drafts on the device there may be more, which DraftRows describes.
         pending_R = np.flatnonzero(is_pending_R if plan.drafting is None else ())
         sampled_R = np.array(num_sampled, np.int64)
         of_S = np.repeat(np.arange(len(requests)), sampled_R)  # the request of each sampled row
@@ -220,7 +227,7 @@ class StepInput:
         words[:, POSITION] = ends_R[of_S] - back_S
         bias = rows.biases(rows_S, words)
         has_mask_S = rows.has_mask_N[rows_S]
-        # Masks after an in-flight token are known when the host has that token.
+        # A mask after an in-flight token can be computed only when the host has that token.
         awaits_masks = bool(
             (rows.mask_follows_N[rows_S] & np.array(is_pending_R, bool)[of_S]).any()
             or (is_split and rows.has_grammar_N[rows_S].any())
@@ -273,7 +280,7 @@ class StepInput:
 
     @classmethod
     def _of_few_decodes(cls, plan: StepPlan, *, page_size: int, rows: RequestRows) -> "StepInput":
-        """`build` for a step of `_is_few_decodes`, by numbers: arrays are slower for so few."""
+        """`build` for a few plain decodes, where Python numbers are faster than arrays."""
         token_ids, starts, slots, pending, indices = [], [], [], [], []
         for index, (request, start, _, _) in enumerate(plan.chunks):
             is_known = start < len(request.token_ids)
@@ -314,13 +321,13 @@ class StepInput:
     def with_masks(
         self, plan: StepPlan, rows: RequestRows, late: Collection[Request] = ()
     ) -> "StepInput":
-        """Return the step with its masks: all earlier tokens are known by now.
+        """Return the step with its masks. The host must know all earlier tokens by now.
 
-        The tokens of the requests in `late` will be dropped.
+        The samples of requests in `late` will be dropped.
         """
         requests = [chunk.request for chunk in plan.chunks for _ in range(chunk.num_sampled)]
         words, bias = self.sample_words_SP.copy(), self.sample_bias_E
-        # The tokens of requests that ended meanwhile are not read.
+        # Requests that ended meanwhile get no mask, since their samples are not used.
         has_mask_S = rows.has_mask_N[[request.row for request in requests]]
         has_mask_S &= [request.status is not Status.FINISHED for request in requests]
         if has_mask_S.any():
@@ -343,10 +350,11 @@ class StepInput:
         media: tuple[MediaItem, ...] = (),
         has_axes: bool = False,
     ) -> "StepInput":
-        """A step that computes a whole sequence and samples the next token, without a scheduler.
+        """Return a step that computes a whole sequence and samples its next token.
 
-        The copies share their pages: they only enlarge the step. All `media` are encoded by the
-        step. `has_axes`: they have positions of three axes.
+        No scheduler is involved. `num_copies`: number of copies of the sequence in the step, which
+        share their pages and only enlarge the step. `media`: all items are encoded by the step.
+        `has_axes`: True if media tokens have positions on three axes.
         """
         request = Request(
             request_id="unscheduled",
@@ -380,9 +388,9 @@ class StepInput:
         page_size: int,
         drafting: Drafting | None = None,
     ) -> "StepInput":
-        """A step of `num_requests` with `count` tokens each, whose keys are not written.
+        """Return a step of `num_requests` requests with `count` tokens each, which writes no keys.
 
-        It launches the kernels of its shape; its result is meaningless.
+        The step launches the kernels of its shape. Its result is meaningless.
         """
         pages = [0] * -(-count // page_size)
         step = cls.of_sequence(
@@ -403,9 +411,9 @@ class StepInput:
 
 
 def _is_few_decodes(plan: StepPlan, rows: RequestRows) -> bool:
-    """True for a few decodes without drafts, media, masks, biases, penalties and adapters.
+    """Return True for a few decodes without drafts, media, masks, biases, penalties and adapters.
 
-    Updates the rows of their requests.
+    Updates the rows of the requests.
     """
     chunks = plan.chunks
     if len(chunks) > FEW_DECODES or plan.drafting is not None or plan.media is not None:
@@ -416,9 +424,10 @@ def _is_few_decodes(plan: StepPlan, rows: RequestRows) -> bool:
 
 
 def _token_ids(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, list[bool]]:
-    """The step's tokens, and for each chunk whether the host does not know its last one yet.
+    """Return the step's tokens, and for each chunk True if it has a pending token.
 
-    Drafts follow that token; they are 0 if they are on the device.
+    A pending token is not known to the host yet; it is 0 here. So are drafts on the device, which
+    follow it.
     """
     pieces = [request.token_ids[start : start + count] for request, start, count, _ in chunks]
     is_short = [len(piece) < chunk[2] for piece, chunk in zip(pieces, chunks, strict=True)]
@@ -437,14 +446,14 @@ def _token_ids(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, list[bool]]:
 def _history_fills(
     chunks: tuple[Chunk, ...], rows: RequestRows, rows_R: np.ndarray
 ) -> tuple[HistoryFill, ...]:
-    """Token counts of requests with penalties that sample for the first time."""
+    """Return the token counts of requests with penalties that sample for the first time."""
     fills = []
     for index in np.flatnonzero(rows.needs_history_N[rows_R]):
         chunk, row = chunks[index], int(rows_R[index])
         request = chunk.request
         if not chunk.num_sampled:
             continue
-        # Only this step's samples may be pending; other pending tokens would not be counted.
+        # Only this step's samples may be pending: other pending tokens would not be counted.
         assert request.num_pending <= chunk.num_sampled, request
         ids = np.array(request.token_ids, np.int64)
         prompt, output = np.split(ids, [request.num_prompt_tokens])

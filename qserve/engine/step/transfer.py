@@ -9,20 +9,20 @@ import torch
 
 
 def on_host(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host tensor; pinned for a GPU, so that copies overlap with computation."""
+    """Return a host tensor. For a GPU it is pinned, so that copies overlap with computation."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor on `device`; the copy may still be in progress."""
+    """Return a tensor on `device`. The copy may still be in progress."""
     return on_host(array, device).to(device, non_blocking=True)
 
 
 def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Copy int64 arrays in one transfer, each aligned to 16 bytes.
 
-    Triton compiles other kernels for unaligned addresses.
+    They are aligned because Triton compiles other kernels for unaligned addresses.
     """
     lengths = [len(array) for array in arrays]
     sizes = [length + length % 2 for length in lengths]
@@ -34,7 +34,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[t
 
 
 class HostCopy:
-    """A device tensor on its way to the host. `wait()` blocks until it has arrived."""
+    """A copy of a device tensor to the host, in progress. `wait()` blocks until it is complete."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -44,17 +44,17 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = tensor.clone()  # the source may be overwritten before it is read
+            self._host = tensor.clone()  # the source may be overwritten before `wait`
 
     @classmethod
     def under_way(cls, host: torch.Tensor, event: torch.cuda.Event) -> "HostCopy":
-        """Wrap pinned memory that is complete once the event has passed."""
+        """Wrap pinned memory whose contents are complete once the event has passed."""
         found = cls.__new__(cls)
         found._host, found._event = host, event
         return found
 
     def part(self, start: int, stop: int) -> "HostCopy":
-        """Rows [start, stop) of the copied tensor."""
+        """Return the copy of rows [start, stop)."""
         part = copy(self)
         part._host = self._host[start:stop]
         return part
@@ -66,11 +66,11 @@ class HostCopy:
 
 
 class PinnedCopies:
-    """Small copies of every step, on a GPU by kernels (qkernels/gpu/pinned.py)."""
+    """Makes the small copies of every step. On a GPU kernels copy (qkernels/gpu/pinned.py)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The allocator does not track kernels that use pinned memory, so it is kept alive here.
+        # Keeps pinned memory alive: the allocator does not track kernels that use it.
         self._in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def send_(self, array: np.ndarray, target: torch.Tensor) -> None:

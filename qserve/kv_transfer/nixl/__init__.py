@@ -1,1 +1,1 @@
-"""Connector `nixl`: KV pages between engines through NIXL, also of other hosts."""
+"""Connector `nixl`: exchanges KV pages between engines through NIXL, also across hosts."""

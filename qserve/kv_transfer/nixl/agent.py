@@ -1,4 +1,4 @@
-"""Agent: one rank's NIXL agent. It registers memory and reads memory of other agents."""
+"""Agent: one rank's NIXL agent. It registers memory and reads the memory of other agents."""
 
 import contextlib
 import logging
@@ -14,15 +14,15 @@ from formats.errors import InputError, one_line
 from qserve.kv_transfer.config import FLAG
 from qserve.kv_transfer.peer.memory import TransferError
 
-READ_SECONDS = 10.0  # that a read may take
-SPINS = 20  # looks at a read's state before the thread sleeps between them
+READ_SECONDS = 10.0  # timeout of a read
+SPINS = 20  # number of polls of a read before the thread sleeps between polls
 SLEEP_SECONDS = 0.00005
 
 logger = logging.getLogger(__name__)
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """Registered memory, as readers name it."""
+    """Address of registered memory, as readers need it."""
 
     address: int
     kind: str  # DRAM or VRAM
@@ -36,52 +36,52 @@ class Buffer:
     bytes_X: torch.Tensor  # uint8
     region: Region
     close: Callable[[], None]
-    is_lost: bool = False  # a read that did not end may still write to it
+    is_lost: bool = False  # True: a read that timed out may still write to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Bytes that one read copies."""
+    """A range of bytes that a read copies."""
 
-    target: int  # offset in the own buffer
-    source: int  # offset in the other region
+    target: int  # offset in the local buffer
+    source: int  # offset in the remote region
     size: int
 
 
 class Agent(Protocol):
-    """Operations of NIXL that the connector uses. One thread at a time calls the methods."""
+    """The NIXL operations that the connector uses. Only one thread at a time may call a method."""
 
     @property
     def metadata(self) -> bytes:
-        """How other agents reach this one and its registered memory."""
+        """Data with which other agents reach this agent and its registered memory."""
 
     def allocate(self, num_bytes: int, device: torch.device) -> Buffer:
         """Allocate memory and register it. Raises InputError."""
 
     def release(self, buffer: Buffer) -> None:
-        """Free the memory, unless a read may still write to it."""
+        """Free a buffer. If a read may still write to it, it is freed when the agent closes."""
 
     def add(self, metadata: bytes) -> str:
-        """Learn how to reach another agent. Returns its name. Raises TransferError."""
+        """Add another agent. Returns its name. Raises TransferError."""
 
     def remove(self, name: str) -> None:
-        """Forget another agent."""
+        """Remove another agent."""
 
     def read(self, name: str, source: Region, target: Buffer, parts: Sequence[Part]) -> None:
-        """Copy parts of another agent's region. Returns when they are here.
+        """Copy parts of another agent's region to a local buffer, and wait until they arrive.
 
         Raises TransferError.
         """
 
     def close(self) -> None:
-        """End the agent."""
+        """Shut the agent down."""
 
 
 class NixlAgent:
     """The agent of the package `nixl`."""
 
     def __init__(self, name: str, backend: str) -> None:
-        """`name`: unlike all others. Raises InputError."""
+        """`name`: must be unique among all agents. Raises InputError."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -90,10 +90,10 @@ class NixlAgent:
                 f"needs the package nixl: {one_line(error)}",
                 "pip install 'qserve-kit[nixl]'",
             ) from error
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs each start at INFO
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # NIXL logs each start at INFO
         try:
             self._agent: Any = nixl_agent(name, nixl_agent_config(backends=[backend]))
-        except Exception as error:  # its errors have no common class
+        except Exception as error:  # NIXL's exceptions have no common base class
             raise InputError(f"{FLAG} nixl", f"cannot start: {_text(error)}") from error
         if backend not in self._agent.backends:
             raise InputError(
@@ -102,7 +102,7 @@ class NixlAgent:
                 f"use one of {', '.join(sorted(self._agent.get_plugin_list()))}",
             )
         self._backend = backend
-        self._lost: list[object] = []  # memory and reads that did not end
+        self._lost: list[object] = []  # buffers and handles of reads that timed out
 
     @property
     def metadata(self) -> bytes:
@@ -144,7 +144,7 @@ class NixlAgent:
             raise TransferError(f"NIXL cannot reach it: {_text(error)}") from error
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the other agent may be gone
             self._agent.remove_remote_agent(name)
 
     def read(self, name: str, source: Region, target: Buffer, parts: Sequence[Part]) -> None:
@@ -191,7 +191,7 @@ def _memory(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, Callabl
             return torch.empty(num_bytes, dtype=torch.uint8), lambda: None
         except RuntimeError as error:
             raise _no_room(num_bytes, device, error) from error
-    # not from torch's allocator: its memory may be mapped piece by piece
+    # torch's allocator is not used, because its memory may be mapped in pieces
     from qkernels.collective.cuda_ipc import ExportedMemory
     from qkernels.collective.peer_memory import PeerAccessError
 

@@ -1,7 +1,8 @@
-"""AddressFinder: connections to the ranks of other engines, by addresses from settings and files.
+"""AddressFinder: connects to the ranks of other engines, by addresses from settings and files.
 
-A thread connects, so that a host which does not answer delays no request. Each rank that sends
-writes its address to a file in the folder of the settings, which may be shared by several hosts.
+A thread makes the connections, so that a host which does not answer delays no request. Each sending
+rank writes its address to a file in the folder `path` of the settings, which several hosts may
+share.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from qserve.kv_transfer.peer.memory import TransferError
 from qserve.kv_transfer.peer.slot_table import SlotTable
 
 SUFFIX = ".nixl"
-PASS_SECONDS = 0.5  # between looks for engines
-RETRY_SECONDS = 10.0  # until an address is tried again that did not answer
-NOW_SECONDS = 1.0  # that a request may wait for the look for engines
+PASS_SECONDS = 0.5  # interval of searches for engines
+RETRY_SECONDS = 10.0  # time before an address that did not answer is tried again
+NOW_SECONDS = 1.0  # longest wait of a request for a search
 
 logger = logging.getLogger(__name__)
 
 
 class AddressFinder:
-    """The other engines that one rank can reach."""
+    """Finds and connects to the other engines that a rank can reach."""
 
     def __init__(
         self,
@@ -39,19 +40,22 @@ class AddressFinder:
         agent: Agent,
         staging: Callable[[], Staging],
     ) -> None:
-        """`engine`: the own one. `staging`: made with the first engine that is found."""
+        """`engine`: name of this engine. `staging`: creates the staging memory on first use."""
         self._settings, self._engine, self._agent, self._staging = settings, engine, agent, staging
         self._connections: dict[Address, PageConnection] = {}
-        self._not_before: dict[Address, float] = {}  # when to try again
+        self._not_before: dict[Address, float] = {}  # address -> time of the next attempt
         self._reported: set[Address] = set()
         self._changed = threading.Condition()
-        self._num_begun = self._num_ended = 0  # passes
+        self._num_begun = self._num_ended = 0  # numbers of searches
         self._is_wanted = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-find", daemon=True)
         self._thread.start()
 
     def find(self, known: Collection[str], *, now: bool) -> dict[str, list[RemoteTable]]:
-        """Tables of engines whose ranks all answer. `now`: waits for a new look at addresses."""
+        """Return the tables of engines whose ranks all answer: engine -> table of each rank.
+
+        `known`: engines to leave out. `now`: first wait for a new search.
+        """
         if now:
             with self._changed:
                 wanted = self._num_begun + 1
@@ -71,11 +75,11 @@ class AddressFinder:
         return {engine: tables for engine, tables in found.items() if tables}
 
     def memory(self, index: RemoteTable) -> RemotePages:
-        """Buffer of a table. Raises InputError."""
+        """Return the buffer of a table. Raises InputError."""
         return RemotePages(self._agent, index, self._staging())
 
     def forget_dead(self, index: SlotTable) -> None:
-        """The thread forgets connections that have ended."""
+        """Do nothing: the thread removes connections that have ended."""
 
     def close(self) -> None:
         """End the thread and all connections."""
@@ -117,7 +121,7 @@ class AddressFinder:
                 self._changed.notify_all()
 
     def _look(self) -> None:
-        """Connect to the addresses that have no connection."""
+        """Connect to all addresses without a connection."""
         with self._changed:
             for address, connection in list(self._connections.items()):
                 if not connection.is_alive:
@@ -125,7 +129,7 @@ class AddressFinder:
                     connection.close()
         files = self._files()
         waiting = list(dict.fromkeys((*self._settings.peers, *files)))
-        for address in waiting:  # grows with the ranks of engines that are found
+        for address in waiting:  # the loop appends the ranks of engines that it finds
             connection = self._connections.get(address)
             if connection is None and time.monotonic() >= self._not_before.get(address, 0.0):
                 connection = self._connect(address, files.get(address))
@@ -138,7 +142,7 @@ class AddressFinder:
                     waiting.append(other)
 
     def _files(self) -> dict[Address, Path]:
-        """Addresses in the folder, without the own ones."""
+        """Return the addresses in the folder, except those of this engine."""
         found = {}
         for path in self._settings.common.path.glob(f"*{SUFFIX}"):
             if path.name.partition(".")[0] == self._engine:
@@ -149,11 +153,11 @@ class AddressFinder:
         return found
 
     def _connect(self, address: Address, path: Path | None) -> PageConnection | None:
-        """Connect to one rank. `path`: of the file that names it."""
+        """Connect to one rank. `path`: the file with its address, if there is one."""
         name = f"{address[0]}:{address[1]}"
         try:
             connection = PageConnection(address, self._settings.secret)
-        except ConnectionRefusedError:  # no listener: it has not started, or it has ended
+        except ConnectionRefusedError:  # no listener: the engine has not started or has ended
             if path is not None and _is_of_this_host(path):
                 path.unlink(missing_ok=True)
             return None
@@ -165,7 +169,8 @@ class AddressFinder:
             return None
         self._reported.discard(address)
         if connection.announcement.facts.engine == self._engine:
-            self._not_before[address] = float("inf")  # all engines may have the same settings
+            # this engine's own address: all engines may have the same settings
+            self._not_before[address] = float("inf")
             connection.close()
             return None
         with self._changed:
@@ -174,7 +179,7 @@ class AddressFinder:
 
 
 def write_address(folder: Path, engine: str, rank: int, address: Address) -> Path:
-    """Let engines that share the folder find this rank. Raises OSError."""
+    """Write a rank's address to a file, by which other engines find the rank. Raises OSError."""
     host, port = address
     path = folder / f"{engine}.{rank}{SUFFIX}"
     text = json.dumps({"host": host, "port": port, "node": socket.gethostname()})

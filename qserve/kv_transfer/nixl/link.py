@@ -1,4 +1,4 @@
-"""NixlLink: how engines find each other by addresses and read each other's buffers by NIXL."""
+"""NixlLink: engines find each other by addresses and read each other's buffers through NIXL."""
 
 import contextlib
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from qserve.kv_transfer.peer.slot_table import SlotTable, table_bytes
 
 
 class NixlLink:
-    """One rank's agent, what it announces, and its search for others."""
+    """One rank's link: its NIXL agent, announced buffer, and search for other engines."""
 
     def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
         """`extra`: kv_connector_extra_config. Raises InputError."""
@@ -32,7 +32,7 @@ class NixlLink:
         self._staging: Staging | None = None
 
     def publish(self, ours: BufferFacts, describe: Describe) -> tuple[SlotTable, BufferMemory]:
-        """Register the buffer and its table, and announce them. Raises InputError."""
+        """Register this rank's buffer and table, and announce them. Raises InputError."""
         agent = self._agent_of(ours)
         pages = agent.allocate(ours.offsets[-1], self._device)
         try:
@@ -51,7 +51,7 @@ class NixlLink:
         return table, memory
 
     def finder(self, ours: BufferFacts) -> AddressFinder:
-        """Begin to search for engines. Raises InputError."""
+        """Start searching for other engines. Raises InputError."""
         agent = self._agent_of(ours)
 
         def staging() -> Staging:
@@ -62,7 +62,7 @@ class NixlLink:
         return AddressFinder(self._settings, ours.engine, agent, staging)
 
     def close(self) -> None:
-        """End the agent. Nothing may use it any more."""
+        """Shut the agent down. Nothing may use it afterwards."""
         if self._agent is None:
             return
         if self._staging is not None:
@@ -77,7 +77,7 @@ class NixlLink:
 
 
 class AnnouncedTable(SlotTable):
-    """The own table in registered memory, which a PageServer announces."""
+    """This rank's slot table, in registered memory that a PageServer announces."""
 
     def __init__(
         self, agent: Agent, facts: BufferFacts, pages: Buffer, settings: NixlSettings
@@ -114,7 +114,7 @@ class AnnouncedTable(SlotTable):
             raise
 
     def close(self) -> None:
-        """End all connections: readers see that the buffer is gone."""
+        """Close all connections, by which readers notice that the buffer is gone."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()

@@ -4,7 +4,8 @@
     reader -> server   nonce | HMAC of both nonces
     server -> reader   length | Announcement (JSON) | HMAC of both nonces and the announcement
 
-The HMACs use the engines' secret. Nothing follows: the connection stays open while both live.
+The HMACs use the engines' secret. Nothing more is sent; the connection stays open while both ends
+are alive.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ from qserve.kv_transfer.peer.layout import BufferFacts
 
 MAGIC = b"qserveN1"
 NONCE_BYTES = DIGEST_BYTES = 32
-MAX_BYTES = 2**24  # of an announcement
-TALK_SECONDS = 2.0
-MOST_TALKS = 64  # connections of readers, and of others
-KEEPALIVE = (  # a host that dies is noticed after 25 s
+MAX_BYTES = 2**24  # maximum size of an announcement
+TALK_SECONDS = 2.0  # timeout of the handshake
+MOST_TALKS = 64  # maximum number of open connections
+KEEPALIVE = (  # detects a dead host after 25 s
     (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
     (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 10),
     (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 5),
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read one rank's buffer."""
+    """What a reader needs to read one rank's buffer."""
 
     facts: BufferFacts
     metadata: bytes  # of the NIXL agent
@@ -47,14 +48,14 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionRefused(Exception):
-    """The other side is no engine, or does not know the secret."""
+    """The other end is not an engine, or has another secret."""
 
 
 class PageServer:
-    """Listens for readers in a thread."""
+    """Listens for readers in a thread, and sends them the announcement."""
 
     def __init__(self, address: Address, announcement: Announcement, secret: bytes) -> None:
-        """Begin to listen. Raises InputError."""
+        """Start listening. Raises InputError."""
         self._secret, self._text = secret, msgspec.json.encode(announcement)
         host, port = address
         try:
@@ -73,12 +74,12 @@ class PageServer:
         threading.Thread(target=self._accept, name="kv-announce", daemon=True).start()
 
     def close(self) -> None:
-        """Close all connections: readers see that the buffer is gone."""
+        """Close all connections, by which readers notice that the buffer is gone."""
         with self._lock:
             self._is_closed = True
             readers = list(self._readers)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread
         self._socket.close()
         for each in readers:
             with contextlib.suppress(OSError):
@@ -102,7 +103,7 @@ class PageServer:
             threading.Thread(target=self._talk, args=(reader,), daemon=True).start()
 
     def _talk(self, reader: socket.socket) -> None:
-        """Announce the buffer, and wait until the reader goes."""
+        """Send the announcement to a reader, and wait until the reader disconnects."""
         try:
             with reader:
                 reader.settimeout(TALK_SECONDS)
@@ -117,9 +118,9 @@ class PageServer:
                 reader.sendall(len(self._text).to_bytes(8, "little") + self._text + digest)
                 _keep_alive(reader)
                 reader.settimeout(None)
-                reader.recv(1)  # returns at its end
+                reader.recv(1)  # returns when the reader disconnects
         except (OSError, ConnectionRefused):
-            pass  # a reader that goes is no event
+            pass  # readers may disconnect at any time
         finally:
             with self._lock:
                 self._readers.discard(reader)
@@ -132,7 +133,7 @@ class PageConnection:
     """A reader's connection to the PageServer of another engine's rank."""
 
     def __init__(self, address: Address, secret: bytes) -> None:
-        """Raises OSError or ConnectionRefused."""
+        """Connect and receive the announcement. Raises OSError or ConnectionRefused."""
         self._socket = socket.create_connection(address, TALK_SECONDS)
         try:
             head = _receive(self._socket, len(MAGIC) + NONCE_BYTES)
@@ -162,7 +163,7 @@ class PageConnection:
 
     @property
     def is_alive(self) -> bool:
-        """True while the other engine lives."""
+        """True while the other engine is alive."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:

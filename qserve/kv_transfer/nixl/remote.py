@@ -1,4 +1,4 @@
-"""RemoteTable and RemotePages: what another rank has announced, read through NIXL."""
+"""RemoteTable and RemotePages: another rank's slot table and buffer, read through NIXL."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,11 +17,11 @@ from qserve.kv_transfer.peer.slot_table import (
     table_bytes,
 )
 
-STAGING_BYTES = 32 * 2**20  # a page that is larger gets as much as it needs
+STAGING_BYTES = 32 * 2**20  # more if one tensor of a page is larger
 
 
 class RemoteTable(SlotTable):
-    """Copy of another rank's table, renewed by `pull`."""
+    """A local copy of another rank's slot table. `pull` updates it."""
 
     def __init__(self, agent: Agent, connection: PageConnection) -> None:
         """Raises InputError or TransferError."""
@@ -42,7 +42,7 @@ class RemoteTable(SlotTable):
         return self.connection.is_alive
 
     def pull(self, first_page: int | None = None) -> None:
-        """Copy `begun` and the progress, then the entries from a page's number on.
+        """Update `begun` and the progress; then the entries from `first_page` on, unless None.
 
         Raises TransferError.
         """
@@ -65,13 +65,13 @@ class RemoteTable(SlotTable):
         self._agent.release(self._buffer)
 
     def _copy(self, *spans: tuple[int, int]) -> None:
-        """Copy spans (start, size) of the table to the same place here."""
+        """Copy ranges (start, size) of the remote table to the same offsets here."""
         parts = [Part(target=start, source=start, size=size) for start, size in spans]
         self._agent.read(self.agent_name, self._region, self._buffer, parts)
 
 
 class Staging:
-    """Memory that reads of pages arrive in, before they are written into pages."""
+    """Registered memory that receives page data before it is written to KV pages."""
 
     def __init__(self, agent: Agent, facts: BufferFacts, device: torch.device) -> None:
         """Raises InputError."""
@@ -82,7 +82,7 @@ class Staging:
 
     @property
     def buffer(self) -> Buffer:
-        """Memory that no earlier read writes to. Raises TransferError."""
+        """The memory. If a timed-out read may still write to it, new memory. Raises TransferError."""
         if self._buffer.is_lost:
             try:
                 fresh = self._agent.allocate(self.num_bytes, self._device)
@@ -91,7 +91,8 @@ class Staging:
             self._agent.release(self._buffer)
             self._buffer = fresh
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # copies out of it
+            # wait for copies that read from it
+            torch.cuda.current_stream(self._device).synchronize()
         return self._buffer
 
     def close(self) -> None:
@@ -109,9 +110,9 @@ class RemotePages:
     def read(
         self, numbers: Sequence[int], slot: int, count: int
     ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Tensors of a run of slots, as many in one transfer as the staging memory holds.
+        """Read tensors of `count` slots from `slot` on, as SlotMemory.read describes.
 
-        Raises RuntimeError.
+        One transfer reads as much as fits into the staging memory. Raises RuntimeError.
         """
         waiting: list[tuple[int, slice, Part]] = []
         used = 0
@@ -132,7 +133,7 @@ class RemotePages:
         yield from self._transfer(waiting)
 
     def close(self) -> None:
-        """The staging memory belongs to all."""
+        """Do nothing: all engines share the staging memory."""
 
     def _transfer(
         self, waiting: Sequence[tuple[int, slice, Part]]

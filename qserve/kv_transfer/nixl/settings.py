@@ -1,4 +1,4 @@
-"""NixlSettings: kv_connector_extra_config of the connector `nixl`."""
+"""NixlSettings: the settings in kv_connector_extra_config for the connector `nixl`."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlSettings:
-    """Where engines find each other, and how NIXL reaches them."""
+    """How engines find each other, and how NIXL connects them."""
 
     common: PeerSettings
-    host: str = LOCAL  # that other engines connect to
-    port: int = 0  # of rank 0; rank r listens on port + r. 0: any port, found by the folder
-    peers: tuple[Address, ...] = ()  # rank 0 of engines of other hosts
+    host: str = LOCAL  # address to which other engines connect
+    port: int = 0  # port of rank 0; rank r listens on port + r. 0: any free port
+    peers: tuple[Address, ...] = ()  # addresses of rank 0 of engines on other hosts
     secret: bytes = b""
-    backend: str = "UCX"  # of NIXL
+    backend: str = "UCX"  # NIXL backend
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "NixlSettings":

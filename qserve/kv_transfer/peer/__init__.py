@@ -1,1 +1,1 @@
-"""Connector `peer`: KV pages between engines of one host, from GPU to GPU or in shared memory."""
+"""Connector `peer`: exchanges KV pages between engines of one host, GPU to GPU or on CPUs."""

@@ -1,4 +1,4 @@
-"""Finder: where the indexes of other engines come from. FolderFinder: files of this host."""
+"""Finder: source of the slot tables of other engines. FolderFinder: finds them in a folder."""
 
 import logging
 from collections.abc import Collection
@@ -15,33 +15,33 @@ logger = logging.getLogger(__name__)
 
 
 class Finder(Protocol):
-    """Source of the indexes of other engines' ranks."""
+    """Source of the slot tables (indexes) and buffers of other engines' ranks."""
 
     def find(self, known: Collection[str], *, now: bool) -> dict[str, list[Any]]:
-        """Indexes of living engines by the engine's name, without those of `known`.
+        """Return the indexes of engines that are alive: engine -> index of each rank.
 
-        `now`: also those of engines that have just started.
+        `known`: engines to leave out. `now`: also find engines that have just started.
         """
 
     def memory(self, index: Any) -> SlotMemory:
-        """Buffer of an index. Raises InputError, OSError or RuntimeError."""
+        """Return the buffer of an index. Raises InputError, OSError or RuntimeError."""
 
     def forget_dead(self, index: SlotTable) -> None:
         """Remove the files of a dead engine."""
 
     def close(self) -> None:
-        """End the search."""
+        """Stop searching."""
 
 
 class FolderFinder:
-    """Indexes and buffers of engines of this host, by their files in a folder."""
+    """Finds indexes and buffers of engines on this host, by their files in a folder."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._folder, self._device = folder, device
-        self._refused: set[str] = set()  # files that are no index
+        self._refused: set[str] = set()  # names of invalid files
 
     def find(self, known: Collection[str], *, now: bool) -> dict[str, list[SlotIndex]]:
-        """Open the indexes. Both values of `now` look at the folder."""
+        """Open the indexes in the folder. `now` makes no difference."""
         found: dict[str, list[SlotIndex]] = {}
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             engine = path.name.partition(".")[0]
@@ -71,11 +71,11 @@ class FolderFinder:
             _remove(index.path)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 def remove_dead(folder: Path) -> None:
-    """Remove the files of engines that were killed: on a CPU they hold memory."""
+    """Remove the files of engines that were killed. On a CPU these files occupy memory."""
     for path in folder.glob(f"*{SUFFIX}"):
         try:
             index = SlotIndex.open(path)

@@ -1,8 +1,8 @@
-"""Layout of a rank's transfer buffer, and which parts of a page another rank takes from it.
+"""Layout of a rank's transfer buffer, and which heads another rank reads from it.
 
 A buffer has S slots of one page each. It is stored tensor by tensor: S times the first tensor of a
-page, then S times the second, so that a run of slots is one copy per tensor. Tensors are those of
-`Cache.page_tensors`, in the order of layers.
+page, then S times the second, and so on. So consecutive slots take one copy per tensor. The tensors
+are those of `Cache.page_tensors`, in the order of layers.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ import torch
 from formats.errors import InputError
 from qserve.kv_transfer.config import FLAG
 
-ALIGNMENT = 256  # bytes: of each tensor's part of the buffer
+ALIGNMENT = 256  # bytes; of each tensor's section of the buffer
 VERSION = 1
 
 
 class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a layer's page, as one rank holds it."""
+    """One rank's shard of a tensor of a layer's page."""
 
     layer: int
-    shape: list[int]  # without the dimension of pages
+    shape: list[int]  # without the page dimension
     dtype: str
     item_bytes: int
-    axis: int | None  # of `shape`: ranks hold different heads along it; None: all hold the same
-    first: int  # the first of this rank's heads
+    axis: int | None  # axis of `shape` along which heads are sharded; None: replicated
+    first: int  # this rank's first head
 
     @property
     def num_bytes(self) -> int:
@@ -37,18 +37,18 @@ class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """First head, and the one after the last; (0, 1) if all ranks hold the same."""
+        """This rank's range of heads, (first, stop); (0, 1) if the tensor is replicated."""
         if self.axis is None:
             return 0, 1
         return self.first, self.first + self.shape[self.axis]
 
     @property
     def whole_shape(self) -> list[int]:
-        """The shape without the number of heads."""
+        """The shape without the axis of heads."""
         return [size for axis, size in enumerate(self.shape) if axis != self.axis]
 
     def view(self, bytes_X: torch.Tensor) -> torch.Tensor:
-        """Pages [N, ...] in bytes."""
+        """View bytes as pages [N, ...]."""
         return bytes_X.view(getattr(torch, self.dtype)).view(-1, *self.shape)
 
 
@@ -56,22 +56,22 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one rank's buffer. Other engines read it as JSON."""
 
     version: int = VERSION
-    engine: str  # random, the same on all ranks of an engine
+    engine: str  # random name, the same on all ranks of an engine
     rank: int
     num_ranks: int
-    model: str  # path or name, for messages
-    digest: str  # of everything that pages depend on (model_digest.py)
-    form: dict[str, str]  # what of it is not the model, by name, for messages
+    model: str  # path or name of the model, for messages
+    digest: str  # digest of everything that pages depend on (model_digest.py)
+    form: dict[str, str]  # the facts in it besides the model, by name, for messages
     tensors: list[PageTensor]
     num_slots: int
-    process: int
+    process: int  # process id
     device: str  # "cpu", or the UUID of a GPU
     handle: str = ""  # CUDA IPC handle in hexadecimal digits
-    address: int = 0  # in the process itself
+    address: int = 0  # address in that process
 
     @property
     def offsets(self) -> list[int]:
-        """Start of each tensor's part of the buffer, and the end of the last."""
+        """Start of each tensor's section of the buffer, and the end of the last section."""
         found = [0]
         for tensor in self.tensors:
             size = self.num_slots * tensor.num_bytes
@@ -84,7 +84,7 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_ends(self) -> list[int]:
-        """Number of tensors up to the end of each layer that has some."""
+        """For each layer with tensors, the number of tensors up to its end."""
         count = len(self.tensors)
         layers = [tensor.layer for tensor in self.tensors]
         return [i + 1 for i in range(count) if i + 1 == count or layers[i + 1] != layers[i]]
@@ -92,16 +92,16 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Heads that a rank takes from one rank of another engine."""
+    """Heads that this rank reads from one rank of another engine."""
 
-    rank: int
-    start: int  # first head in the other rank's tensor
-    target: int  # first head in the own tensor
-    count: int
+    rank: int  # rank of the other engine
+    start: int  # index of the first head in the other rank's tensor
+    target: int  # index of the first head in this rank's tensor
+    count: int  # number of heads
 
 
 def widened(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors in units of 8 bytes if strides allow it: indexed copies are faster then."""
+    """View both tensors as int64 if strides allow it, because indexed copies are then faster."""
     if all(_is_wide(each) for each in (a, b)):
         return a.view(torch.int64), b.view(torch.int64)
     return a, b
@@ -114,7 +114,7 @@ def _is_wide(tensor: torch.Tensor) -> bool:
 
 
 def mismatch(ours: BufferFacts, theirs: BufferFacts) -> str:
-    """Reason why pages of another engine cannot be used; "" if they can."""
+    """Return the reason why pages of another engine cannot be used; "" if they can."""
     if theirs.version != ours.version:
         return f"version of the connector: expected {ours.version}, found {theirs.version}"
     for name, expected in ours.form.items():
@@ -126,9 +126,9 @@ def mismatch(ours: BufferFacts, theirs: BufferFacts) -> str:
 
 
 def sources(own: Sequence[PageTensor], peers: Sequence[Sequence[PageTensor]]) -> list[list[Source]]:
-    """For each own tensor, the ranks of another engine that hold its heads.
+    """Return, for each tensor of this rank, the ranks of another engine that hold its heads.
 
-    `peers`: tensors of each of its ranks. Raises InputError if they do not hold all.
+    `peers`: tensors of each rank of the other engine. Raises InputError if a head is missing.
     """
     found = []
     for number, tensor in enumerate(own):
@@ -151,7 +151,7 @@ def sources(own: Sequence[PageTensor], peers: Sequence[Sequence[PageTensor]]) ->
 def _source_of(
     tensor: PageTensor, number: int, head: int, peers: Sequence[Sequence[PageTensor]]
 ) -> Source | None:
-    """The first rank that holds a head, and how many of the heads it holds from there on."""
+    """Find the first rank that holds a head; include the following heads that it holds."""
     for rank, tensors in enumerate(peers):
         if number >= len(tensors):
             continue

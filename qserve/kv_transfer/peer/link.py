@@ -1,4 +1,4 @@
-"""PageLink: how engines find each other and read each other's buffers. MappedLink: on one host."""
+"""PageLink: lets engines find and read each other's buffers. MappedLink: a link on one host."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from qserve.kv_transfer.peer.settings import PeerSettings
 from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
 from qserve.kv_transfer.peer.slot_table import SlotTable
 
-# (device, handle, address) of memory -> the description of a buffer in it
+# (device, handle, address) of memory -> description of a buffer in this memory
 Describe = Callable[[str, str, int], BufferFacts]
 
 
@@ -22,20 +22,20 @@ class PageLink(Protocol):
     settings: PeerSettings
 
     def publish(self, ours: BufferFacts, describe: Describe) -> tuple[SlotTable, BufferMemory]:
-        """Make this rank's buffer, and let others find it. `ours`: without its memory.
+        """Create this rank's buffer and announce it. Raises InputError.
 
-        Raises InputError.
+        `ours`: description of the buffer without its memory. `describe`: completes it.
         """
 
     def finder(self, ours: BufferFacts) -> Finder:
-        """Search for the buffers of other engines."""
+        """Start searching for the buffers of other engines."""
 
     def close(self) -> None:
-        """End the link, after all that uses it."""
+        """Close the link. Everything that uses it must be closed before."""
 
 
 class MappedLink:
-    """Buffers that engines of one host map, found by files in a folder."""
+    """Link between engines of one host, which map each other's buffers and find files in a folder."""
 
     def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
         """`extra`: kv_connector_extra_config. Raises InputError."""
@@ -57,4 +57,4 @@ class MappedLink:
         return FolderFinder(self.settings.path, self._device)
 
     def close(self) -> None:
-        """Nothing is left: readers and the writer close what they have opened."""
+        """Do nothing: readers and the writer close what they have opened."""

@@ -1,4 +1,4 @@
-"""Memory of a transfer buffer: a file in memory, or a GPU's memory with an IPC handle."""
+"""Memory of a transfer buffer: an in-memory file, or GPU memory with a CUDA IPC handle."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ BYTES_SUFFIX = ".bytes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferMemory:
-    """Own memory of one rank, valid until `close`."""
+    """Memory of this rank's buffer, valid until `close`."""
 
     bytes_X: torch.Tensor  # uint8
     device: str
@@ -31,7 +31,7 @@ class BufferMemory:
 def allocate(path: Path, num_bytes: int, device: torch.device) -> BufferMemory:
     """Allocate a buffer that other processes can read. Raises InputError.
 
-    `path`: of the file, on a CPU.
+    `path`: path of the in-memory file, used on a CPU.
     """
     if device.type != "cuda":
         return _file_of(path, num_bytes)
@@ -56,7 +56,7 @@ def allocate(path: Path, num_bytes: int, device: torch.device) -> BufferMemory:
 
 
 class TransferError(RuntimeError):
-    """Memory of another engine cannot be read."""
+    """The memory of another engine cannot be read."""
 
 
 class SlotMemory(Protocol):
@@ -65,21 +65,22 @@ class SlotMemory(Protocol):
     def read(
         self, numbers: Sequence[int], slot: int, count: int
     ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Tensors of a run of slots: the tensor's number, the rows of the run, and their bytes.
+        """Read the tensors `numbers` of `count` slots from `slot` on.
 
-        They are valid until the next one; on a GPU copies are under way on the current stream.
-        Raises RuntimeError.
+        Yields (tensor number, slice of these slots, their contents). The contents are valid until
+        the next one is yielded; on a GPU their copies run on the current stream. Raises
+        RuntimeError.
         """
 
     def close(self) -> None:
-        """End the use of the memory. No copy may use it."""
+        """Release the memory. No copy may still use it."""
 
 
 class PeerMemory:
     """Another rank's buffer, mapped into this process."""
 
     def __init__(self, path: Path, facts: BufferFacts, device: torch.device) -> None:
-        """`path`: of the index. Raises OSError, PeerAccessError or InputError."""
+        """`path`: path of the index file. Raises OSError, PeerAccessError or InputError."""
         self._facts, self._device, self._offsets = facts, device, facts.offsets
         self._close: Callable[[], None] = lambda: None
         self._bytes_X: torch.Tensor | None = None
@@ -105,7 +106,7 @@ class PeerMemory:
     def read(
         self, numbers: Sequence[int], slot: int, count: int
     ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Tensors of a run of slots, each as a whole: [count, ...] on this rank's device."""
+        """Read tensors of `count` slots from `slot` on: each as [count, ...] on this rank's device."""
         for number in numbers:
             tensor = self._facts.tensors[number]
             start = self._offsets[number] + slot * tensor.num_bytes
@@ -120,7 +121,7 @@ class PeerMemory:
             yield number, slice(0, count), tensor.view(found)
 
     def close(self) -> None:
-        """Unmap the memory. No copy may use it."""
+        """Unmap the memory. No copy may still use it."""
         self._bytes_X = None
         self._close()
 

@@ -1,4 +1,4 @@
-"""Peers: engines whose pages a rank can read."""
+"""Peers: the engines whose pages a rank can read."""
 
 import logging
 import math
@@ -12,21 +12,21 @@ from qserve.kv_transfer.peer.layout import BufferFacts, Source, mismatch, source
 from qserve.kv_transfer.peer.memory import SlotMemory, TransferError
 from qserve.kv_transfer.peer.slot_table import SlotTable
 
-RETRY_SECONDS = 30.0  # until an engine is used again whose pages could not be read
-SCAN_SECONDS = 0.5
+RETRY_SECONDS = 30.0  # time before an engine is used again after a failed read
+SCAN_SECONDS = 0.5  # interval of searches for new and dead engines
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """Another engine: the buffers of its ranks, which hold the same pages in the same slots."""
+    """Another engine, with the buffers of its ranks. Ranks hold the same pages in the same slots."""
 
     indexes: list[SlotTable]
     memories: list[SlotMemory]
-    sources: list[list[Source]]  # of each own tensor
-    numbers: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # key -> page, batch
-    num_read: int = 0  # pages whose entries were read
+    sources: list[list[Source]]  # for each tensor of this rank
+    numbers: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # key -> (page, batch)
+    num_read: int = 0  # number of pages whose table entries were read
 
     @property
     def name(self) -> str:
@@ -41,20 +41,20 @@ class Peer:
         return all(index.is_alive for index in self.indexes)
 
     def find(self, key: bytes) -> tuple[int, int] | None:
-        """Number and batch of a page that is announced and not overwritten."""
+        """Return (number, batch) of a page that is announced and not overwritten, or None."""
         found = self.numbers.get(key)
         return found if found is not None and self.is_valid(found[0]) else None
 
     def is_valid(self, number: int) -> bool:
-        """True if the slot of a page was not given to another page."""
+        """Return True if the slot of a page was not reused for another page."""
         return all(index.is_valid(number) for index in self.indexes)
 
     def num_layers(self, number: int, count: int, batch: int) -> int:
-        """Layers of successive pages of a batch that all ranks have copied."""
+        """Return how many layers of consecutive pages of a batch all ranks have copied."""
         return min(index.num_layers(number, count, batch) for index in self.indexes)
 
     def refresh(self) -> None:
-        """Read the entries that were written since the last time. Raises TransferError."""
+        """Read the entries that were written since the last call. Raises TransferError."""
         for index in self.indexes[1:]:
             index.pull()
         index = self.indexes[0]
@@ -65,7 +65,7 @@ class Peer:
             found = index.entry(self.num_read)
             if found is None:
                 if index.is_valid(self.num_read):
-                    break  # it is being written
+                    break  # the entry is being written
             else:
                 self.numbers[found[0]] = self.num_read, found[1]
             self.num_read += 1
@@ -79,14 +79,14 @@ class Peer:
 
 
 class Peers:
-    """The usable engines that a finder finds. One thread at a time calls the methods."""
+    """The usable engines that a finder finds. Only one thread at a time may call a method."""
 
     def __init__(self, finder: Finder, ours: BufferFacts) -> None:
         self._finder, self._ours = finder, ours
         self._peers: dict[str, Peer] = {}
         self._refused: dict[str, float] = {}  # engine -> when it may be used again
         self._scanned = float("-inf")
-        # waits for copies out of their memory, before that is unmapped
+        # waits for copies from a peer's memory before the memory is unmapped
         self.finish_copies: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Peer]:
@@ -96,7 +96,7 @@ class Peers:
         return len(self._peers)
 
     def refresh(self, *, now: bool = False) -> None:
-        """Read what engines have announced; look for new and dead ones from time to time."""
+        """Read new announcements of engines. Every SCAN_SECONDS, or `now`, search for engines."""
         if now or time.monotonic() - self._scanned > SCAN_SECONDS:
             self._scanned = time.monotonic()
             self._scan(now)
@@ -107,7 +107,7 @@ class Peers:
                 self.drop(peer, f"cannot be read ({error})")
 
     def renew(self, peer: Peer) -> bool:
-        """Read again which slots were given to other pages. Returns False if that fails."""
+        """Update which slots of a peer were reused. Returns False if that fails."""
         try:
             for index in peer.indexes:
                 index.pull()
@@ -117,7 +117,7 @@ class Peers:
         return True
 
     def drop(self, peer: Peer, reason: str) -> None:
-        """Use an engine no more."""
+        """Stop using an engine for RETRY_SECONDS."""
         if self._peers.pop(peer.name, None) is not None:
             logger.warning("KV peer %s %s: its pages are computed here instead", peer.name, reason)
             self._refused[peer.name] = time.monotonic() + RETRY_SECONDS
@@ -142,7 +142,7 @@ class Peers:
         known = {self._ours.engine, *self._peers, *self._refused}
         for engine, indexes in self._finder.find(known, now=now).items():
             if len(indexes) < indexes[0].facts.num_ranks:
-                for index in indexes:  # the others are still starting
+                for index in indexes:  # the engine's other ranks are still starting
                     index.close()
                 continue
             self._add(engine, indexes)

@@ -1,4 +1,4 @@
-"""PeerRankPages: one rank's buffer for other engines, and what it takes from theirs."""
+"""PeerRankPages: sends one rank's pages to other engines, and receives pages from them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from qserve.kv_transfer.peer.receiver import PageReceiver
 from qserve.kv_transfer.peer.sender import PageSender
 from qserve.model.cache_spec import Cache, CacheSpec
 
-STEPS_IN_BUFFER = 4
+STEPS_IN_BUFFER = 4  # the default buffer holds the pages of so many of the largest steps
 GIB = 2**30
 
 
 class PeerRankPages:
-    """The connector of one rank. Only the thread that launches steps calls the methods."""
+    """The connector of one rank. Only the thread that launches steps may call the methods."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class PeerRankPages:
     ) -> None:
         """Open the connector. Raises InputError.
 
-        `engine`: random name, the same on all ranks. `first_kv_heads`: of this rank, by layer.
-        `digest`, `form`: what pages depend on. `step_pages`: the most that one step completes.
+        `engine`: random name, the same on all ranks. `first_kv_heads`: this rank's first KV head,
+        by layer. `digest`, `form`: facts that page contents depend on. `step_pages`: maximum number
+        of pages that one step completes.
         """
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -71,8 +72,8 @@ class PeerRankPages:
             "num_slots": num_slots,
             "process": os.getpid(),
         }
-        self.sender: PageSender | None = None  # None: it only receives
-        self.receiver: PageReceiver | None = None  # None: it only sends
+        self.sender: PageSender | None = None  # None: this engine only receives
+        self.receiver: PageReceiver | None = None  # None: this engine only sends
         ours = BufferFacts(**facts, device=str(device))
         try:
             if config.saves:
@@ -97,26 +98,29 @@ class PeerRankPages:
         self.num_slots = num_slots
 
     def send(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
-        """Send pages that the step that is launched next completes; up to `num_slots`."""
+        """Send the pages, up to `num_slots`, that the next launched step completes."""
         self.sender.begin([key_B.tobytes() for key_B in keys_NB], pages)
 
     def receive(
         self, number: int, keys_NB: np.ndarray, pages: Sequence[int], waits: bool
     ) -> Future:
-        """Fill pages that nothing uses. The future returns for each if it was loaded."""
+        """Fill unused pages. The future's result says for each page if it was loaded.
+
+        `waits`: also wait for pages that are not announced yet.
+        """
         keys = [key_B.tobytes() for key_B in keys_NB]
         return self.receiver.receive(number, keys, pages, waits=waits)
 
     def expect_no_more(self, number: int) -> None:
-        """Wait no longer for pages that are not announced."""
+        """Stop the call `number` of `receive` from waiting for pages that are not announced."""
         self.receiver.expect_no_more(number)
 
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon."""
+        """Make the call `number` of `receive` end soon."""
         self.receiver.cancel(number)
 
     def close(self) -> None:
-        """Stop, and remove the buffer."""
+        """Stop sending and receiving, and remove the buffer."""
         for each in (self.receiver, self.sender):
             if each is not None:
                 each.close()

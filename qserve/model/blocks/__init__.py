@@ -1,1 +1,1 @@
-"""Building blocks of decoders, one per file; they hold weights, and know no checkpoint."""
+"""Building blocks of decoders, one per file. They hold weights but do not read checkpoints."""

@@ -29,26 +29,26 @@ from qserve.parallel.norm import NormOverRanks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputEmbeds:
-    """Embeddings that replace those of some rows' tokens. Legend: M such rows."""
+    """Embeddings that replace the token embeddings of some rows. M: number of these rows."""
 
-    rows_M: torch.Tensor | None  # int64, of T; None: all rows, those of text included
+    rows_M: torch.Tensor | None  # int64: indices into T; None: all rows, including text rows
     values_MC: torch.Tensor
-    # what is added to the residual stream of these rows after the first layers (deepstack)
+    # values to add to the residual stream of these rows after each of the first layers (deepstack)
     added_MC: tuple[torch.Tensor, ...] = ()
 
     def added_to(self, residual_TC: torch.Tensor, level: int) -> torch.Tensor:
-        """Return the residual stream with what one of the first layers adds."""
+        """Return the residual stream with the values of one level added."""
         if self.rows_M is None:
             return residual_TC + self.added_MC[level]
         return residual_TC.index_add(0, self.rows_M, self.added_MC[level])
 
     def fill_levels_(self, levels: Iterable[torch.Tensor]) -> None:
-        """Write what each of the first layers adds to its rows of zeros [T, C]."""
+        """Write the values of each level to a tensor of zeros [T, C]."""
         for level_TC, added_MC in zip(levels, self.added_MC, strict=True):
             level_TC[self.rows_M] = added_MC
 
     def part(self, embeds: slice, first: int) -> "InputEmbeds":
-        """Return some of the embeddings, for a step that begins at row `first` of this one."""
+        """Return a range of the embeddings, for a microbatch that begins at row `first`."""
         assert self.rows_M is not None
         return InputEmbeds(
             rows_M=self.rows_M[embeds] - first,
@@ -59,41 +59,41 @@ class InputEmbeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """Requests of a step with latents: those with many rows, and the others."""
+    """A step for latent attention, split into requests with many rows and the others."""
 
-    expanded: tuple[ExpandedChunks, ...]
-    others: AttentionStep | None  # None: there are none
-    other_rows: slice | torch.Tensor  # of T
+    expanded: tuple[ExpandedChunks, ...]  # requests with many rows
+    others: AttentionStep | None  # None: no other requests
+    other_rows: slice | torch.Tensor  # rows of the other requests, indices into T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(AttentionStep):
-    """Tensors of a step that mixers read (engine/step/device_step.py makes them)."""
+    """Tensors of a step that token mixers read. engine/step/device_step.py makes them."""
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
-    # int32: rows before the step that the states do not include; None: they include all
+    # int32: number of rows before the step that the states do not include yet; None: 0
     lacking_R: torch.Tensor | None = None
-    embeds: InputEmbeds | None = None  # None: each row has its token's embedding
-    # levels of rows that the first layers of a model in stages add (InputEmbeds.added_MC)
+    embeds: InputEmbeds | None = None  # None: all rows use their token's embedding
+    # number of levels that the first layers add (InputEmbeds.added_MC), for pipeline stages
     num_levels: int = 0
-    sees_ahead_in_windows: bool = False  # last_keys_T is of layers with a window alone
-    row_ropes: RowRopes | None = None  # None: each position is one number
-    rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
-    split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
-    layer_input_TP: torch.Tensor | None = None  # of the layer that runs (LayerInputs)
-    # Rows that see the same keys, as further heads of one row of attention: row b * R + r of each
-    # so many times R rows belongs to request r of R.
+    sees_ahead_in_windows: bool = False  # True: last_keys_T counts only in layers with a window
+    row_ropes: RowRopes | None = None  # None: positions have one axis
+    rope_positions_T: torch.Tensor | None = None  # rotary positions; None: positions_T
+    split: SplitStep | None = None  # None: not split, since chunks are too short (SplitRule)
+    layer_input_TP: torch.Tensor | None = None  # input of the layer that runs (LayerInputs)
+    # Number of rows that attend to the same keys, computed as more heads of one attention row. Of
+    # the folded_rows * R rows, row b * R + r belongs to request r.
     folded_rows: int = 1
-    exchange: KvExchange | None = None  # of tokens that ranks divide; None: each has all
-    # called with a layer's cache once the step's keys are written there
+    exchange: KvExchange | None = None  # None: each rank computes all tokens
+    # called with a layer's cache after the step's keys are written to it
     on_written: Callable[[Cache], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKvSpec(CacheSpec):
-    """Keys and values of each token, by KV head."""
+    """Cache spec: keys and values of each token, for each KV head."""
 
     kv_format: KvFormat
     page_size: int
@@ -105,8 +105,8 @@ class PagedKvSpec(CacheSpec):
     has_sinks: bool
     has_slopes: bool = False
     chunk_size: int | None = None
-    kernel: str | None  # asked for or forbidden by name
-    scales: tuple[torch.Tensor, torch.Tensor] | None = field(compare=False)  # static, of k and v
+    kernel: str | None  # selected or excluded by name
+    scales: tuple[torch.Tensor, torch.Tensor] | None = field(compare=False)  # static k and v scales
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedKv:
         shape = num_pages, self.page_size, self.num_kv_heads, self.head_dim
@@ -159,9 +159,9 @@ class PagedKvSpec(CacheSpec):
 
 
 def check_capturable(operation: str, subject: str, remedy: str, **facts: Any) -> None:
-    """Raise InputError where plain torch alone takes an operation: no CUDA graph can capture it.
+    """Raise InputError if only plain torch supports an operation: CUDA graphs cannot capture it.
 
-    `facts`: those of `explain`.
+    `facts`: arguments for `explain`.
     """
     choices = explain(operation, **facts)
     if not any(each.taken for each in choices if each.name != "reference"):
@@ -178,7 +178,7 @@ def _whole_norm(x_TN: torch.Tensor, spec: ops.NormSpec) -> torch.Tensor:
 
 
 class Attention(torch.nn.Module):
-    """Grouped-query attention of one layer; q, k and v come from one merged matrix."""
+    """Grouped-query attention of one layer. One merged matrix computes q, k and v."""
 
     def __init__(
         self,
@@ -188,22 +188,22 @@ class Attention(torch.nn.Module):
         rotary: Rotary,
         qkv_proj: Linear,
         o_proj: Linear,
-        scale: float | None = None,  # of scores; None: head_dim^-0.5
-        soft_cap: float | None = None,  # of scores
-        q_norm: torch.Tensor | None = None,  # per head [D], or over all of a token's [H D]
+        scale: float | None = None,  # of attention scores; None: head_dim^-0.5
+        soft_cap: float | None = None,  # of attention scores
+        q_norm: torch.Tensor | None = None,  # [D]: norm per head; [H D]: norm over all heads
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
-        slopes: torch.Tensor | None = None,  # float32 [H], of ALiBi
-        chunk_size: int | None = None,  # rows see the keys of their own chunk of positions only
+        slopes: torch.Tensor | None = None,  # float32 [H], for ALiBi
+        chunk_size: int | None = None,  # rows attend only to keys in their chunk of positions
         query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
-        v_norm: torch.Tensor | None = None,  # [D], of each head's values
-        keys_are_values: bool = False,  # before norm and rotation; qkv_proj makes no values
-        rotates_first: bool = False,  # the norms of heads come after the rotation
-        is_gated: bool = False,  # qkv_proj also produces gates for the input of o_proj
+        v_norm: torch.Tensor | None = None,  # [D]: norm of each head's values
+        keys_are_values: bool = False,  # True: values are the keys before norm and rotation
+        rotates_first: bool = False,  # True: norms per head come after the rotation
+        is_gated: bool = False,  # True: qkv_proj also produces gates for the input of o_proj
         kernel: str | None = None,  # selected or excluded by name
-        # For queries and keys, if a norm covers all heads and other ranks hold some of them.
+        # norms of queries and keys, if a norm covers all heads and the heads are sharded
         norms_over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None,
     ) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Attention(torch.nn.Module):
         self.register_buffer("sinks", sinks)
         self.register_buffer("slopes", slopes)
         self.chunk_size = chunk_size
-        # float32 [], from a checkpoint calibrated for an 8-bit KV cache; other caches need none.
+        # float32 [], from a checkpoint calibrated for an 8-bit KV cache; otherwise unused
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
@@ -239,8 +239,8 @@ class Attention(torch.nn.Module):
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedKvSpec:
         """Return the spec of the layer's pages.
 
-        Raises CheckpointError where static scales are not one, or one for each KV head, and
-        InputError where 4-bit pages cannot hold the heads.
+        Raises CheckpointError if static scales are neither a single one nor one per KV head, and
+        InputError if 4-bit pages do not support the head size.
         """
         kv_format.refuse_int4(refuses_4bit_heads(self.head_dim))
         scales = (self.k_scale, self.v_scale) if kv_format.static_scales else None
@@ -268,18 +268,19 @@ class Attention(torch.nn.Module):
         )
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.qkv_proj, self._qkv_consumer)
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.qkv_proj.plan(rows, self._qkv_consumer)
 
     @property
     def _qkv_consumer(self) -> Consumer | None:
-        """The rotation sums split-K partials, unless a norm over all heads precedes it or a norm
-        of heads follows it.
+        """The operation that sums split-K partials of qkv_proj; None: qkv_proj sums them itself.
+
+        The rotation sums them, unless a norm over all heads precedes it or a norm per head follows.
         """
         reads_tensors = self._norms_whole or self.rotates_first or self.v_norm is not None
         return None if reads_tensors else "rope"
@@ -289,7 +290,7 @@ class Attention(torch.nn.Module):
         return self.q_norm is not None and not self.norms_heads
 
     def _with_values(self, parts: Sequence[LinearOutput]) -> Sequence[LinearOutput]:
-        """Return queries, gates, keys and values; values are normed if they have a norm."""
+        """Return queries, gates, keys and values. Values are normed if the layer has v_norm."""
         parts = [*parts, parts[-1]] if self.keys_are_values else parts
         if self.v_norm is None:
             return parts
@@ -301,9 +302,9 @@ class Attention(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Attend from the step's tokens [T, C] to all of their requests' tokens; store their keys.
+        """Store the keys of the step's tokens [T, C], and attend to all tokens of their requests.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         q, *gate, k, v = self._parts(x_TC, plan)
         if self._norms_whole:
@@ -319,7 +320,7 @@ class Attention(torch.nn.Module):
             cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
         if self.rotates_first:
             q, k = ops.apply_rope(q, k, cos_sin, positions_T, self.rotary.interleaved)
-            cos_sin = cos_sin[:, :0]  # what writes the keys norms them and rotates nothing
+            cos_sin = cos_sin[:, :0]  # the operation below only norms and writes; no rotation
         q = ops.rope_write_kv_(
             q,
             k,
@@ -333,7 +334,7 @@ class Attention(torch.nn.Module):
             eps=self.eps,
             interleaved=self.rotary.interleaved,
             query_scales=self.query_scales,
-            inputs_ready=True,  # a step's inputs are ready before its embedding begins
+            inputs_ready=True,  # a step's inputs are complete before its embedding starts
         )
         if step.exchange is not None:
             step.exchange.exchange_(cache)
@@ -342,7 +343,7 @@ class Attention(torch.nn.Module):
         return self._attended(q, gate[0] if gate else None, step, cache)
 
     def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:
-        """Return queries, gates if there are any, keys and values, each [T, heads, D]."""
+        """Return queries, gates (if is_gated), keys and values, each [T, heads, D]."""
         gates = (self.num_heads,) if self.is_gated else ()
         heads = (self.num_heads, *gates, self.num_kv_heads)
         heads = heads if self.keys_are_values else (*heads, self.num_kv_heads)
@@ -352,7 +353,7 @@ class Attention(torch.nn.Module):
     def _attended(
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Return o_proj of what rotated queries find among the keys of the cache."""
+        """Return o_proj of the attention of rotated queries over the cache."""
         output, fold = self.o_proj.plan(q.shape[0], "norm"), step.folded_rows
         takes_limbs = isinstance(output.input, LimbForm)
         writes_limbs = takes_limbs and gate is None and fold == 1
@@ -372,7 +373,7 @@ class Attention(torch.nn.Module):
     def _scored(
         self, q: torch.Tensor, step: StepInputs, cache: PagedKv, limbs: LimbForm | None
     ) -> Any:
-        """Return what each query finds [T, H, D], or its limbs."""
+        """Return the attention output [T, H, D], or its limbs."""
         if step.sees_ahead_in_windows and self.window is None:
             step = replace(step, last_keys_T=None)
         return ops.paged_attention(
@@ -392,7 +393,7 @@ class Attention(torch.nn.Module):
 
 
 def fold_rows(q_THD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor:
-    """Queries of `fold` rows of a request as heads of one row, [T / fold, fold * H, D]."""
+    """Return queries of `fold` rows per request as heads of one row, [T / fold, fold * H, D]."""
     _, heads, head_dim = q_THD.shape
     requests = len(q_THD) // fold
     q = q_THD.view(fold, requests, num_kv_heads, heads // num_kv_heads, head_dim)
@@ -400,7 +401,7 @@ def fold_rows(q_THD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor
 
 
 def unfold_rows(out_RHD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor:
-    """The inverse of `fold_rows`."""
+    """Invert `fold_rows`."""
     requests, heads, head_dim = out_RHD.shape
     out = out_RHD.view(requests, num_kv_heads, fold, heads // (num_kv_heads * fold), head_dim)
     return out.permute(2, 0, 1, 3, 4).reshape(fold * requests, heads // fold, head_dim)

@@ -1,6 +1,6 @@
-"""Dense feed-forward with experts next to it, each with norms of its own.
+"""Dense MLP in parallel with experts, each with its own norms.
 
-Legend: T tokens of the step, C hidden size.
+T: tokens of the step. C: hidden size.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from qserve.model.blocks.norm import BranchEnd, Norm
 class DenseAndExperts(torch.nn.Module):
     """mlp_norm(mlp(x)) + experts_end(experts(experts_norm(residual))).
 
-    x is the norm of the residual stream. The router reads the residual stream itself.
+    x is the normed residual stream. The router reads the residual stream without a norm.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class DenseAndExperts(torch.nn.Module):
         self._sum = Norm(None, 0.0)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products of both."""
+        """Yield the quantized products of the MLP and the experts."""
         yield from self.mlp.products()
         yield from self.experts.products()
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the dense feed-forward's first linear."""
+        """Return the plan of the MLP's first linear."""
         return self.mlp.plan(rows)
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, residual_TC: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum [T, C] for the norm that follows."""
+        """Return the sum [T, C], the input of the next norm."""
         dense_TC, _ = self.mlp_norm(self.mlp(x_TC, plan), None, None)
         experts_plan = self.experts.plan(residual_TC.shape[0])
         normed_TC, _ = self.experts_norm(residual_TC, None, experts_plan.input)

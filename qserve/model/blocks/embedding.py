@@ -1,4 +1,4 @@
-"""Token embedding: the first thing that a decoder does. Legend: V tokens, C hidden size."""
+"""Token embedding, the first operation of a decoder. V: vocabulary size. C: hidden size."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ from qserve.parallel.gather import gathered_columns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPart:
-    """The tokens whose rows of embedding and head this rank has."""
+    """The range of token ids whose embedding and head rows this rank has."""
 
     communicator: Communicator
-    shares: tuple[Share, ...]  # of each rank
+    shares: tuple[Share, ...]  # (start, stop) of each rank
 
     @property
     def start(self) -> int:
@@ -35,30 +35,29 @@ class VocabularyPart:
 
 
 class PackedTable(torch.nn.Module):
-    """A table [V, C] in codes, of which only the rows that are asked for are dequantized."""
+    """A quantized table [V, C]. Only the requested rows are dequantized."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype) -> None:
         super().__init__()
-        if isinstance(weight, Fp8Weight):  # with a scale for each row, or one for all
+        if isinstance(weight, Fp8Weight):  # may have one scale for all rows
             weight = weight.with_scales_of_rows()
         self.packed, self.dtype, self.device = weight, dtype, weight.device
-        for name, tensor in tensors_of(weight).items():  # so that they count as memory
+        for name, tensor in tensors_of(weight).items():  # registered so that they count as memory
             self.register_buffer(name.replace(" ", "_"), tensor, persistent=False)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, C]."""
+        """Return the rows of these token ids, [T, C]."""
         return take_outputs(self.packed, ids_T).dequantize(self.dtype)
 
     def dense(self) -> torch.Tensor:
-        """All rows [V, C]."""
+        """Return all rows, [V, C]."""
         return self.packed.dequantize(self.dtype)
 
 
 class Embedding(torch.nn.Module):
-    """Rows of a table [V, C], times a factor, plus a learned embedding of each token's position,
-    then a norm.
+    """Rows of a table [V, C], times a factor, plus learned position embeddings, then a norm.
 
-    Ranks may have parts of the table.
+    The table may be sharded over ranks.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Embedding(torch.nn.Module):
         table: torch.Tensor | PackedTable,
         factor: float = 1.0,
         part: VocabularyPart | None = None,
-        positions_PC: torch.Tensor | None = None,  # row 0: of position 0
+        positions_PC: torch.Tensor | None = None,  # learned embeddings; row p is for position p
         norm: Norm | None = None,
     ) -> None:
         super().__init__()
@@ -74,16 +73,16 @@ class Embedding(torch.nn.Module):
         self.register_buffer("weight", None if self.packed else table)
         self.register_buffer("positions", positions_PC)
         self.dtype, self.device = table.dtype, table.device
-        # rounded to the table's dtype, as transformers rounds Gemma's
+        # rounded to the table's dtype, as transformers does for Gemma
         self.factor = torch.tensor(factor, dtype=self.dtype).item()
         self.part, self.norm = part, norm
 
     def dense(self) -> torch.Tensor:
-        """This rank's rows of the table."""
+        """Return this rank's rows of the table."""
         return self.weight if self.packed is None else self.packed.dense()
 
     def whole_table(self) -> torch.Tensor:
-        """The table of all tokens, from all ranks. Each of them must ask."""
+        """Return the whole table, gathered from all ranks. All ranks must call this."""
         if self.part is None:
             return self.dense()
         whole_CV = gathered_columns(self.part.communicator, self.dense().T, self.part.widths)
@@ -105,7 +104,7 @@ class Embedding(torch.nn.Module):
         return x_TC if self.norm is None else self.norm(x_TC, None, None)[0]
 
     def _gathered(self, token_ids_T: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
-        """One rank has a token's row, the others add zeros."""
+        """Return rows summed over all ranks: one rank has a token's row, the others add zeros."""
         is_ours_T = (token_ids_T >= part.start) & (token_ids_T < part.stop)
         rows_T = torch.where(is_ours_T, token_ids_T - part.start, 0)
         x_TC = self._rows(rows_T)

@@ -1,6 +1,6 @@
-"""Decoder layers: attention and feed-forward one after the other, or side by side.
+"""Decoder layers: attention and MLP in sequence or in parallel.
 
-Legend: T tokens of the step, C hidden size.
+T: tokens of the step. C: hidden size.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
 
 
 class Mixer(Protocol):
-    """Block after the first norm: attention, or one with a state in its place."""
+    """Token mixer, the block after the first norm: attention, or a block with recurrent states."""
 
     # True if the checkpoint has scales for an 8-bit cache; None: the cache has no keys and values
     has_kv_scales: bool | None
@@ -37,7 +37,7 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """What stands behind the second norm."""
+    """The block after the second norm: a dense MLP or experts."""
 
     def plan(self, rows: int) -> LinearPlan: ...
 
@@ -56,7 +56,7 @@ class Layer(torch.nn.Module):
         attention: Mixer,
         mlp_norm: Norm,
         mlp: FeedForward | DenseAndExperts,
-        attention_end: BranchEnd | None = None,  # None: it is added as it is
+        attention_end: BranchEnd | None = None,  # None: no norm or factor before it is added
         mlp_end: BranchEnd | None = None,
     ) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class Layer(torch.nn.Module):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
-        """Returns what this layer adds, and the residual it is to be added to.
+        """Return the MLP's output, and the residual stream to which the next norm adds it.
 
-        `taps`, if given, gets the residual stream before this layer.
+        `taps`: if given, the residual stream before this layer is appended to it.
         """
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.attention_norm(x_TC, residual_TC, plan.input)
@@ -92,12 +92,12 @@ class Layer(torch.nn.Module):
 
 
 class ScaledLayer(Layer):
-    """A layer whose sum is multiplied by a factor, after its own input was added, if it has one."""
+    """A layer whose output sum is multiplied by a factor. A layer input may be added before."""
 
     def __init__(
         self, *, factor: torch.Tensor, layer_input: LayerInput | None = None, **blocks: Any
     ) -> None:
-        """`blocks`: those of Layer."""
+        """`blocks`: arguments of Layer."""
         super().__init__(**blocks)
         self.layer_input = layer_input
         self.register_buffer("factor", factor)
@@ -111,7 +111,7 @@ class ScaledLayer(Layer):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor | None]:
-        """As Layer.forward; the residual is None, since what is returned is the sum."""
+        """Return the sum, and None for the residual. Arguments are those of Layer.forward."""
         x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, taps)
         _, sum_TC = self._sum(x_TC, residual_TC, None)
         if self.layer_input is not None:
@@ -120,7 +120,7 @@ class ScaledLayer(Layer):
 
 
 class NormedStreamLayer(torch.nn.Module):
-    """h = norm(x), then h * alpha + attention(h) * beta; the same with the feed-forward."""
+    """h = norm(x), then h * alpha + attention(h) * beta; then the same with the MLP."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class NormedStreamLayer(torch.nn.Module):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
-        """As Layer.forward."""
+        """Run the layer. Arguments and result are those of Layer.forward."""
         h_TC, sum_TC = self.attention_norm(x_TC, residual_TC, None)
         if taps is not None:
             taps.append(sum_TC)
@@ -161,7 +161,7 @@ class NormedStreamLayer(torch.nn.Module):
 
 
 class ParallelLayer(torch.nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)); the feed-forward may have a norm of its own."""
+    """x + attention(norm(x)) + mlp(norm(x)). The MLP may have a separate norm."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ParallelLayer(torch.nn.Module):
         norm: Norm,
         attention: Mixer,
         mlp: FeedForward,
-        mlp_norm: Norm | None = None,  # None: it reads the norm of attention
+        mlp_norm: Norm | None = None,  # None: the MLP shares the norm of attention
     ) -> None:
         super().__init__()
         self.norm, self.attention, self.mlp, self.mlp_norm = norm, attention, mlp, mlp_norm
@@ -183,10 +183,10 @@ class ParallelLayer(torch.nn.Module):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
-        """As Layer.forward."""
+        """Run the layer. Arguments and result are those of Layer.forward."""
         rows = x_TC.shape[0]
         plan, mlp_plan = self.attention.plan(rows), self.mlp.plan(rows)
-        # where two readers of one norm take different forms each converts a tensor
+        # If both blocks share a norm but need different input forms, each converts a tensor.
         is_alone = self.mlp_norm is not None
         form = plan.input if is_alone or plan.input == mlp_plan.input else None
         x_TC, residual_TC = self.norm(x_TC, residual_TC, form)

@@ -1,7 +1,7 @@
 """Linear layers of the decoder: float, or quantized and prepared for their kernel.
 
-`plan(rows, consumer)` decides how a layer runs this many rows: the form of its input, and the form
-of its output for the consumer, the only operation that reads it.
+`plan(rows, consumer)` decides how a layer runs for a number of rows: the form of its input, and the
+form of its output for the consumer, which is the only operation that reads the output.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class SplitPlan:
 
     @property
     def input(self) -> InputForm:
-        """Input form that suits all members. Each member has its own static input scale."""
+        """Input form that suits all members; None: a tensor, as for members with static scales."""
         first, *others = (plan.input for plan in self.members)
         if isinstance(first, InputRounding) and first.scale is not None:
             return None
@@ -43,14 +43,14 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedPlan:
-    """Plan of a layer in a step with adapters, which read its input as a tensor."""
+    """Plan of a layer in a step with adapters. The adapters read the layer's input as a tensor."""
 
-    base: GemmPlan | None  # None: the plan for any input
-    input: InputForm = None  # of the base, if it includes the tensor
+    base: GemmPlan | None  # None: a plan that accepts any input
+    input: InputForm = None  # input form of the base; it must include the tensor
 
     @property
     def adds_adapters(self) -> bool:
-        """True if the base's product adds the adapters; else a separate kernel does afterwards."""
+        """True if the base's kernel adds the adapters; otherwise a separate kernel adds them."""
         return self.base is not None and self.base.adds_adapters
 
 
@@ -58,9 +58,10 @@ LinearPlan = GemmPlan | SplitPlan | AdaptedPlan
 
 
 class FloatLinear(torch.nn.Module):
-    """y = x W^T + b with a dense weight [N, K]. `names` are the checkpoint's linears in it.
+    """y = x W^T + b with a dense weight [N, K].
 
-    `fixed_order`: a row's bits do not depend on the other rows.
+    `names`: linears of the checkpoint that are merged into the weight. `fixed_order`: the bits of a
+    row do not depend on the other rows.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class FloatLinear(torch.nn.Module):
         self.register_buffer("bias", bias_N)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
-        """Plan with tensors as input and output."""
+        """Return the plan with tensors as input and output."""
         return FLOAT_PLAN
 
     def forward(self, x: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
@@ -87,14 +88,14 @@ class FloatLinear(torch.nn.Module):
 
 
 class SplitLinear(torch.nn.Module):
-    """Layers that share an input but cannot share a matrix: their outputs are concatenated."""
+    """Linears with a shared input that cannot be merged into one matrix; outputs are joined."""
 
     def __init__(self, members: "list[FloatLinear | QuantLinear]") -> None:
         super().__init__()
         self.members = torch.nn.ModuleList(members)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> SplitPlan:
-        """No member gets the consumer, which reads the outputs of all."""
+        """Plan each member without a consumer, because the consumer reads all outputs together."""
         return SplitPlan(members=tuple(member.plan(rows) for member in self.members))
 
     def forward(self, x: LinearInput, plan: SplitPlan | None = None) -> torch.Tensor:
@@ -105,14 +106,14 @@ class SplitLinear(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatheredInput:
-    """Inputs of a layer that come from several ranks."""
+    """Describes inputs of a layer that are gathered from several ranks."""
 
-    widths: tuple[int, ...]  # channels that each rank produces
-    order_K: torch.Tensor  # channels that this rank reads
+    widths: tuple[int, ...]  # number of channels that each rank produces
+    order_K: torch.Tensor  # indices of the gathered channels that this rank reads
 
 
 class RowParallel(torch.nn.Module):
-    """Layer whose inputs are divided among ranks: each rank computes a partial sum."""
+    """A linear whose inputs are sharded over ranks. Each rank computes a partial sum."""
 
     def __init__(
         self,
@@ -126,19 +127,19 @@ class RowParallel(torch.nn.Module):
         self.register_buffer("order", gathered.order_K if gathered is not None else None)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
-        """Plan of the inner layer, with the communicator as the consumer of its output."""
+        """Return the plan of the inner layer. Gathered inputs are always a tensor."""
         plan = self.inner.plan(rows, consumer)
         return plan if self.order is None else replace(plan, input=None)
 
     def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> RankPartial:
-        """The result goes to the norm that follows."""
+        """Return this rank's partial sum, the input of the next norm."""
         if self.order is not None:
             x = gathered_columns(self.communicator, x, self.widths)[:, self.order]
         return RankPartial(x=self.inner(x, plan), communicator=self.communicator)
 
 
 class GatheredLinear(torch.nn.Module):
-    """Layer whose outputs are divided among ranks and gathered on each: the head."""
+    """A linear whose outputs are sharded over ranks and gathered on each rank: the LM head."""
 
     def __init__(
         self,
@@ -157,16 +158,16 @@ class GatheredLinear(torch.nn.Module):
 
 
 class AdaptedRows:
-    """Adapter slot of each row in the running step, shared by all adapted layers of a decoder."""
+    """The adapter slot of each row in the running step, shared by all adapted layers."""
 
     def __init__(self) -> None:
         self.slots_T: torch.Tensor | None = None  # int32, -1: no adapter; None: no row has one
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A layer plus the adapters of a step's rows.
+    """A linear plus the LoRA adapters of a step's rows.
 
-    `fixed_order`: a row's bits do not depend on the other rows, nor on whether they have adapters.
+    `fixed_order`: the bits of a row do not depend on the other rows or on their adapters.
     """
 
     def __init__(
@@ -184,10 +185,10 @@ class AdaptedLinear(torch.nn.Module):
         self._kernel = FIXED_ORDER if fixed_order else None
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
-        """Plan of the base if no row has an adapter.
+        """Return the plan of the base if no row has an adapter, else a plan with adapters.
 
-        In fixed order it is the one with adapters: an input that the operation before rounds to
-        codes differs in bits from one that is rounded after it.
+        With `fixed_order` it is always the plan with adapters: an input that the previous operation
+        rounds to codes differs in bits from an input that is rounded afterwards.
         """
         if self.rows.slots_T is None and not self.fixed_order:
             return self.base.plan(rows, consumer)
@@ -202,7 +203,7 @@ class AdaptedLinear(torch.nn.Module):
         if slots_T is None:
             return self.base(x, base_plan)
         x_TK = x.tensor if isinstance(x, Limbs) else x
-        # Launched before the product, whose weights are being loaded meanwhile.
+        # Launched before the product, which can load its weights meanwhile.
         if plan is not None and plan.adds_adapters:
             term = ops.lora_term(x_TK, slots_T, self.weights)
             return self.base(x, base_plan, term)
@@ -217,7 +218,7 @@ Product = tuple[PreparedWeight | PreparedExperts, Consumer | None]
 
 
 def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:
-    """Prepared weights of a linear, each with the operation that consumes its result."""
+    """Yield the prepared weights of a linear, each with the operation that consumes its result."""
     if isinstance(linear, AdaptedLinear):
         yield from products_of(linear.base, consumer)
     elif isinstance(linear, RowParallel | GatheredLinear):

@@ -1,6 +1,6 @@
-"""Layers of one block, Nemotron-H's: a mixer or a feed-forward after the only norm.
+"""Layers with a single block (Nemotron-H): one norm, then a mixer or an MLP.
 
-Legend: T tokens of the step, C hidden size.
+T: tokens of the step. C: hidden size.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoCache:
-    """Cache of a layer that keeps nothing of a request."""
+    """Cache of a layer that stores nothing."""
 
     page_tensors: tuple[torch.Tensor, ...] = ()
     slot_tensors: tuple[torch.Tensor, ...] = ()
@@ -27,14 +27,14 @@ class NoCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoCacheSpec(CacheSpec):
-    """Spec of a layer that keeps nothing of a request."""
+    """Cache spec of a layer that stores nothing."""
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> NoCache:
         return NoCache()
 
 
 class NoMixer(torch.nn.Module):
-    """Feed-forward in the place of a mixer."""
+    """An MLP with the interface of a mixer."""
 
     has_kv_scales = None
 
@@ -43,26 +43,26 @@ class NoMixer(torch.nn.Module):
         self.mlp = mlp
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.mlp.plan(rows)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from self.mlp.products()
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of no cache."""
+        """Return the spec of an empty cache."""
         return NoCacheSpec()
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: Cache
     ) -> LinearOutput:
-        """The result goes to the norm that follows."""
+        """Return the MLP's result, the input of the next norm."""
         return self.mlp(x_TC, plan)
 
 
 class NoFeedForward(torch.nn.Module):
-    """Placeholder for the feed-forward of a layer without one."""
+    """Placeholder for the MLP of a layer without an MLP."""
 
     def products(self) -> Iterator[Product]:
         """Yield nothing."""
@@ -84,7 +84,7 @@ class LoneLayer(torch.nn.Module):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
-        """As Layer.forward."""
+        """Run the layer. Arguments and result are those of Layer.forward."""
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.norm(x_TC, residual_TC, plan.input)
         if taps is not None:

@@ -1,4 +1,4 @@
-"""Dense feed-forward, gated or not. The norm that follows takes its result."""
+"""Dense MLP, gated or not. Its result is the input of the next norm."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.rowwise.spec import ActKind
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 
-# by the names that config.json gives them
+# name in config.json -> kind
 ACTIVATIONS: dict[str, ActKind] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -22,9 +22,9 @@ ACTIVATIONS: dict[str, ActKind] = {
 
 
 class Mlp(torch.nn.Module):
-    """down(activation(up(x))), or gated down(activation(gate(x)) * up(x)).
+    """down(activation(up(x))), or if gated down(activation(gate(x)) * up(x)).
 
-    Gated, `up_proj` is one matrix that makes gate and then up.
+    If gated, `up_proj` is one matrix that computes gate, then up.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Mlp(torch.nn.Module):
         gate_factor: float = 1.0,
         limit: float | None = None,
     ) -> None:
-        """`activation`: a name of ACTIVATIONS. `gate_factor`: of what it is applied to.
+        """`activation`: a key of ACTIVATIONS. `gate_factor`: multiplies the activation's input.
 
-        `limit`: of what it gives (ActSpec).
+        `limit`: clamps the activation's result (ActSpec).
         """
         super().__init__()
         self.gate_factor = gate_factor
@@ -48,16 +48,16 @@ class Mlp(torch.nn.Module):
         self.down_proj = down_proj
 
     def products(self) -> Iterator[Product]:
-        """The quantized products, and the operation that takes each one's result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.up_proj, None)
         yield from products_of(self.down_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """The first linear's: what the norm before this block should make."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.up_proj.plan(rows)
 
     def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
-        """The result is for the norm that follows."""
+        """Return the MLP's result, the input of the next norm."""
         hidden_TI = self.up_proj(x_TC, plan)
         if self.gate_factor != 1:
             hidden_TI = reduced(hidden_TI)

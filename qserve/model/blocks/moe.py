@@ -1,6 +1,6 @@
-"""Mixture of experts, in the place of a feed-forward.
+"""Mixture of experts, used instead of a dense MLP.
 
-Legend: T tokens of the step, C hidden size, E experts.
+T: tokens of the step. C: hidden size. E: experts.
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ from qserve.parallel.expert_exchange import ExpertExchange
 
 
 class Router(torch.nn.Module):
-    """Selects each token's experts. The product runs in the dtype of its weight.
+    """Selects the experts of each token. The product runs in the dtype of its weight.
 
-    With `norm` it reads the norm of what it is given. `expert_scale_E` multiplies routing weights.
+    `norm`: applied to the input. `expert_scale_E`: multiplies the routing weights.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Router(torch.nn.Module):
         correction_E: torch.Tensor | None = None,  # float32
         norm: Norm | None = None,
         expert_scale_E: torch.Tensor | None = None,  # float32
-        fixed_order: bool = False,  # a token's bits do not depend on the other tokens
+        fixed_order: bool = False,  # True: the bits of a token do not depend on other tokens
     ) -> None:
         super().__init__()
         self.routing, self.norm, self.fixed_order = routing, norm, fixed_order
@@ -50,7 +50,7 @@ class Router(torch.nn.Module):
         self.register_buffer("expert_scale", expert_scale_E)
 
     def forward(self, x_TC: torch.Tensor, numbers_E: torch.Tensor | None = None) -> Routes:
-        """`numbers`: of the experts on this rank (ops.route); None: it has all."""
+        """Route tokens. `numbers_E`: local expert numbers (ops.route); None: all are here."""
         if self.norm is not None:
             x_TC, _ = self.norm(x_TC, None, None)
         scaled = self.expert_scale is not None
@@ -73,7 +73,7 @@ class Router(torch.nn.Module):
 
 
 class SharedExpert(torch.nn.Module):
-    """Expert for every token; its gate, if any, multiplies the output by a sigmoid."""
+    """Expert that runs for every token. If it has a gate, sigmoid(gate(x)) scales its output."""
 
     def __init__(self, mlp: Mlp, gate: FloatLinear | None = None) -> None:
         super().__init__()
@@ -87,7 +87,8 @@ class SharedExpert(torch.nn.Module):
             return out_TC
         share_T1 = self.gate(x_TC)
         if self.gate.fixed_order and share_T1.device.type == "cpu":
-            # On a CPU a sigmoid's bits depend on its place in a vector; whole rows are vectors.
+            # On a CPU the bits of a sigmoid depend on its index in a SIMD vector, so it is computed
+            # for whole rows.
             share_T1 = share_T1.expand_as(out_TC).contiguous()
         return torch.sigmoid(share_T1) * out_TC
 
@@ -98,7 +99,7 @@ def _applied(linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
 
 
 class MoeMlp(torch.nn.Module):
-    """Sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
+    """Sum over a token's experts of routing weight * down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -106,13 +107,13 @@ class MoeMlp(torch.nn.Module):
         router: Router,
         experts: PreparedExperts,
         shared: SharedExpert | None = None,
-        # of ranks that hold shards of each expert, or some of the experts
+        # ranks that hold shards of each expert, or some of the experts
         communicator: Communicator | None = None,
-        numbers_E: torch.Tensor | None = None,  # of the experts on this rank; None: all are here
-        scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
-        before: Linear | None = None,  # makes what the experts read (Nemotron 3's latent)
-        after: Linear | None = None,  # reads the sum of their outputs
-        exchange: ExpertExchange | None = None,  # with engines that have the other experts
+        numbers_E: torch.Tensor | None = None,  # local numbers of experts; None: all are here
+        scales_inputs: bool = False,  # True: routing weights multiply inputs; one expert (Llama 4)
+        before: Linear | None = None,  # projects the experts' input (Nemotron 3's latent)
+        after: Linear | None = None,  # projects the sum of their outputs
+        exchange: ExpertExchange | None = None,  # engines that have the other experts
     ) -> None:
         super().__init__()
         self.exchange = exchange
@@ -124,7 +125,7 @@ class MoeMlp(torch.nn.Module):
         self.register_buffer("numbers", numbers_E)
 
     def products(self) -> Iterator[Product]:
-        """Products whose kernels depend on the number of tokens."""
+        """Yield the products, each with the operation that consumes its result."""
         yield self.experts, "norm"
         for linear in (self.before, self.after):
             if linear is not None:
@@ -133,13 +134,16 @@ class MoeMlp(torch.nn.Module):
             yield from self.shared.mlp.products()
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block outputs a tensor, since the router reads it, too."""
+        """Return a plan with a tensor as input, because the router reads the same norm."""
         return FLOAT_PLAN
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
     ) -> LinearOutput | RankPartial:
-        """The result goes to the norm that follows. `routed_TC`: what the router reads; None: x."""
+        """Return the block's result, the input of the next norm.
+
+        `routed_TC`: input of the router; None: x.
+        """
         if self.exchange is not None:
             return self._exchanged(x_TC)
         routes = self.router(x_TC if routed_TC is None else routed_TC, self.numbers)
@@ -158,7 +162,7 @@ class MoeMlp(torch.nn.Module):
         return RankPartial(x=out_TC, communicator=self.communicator)
 
     def _exchanged(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """The result with the experts of all engines. Each engine calls it in the same step."""
+        """Compute with the experts of all engines. All engines call this in the same step."""
         shared_TC = None if self.shared is None or not len(x_TC) else self.shared(x_TC)
         rows_MC = self.exchange.gather(x_TC)
         routes = self.router(rows_MC, self.numbers)
@@ -169,5 +173,5 @@ class MoeMlp(torch.nn.Module):
         return out_TC if shared_TC is None else out_TC + shared_TC
 
     def compute_for_others(self, x_0C: torch.Tensor) -> None:
-        """Take part in a layer of a step in which this engine has no rows."""
+        """Take part in a layer of a step in which this engine has no rows. `x_0C`: no rows."""
         self._exchanged(x_0C)

@@ -1,4 +1,4 @@
-"""Norms of the residual stream, in the form that the next linear takes, and ends of branches."""
+"""Norms of the residual stream, with outputs in the next linear's form, and ends of branches."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from qserve.parallel.communicator import RankPartial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """The result of attention or feed-forward, and what is done to it before it is added."""
+    """The output of attention or MLP, with the norm and factor to apply before it is added."""
 
     x_TC: LinearOutput | RankPartial
     branch: ops.Branch
@@ -27,7 +27,7 @@ BranchOutput = LinearOutput | RankPartial | Changed
 
 
 class Norm(torch.nn.Module):
-    """Norm of the sum of two tensors [T, C]; without a weight, the sum (ops.NormSpec)."""
+    """Norm of the sum of two tensors [T, C]. Without a weight it only adds (ops.NormSpec)."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Norm(torch.nn.Module):
 
     @property
     def spec(self) -> ops.NormSpec | None:
-        """None: nothing is normalized."""
+        """The norm's spec; None: nothing is normalized."""
         spec, weight_C = self._spec, self.weight
         if spec is not None and (spec.weight_C is not weight_C or spec.bias_C is not self.bias):
             self._spec = spec = self._made_spec()
         return spec
 
     def _made_spec(self) -> ops.NormSpec | None:
-        """Kept, since a step of 32 layers asks 65 times."""
+        """Create the spec. It is cached, because a step of 32 layers reads it 65 times."""
         if self.weight is None:
             return None
         return ops.NormSpec(kind=self.kind, weight_C=self.weight, bias_C=self.bias, eps=self.eps)
@@ -59,9 +59,9 @@ class Norm(torch.nn.Module):
     def forward(
         self, x_TC: BranchOutput, residual_TC: torch.Tensor | None, form: InputForm
     ) -> tuple[LinearInput, torch.Tensor]:
-        """Returns (the norm of the sum in a form, None for a tensor; the sum).
+        """Return the norm of the sum, and the sum.
 
-        `residual_TC` None: x is the sum.
+        `residual_TC`: None: x is the sum. `form`: form of the norm's output; None: a tensor.
         """
         branch, spec = PLAIN, self.spec
         if isinstance(x_TC, Changed):
@@ -74,14 +74,14 @@ class Norm(torch.nn.Module):
 
 
 class BranchEnd(torch.nn.Module):
-    """A norm and a factor of what attention or feed-forward gives; both may be missing."""
+    """End of a branch: an optional norm and factor for the output of attention or MLP."""
 
     def __init__(self, norm: Norm | None = None, factor: float = 1.0) -> None:
         super().__init__()
         self.norm, self.factor = norm, factor
 
     def forward(self, x_TC: LinearOutput | RankPartial) -> BranchOutput:
-        """Nothing is computed here: the norm that adds x to the residual does it on the way."""
+        """Attach the norm and factor to x. The norm that adds x to the residual applies them."""
         if self.norm is None and self.factor == 1:
             return x_TC
         spec = None if self.norm is None else self.norm.spec

@@ -1,12 +1,12 @@
-"""Rotation of queries and keys by position: a table shared by layers."""
+"""Rotary embedding of queries and keys: a table that layers share."""
 
 import torch
 
 
 class Rotary(torch.nn.Module):
-    """`cos_sin`: float32 [positions, D], cosines of D/2 frequencies and then their sines.
+    """A rotary table. `cos_sin`: float32 [positions, D], D/2 cosines, then D/2 sines.
 
-    D may be smaller than a head's width, and is 0 for layers without rotation.
+    D may be smaller than the head size. D is 0 for layers without rotary embedding.
     """
 
     def __init__(self, cos_sin: torch.Tensor, interleaved: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Attention over the keys and values of an earlier layer, which keeps none of its own."""
+"""Attention that reads the keys and values of an earlier layer and stores none."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,9 @@ from qserve.model.cache_spec import KvFormat, SharedCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKvSpec(NoCacheSpec):
-    """Spec of a layer that reads the pages of another one."""
+    """Cache spec of a layer that reads the pages of another layer."""
 
-    layer: int  # the other one
+    layer: int  # the layer whose pages are read
 
     @property
     def source(self) -> int | None:
@@ -24,32 +24,29 @@ class SharedKvSpec(NoCacheSpec):
 
 
 class SharedAttention(Attention):
-    """Attention whose linear makes queries alone."""
+    """Attention whose qkv_proj computes only queries."""
 
     has_kv_scales = None
 
     def __init__(self, *arguments: Any, source: int, **blocks: Any) -> None:
-        """`source`: layer whose keys and values it reads. The rest: as Attention's."""
+        """`source`: layer whose keys and values are read. Other arguments are Attention's."""
         super().__init__(*arguments, **blocks)
         self.source = source
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> SharedKvSpec:
-        """Return the spec of no cache, with the layer whose pages are read.
-
-        Raises InputError for 4-bit pages.
-        """
+        """Return the spec, which names the source layer. Raises InputError for 4-bit pages."""
         kv_format.refuse_int4("a layer reads the keys of another one, which are rotated")
         return SharedKvSpec(layer=self.source)
 
     @property
     def _qkv_consumer(self) -> None:
-        """None: the norm of queries reads a tensor."""
+        """None, because the norm of queries reads a tensor."""
         return None
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: SharedCache
     ) -> LinearOutput:
-        """Attend from the step's tokens [T, C] to the keys that the other layer has stored."""
+        """Attend from the step's tokens [T, C] to the keys that the layer `source` has stored."""
         q_TN = reduced(self.qkv_proj(x_TC, plan))
         spec = ops.NormSpec(weight_C=self.q_norm, eps=self.eps)
         q_PD, _ = ops.norm(q_TN.reshape(-1, self.head_dim), None, spec)

@@ -1,6 +1,13 @@
-"""Attention whose parts have several widths: values narrower than keys, a gate for each head.
+"""Attention with values narrower than keys, and with gates.
 
-Legend: T tokens of the step, C hidden size, H heads, J KV heads, D channels of a key, V of a value.
+Letters in names:
+
+    T: tokens of the step
+    C: hidden size
+    H: heads
+    J: KV heads
+    D: channels of a key
+    V: channels of a value
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,38 +25,38 @@ from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, 
 
 
 class UnevenAttention(Attention):
-    """Attention with values of V channels, in pages as wide as keys, and gates.
+    """Attention with values of V channels and with gates.
 
-    The channels of a page after the first V of a value are zeros.
+    Pages store values with the width of keys; the channels after the first V are zeros.
     """
 
     def __init__(
         self,
         *arguments: Any,
         value_dim: int,
-        value_factor: float = 1.0,  # of the values
-        gates: Linear | None = None,  # makes one gate for each head; None: see is_gated
+        value_factor: float = 1.0,  # multiplies the values
+        gates: Linear | None = None,  # outputs one gate per head; None: see is_gated
         activation: Callable[[torch.Tensor], torch.Tensor] = functional.softplus,  # of gates
         **blocks: Any,
     ) -> None:
-        """The rest: as Attention's. With `is_gated` qkv_proj makes H V gates after the queries."""
+        """Other arguments are Attention's. `is_gated`: qkv_proj outputs H V gates after queries."""
         super().__init__(*arguments, **blocks)
         self.value_dim, self.value_factor, self.gates = value_dim, value_factor, gates
         self.activation = activation
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from super().products()
         if self.gates is not None:
             yield from products_of(self.gates, None)
 
     def plan(self, rows: int) -> LinearPlan:
-        """With gates the norm before this block outputs a tensor, which both linears read."""
+        """Return the plan of the first linear; with `gates`, a plan with a tensor as input."""
         return super().plan(rows) if self.gates is None else FLOAT_PLAN
 
     @property
     def _qkv_consumer(self) -> None:
-        """None: the parts are cut from a tensor."""
+        """None, because queries, keys and values are split from a tensor."""
         return None
 
     def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:
@@ -68,7 +75,7 @@ class UnevenAttention(Attention):
     def _attended(
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Return o_proj of what rotated queries find among the keys of the cache."""
+        """Return o_proj of the gated attention of rotated queries over the cache."""
         out_THV = self._scored(q, step, cache, None)[..., : self.value_dim]
         if gate is not None:
             factors = self.activation(gate.float()).to(out_THV.dtype)

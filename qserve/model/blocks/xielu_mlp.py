@@ -1,4 +1,4 @@
-"""Feed-forward with xIELU, an activation whose slopes are learned.
+"""MLP with xIELU, an activation with learned slopes.
 
 Huang and Schlag, "Deriving Activation Functions Using Integration" (2024).
 """
@@ -22,7 +22,7 @@ class XieluMlp(torch.nn.Module):
         *,
         up_proj: Linear,
         down_proj: Linear,
-        alpha_p: torch.Tensor,  # float32 [1], as stored: the slopes are softplus of these
+        alpha_p: torch.Tensor,  # float32 [1], as in the checkpoint: the slope is softplus of it
         alpha_n: torch.Tensor,
         beta: torch.Tensor,  # float32 []
         eps: torch.Tensor,
@@ -35,16 +35,16 @@ class XieluMlp(torch.nn.Module):
         self.register_buffer("eps", eps.reshape(1))
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.up_proj, None)
         yield from products_of(self.down_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.up_proj.plan(rows)
 
     def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
-        """The result goes to the norm that follows."""
+        """Return the MLP's result, the input of the next norm."""
         hidden_TI = reduced(self.up_proj(x_TC, plan))
         down = self.down_proj.plan(hidden_TI.shape[0], "norm")
         return self.down_proj(ops.in_form(self._activated(hidden_TI), down.input), down)

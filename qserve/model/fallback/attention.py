@@ -1,6 +1,6 @@
 """Paged attention for transformers' attention interface.
 
-Legend: T tokens of the step, H heads, J KV heads, D channels of a head.
+T: tokens of the step. H: heads. J: KV heads. D: channels of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from qserve.model.blocks.attention import PagedKvSpec, StepInputs
 from qserve.model.blocks.linear import Product
 from qserve.model.cache_spec import Cache, KvFormat
 
-INTERFACE = "qserve_paged"  # name of our attention for transformers
-_SITE = "_qserve_site"  # attribute of an attention module
-# Arguments that say nothing about scores, or nothing that a paged cache does not say
+INTERFACE = "qserve_paged"  # name under which transformers finds this attention
+_SITE = "_qserve_site"  # attribute of attention modules that holds their _Site
+# Arguments that do not affect scores, or that the paged cache or the call's form covers
 _KNOWN = {
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"),
     *("return_dict", "position_embeddings", "past_key_values", "is_causal", "logits_to_keep"),
@@ -28,12 +28,12 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """Form of a layer's attention call."""
+    """Parameters of a layer's attention call."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int  # of keys
-    value_dim: int  # at most head_dim: pages are as wide as keys, and end in zeros
+    value_dim: int  # at most head_dim; pages store values with the width of keys, padded with 0
     scale: float
     window: int | None
     soft_cap: float | None
@@ -42,14 +42,14 @@ class CallForm:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """The step that the model computes now, and the forms of its attention calls."""
+    """The step that the model is computing, and the forms of its attention calls."""
 
     architecture: str
     step: StepInputs | None = None
     caches: Sequence[Cache] = ()
     forms: list[CallForm] = field(default_factory=list)  # of each layer, in order
-    num_done: int = 0  # calls of this step
-    # While the forms are found: pages for each call are made here.
+    num_done: int = 0  # attention calls made in this step
+    # Only while the forms are being determined: temporary pages, one cache per call.
     scratch: "list[Cache] | None" = None
 
     def begin(self, step: StepInputs, caches: Sequence[Cache]) -> None:
@@ -69,11 +69,11 @@ class _Site:
     """An attention module of the model."""
 
     call: Call
-    index: int | None = None  # of the layer; None before the first call
+    index: int | None = None  # number of the layer; None before the first call
 
 
 class PagedAttention(torch.nn.Module):
-    """Attention of one layer, as the runner sees it. The model itself computes it."""
+    """Describes the attention of one layer to the runner. The transformers model computes it."""
 
     has_kv_scales = False
 
@@ -103,7 +103,7 @@ class PagedAttention(torch.nn.Module):
 
 
 def attach(model: torch.nn.Module, call: Call) -> None:
-    """Register our attention and connect the model's modules to `call`."""
+    """Register this attention with transformers, and connect the model's modules to `call`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(INTERFACE, _attend)
@@ -121,9 +121,9 @@ def _attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write keys and values to pages and attend to the pages. transformers calls it.
+    """Write keys and values to pages and attend to the pages. transformers calls this function.
 
-    query [1, H, T, D]; key, value [1, J, T, D]. Returns [1, T, H, D].
+    `query`: [1, H, T, D]. `key`, `value`: [1, J, T, D]. Returns [1, T, H, D].
     """
     site: _Site = getattr(module, _SITE)
     call = site.call
@@ -159,7 +159,7 @@ def _find_form(
     scaling: float | None,
     options: dict[str, Any],
 ) -> None:
-    """Learn the form of a layer's call, and make pages for it. Raises InputError."""
+    """Determine the form of a layer's call and create temporary pages. Raises InputError."""
     call = site.call
     unknown = sorted(name for name in options.keys() - _KNOWN if options[name] is not None)
     if unknown:

@@ -1,6 +1,6 @@
-"""Check that a CUDA graph can hold a step of a model that transformers runs.
+"""Check whether steps of a model that transformers runs can be captured in CUDA graphs.
 
-Code that reads values of the device, such as the number of tokens of an expert, cannot be captured.
+Code that reads values from the device, such as an expert's token count, cannot be captured.
 """
 
 from typing import Any
@@ -10,21 +10,21 @@ import torch
 from formats.errors import one_line
 from qserve.model.fallback.decoder import FallbackDecoder
 
-TOLERANCE = 1e-2  # a replayed step runs the kernels that ran before, perhaps with other split sums
+TOLERANCE = 1e-2  # relative; a replay runs the same kernels, perhaps with sums in another order
 
 
 def refusal_of_graphs(
     decoder: FallbackDecoder, step: tuple[Any, ...], want_TC: torch.Tensor
 ) -> str:
-    """Capture and replay a step. Return the reason why that fails; empty: it works.
+    """Capture and replay a step. Returns the reason why it failed, or "" if it worked.
 
-    `step`: arguments of decoder.forward. `want_TC`: its hidden states.
+    `step`: arguments of decoder.forward. `want_TC`: the expected hidden states.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _states_and_logits(decoder, step)  # compiles kernels, too
-    except Exception as error:  # of model code that was not written for this
+        _states_and_logits(decoder, step)  # also compiles kernels
+    except Exception as error:  # any error of model code that does not support capture
         return f"its code waits for the device ({one_line(error)})"
     finally:
         torch.cuda.set_sync_debug_mode(before)

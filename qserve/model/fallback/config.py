@@ -1,4 +1,4 @@
-"""ModelConfig of a model that transformers runs."""
+"""ModelConfig for a model that transformers runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from formats.quant_config import QuantConfig
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback.support import config_of, family_for, model_class
 
-# Sizes that transformers' configs have under these names, whatever config.json calls them
+# Names of sizes in transformers' config classes; config.json may use other names
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
@@ -19,7 +19,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 def fallback_fields(
     raw: Mapping[str, Any], quant: QuantConfig | None, folder: Path
 ) -> dict[str, Any]:
-    """Return the fields of ModelConfig. Raises InputError for a model that cannot be run."""
+    """Return the fields of ModelConfig. Raises InputError if transformers cannot run the model."""
     config = config_of(model_class(raw), raw)
     sizes = {name: _size(config, name, folder) for name in _SIZES}
     longest = next((n for key in _LENGTHS if (n := getattr(config, key, None))), None)
@@ -38,7 +38,7 @@ def fallback_fields(
         "intermediate_size": getattr(config, "intermediate_size", None) or sizes["hidden_size"],
         "num_layers": num_layers,
         "num_heads": heads,
-        # What a layer's pages hold is read off its attention call.
+        # The sizes of a layer's pages are determined later, from its attention call.
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or sizes["hidden_size"] // heads,
         "norm_eps": 0.0,

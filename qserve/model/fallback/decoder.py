@@ -1,6 +1,6 @@
-"""FallbackDecoder: a causal language model of transformers over our paged KV cache.
+"""FallbackDecoder: a causal language model of transformers over this project's paged KV cache.
 
-Legend: T tokens of the step, S rows with logits, C hidden size, V vocabulary.
+T: tokens of the step. S: rows with logits. C: hidden size. V: vocabulary size.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from qserve.model.model_config import ModelConfig
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A QuantLinear instead of torch.nn.Linear, for inputs [..., K]."""
+    """A QuantLinear that replaces a torch.nn.Linear. Takes inputs [..., K]."""
 
     def __init__(self, inner: QuantLinear, out_features: int) -> None:
         super().__init__()
@@ -30,26 +30,26 @@ class QuantizedLinear(torch.nn.Module):
 
 
 class FallbackDecoder(Decoder):
-    """Body and head of a transformers model, called as two parts of a step."""
+    """A transformers model whose body and head are called separately in a step."""
 
-    is_sampled = False  # its layers are not ours to choose from (layer_kinds.py)
+    is_sampled = False  # its layers cannot run separately (layer_kinds.py)
 
     def __init__(
         self, config: ModelConfig, model: Any, call: Call, like: torch.Tensor, kernel: str | None
     ) -> None:
-        """`model`: transformers' causal language model, whose attention is attached to `call`."""
+        """`model`: causal language model of transformers; its attention is attached to `call`."""
         layers = [_Layer(PagedAttention(form, kernel)) for form in call.forms]
         super().__init__(
             config, embedding=None, layers=layers, norm=None, head=torch.nn.Identity(), like=like
         )
         self._call = call
         self.model, self.body = model, model.base_model
-        # The causal model computes logits from the hidden states that this gives it.
+        # Replaces the body while `logits` runs the model on known hidden states.
         self._given = _GivenStates()
         self._body_name = model.base_model_prefix
 
     def products(self) -> Iterator[Product]:
-        """Every quantized product; the model takes plain tensors."""
+        """Yield all quantized products, without consumers, because the model reads tensors."""
         for module in self.body.modules():
             if isinstance(module, QuantLinear):
                 yield from products_of(module, None)
@@ -61,7 +61,7 @@ class FallbackDecoder(Decoder):
         caches: list[Cache],
         taps: tuple[int, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Hidden states [T, C] after the final norm. There are no taps."""
+        """Return hidden states [T, C] after the final norm. `taps` is not supported: returns ()."""
         self._call.begin(step, caches)
         found = self.body(
             input_ids=token_ids_T[None].long(),
@@ -72,7 +72,7 @@ class FallbackDecoder(Decoder):
         return found.last_hidden_state[0], ()
 
     def logits(self, hidden_SC: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of hidden states [S, C], with the model's own scaling and caps."""
+        """Return logits [S, V] of hidden states [S, C], with the model's own scaling and caps."""
         self._given.states_1SC = hidden_SC[None]
         setattr(self.model, self._body_name, self._given)
         try:
@@ -83,7 +83,7 @@ class FallbackDecoder(Decoder):
 
 
 class _Layer(torch.nn.Module):
-    """A layer, as far as the runner asks about it."""
+    """The attributes of a layer that the runner reads."""
 
     def __init__(self, attention: PagedAttention) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Layer(torch.nn.Module):
 
 
 class _GivenStates(torch.nn.Module):
-    """Replaces the model's body and returns known hidden states."""
+    """Replacement for the model's body that returns known hidden states."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Division of a model that transformers runs over ranks, where its layers are plain.
+"""Tensor parallelism for models that transformers runs, if their layers are plain.
 
-Attention made of q, k, v and o is divided by heads, a feed-forward of gate, up and down (or of two
-linears) by features. All else in a layer is one-dimensional and belongs to the residual stream,
-which each rank holds whole, as it holds embeddings and head. Models with other parts are refused by
-the part's name. Attention computes with the heads that it finds in its linears' outputs.
+Attention with linears q, k, v and o is sharded by heads; an MLP with gate, up and down (or two
+linears) is sharded by features. All other tensors of a layer must be one-dimensional and belong to
+the residual stream; they are replicated, like embeddings and head. A model with other modules is
+refused with the name of the module. The attention code takes the number of heads from the outputs
+of its linears.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,19 +22,19 @@ from qserve.model.sharing import Cut
 from qserve.parallel.communicator import Communicator
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
-OUTPUTS = ("o_proj", "out_proj", "dense")  # of attention
+OUTPUTS = ("o_proj", "out_proj", "dense")  # names of attention's output linear
 FEED_FORWARDS = ((("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"))
 FEED_FORWARDS += ((("fc1",), "fc2"), (("c_fc",), "c_proj"))
-SINKS = "sinks"  # a number for each head
-# Attributes of attention that count heads: of queries, and of keys
+SINKS = "sinks"  # tensor with one number per head
+# Attributes of attention modules that count query heads and KV heads
 HEADS = ("num_heads", "num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 GROUPS = "num_key_value_groups"
-SchemeOf = Callable[[str], Scheme | None]  # of a linear, by name; None: it is float
+SchemeOf = Callable[[str], Scheme | None]  # name of a linear -> scheme; None: it is float
 
 
 class SummedLinear(torch.nn.Module):
-    """A linear with a part of the inputs; the result is the sum over ranks."""
+    """A linear whose inputs are sharded over ranks. The result is summed over the ranks."""
 
     def __init__(self, inner: torch.nn.Module, communicator: Communicator) -> None:
         super().__init__()
@@ -46,27 +47,27 @@ class SummedLinear(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Shard of one rank of a model."""
+    """Describes one rank's shard of a model."""
 
     layers: str  # name of the list of layers
-    cuts: Mapping[str, Cut]  # by linear
-    sinks: Mapping[str, tuple[int, int]]  # heads of this rank, by tensor
-    heads: Mapping[str, HeadShare]  # by attention module
+    cuts: Mapping[str, Cut]  # name of a linear -> its shard
+    sinks: Mapping[str, tuple[int, int]]  # name of a sinks tensor -> heads of this rank
+    heads: Mapping[str, HeadShare]  # name of an attention module -> heads of this rank
 
     def in_first_layer(self, name: str) -> bool:
-        """True for names in the first layer."""
+        """Return True for names in the first layer."""
         return name.startswith(f"{self.layers}.0.")
 
 
 def divide(
     model: torch.nn.Module, architecture: str, rank: int, size: int, scheme_of: SchemeOf
 ) -> Division:
-    """Return the shard of a rank. Raises InputError, by name, if the layers are not plain."""
+    """Return a rank's shard. Raises InputError with the module's name if layers are not plain."""
     layers = _layers(model, architecture)
     cuts: dict[str, Cut] = {}
     sinks: dict[str, tuple[int, int]] = {}
     heads: dict[str, HeadShare] = {}
-    inside: list[str] = []  # prefixes of modules that are divided
+    inside: list[str] = []  # name prefixes of sharded modules
     for name, module in _within(model, layers):
         parts = dict(module.named_children())
         out = next((o for o in OUTPUTS if o in parts), None)
@@ -102,7 +103,7 @@ def divide(
 
 
 def check_division(raw: Mapping[str, Any], architecture: str, size: int) -> None:
-    """Raise InputError if a model cannot be divided. Reads no weights."""
+    """Raise InputError if a model cannot be sharded. Reads no weights."""
     cls = model_class(raw)
     with torch.device("meta"):
         model = cls(config_of(cls, raw))
@@ -112,7 +113,10 @@ def check_division(raw: Mapping[str, Any], architecture: str, size: int) -> None
 def first_layer_states(
     model: Any, division: Division, ids_T: torch.Tensor, positions_T: torch.Tensor
 ) -> torch.Tensor:
-    """Return the states [T, C] of a model of its first layer alone, by transformers' attention."""
+    """Return hidden states [T, C] of the model with only its first layer.
+
+    Uses transformers' own attention.
+    """
     layers = model.get_submodule(division.layers)
     model.set_submodule(division.layers, torch.nn.ModuleList([layers[0]]))
     try:
@@ -129,9 +133,9 @@ def first_layer_states(
 
 
 def cut_(model: torch.nn.Module, division: Division, communicator: Communicator) -> None:
-    """Replace each float linear by this rank's part, and the results of some by sums.
+    """Replace each float linear with this rank's shard, and sum outputs over ranks where needed.
 
-    Linears that the division names and that are not float are parts already.
+    Quantized linears in the division are already sharded.
     """
     for name, cut in division.cuts.items():
         linear = model.get_submodule(name)
@@ -177,7 +181,7 @@ def _is_linear(module: torch.nn.Module | None) -> bool:
 def _check_rest(
     architecture: str, module: torch.nn.Module, name: str, linears: set[str], width: int
 ) -> None:
-    """Refuse a part of a divided module that is neither a linear nor for each head alike."""
+    """Refuse a tensor of a sharded module that is not in a linear and not the same per head."""
     for local, tensor in (*module.named_parameters(), *module.named_buffers()):
         known = local.partition(".")[0] in linears or local == SINKS
         if not (known or tensor.numel() == 1 or tuple(tensor.shape) == (width,)):
@@ -191,7 +195,7 @@ def _check_others(
     cuts: Mapping[str, Cut],
     inside: list[str],
 ) -> None:
-    """Refuse matrices of layers that are not divided."""
+    """Refuse matrices in layers that are not sharded."""
     for name, tensor in model.named_parameters():
         module = name.rpartition(".")[0]
         if not name.startswith(f"{layers}.") or module in cuts or name.startswith(tuple(inside)):

@@ -1,8 +1,8 @@
-"""Load a folder into a FallbackDecoder, and prove its attention on a short text.
+"""Load a model folder into a FallbackDecoder, and verify its paged attention on a short text.
 
-The proof: hidden states and logits of a few tokens, computed in chunks over pages, equal those of
-transformers' own attention. A model whose attention has another mask, a bias on scores or states
-fails it and is refused.
+Hidden states and logits of a few tokens, computed in chunks over pages, must equal those of
+transformers' own attention. A model with another attention mask, a bias on scores or recurrent
+states fails this check and is refused.
 """
 
 import logging
@@ -32,13 +32,13 @@ from qserve.parallel.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the proof: a prompt across a page, then single ones. What a layer keeps besides keys and
-# values would be missing from each of these.
+# Chunks of the check: a prompt longer than a page, then single tokens. If a layer keeps anything
+# besides keys and values, results of later chunks are wrong.
 CHUNKS = (17, *[1] * 15)
 PAGE = 16
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
-# Least cosine of a row's states with those of transformers, by bytes of an element, and the share
-# of rows that must reach it: in 16 bits a row may go to other experts.
+# Bytes of an element -> (minimum cosine of a row with transformers' row, fraction of rows that must
+# reach it). In 16 bits a token may be routed to other experts.
 AGREEMENT = {4: (0.9999, 1.0), 2: (0.98, 0.8)}
 
 
@@ -51,9 +51,9 @@ def load_fallback(
     kernels: Mapping[str, str],
     communicator: Communicator | None = None,
 ) -> FallbackDecoder:
-    """Build the decoder. Raises InputError for a model that cannot run so.
+    """Build the decoder. Raises InputError for a model that cannot run through transformers.
 
-    `communicator`: the ranks that share each layer; the decoder holds this rank's part.
+    `communicator`: the tensor-parallel ranks; the decoder holds this rank's shard.
     """
     if isinstance(source, DummySource):
         raise InputError(
@@ -95,7 +95,7 @@ def load_fallback(
 
 
 def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
-    """Load the weights as transformers does, which also knows older names of tensors."""
+    """Load float weights with transformers, which also supports older tensor names."""
     try:
         model, found = cls.from_pretrained(
             str(folder),
@@ -105,7 +105,7 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # of a library that does not document them
+    except Exception as error:  # transformers does not document its exceptions
         problem = f"transformers cannot load it: {one_line(error)}"
         raise CheckpointError(str(folder), problem) from None
     for kind, what in (("missing_keys", "is missing"), ("unexpected_keys", "is not used")):
@@ -119,7 +119,7 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
 
 
 def _built(cls: Any, raw: Mapping[str, Any]) -> Any:
-    """Build the model without values."""
+    """Build the model without initializing its weights."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -127,7 +127,7 @@ def _built(cls: Any, raw: Mapping[str, Any]) -> Any:
 
 
 class _Quantized:
-    """Weights of a quantized folder: our linears where the file has codes."""
+    """Fills a model from a quantized folder. Quantized linears are replaced with QuantLinear."""
 
     def __init__(
         self,
@@ -138,15 +138,16 @@ class _Quantized:
     ) -> None:
         self._source, self._device, self._dtype = source, device, dtype
         self._kernels = kernels
-        # Weights and biases of the first layer of a model that is divided, which is proven whole.
+        # Weights and biases of the first layer, if the model is sharded. The layer is computed
+        # whole first, to check the sharded layer against it.
         self._first: dict[str, tuple[Weight, torch.Tensor | None]] = {}
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """Return the scheme of a linear; None: the file has its floats."""
+        """Return the scheme of a linear; None: the linear is float."""
         return self._source.quant.scheme_for(name) if self._source.is_quantized(name) else None
 
     def fill_(self, model: Any, division: Division | None) -> None:
-        """Read all tensors. Linears are this rank's parts, but for those of the first layer."""
+        """Read all tensors. Linears get this rank's shards, except in the first layer."""
         source = self._source
         for name, module in list(model.named_modules()):
             if not source.is_quantized(name):
@@ -185,7 +186,7 @@ class _Quantized:
         source.audit(tuple(tied))
 
     def cut_first_(self, model: Any, division: Division) -> None:
-        """Replace the linears of the first layer by this rank's parts."""
+        """Replace the linears of the first layer with this rank's shards."""
         for name, (weight, bias) in self._first.items():
             self._replace_(model, name, weight, bias, division.cuts[name])
         self._first.clear()
@@ -210,9 +211,9 @@ def _divided(
     call: Call,
     device: torch.device,
 ) -> Any:
-    """Return this rank's part of the model on its device.
+    """Return this rank's shard of the model, on its device.
 
-    The states after the whole first layer must be those after the divided one. Raises InputError.
+    Raises InputError if the sharded first layer does not give the same states as the whole one.
     """
     ids_T, positions_T = _text(config, torch.device("cpu") if quantized is None else device)
     model = model if quantized is None else model.to(device)
@@ -229,7 +230,7 @@ def _divided(
 
 
 def _text(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of the proof, and their positions."""
+    """Return the tokens of the check and their positions."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(sum(CHUNKS), config.context.length)
     ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=generator).to(device)
@@ -237,7 +238,7 @@ def _text(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def _stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and stored buffers by name, without those of our linears."""
+    """Yield (name, tensor) of parameters and persistent buffers, except those of QuantLinears."""
     for prefix, module in model.named_modules():
         if isinstance(module, QuantLinear):
             continue
@@ -250,7 +251,10 @@ def _stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 def _proven(
     config: ModelConfig, model: Any, call: Call, device: torch.device, kernel: str | None
 ) -> FallbackDecoder:
-    """Find the forms of attention calls and compare with transformers. Raises InputError."""
+    """Determine the forms of attention calls, and compare results with transformers' attention.
+
+    Raises InputError if they differ.
+    """
     ids_T, positions_T = _text(config, device)
     num_tokens = len(ids_T)
     with torch.inference_mode():
@@ -266,7 +270,7 @@ def _proven(
                 input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False
             ).logits[0]
             model.set_attn_implementation(INTERFACE)
-        except Exception as error:  # of a library that does not document them
+        except Exception as error:  # transformers does not document its exceptions
             raise call.refuse(one_line(error)) from None
         want_TC = body.last_hidden_state[0]
         decoder, states, start = None, [], 0
@@ -302,17 +306,17 @@ def _run(call: Call, model: Any, ids_T: torch.Tensor, positions_T: torch.Tensor)
 
 
 def _checked(call: Call, compute: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Compute with the model. Raises InputError for whatever it raises."""
+    """Run model code. Any exception becomes an InputError."""
     try:
         return compute(*inputs, **options)
     except InputError:
         raise
-    except Exception as error:  # of model code that was not written for this
+    except Exception as error:  # any error of model code that does not support this use
         raise call.refuse(one_line(error)) from error
 
 
 def _step(start: int, end: int, device: torch.device) -> StepInputs:
-    """A chunk of one request whose pages are 0, 1, ..."""
+    """Return a step with a chunk of one request, whose pages are 0, 1, ..."""
     pages = -(-sum(CHUNKS) // PAGE)
     int32 = {"dtype": torch.int32, "device": device}
     positions_T = torch.arange(start, end, device=device)
@@ -338,7 +342,7 @@ def _compare(call: Call, found_TC: torch.Tensor, want_TC: torch.Tensor, what: st
 
 
 def _check_layers(config: ModelConfig, call: Call) -> None:
-    """Refuse layers without attention, and a window that is in a mask only."""
+    """Refuse layers without attention, and a sliding window that is not passed to attention."""
     if len(call.forms) != config.num_layers:
         raise call.refuse(f"{len(call.forms)} of its {config.num_layers} layers call attention")
     kinds = config.values.get("layer_types") or ()

@@ -1,4 +1,4 @@
-"""Quantize the linears of a model that transformers runs: rounded, or solved by GPTQ."""
+"""Quantize the linears of a model that transformers runs, by rounding or GPTQ."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +23,14 @@ from qserve.model.fallback.support import (
 )
 
 RECIPES = ("rtn", "gptq")
-# (model with its float weights, names of linears) -> their quantized weights
+# (model with float weights, names of linears) -> name -> quantized weight
 Solve = Callable[[Any, Sequence[str]], dict[str, Weight]]
-# Last parts of names of linears that choose experts: they stay in float
+# Last components of the names of routers, which stay in float
 ROUTERS = ("gate", "router", "shared_expert_gate", "classifier", "gate_proj_router")
 
 
 def has_no_row(folder: str | Path) -> bool:
-    """Return True for a model folder that only transformers can run. Raises InputError."""
+    """Return True if only transformers can run the model in a folder. Raises InputError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         return False
@@ -39,7 +39,7 @@ def has_no_row(folder: str | Path) -> bool:
 
 
 def check_settings(folder: str, recipe: str, settings: Sequence[str]) -> None:
-    """Raise InputError for a recipe or `settings` that need a row in the table of families."""
+    """Raise InputError for a recipe or settings that need a row in the table of families."""
     if recipe in RECIPES and not settings:
         return
     flags = [f"--{name.replace('_', '-')}" for name in settings]
@@ -53,7 +53,7 @@ def check_settings(folder: str, recipe: str, settings: Sequence[str]) -> None:
 
 
 def linear_names(folder: str | Path) -> list[str]:
-    """Return the linears below the decoder layers, by name. Raises InputError."""
+    """Return the names of the linears in the decoder layers. Raises InputError."""
     raw = read_json(Path(folder) / CONFIG)
     cls = model_class(raw)
     with torch.device("meta"):
@@ -82,7 +82,10 @@ def quantize_fallback(
     quantizer: str = "qserve-kit",
     solve: Solve | None = None,
 ) -> Saved:
-    """Write a copy of a model with its linears rounded to nearest, or solved. Raises InputError."""
+    """Write a copy of a model with quantized linears. Raises InputError.
+
+    `solve`: quantizes the linears; None: they are rounded to nearest.
+    """
     reader = CheckpointReader(folder, in_blocks=False)
     wanted = [
         name

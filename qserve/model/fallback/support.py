@@ -1,7 +1,7 @@
-"""Architectures without a row in formats/families.py that transformers can run for this project.
+"""Architectures that have no row in formats/families.py and run through transformers.
 
-Its class must be a causal language model whose attention goes through transformers' attention
-interface. Loads transformers when it is called.
+The transformers class must be a causal language model whose attention uses transformers' attention
+interface. This module imports transformers only inside functions.
 """
 
 import inspect
@@ -16,19 +16,20 @@ from formats.errors import InputError, one_line
 from formats.families import FAMILIES
 from formats.quant_config import BLOCK
 
-BUILDER = "transformers"  # Family.builder of these models
+BUILDER = "transformers"  # value of Family.builder for these models
 SUBJECT = "config.json architectures"
 _REMEDY = "use a model of a family that `qserve families` lists"
-CHUNK_SIZE = "attention_chunk_size"  # key of config.json for what an attention call does not show
+CHUNK_SIZE = "attention_chunk_size"  # key of config.json; attention calls do not show this setting
 
 
 AUTO, TRANSFORMERS = "auto", "transformers"  # values of EngineConfig.model_impl
 
 
 def is_chosen(config: Mapping[str, Any], implementation: str) -> bool:
-    """Return True if transformers runs the model. Raises InputError if it was asked to and cannot.
+    """Return True if the model runs through transformers. Raises InputError if it cannot.
 
-    With "auto" it runs causal language models without a row here that are not refused by name.
+    With the implementation "auto" this is so for causal language models that have no row here and
+    are not refused by name.
     """
     name = architecture_of(config)
     known = name in REFUSED or (name in FAMILIES and FAMILIES[name].served)
@@ -40,7 +41,7 @@ def is_chosen(config: Mapping[str, Any], implementation: str) -> bool:
 
 
 def model_class(config: Mapping[str, Any]) -> type:
-    """Return transformers' class of a model. Raises InputError if it cannot be used."""
+    """Return a model's transformers class. Raises InputError if this project cannot use it."""
     import transformers
 
     name = architecture_of(config)
@@ -53,7 +54,7 @@ def model_class(config: Mapping[str, Any]) -> type:
         )
     try:
         cls = getattr(transformers, name)
-    except Exception as error:  # of imports that the class needs
+    except Exception as error:  # from imports that the class needs
         raise InputError(SUBJECT, f"{name} cannot be imported: {one_line(error)}") from None
     problem = ""
     if not getattr(cls, "_supports_attention_backend", False):
@@ -83,12 +84,12 @@ def config_of(cls: type, raw: Mapping[str, Any]) -> Any:
     plain = {key: value for key, value in raw.items() if key not in (BLOCK, "auto_map")}
     try:
         return cls.config_class.from_dict(json.loads(json.dumps(plain)))
-    except Exception as error:  # exceptions of config classes are not documented
+    except Exception as error:  # config classes do not document their exceptions
         raise InputError("config.json", f"transformers rejects it: {one_line(error)}") from None
 
 
 def family_for(raw: Mapping[str, Any]) -> Family:
-    """Return a row for a model that transformers runs. Only its names are used."""
+    """Return a Family for a model that transformers runs. Only its names are used."""
     return replace(
         FAMILIES["LlamaForCausalLM"],
         architecture=architecture_of(raw) or "",

@@ -1,6 +1,7 @@
-"""The decoders of served families, a module each: `build(config, weights)` makes one of blocks.
+"""Decoders of the served model families, one module each.
 
-A row of formats/families.py names its module, and holds the names, shapes and biases.
+`build(config, weights)` of a module assembles the decoder from blocks. The family's row in
+formats/families.py names the module, and has tensor names, shapes and biases.
 """
 
 import importlib
@@ -14,12 +15,12 @@ from qserve.model.model_config import ModelConfig
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:
-    """The decoder of the config's family."""
+    """Build the decoder of the config's family."""
     return _module(config).build(config, weights)
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    """One layer of it, as it stands behind the others in checkpoints that have some for drafts."""
+    """Build one layer of the family, for the draft layers that some checkpoints have."""
     return _module(config).build_layer(config, weights)
 
 

@@ -1,7 +1,7 @@
-"""AFMoE (Trinity): experts, norms before and after attention and feed-forward, gates of attention.
+"""AFMoE (Trinity): experts, gated attention, norms before and after attention and MLP.
 
-Columns of the family's row hold the rest: the router's rule, layers with windows, which rotate,
-and the linear that makes the gates.
+The family's row has the other differences from Llama: the routing rule, layers with windows (only
+these have rotary embedding), and the linear that computes the gates.
 """
 
 from qserve.model.blocks.layer import Layer

@@ -1,6 +1,6 @@
-"""Apertus: Llama with norms over each head's queries and keys, and xIELU without a gate.
+"""Apertus: Llama with query and key norms per head, and an ungated MLP with xIELU.
 
-Columns of the family's row hold the rest: names of norms, and the tensors of the activation.
+The family's row has the other differences: names of norms, and the tensors of the activation.
 """
 
 from qserve.model.blocks.layer import Layer

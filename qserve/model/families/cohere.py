@@ -1,7 +1,7 @@
-"""Command R (Cohere, Cohere 2) and Phi: attention and feed-forward side by side, which read one
-layer norm.
+"""Command R (Cohere, Cohere 2) and Phi: attention and MLP in parallel, with one shared layer norm.
 
-Columns of the family's row hold the rest: rotations of neighbours, windows, the logits' factor.
+The family's row has the other differences from Llama: interleaved rotary embedding, windows, the
+factor of logits.
 """
 
 from qserve.model.blocks.layer import ParallelLayer

@@ -1,9 +1,10 @@
 """Latent attention: DeepSeek, GLM-5, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3.
 
-Columns of the family's row hold what differs: the router's rule, the first layers, which have no
-experts, as all of MiniCPM3's, whose branches have a factor. config.json decides whether queries
-come from latents of their own, and whether they grow with their position. Layers of DeepSeek-V3.2
-and GLM-5 have indexers, if contexts are longer than the keys that these select.
+The family's row has the differences: the routing rule, and the first layers, which have no experts.
+MiniCPM3 has no experts in any layer, and a factor on its branches. config.json decides whether
+queries come from query latents and whether they are scaled by position. Layers of DeepSeek-V3.2 and
+GLM-5 have indexers; they are loaded only if contexts may be longer than the number of keys that an
+indexer selects.
 """
 
 import torch
@@ -34,7 +35,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def check_stage(config: ModelConfig, weights: Weights) -> None:
-    """Raise InputError for a stage whose first layer sees the keys that one before it selects."""
+    """Raise InputError if a stage's first layer uses keys that an earlier stage's layer selects."""
     first = weights.pipeline.layers(config.num_layers).start
     row = config.family.indexer
     if weights.layer(first).selects_keys and not row.is_in(first, config.values):
@@ -52,7 +53,7 @@ def build_layer(
     query_scales: torch.Tensor | None = None,
     selection: Selection | None = None,
 ) -> Layer:
-    """`selection`: what layers without an indexer read; None: the layer is alone."""
+    """Build a layer. `selection`: keys selected by an earlier layer; None: a single layer."""
     depth, has_experts = config.values.get("scale_depth"), config.family.experts is not None
     end = BranchEnd(factor=1.0 if depth is None else depth * config.num_layers**-0.5)
     return Layer(
@@ -100,7 +101,7 @@ def build_attention(
 
 
 def score_factor(rope: RopeConfig | None) -> float:
-    """Factor of scores: YaRN's second one, besides that of cosines and sines."""
+    """Return YaRN's factor of attention scores, which is separate from that of cos and sin."""
     if rope is None or rope.type != "yarn":
         return 1.0
     every = rope.parameters.get("mscale_all_dim") or 0

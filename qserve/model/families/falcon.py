@@ -1,7 +1,7 @@
-"""Falcon: attention and feed-forward side by side; one layer norm for both, or one for each.
+"""Falcon: attention and MLP in parallel, with one shared layer norm or one for each.
 
-Columns of the family's row hold the rest: queries, keys and values stored by KV head, biases.
-Falcon-RW's feed-forward follows attention, which has ALiBi's biases.
+The family's row has the other differences from Llama: queries, keys and values grouped by KV head
+on disk, biases. In Falcon-RW the MLP follows attention, and attention uses ALiBi.
 """
 
 from qserve.model.blocks.layer import Layer, ParallelLayer

@@ -1,7 +1,7 @@
-"""GLM-4 (dense): norms before and behind attention and feed-forward; half of a head rotates, by
-pairs of neighbours.
+"""GLM-4 (dense): norms before and after attention and MLP; interleaved rotary embedding over half
+of each head.
 
-gate and up are one matrix on disk, a column of formats/families.py.
+On disk gate and up are one matrix; the family's row in formats/families.py says so.
 """
 
 from qserve.model.blocks.layer import Layer

@@ -1,8 +1,8 @@
-"""GPT-2, GPT-BigCode, GPT-J, BLOOM and MPT: layer norms, a feed-forward without a gate.
+"""GPT-2, GPT-BigCode, GPT-J, BLOOM and MPT: layer norms, an ungated MLP.
 
-GPT-J has one norm, which attention and feed-forward read side by side; the others have two. Columns
-of the family's row hold the rest: learned positions, rotations of neighbours, ALiBi's biases, a
-norm of embeddings, matrices in one.
+GPT-J has one norm, which attention and MLP read in parallel; the others have two norms in sequence.
+The family's row has the other differences from Llama: learned positions, interleaved rotary
+embedding, ALiBi, a norm of embeddings, merged matrices.
 """
 
 from qserve.model.blocks.layer import Layer, ParallelLayer

@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 with windows in some layers, and scores without a scale."""
+"""GPT-Neo: GPT-2 with windows in some layers, and unscaled attention scores."""
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder

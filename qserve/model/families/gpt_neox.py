@@ -1,7 +1,7 @@
-"""GPT-NeoX and Pythia: two layer norms side by side, queries, keys and values stored by head.
+"""GPT-NeoX and Pythia: attention and MLP in parallel, each with its own layer norm.
 
-Columns of the family's row hold what else differs from Llama: names, biases, a feed-forward
-without a gate.
+Some configs have them in sequence instead. The family's row has the other differences from Llama:
+queries, keys and values grouped by head on disk, names, biases, an ungated MLP.
 """
 
 from qserve.model.blocks.layer import Layer, ParallelLayer

@@ -1,8 +1,8 @@
-"""Granite 3 and 4 (dense, and mixtures of experts), HyperCLOVA X: Llama with factors on embeddings,
-on what layers add, on scores and on logits.
+"""Granite 3 and 4 (dense and MoE), HyperCLOVA X: Llama with factors on embeddings, branches,
+attention scores and logits.
 
-HyperCLOVA X may have norms after attention and feed-forward. Factors of embeddings and logits are
-columns of the family's row.
+HyperCLOVA X may have norms after attention and MLP. The factors of embeddings and logits are in the
+family's row.
 """
 
 from qserve.model.blocks.layer import Layer

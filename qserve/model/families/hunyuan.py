@@ -1,6 +1,4 @@
-"""Hunyuan (dense, and a mixture of experts): Llama with a norm over each head's queries and keys,
-after the rotation.
-"""
+"""Hunyuan (dense and MoE): Llama with query and key norms per head, after the rotary embedding."""
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder

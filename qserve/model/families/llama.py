@@ -1,10 +1,10 @@
 """Llama, Mistral, Ministral, Qwen2, Phi-3, SmolLM3, Seed-OSS, StarCoder 2, Nemotron, Gemma,
 StableLM, Arcee, ERNIE 4.5 and GLM.
 
-Columns of the family's row hold what differs: biases, windows, layers without rotation, ties,
-matrices that are one on disk, kinds of norms, activations, feed-forwards without a gate.
+The family's row has the differences: biases, windows, layers without rotary embedding, tied
+embeddings, matrices that are merged on disk, norm types, activations, ungated MLPs.
 
-The other families are made of the same parts: each says what it has instead of Llama's.
+Other families use these functions too; their modules describe only differences from Llama.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights, **attention: Any) -> Layer:
-    """`attention`: what differs from build_attention's."""
+    """Build a layer. `attention`: more arguments of Attention."""
     return Layer(
         attention_norm=build_norm(config, weights, "input_layernorm"),
         attention=build_attention(config, weights, **attention),
@@ -52,7 +52,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
     elif config.family.qkv.blocks:
         orders = {config.family.qkv.name: weights.sharing.rows_in_blocks()}
     elif config.family.gated_attention and len(config.family.qkv.members) == 3:
-        # of each head its queries and its gate; the block takes all queries first
+        # On disk rows are grouped by head: queries, gate. The block needs all queries first.
         (name, _), *_ = config.family.qkv.members
         heads = range(*weights.sharing.own_heads)
         orders = {name: parts_together((config.head_dim, config.head_dim), heads)}
@@ -72,7 +72,11 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
 
 
 def parts_together(sizes: tuple[int, ...], heads: Iterable[int]) -> Rows:
-    """Rows that are grouped by head, with parts of these sizes: one part of `heads`, the next."""
+    """Return an order of rows that groups them by part instead of by head.
+
+    On disk each head has parts of these sizes. The result lists the first part of all `heads`, then
+    the second part, and so on.
+    """
     width, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]
     return [
         (head * width + start, head * width + start + size)
@@ -112,7 +116,7 @@ def build_decoder(
             table, factor, weights.vocabulary, weights.positions(), weights.embedding_norm()
         )
         layer_inputs = weights.layer_inputs()
-    with closing(weights.layers()) as each:  # ends its progress bar where a layer is refused
+    with closing(weights.layers()) as each:  # closes the progress bar if a layer raises an error
         layers = [weights.finished(build_layer(config, layer)) for layer in each]
     if weights.has_ends:
         head = weights.head(table)

@@ -1,8 +1,10 @@
-"""Llama 4 (text): layers that rotate see the keys of their own chunk of positions only, and norm
-queries and keys after the rotation; the others see all keys, with queries that grow with the
-logarithm of their position. One expert of a token, which reads its input times the routing weight.
+"""Llama 4 (text).
 
-Columns of the family's row hold the layers that rotate and those with experts.
+Layers with rotary embedding attend only within their chunk of positions, and norm queries and keys
+after the rotation. The other layers attend to all keys, with queries scaled by the logarithm of
+their position. Each token has one routed expert, whose input is multiplied by the routing weight.
+
+The family's row has the layers with rotary embedding and those with experts.
 """
 
 import torch
@@ -23,7 +25,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
     def build_layer(config: ModelConfig, layer: LayerWeights) -> Layer:
         rotates = config.ropes[layer.number] is not None
         norms = {}
-        if rotates and config.values["use_qk_norm"]:  # its weights are all 1
+        if rotates and config.values["use_qk_norm"]:  # a norm without weights
             shape = {"dtype": weights.dtype, "device": weights.device}
             norms = {name: torch.ones(config.head_dim, **shape) for name in ("q_norm", "k_norm")}
         is_chunked = config.values["layer_types"][layer.number] == CHUNKED
@@ -45,13 +47,13 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def chunk_size(config: ModelConfig, weights: Weights) -> int | None:
-    """Positions of a chunk of attention; None: no request is longer than one."""
+    """Return the number of positions in an attention chunk; None: no request exceeds one chunk."""
     size = config.values["attention_chunk_size"]
     return None if size is None or weights.max_model_len <= size else size
 
 
 def query_scales(config: ModelConfig, weights: Weights) -> torch.Tensor | None:
-    """1 + scale ln(1 + floor((position + 1) / floor_scale)) of each position; None: all are 1."""
+    """Return 1 + scale ln(1 + floor((position + 1) / floor_scale)) per position; None: all 1."""
     values = config.values
     if not values["attn_temperature_tuning"] or weights.max_model_len < values["floor_scale"]:
         return None

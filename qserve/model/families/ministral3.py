@@ -1,4 +1,4 @@
-"""Ministral 3: Llama whose queries grow with the logarithm of their position."""
+"""Ministral 3: Llama with queries scaled by the logarithm of their position."""
 
 import torch
 
@@ -20,7 +20,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def query_scales(config: ModelConfig, weights: Weights) -> torch.Tensor | None:
-    """1 + beta ln(1 + floor(position / original length)) of each position; None: all are 1."""
+    """Return 1 + beta ln(1 + floor(position / original length)) per position; None: all 1."""
     parameters = config.ropes[0].parameters
     beta = parameters.get("llama_4_scaling_beta")
     original = parameters.get("original_max_position_embeddings")

@@ -1,8 +1,8 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5 and dots.llm1: experts in
-place of a feed-forward.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5 and dots.llm1: Llama with
+experts instead of an MLP.
 
-Columns of the family's row hold what differs: the router's rule, the shared expert, the layers
-without experts, norms over heads.
+The family's row has the differences: the routing rule, the shared expert, the layers without
+experts, head norms.
 """
 
 from qserve.model.blocks.layer import FeedForward, Layer

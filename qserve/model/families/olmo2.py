@@ -1,7 +1,7 @@
-"""OLMo 2, OLMo 3, FlexOlmo and EXAONE 4: norms after attention and feed-forward, none before them.
+"""OLMo 2, OLMo 3, FlexOlmo and EXAONE 4: norms after attention and MLP, none before them.
 
-Queries and keys are normed, too: over all heads together in OLMo, by head in EXAONE.
-config.json and formats/architecture/rows state windows, and which layers rotate and how.
+Queries and keys have norms too: over all heads in OLMo, per head in EXAONE. config.json and
+formats/architecture/rows have the windows and the rotary embedding of each layer.
 """
 
 from qserve.model.blocks.layer import Layer

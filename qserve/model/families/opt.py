@@ -1,6 +1,6 @@
-"""OPT: layer norms with biases, learned positions instead of rotations, a feed-forward of ReLU.
+"""OPT: layer norms with biases, learned positions instead of rotary embedding, an MLP with ReLU.
 
-Columns of the family's row hold what differs from Llama but for the norms' names.
+The family's row has all differences from Llama except the norms' names.
 """
 
 from qserve.model.blocks.layer import Layer

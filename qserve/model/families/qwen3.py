@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm over each head's queries and keys, before the rotation."""
+"""Qwen3: Llama with query and key norms per head, before the rotary embedding."""
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder

@@ -1,8 +1,8 @@
 """Laguna and MiMo-V2-Flash: experts, and attention whose heads differ between layers with a window
-and others.
+and layers without.
 
-Laguna has a gate for each head, or for each channel, after attention. In MiMo keys are wider than
-values, and layers with a window have sinks. Columns of the family's row hold the rest.
+Laguna has a gate per head or per channel after attention. In MiMo keys are wider than values, and
+layers with a window have sinks. The family's row has the other differences.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_attention(config: ModelConfig, weights: LayerWeights, **parts: Any) -> UnevenAttention:
-    """`config`: that of the layer."""
+    """Build attention. `config`: the config of this layer. `parts`: more arguments."""
     family, values = config.family, config.values
     return UnevenAttention(
         config,

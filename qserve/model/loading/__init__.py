@@ -1,1 +1,1 @@
-"""Reading, rounding and slicing the weights of a model for its builder."""
+"""Reads, rounds and shards the weights of a model for its builder."""

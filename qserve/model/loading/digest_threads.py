@@ -1,4 +1,4 @@
-"""DigestThreads: digests of weights, computed while the next ones are read.
+"""DigestThreads: computes digests of weights in threads, while the next weights are read.
 
 SHA-256 and copies from a GPU release the interpreter lock.
 """
@@ -13,11 +13,11 @@ from formats.in_memory.weights import Weight
 from formats.weight_digest import tensor_digest, weight_digest
 
 NUM_THREADS = 8
-MOST_WAITING = 2 * NUM_THREADS  # tensors that are kept alive
+MOST_WAITING = 2 * NUM_THREADS  # maximum number of tensors that are kept alive
 
 
 class DigestThreads:
-    """Digests by name. A tensor must keep its memory and contents until the next `wait`."""
+    """Computes digests by name. A tensor's contents must not change until the next `wait`."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digests")
@@ -25,11 +25,11 @@ class DigestThreads:
         self._waiting: list[Future[str]] = []
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Begin the digest of a float tensor."""
+        """Start the digest of a float tensor."""
         self._begin(name, tensor_digest, tensor)
 
     def weight(self, name: str, weight: Weight) -> None:
-        """Begin the digest of a quantized weight."""
+        """Start the digest of a quantized weight."""
         self._begin(name, weight_digest, weight)
 
     def _begin(self, name: str, digest: Callable[[Any], str], value: object) -> None:
@@ -39,7 +39,7 @@ class DigestThreads:
         self._waiting.append(self._found[name])
 
     def wait(self) -> None:
-        """Return when all that was begun is done."""
+        """Wait until all started digests are done."""
         while self._waiting:
             self._waiting.pop().result()
 
@@ -50,5 +50,5 @@ class DigestThreads:
 
 
 def _computed(digest: Callable[[Any], str], value: object) -> str:
-    with torch.inference_mode():  # as where the tensors were made
+    with torch.inference_mode():  # the tensors were created in inference mode too
         return digest(value)

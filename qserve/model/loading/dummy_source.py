@@ -16,30 +16,30 @@ from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.read_ahead import Ranges
 from qserve.model.model_config import ModelConfig
 
-# Keeps activations in range through any number of layers.
+# Standard deviation of random weights; keeps activations in range through any number of layers.
 DUMMY_SCALE = 0.02
-# The byte of 2^-7: uniform 4-bit floats have a standard deviation of 2.9.
+# The scale byte of 2^-7, since uniform 4-bit floats have a standard deviation of 2.9.
 MXFP4_SCALE = 120
-MXFP4_TENSORS = ("_blocks", "_scales")  # ends of the names of gpt-oss's experts
+MXFP4_TENSORS = ("_blocks", "_scales")  # suffixes of the tensors of gpt-oss's experts
 
 
 class DummySource:
-    """Random weight source; equal seeds give equal weights."""
+    """Source of random weights. Equal seeds give equal weights."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
         self.quant = config.quant
         self.device = device
-        self.digests: DigestThreads | None = None  # random weights have none
+        self.digests: DigestThreads | None = None  # random weights have no digests
         self._has_mxfp4_experts = config.mxfp4_experts
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """`rows`: of the shape; None: all."""
+        """Return a random tensor. `rows`: rows of `shape` to return; None: all."""
         if rows is not None:
             shape = (len(rows), *shape[1:])
-        if name in self:  # MXFP4 of all experts
+        if name in self:  # MXFP4 tensors of all experts
             if name.endswith(MXFP4_TENSORS[1]):
                 return torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=self.device)
             sizes = {"device": self.device, "generator": self._generator}
@@ -57,14 +57,14 @@ class DummySource:
         return not self.is_quantized(module)
 
     def has_linear(self, module: str) -> bool:
-        """Return True for codes alone: random experts in floats have their fused form."""
+        """Return True only for quantized linears. Random float experts have the fused form."""
         return self.is_quantized(module)
 
     def check_has_experts(self, prefix: str, modules: Iterable[str]) -> None:
-        """All that is asked for is there."""
+        """Do nothing: a random source has all tensors."""
 
     def input_order(self, module: str, shape: tuple[int, int]) -> None:
-        """None: no linear has a special order."""
+        """Return None: no linear has sorted inputs."""
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         scheme = self.quant.scheme_for(module)
@@ -105,13 +105,13 @@ class DummySource:
         )
 
     def float_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
-        """None: all ranks draw the same numbers, so each draws all of a linear."""
+        """Return None: ranks draw the same random numbers, so each must draw the whole linear."""
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
-        """None, as `float_rows`."""
+        """Return None, for the same reason as `float_rows`."""
 
     def __contains__(self, name: str) -> bool:
-        """True for MXFP4 experts, whose form is detected by tensor names: all others are floats."""
+        """Return True for tensors of MXFP4 experts, which builders detect by tensor names."""
         return self._has_mxfp4_experts and name.endswith(MXFP4_TENSORS)
 
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:

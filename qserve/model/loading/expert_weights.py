@@ -1,6 +1,6 @@
-"""Routers and experts of a layer for its blocks, from the family's row and the weights.
+"""Creates routers and experts of a layer from the family's row and the weights.
 
-Legend: E experts, C hidden size, I inner size.
+E: experts. C: hidden size. N: outputs. K: inputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
 from qserve.model.sharing import WHOLE, Cut
 
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
-STACKED_ENDS = ("", "_bias", "_blocks", "_scales")  # of names of tensors of all experts
+STACKED_ENDS = ("", "_bias", "_blocks", "_scales")  # suffixes of tensors that stack all experts
 MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 
 
 def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
-    """Routing rule of a family's row, with the numbers of config.json."""
+    """Return the routing rule of a family's row, with values from config.json."""
     rule = experts.routing
     groups = {}
     if rule.group_score and is_set(rule.grouped, config):
@@ -52,10 +52,12 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
 def glu_of(
     experts: Experts, activation: str, config: Mapping[str, Any], limit: float | None = None
 ) -> Glu:
-    """Activation between the two matrices of an expert. `limit`: of the layer's `limits_key`.
+    """Return the activation between the two matrices of an expert.
 
-    gpt-oss publishes no `swiglu_alpha`: its model code in older transformers has the number, and
-    the config class of newer ones the same as a default.
+    `limit`: value of the layer under `limits_key`.
+
+    gpt-oss checkpoints have no `swiglu_alpha`. Older transformers have the value in the model code,
+    newer ones have the same value as a default of the config class.
     """
     if experts.clamped:
         alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
@@ -66,7 +68,7 @@ def glu_of(
 
 
 def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
-    """This rank's experts of a layer with this prefix, from `weights` (loading/weights.py)."""
+    """Return this rank's experts of the layer `prefix`. `weights`: loading.weights.Weights."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
     limit = weights.config.limit(experts.limits_key, layer)
@@ -87,7 +89,7 @@ def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
 
 
 def _of_others(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str]:
-    """Linears of a layer's experts that are not among `here`; None: all are."""
+    """Return the names of linears of experts that are not in `here`; None: all are here."""
     if here is None:
         return set()
     experts, numbers = weights.family.experts, range(num_experts(weights.config.values))
@@ -100,9 +102,10 @@ def _of_others(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str
 
 
 def not_read_ahead(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str]:
-    """Tensors and linears of a layer that are not read ahead if a rank has the experts `here`.
+    """Return the tensors and linears of a layer that a rank with the experts `here` does not need.
 
-    Of stacks of all experts only its own are read.
+    They are not read ahead. This includes tensors that stack all experts, of which only some rows
+    are read.
     """
     if here is None:
         return set()
@@ -112,7 +115,7 @@ def not_read_ahead(weights: Any, prefix: str, here: Sequence[int] | None) -> set
 
 
 def _are_apart(weights: Any, prefix: str) -> bool:
-    """Return True if each expert of a family with fused experts has tensors of its own."""
+    """Return True if a family with fused experts has separate tensors per expert here."""
     (linear,) = weights.family.experts.down.expert(0).linears
     return weights.source.has_linear(f"{prefix}.{linear.name}")
 
@@ -120,7 +123,7 @@ def _are_apart(weights: Any, prefix: str) -> bool:
 def _biases(
     weights: Any, prefix: str, name: str, projection: Projection, numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """The biases of these experts' linears as one tensor; empty where another rank adds them."""
+    """Return the biases of these experts as one tensor; empty if another rank adds them."""
     rows = []
     for number in numbers:
         cuts = _cuts(weights, prefix, projection, number)
@@ -137,7 +140,7 @@ def _biases(
 
 
 def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> list[Cut]:
-    """The part of each linear of an expert that this rank holds."""
+    """Return this rank's shard of each linear of an expert."""
 
     def order_of(name: str, shape: tuple[int, int]) -> torch.Tensor | None:
         full = f"{prefix}.{name}"
@@ -156,10 +159,10 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
 
 
 def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[str, Any]:
-    """Experts stored in one tensor per matrix: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
+    """Read experts from stacked tensors: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
 
     The even outputs of gate_up belong to gate. `here`: experts that this rank has whole; None: it
-    has a part of each.
+    has a shard of each expert.
     """
     C = weights.config.hidden_size
     sharing, down = weights.sharing, weights.family.experts.down
@@ -205,10 +208,9 @@ def _all(matrix: ExpertMatrix) -> ExpertMatrix:
 
 
 def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> ExpertMatrix:
-    """One expert's matrix of a projection, with its members stacked.
+    """Read one expert's matrix of a projection, with the projection's linears stacked.
 
-    Raises CheckpointError where one is missing, or only some of the members are quantized, or
-    differently.
+    Raises CheckpointError if a linear is missing, or if the linears are not all quantized alike.
     """
     linears, cuts = projection.expert(number).linears, _cuts(weights, prefix, projection, number)
     places = {f"{prefix}.{linear.name}": weights.shape(linear.shape) for linear in linears}

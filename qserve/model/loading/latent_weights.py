@@ -1,7 +1,7 @@
-"""Matrices of latent attention that are multiplied into queries and results, in floats; indexers.
+"""Creates the absorbed float matrices of latent attention, and indexers.
 
-Legend: H heads of this rank, P width of a query's part without rotation, L of a latent, V of a
-value.
+H: heads of this rank. P: width of a query's part without rotation. L: width of a latent. V: width
+of a value.
 """
 
 from typing import Any
@@ -21,8 +21,9 @@ from qserve.model.sharing import LinearPart
 def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Return W_UK [H, P, L] and W_UV [H, L, V] of the layer with this prefix.
 
-    A quantized kv_b_proj is dequantized here, once: W_UK reduces over its outputs, which no
-    kernel of packed weights does. `weights`: qserve.model.loading.weights.Weights.
+    A quantized kv_b_proj is dequantized here, because the product with W_UK reduces over the
+    outputs of kv_b_proj, which kernels for packed weights do not support. `weights`:
+    qserve.model.loading.weights.Weights.
     """
     (linear,) = KEYS_VALUES.linears
     name, stored = f"{prefix}.{linear.name}", weights.shape(linear.shape)
@@ -40,9 +41,9 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
 
 
 def indexer(weights: Any, prefix: str, row: IndexerRow, rotary: Rotary) -> Indexer:
-    """Return the indexer of the layer with this prefix; every rank has all of it.
+    """Return the indexer of the layer with this prefix. It is replicated on all ranks.
 
-    `weights`: as for `absorbed`.
+    `weights`: qserve.model.loading.weights.Weights.
     """
 
     def linear(projection: Projection) -> Linear:

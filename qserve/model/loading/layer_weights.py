@@ -1,6 +1,6 @@
-"""Weights of one layer as its builder requests them.
+"""LayerWeights: the weights of one layer, in the form that the layer's builder needs.
 
-Legend: N outputs, K inputs, C hidden size, E experts.
+N: outputs. K: inputs. C: hidden size. E: experts.
 """
 
 import functools
@@ -39,10 +39,10 @@ from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
 
 
 class LayerWeights:
-    """Weights of one layer; names are relative to the layer."""
+    """Weights of one layer. Names of tensors and linears are relative to the layer."""
 
     def __init__(self, weights: Any, number: int) -> None:
-        """`weights`: those of the model (loading/weights.py), which makes this."""
+        """`weights`: loading.weights.Weights of the model."""
         self.number = number
         self.rotary = weights.rotary(weights.config.ropes[number])
         self.kernels = weights.kernels
@@ -52,7 +52,7 @@ class LayerWeights:
 
     @property
     def config(self) -> ModelConfig:
-        """Configuration with the row of the layer, and this rank's numbers of its heads."""
+        """Config of this layer, with this rank's numbers of heads."""
         return self.sharing.of_layer(self._weights.config, self.number)
 
     def linear(
@@ -63,11 +63,11 @@ class LayerWeights:
         summed: bool = True,
         orders: Mapping[str, Rows] | None = None,
     ) -> Linear:
-        """Single matrix of a projection, however it is stored.
+        """Return one Linear for a projection, which may be stored as several linears.
 
-        `down`: the projection that reads the features of this one. `summed` False: if ranks hold
-        parts of the inputs, the caller sums over them. `orders`: this rank's outputs of linears
-        that stand in another order in the checkpoint.
+        `down`: the projection that reads the outputs of this one. `summed`: False: if the inputs
+        are sharded, the caller sums the results over ranks. `orders`: for linears with another
+        order of outputs in the checkpoint, the rows of this rank in the needed order.
         """
         sharing = self._weights.sharing
         cuts = [
@@ -87,7 +87,7 @@ class LayerWeights:
     def state_linear(
         self, projection: Projection, *, orders: Mapping[str, Rows] | None = None
     ) -> Linear:
-        """Matrix of a projection of a mixer with a state: this rank's heads or channels.
+        """Return one Linear for a projection of a mixer with states: this rank's heads or channels.
 
         `orders`: as in `linear`.
         """
@@ -114,7 +114,7 @@ class LayerWeights:
         return self._made(projection, cuts, widths, has_order=has_order)
 
     def partial_linear(self, projection: Projection) -> Linear:
-        """Whole matrix on each rank, whose input is a rank's part of a sum."""
+        """Return a replicated Linear whose input is a rank's partial sum."""
         cuts = [WHOLE for _ in projection.linears]
         sharing = self._weights.sharing
         if not sharing.is_whole and sharing.communicator.rank:
@@ -130,10 +130,10 @@ class LayerWeights:
         has_order: bool = False,
         summed: bool = True,
     ) -> Linear:
-        """Matrix of these shards of a projection's linears.
+        """Create one Linear from shards (`cuts`) of a projection's linears.
 
-        `widths`: input channels that each rank makes, if a matrix with sorted inputs gathers them.
-        `has_order`: the shards have another order of outputs.
+        `widths`: number of input channels of each rank; a matrix with sorted inputs gathers them.
+        `has_order`: True if outputs have another order than in the checkpoint.
         """
         linears, sharing = projection.linears, self._weights.sharing
         shapes = [self._weights.shape(linear.shape) for linear in linears]
@@ -160,14 +160,14 @@ class LayerWeights:
         return RowParallel(made, sharing.communicator, gathered)
 
     def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        """Order in which a linear takes its inputs, if the checkpoint sorts them by group."""
+        """Return the order of a linear's inputs, if the checkpoint sorts them by group, or None."""
         full = f"{self._prefix}.{name}"
         if not self._weights.source.is_quantized(full):
             return None
         return self._weights.source.input_order(full, shape)
 
     def norm(self, name: str) -> torch.Tensor:
-        """Factors of a norm of the family's row."""
+        """Return the weight of a norm that the family's row lists."""
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
@@ -175,7 +175,7 @@ class LayerWeights:
         return factors if part is None else factors[slice(*part)].clone()
 
     def norm_bias(self, name: str) -> torch.Tensor | None:
-        """The bias of a norm of the family's row; None: its norms have none."""
+        """Return the bias of a norm that the family's row lists; None if norms have no bias."""
         if not self._family.norm_bias:
             return None
         row = next(norm for norm in self._family.norms if norm.name == name)
@@ -183,7 +183,7 @@ class LayerWeights:
         return self._weights.tensor(f"{self._prefix}.{name}.bias", shape)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of a mixer with a state besides its projections, by the names of its block."""
+        """Return the tensors of a mixer with states, except projections, by argument name."""
         weights, mixer, found = self._weights, self._family.state_mixer, {}
         for local, each in mixer.present(weights.config.values):
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
@@ -192,7 +192,7 @@ class LayerWeights:
                 stored = take_rows(stored, rows, each.axis)
             dtype = torch.float32 if each.float32 else weights.dtype
             found[each.key] = stored.to(weights.device, dtype)
-        # one convolution, or one of each part of its channels
+        # the checkpoint has one convolution, or several for ranges of channels
         convolutions = [found.pop(key) for key in list(found) if key.startswith("conv_weight")]
         if convolutions:
             found["conv_weight"] = torch.cat(convolutions).squeeze(1)
@@ -200,11 +200,11 @@ class LayerWeights:
 
     @functools.cached_property
     def state_shard(self) -> StateShard:
-        """This rank's shard of the layer's mixer with a state."""
+        """This rank's shard of the layer's mixer with states."""
         return self._weights.sharing.state(self.number)
 
     def group_norm_over_ranks(self) -> GroupNormOverRanks | None:
-        """Norm of groups whose heads several ranks divide; None: each rank has whole groups."""
+        """Return the norm for groups that are sharded over ranks; None: ranks have whole groups."""
         sharing, split = self._weights.sharing, self.state_shard.split_group
         if split is None:
             return None
@@ -219,7 +219,7 @@ class LayerWeights:
         )
 
     def state_norm_over_ranks(self) -> NormOverRanks | None:
-        """Norm of all heads of a mixer with a state; None: this rank has them all."""
+        """Return the norm over all heads of a mixer with states; None: this rank has all heads."""
         sharing, mixer = self._weights.sharing, self._family.state_mixer
         if sharing.is_whole:
             return None
@@ -231,41 +231,41 @@ class LayerWeights:
         )
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers of config.json as a tensor of the activations' dtype."""
+        """Return constants, such as values of config.json, in the activations' dtype."""
         return values.to(self._weights.device, self._weights.dtype)
 
     def float32_constant(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers of config.json in float32."""
+        """Return constants, such as values of config.json, in float32."""
         return values.to(self._weights.device, torch.float32)
 
     def float_linear(self, weight_NK: torch.Tensor) -> FloatLinear:
-        """Linear of a float tensor, with the selected kernel."""
+        """Create a float linear with the selected kernel."""
         return self._weights.float_linear(weight_NK)
 
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_UK and W_UV of latent attention."""
+        """Return W_UK and W_UV of latent attention."""
         return absorbed(self._weights, self._prefix, shape)
 
     @property
     def selects_keys(self) -> bool:
-        """True if the family has an indexer, and contexts are longer than what it selects."""
+        """True if the family has an indexer and contexts may exceed the number of selected keys."""
         row, weights = self._family.indexer, self._weights
         return row is not None and weights.max_model_len > weights.config.values[row.count_key]
 
     def indexer(self) -> Indexer | None:
-        """Indexer of the layer; None: it has none, or contexts need none."""
+        """Return the indexer of the layer; None if it has none or contexts are short enough."""
         row = self._family.indexer
         if not (self.selects_keys and row.is_in(self.number, self._weights.config.values)):
             return None
         return indexer(self._weights, self._prefix, row, self.rotary)
 
     def has_norm(self, name: str) -> bool:
-        """True if the model has a norm of the family's row."""
+        """Return True if the model has this norm of the family's row."""
         config = self._weights.config.values
         return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
 
     def router(self) -> Router:
-        """Router of the layer's experts."""
+        """Return the router of the layer's experts."""
         experts, config = self._family.experts, self._weights.config.values
         rule, routing = experts.routing, routing_of(experts, config)
         E = routing.num_experts
@@ -289,7 +289,7 @@ class LayerWeights:
         )
 
     def _router_norm(self, scale: str) -> Norm:
-        """Norm of what a router reads, without weights, and the scale of that name."""
+        """Return the norm of a router's input; its weight is made from the tensor `scale`."""
         width = self._weights.config.hidden_size
         scale_C = self._float32(scale, (width,)) * width**-0.5
         return Norm(scale_C, self._weights.config.norm_eps)
@@ -299,7 +299,7 @@ class LayerWeights:
         return stored.to(self._weights.device, torch.float32)
 
     def shared_gate(self) -> FloatLinear | None:
-        """Gate of the layer's shared expert, if it has one."""
+        """Return the gate of the layer's shared expert, or None."""
         shared = self._family.experts.shared
         if not shared.gate:
             return None
@@ -308,7 +308,7 @@ class LayerWeights:
         return weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
 
     def experts(self) -> PreparedExperts:
-        """The layer's experts, prepared for their kernel."""
+        """Return the layer's experts, prepared for their kernel."""
         weights = self._weights
         found = expert_weights(weights, self._prefix, self.number)
         kernel = self.kernels.get("experts")
@@ -323,9 +323,10 @@ class LayerWeights:
         return prepared
 
     def expert_numbers(self) -> torch.Tensor | None:
-        """Numbers of the layer's experts on this rank, int32 [E]. None: it has a part of each.
+        """Return int32 [E]: model expert number -> local number on this rank.
 
-        Experts of other ranks have the number of this rank's experts.
+        Experts of other ranks map to the count of local experts. None: this rank has a shard of
+        each expert.
         """
         weights = self._weights
         here = weights.sharing.experts(self.number)
@@ -337,11 +338,11 @@ class LayerWeights:
         return numbers_E.to(weights.device)
 
     def scalar(self) -> torch.Tensor:
-        """Factor of what the layer returns."""
+        """Return the factor of the layer's output."""
         return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
 
     def layer_input(self) -> LayerInput | None:
-        """Block that adds the layer's own input, in models with such inputs."""
+        """Return the block that adds the per-layer input; None if the model has no such inputs."""
         row = self._family.layer_inputs
         if row is None:
             return None
@@ -350,7 +351,7 @@ class LayerWeights:
         return LayerInput(gate=gate, projection=projection, norm=norm)
 
     def activation_tensors(self) -> dict[str, torch.Tensor]:
-        """Learned numbers of the activation, float32, by their names in its block."""
+        """Return learned parameters of the activation in float32, by argument name."""
         weights = self._weights
         return {
             key: self._float32(name, weights.shape(shape))
@@ -358,7 +359,7 @@ class LayerWeights:
         }
 
     def sinks(self) -> dict[str, torch.Tensor]:
-        """Attention sinks: a score per head besides the keys', if the family has them."""
+        """Return attention sinks (an extra score per head) as an argument; {} without sinks."""
         if not self._family.sinks:
             return {}
         size = "num_attention_heads"
@@ -369,7 +370,7 @@ class LayerWeights:
         return {"sinks": found.to(self._weights.device, torch.float32)}
 
     def alibi_slopes(self) -> dict[str, torch.Tensor]:
-        """ALiBi slopes of this rank's heads, if the family has them."""
+        """Return ALiBi slopes of this rank's heads as an argument; {} without ALiBi."""
         if not self._family.alibi:
             return {}
         num_heads = self._weights.config.values["num_attention_heads"]
@@ -386,8 +387,9 @@ class LayerWeights:
         return self._weights.sharing
 
     def norms_over_ranks(self) -> tuple[NormOverRanks, NormOverRanks] | None:
-        """Norms of queries and keys over ranks, if the family norms all heads together; None: this
-        rank alone suffices.
+        """Return norms of queries and keys for norms over all heads, if heads are sharded.
+
+        Returns None if this rank can compute the norms alone.
         """
         sharing, sizes = self._weights.sharing, {norm.size for norm in self._family.norms}
         if sharing.is_whole or not sizes & {"q", "kv"}:
@@ -404,9 +406,9 @@ class LayerWeights:
         return q, k
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
-        """k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
+        """Return k_scale and v_scale as arguments, if the checkpoint has them for a KV cache."""
         scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
         part = self._weights.sharing.kv_head_rows(self.number)
-        if part is not None:  # this rank's scales, if each KV head has its own
+        if part is not None:  # if scales are per KV head, take this rank's
             scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}

@@ -1,7 +1,8 @@
-"""Load a model folder into a Decoder on a device, one tensor group at a time, then audit it.
+"""Load a model folder into a Decoder on a device, layer by layer, then audit it.
 
-The tensors of a layer are read, merged (q, k, v; gate, up), moved, prepared for their kernels, and
-dropped from the host before the next layer's. Every tensor of the folder must be used.
+The tensors of a layer are read, merged (q, k, v; gate, up), moved to the device, prepared for their
+kernels, and dropped from the host before those of the next layer. The audit checks that every
+tensor of the folder was used.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +35,11 @@ def load(
 ) -> Decoder:
     """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors.
 
-    `kernels`: kernels selected or excluded by name, as in EngineConfig. `ranks`: the ranks that
-    share the model; the decoder holds this rank's shard. `on_layer`: called with each finished
-    layer.
+    Raises InputError if the family does not support `dtype`.
 
-    Raises InputError if the family does not run in `dtype`.
+    `kernels`: kernels selected or excluded by name, as in EngineConfig. `ranks`: this rank among
+    those of the model; the decoder holds this rank's shard. `on_layer`: called with each finished
+    layer.
     """
     if dtype == torch.float16 and not config.family.float16:
         raise InputError(

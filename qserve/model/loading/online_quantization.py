@@ -1,6 +1,7 @@
-"""OnlineQuantization: schemes to which a float checkpoint's linears are rounded while they load.
+"""OnlineQuantization: rounds the linears of a float checkpoint to schemes while they load.
 
-It holds the settings --quantization and --quantization-config. Loads no torch until `plan`.
+The class holds the settings --quantization and --quantization-config. torch is imported only by
+`plan`.
 """
 
 import difflib
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from formats.quant_config import QuantConfig
 
 FLAG, CONFIG_FLAG = "--quantization", "--quantization-config"
-ONLINE = "online"  # vLLM's name where CONFIG_FLAG states the schemes
-AUTO = f"-{AUTO_GROUPS}"  # suffix of a scheme: the largest groups that fit every linear
-EXPERTS = "*.experts.*"  # pattern of the linears of experts
-HEAD = "lm_head"  # never quantized while loading, and usual in other servers' lists of exceptions
-# Short forms, and other servers' names, of the schemes in formats/scheme.py
+ONLINE = "online"  # value of FLAG if CONFIG_FLAG has the schemes, as in vLLM
+AUTO = f"-{AUTO_GROUPS}"  # suffix of a scheme: use the largest groups that fit every linear
+EXPERTS = "*.experts.*"  # pattern that matches the linears of experts
+HEAD = "lm_head"  # never quantized while loading; other servers' "ignore" lists often name it
+# Short names, and other servers' names, of the schemes in formats/scheme.py
 ALIASES: dict[str, Scheme] = {
     **{f"w{bits}a16": SCHEMES[f"w{bits}a16-sym"] for bits in (4, 8, 2, 3, 6)},
     "fp8": SCHEMES["w8a8-fp8"],
@@ -50,9 +51,9 @@ ALIASES: dict[str, Scheme] = {
     "w8a8_int8": SCHEMES["w8a8"],
     "w8a8_fp8": SCHEMES["w8a8-fp8"],
 }
-# vLLM's schemes that are not supported -> the nearest one
+# vLLM's schemes that are not supported -> the nearest supported scheme
 NOT_HERE = {"mxfp8": "fp8_per_block", "nvfp4_per_token": "w4a16-nvfp4"}
-# Names of how a checkpoint is quantized, which its config.json says anyway -> its quant_method
+# Names of checkpoint formats, which users may give although config.json says it -> quant_method
 METHODS = {
     **{name: name for name in ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "gguf")},
     **{name: name for name in ("auto-round", "quark", "bitsandbytes", "torchao", "hqq")},
@@ -60,19 +61,20 @@ METHODS = {
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
-KEYS = ("linear", "moe", "targets", "ignore")  # of CONFIG_FLAG, as in vLLM
+KEYS = ("linear", "moe", "targets", "ignore")  # keys of CONFIG_FLAG, as in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineQuantization:
-    """Schemes of linears by pattern, before a model's linears are known."""
+    """Schemes of linears by name pattern. `plan` applies them to the linears of a model."""
 
     name: str  # as the user wrote it
     scheme: Scheme | None = None  # None: linears that no override matches stay in float
-    fit_groups: bool | None = False  # None: if the usual ones leave many weights in float
+    # whether to enlarge groups until they fit; None: only if many weights would stay in float
+    fit_groups: bool | None = False
     ignore: tuple[str, ...] = ()  # patterns, as in `qserve quantize --ignore`
     overrides: tuple[tuple[str, Scheme], ...] = ()  # the first pattern that matches counts
-    method: str = ""  # quant_method of the quantized checkpoints that this name may stand for
+    method: str = ""  # quant_method of quantized checkpoints for which this name is accepted
 
     @classmethod
     def parse(cls, name: str, config: str | None = None) -> "OnlineQuantization":
@@ -105,7 +107,7 @@ class OnlineQuantization:
         )
 
     def check_method(self, folder: str, stated: object) -> None:
-        """Raise InputError unless the name stands for the method of a quantized checkpoint."""
+        """Raise InputError unless the name is the quantization method of this checkpoint."""
         if not self.method or self.method != stated:
             raise InputError(
                 f"{FLAG} {self.name}",
@@ -118,7 +120,7 @@ class OnlineQuantization:
     ) -> "RoundingPlan":
         """Choose the scheme of every linear of a float model. Raises InputError.
 
-        `config` and `sizes`: a ModelConfig's values and sizes.
+        `config` and `sizes`: `values` and `sizes` of the ModelConfig.
         """
         from formats.plan import fitted_scheme, make_plan, usual_scheme
 
@@ -143,7 +145,7 @@ class OnlineQuantization:
         return RoundingPlan(config=plan.config(""), schemes=plan.quantized, reasons=plan.reasons)
 
     def _check_groups(self, shapes: Mapping[str, tuple[int, int]], scheme: Scheme) -> None:
-        """Raise InputError if a linear has no whole groups, which `make_plan` leaves in float."""
+        """Raise InputError if groups do not fit a linear; `make_plan` would leave it in float."""
         from formats.plan import fits
 
         shapes = {n: s for n, s in shapes.items() if not any(fits(p, n) for p in self.ignore)}
@@ -164,14 +166,14 @@ class OnlineQuantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingPlan:
-    """Scheme of each linear of a float checkpoint that is rounded to nearest while it loads."""
+    """The scheme of each linear of a float checkpoint that is rounded to nearest while it loads."""
 
-    config: "QuantConfig"  # of a checkpoint with these schemes
-    schemes: Mapping[str, Scheme]  # by full name
-    reasons: Mapping[str, str]  # linears that stay in float, and why
+    config: "QuantConfig"  # the quantization config of a checkpoint with these schemes
+    schemes: Mapping[str, Scheme]  # full name of a linear -> scheme
+    reasons: Mapping[str, str]  # full name of a linear that stays in float -> reason
 
     def to_text(self) -> str:
-        """Return the number of linears by scheme, and by reason to stay in float."""
+        """Return a text with the number of linears per scheme and per reason to stay in float."""
         counts = Counter(map(str, self.schemes.values()))
         kept = Counter(self.reasons.values())
         return "; ".join(
@@ -181,12 +183,12 @@ class RoundingPlan:
 
 
 def _base_name(scheme: Scheme) -> str:
-    """Return a scheme's name without its groups."""
+    """Return a scheme's name without its group size."""
     return str(replace(scheme, weight=replace(scheme.weight, group_size=DEFAULT_GROUP_SIZE)))
 
 
 def _parse_scheme(text: str) -> tuple[Scheme, bool | None]:
-    """Return a scheme by name, and `fit_groups` of OnlineQuantization. Raises InputError."""
+    """Return the scheme for a name, and OnlineQuantization.fit_groups. Raises InputError."""
     subject, name = f"{FLAG} {text:.80}", text.removesuffix(AUTO)
     scheme = _find_scheme(name, subject)
     fit_groups = name != text
@@ -230,7 +232,7 @@ def _is_static(scheme: Scheme) -> bool:
 
 
 def _parse_target(text: str) -> Scheme:
-    """Return the scheme of a pattern. Raises InputError."""
+    """Return the scheme for the value of a pattern in `targets`. Raises InputError."""
     scheme, fit_groups = _parse_scheme(text)
     if fit_groups:
         raise InputError(
@@ -240,7 +242,7 @@ def _parse_target(text: str) -> Scheme:
 
 
 def _parse_config(text: str) -> dict[str, Any]:
-    """Return the keys of CONFIG_FLAG. Raises InputError."""
+    """Parse and check the JSON of CONFIG_FLAG. Raises InputError."""
     try:
         found = json.loads(text)
     except ValueError:

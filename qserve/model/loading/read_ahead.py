@@ -1,8 +1,8 @@
-"""ReadAhead: moves tensors of a checkpoint to a device, and reads the next layer's meanwhile.
+"""ReadAhead: moves tensors of a checkpoint to a device while the next layer is read.
 
 Reading releases the interpreter lock, so disk reads (or copies from the page cache) and GPU work
-overlap. A rank that needs some rows of a tensor reads these alone, and those of the same tensor of
-later layers ahead: layers are alike.
+overlap. A rank that needs only some rows of a tensor reads only these rows. For later layers, whose
+tensors have the same shapes, it reads the same rows ahead.
 """
 
 import re
@@ -15,25 +15,25 @@ from formats.checkpoint import CheckpointReader
 
 # One thread copies from the page cache at a quarter of the memory bandwidth.
 NUM_THREADS = 4
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a tensor's name
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a number in a tensor's name, such as the layer's
 
-Ranges = tuple[tuple[int, int], ...]  # of rows: start and stop of each
+Ranges = tuple[tuple[int, int], ...]  # ranges of rows: (start, stop)
 
 
 class ReadAhead:
-    """Reader whose tensors are moved to a device. `expect` announces the next ones."""
+    """A checkpoint reader that returns tensors on a device. `expect` starts reading ahead."""
 
     def __init__(self, reader: CheckpointReader, device: torch.device) -> None:
         self._reader, self._device = reader, device
         self._threads: ThreadPoolExecutor | None = None
-        # name -> rows that are read ahead (None: all), and the tensor of them
+        # name -> (rows that are read ahead, None: all; the tensor with these rows)
         self._expected: dict[str, tuple[Ranges | None, Future[torch.Tensor]]] = {}
-        self._ranges: dict[str, Ranges] = {}  # by name without numbers: rows that a layer needed
+        self._ranges: dict[str, Ranges] = {}  # name without numbers -> rows that a layer needed
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
-        """Begin to read all tensors with this prefix. They stay on the host until `get`.
+        """Start reading all tensors with this prefix. They stay on the host until `get`.
 
-        `without`: tensors, and modules whose tensors, are left out.
+        `without`: names of tensors and modules to leave out.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-ahead")
@@ -46,16 +46,16 @@ class ReadAhead:
                 self._expected[name] = ranges, self._threads.submit(*read)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor, on the device. Raises CheckpointError."""
+        """Return a tensor on the device. Raises CheckpointError."""
         ranges, expected = self._expected.pop(name, (None, None))
         is_here = expected is not None and ranges is None
         tensor = expected.result() if is_here else self._reader.get(name)
         return tensor.to(self._device)
 
     def get_rows(self, name: str, ranges: Ranges) -> torch.Tensor:
-        """Some rows of one tensor, on the device. Raises CheckpointError.
+        """Return some rows of a tensor on the device. Raises CheckpointError.
 
-        Later calls of `expect` read these rows of the same tensor of other layers.
+        Later calls of `expect` read the same rows of this tensor in other layers.
         """
         self._ranges[_without_numbers(name)] = ranges
         before, expected = self._expected.pop(name, (None, None))
@@ -73,7 +73,10 @@ class ReadAhead:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
-        """Some rows of a tensor, on the device, in rising order; the others are not read."""
+        """Return some rows of a tensor on the device. Other rows are not read.
+
+        `numbers`: row numbers in ascending order.
+        """
         entry, runs = self._reader.entries[name], []
         for number in numbers:
             if runs and runs[-1][1] == number:
@@ -83,7 +86,7 @@ class ReadAhead:
         return torch.cat([entry.rows(start, stop) for start, stop in runs]).to(self._device)
 
     def close(self) -> None:
-        """Drop tensors that were expected but never used."""
+        """Stop reading ahead, and drop tensors that were never used."""
         self._expected.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

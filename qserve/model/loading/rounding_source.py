@@ -1,8 +1,8 @@
 """RoundingSource: a float checkpoint whose linears are rounded to nearest as they are read.
 
-A linear is rounded on the device, as a whole, before ranks take their shards. So its bits are those
-that `qserve quantize --recipe rtn` writes with the same scheme. Small experts are rounded several
-at a time, since a GPU runs the many kernels of a search faster than Python launches them.
+A linear is rounded on the device as a whole, before ranks take their shards. So the codes are those
+that `qserve quantize --recipe rtn` writes with the same scheme. Several small experts are rounded
+at a time, because a GPU runs the many kernels of a search faster than Python launches them.
 """
 
 import re
@@ -26,23 +26,24 @@ from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
 
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-# A matrix whose largest weight is smaller may be refused, which another one would hide.
+# A matrix whose largest weight is smaller than this may be refused. Rounding it together with other
+# matrices would hide that.
 SMALL = 2 * LEAST_STEPS * MIN_SCALE
 
 
 class RoundingSource(WeightSource):
-    """Weights of a ModelConfig with a rounding plan."""
+    """Weight source for a ModelConfig with a rounding plan."""
 
     def __init__(
         self, reader: CheckpointReader, config: ModelConfig, device: torch.device | None = None
     ) -> None:
-        """Raises CheckpointError unless the file has every linear of the plan in float."""
+        """Raises CheckpointError unless the checkpoint has all linears of the plan in float."""
         device = device or torch.device("cpu")
         super().__init__(reader, config, device)
         self._device = device
         self._schemes = config.rounding.schemes
-        self._ready: dict[str, Weight] = {}  # rounded together with an earlier one
-        self._elsewhere: set[str] = set()  # linears of experts that other ranks have
+        self._ready: dict[str, Weight] = {}  # weights that were rounded together with earlier ones
+        self._elsewhere: set[str] = set()  # linears of experts on other ranks
         found = quantized_modules(reader.entries)
         if found:
             raise CheckpointError(
@@ -59,33 +60,33 @@ class RoundingSource(WeightSource):
             )
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
-        """None: the file has no codes, and some schemes round all outputs of a linear together."""
+        """Return None, because some schemes must round all outputs of a linear together."""
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
-        """Begin to read ahead, into the host's memory; on a CPU that is the model's own."""
+        """Start reading ahead into host memory. Does nothing on a CPU, to save memory."""
         self._elsewhere.update(without)
         if self._device.type != "cpu":
             super().expect(prefix, without)
 
     def is_quantized(self, module: str) -> bool:
-        """True if a module is rounded."""
+        """Return True if a module is rounded."""
         return module in self._schemes
 
     def stays_in_float(self, module: str) -> bool:
-        """True if a module is not rounded."""
+        """Return True if a module is not rounded."""
         return module not in self._schemes
 
     def input_order(self, module: str, shape: tuple[int, int]) -> None:
-        """None: natural order."""
+        """Return None: inputs are in natural order."""
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """A rounded linear's weight. Raises CheckpointError if it cannot be rounded."""
+        """Return a linear's rounded weight. Raises CheckpointError if it cannot be rounded."""
         if module not in self._ready:
             self._round(self._together(module, shape), shape)
         return self._ready.pop(module)
 
     def _together(self, module: str, shape: tuple[int, int]) -> list[str]:
-        """The linear, and those of later experts that are rounded with it."""
+        """Return the linear, and the linears of later experts to round together with it."""
         scheme, (rows, inputs) = self._schemes[module], shape
         found = EXPERT.fullmatch(module)
         is_integer = scheme.weight.type == "int" and not is_k_quant(scheme.weight)
@@ -103,14 +104,14 @@ class RoundingSource(WeightSource):
         ]
 
     def _round(self, modules: list[str], shape: tuple[int, int]) -> None:
-        """Round linears of one shape and scheme. Raises CheckpointError."""
+        """Round linears that have the same shape and scheme. Raises CheckpointError."""
         floats, digests = [], None
         for module in modules:
             weight_NK, digests = self._float(f"{module}.weight", shape)
             floats.append(weight_NK)
         scheme = self._schemes[modules[0]]
         weights = _rounded_together(floats, scheme) if len(modules) > 1 else None
-        if weights is None:  # also for an error that names the right one
+        if weights is None:  # round one by one, also so that an error names the right linear
             weights = [rounded(each, scheme, m) for each, m in zip(floats, modules, strict=True)]
         self._ready |= dict(zip(modules, weights, strict=True))
         if digests is not None:
@@ -120,7 +121,7 @@ class RoundingSource(WeightSource):
     def _float(
         self, name: str, shape: tuple[int, int]
     ) -> tuple[torch.Tensor, DigestThreads | None]:
-        """The float matrix, without a digest of its own, and where the weight's digest goes."""
+        """Read a float matrix without computing its digest. Returns it and `self.digests`."""
         digests, self.digests = self.digests, None
         try:
             return self.tensor(name, shape), digests
@@ -129,7 +130,7 @@ class RoundingSource(WeightSource):
 
 
 def _rounded_together(floats: list[torch.Tensor], scheme: Scheme) -> list[Weight] | None:
-    """Weights of float matrices; None if one of them must be rounded, or refused, alone."""
+    """Round several matrices at once. Returns None if one of them must be rounded separately."""
     if len({each.dtype for each in floats}) > 1:
         return None
     rows, whole = floats[0].shape[0], torch.cat(floats)
@@ -147,6 +148,6 @@ def _rounded_together(floats: list[torch.Tensor], scheme: Scheme) -> list[Weight
 def open_source(
     reader: CheckpointReader, config: ModelConfig, device: torch.device
 ) -> WeightSource:
-    """Source of a model's weights: as stored, or rounded if the model has a rounding plan."""
+    """Return the source of a model's weights, which rounds if the model has a rounding plan."""
     kind = WeightSource if config.rounding is None else RoundingSource
     return kind(reader, config, device)

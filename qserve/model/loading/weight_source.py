@@ -1,4 +1,4 @@
-"""Decoded tensors of a checkpoint, with a record of the used ones and a final audit."""
+"""WeightSource: decoded tensors of a checkpoint, with an audit that all were used."""
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.read_ahead import Ranges, ReadAhead
 from qserve.model.model_config import ModelConfig
 
-# Layout and fields of linears whose outputs are rows of each tensor.
+# Layout and fields of linears in whose tensors each row belongs to one output.
 COMPRESSED = "compressed-tensors"
 BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
 STATED = "weight_shape"
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource:
-    """Named tensors of a checkpoint, with a record of the used ones."""
+    """Named tensors of a checkpoint. Records which tensors were used."""
 
     def __init__(
         self, reader: CheckpointReader, config: ModelConfig, device: torch.device | None = None
@@ -47,16 +47,17 @@ class WeightSource:
         self._tied_head = config.tied_head
         self._unread = self.family.unread(config.values)
         self._used: set[str] = set()
-        self._kept: dict[str, Weight] = {}  # decoded before they were requested
-        self.digests: DigestThreads | None = None  # takes all that is read
-        self._mislabelled = 0  # linears whose zero points follow the other rule than the label says
+        self._kept: dict[str, Weight] = {}  # weights that were decoded before they are requested
+        self.digests: DigestThreads | None = None  # gets everything that is read
+        self._mislabelled = 0  # linears whose zero points contradict checkpoint_format
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A float tensor, or a linear's that is read as floats (formats/in_memory/dense.py).
+        """Return a float tensor. Some quantized linears are read as floats too (formats/in_memory).
 
-        `rows`: in rising order; None: all. Raises CheckpointError if its shape is not `shape`.
+        `rows`: row numbers in ascending order; None: all. Raises CheckpointError if the tensor is
+        missing or has another shape than `shape`.
         """
         module = name.removesuffix(".weight")
         if module != name and self._is_dense(module):
@@ -78,22 +79,22 @@ class WeightSource:
         return found if rows is None else found[list(rows)]
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
-        """Begin to read the tensors below a prefix, which are needed next.
+        """Start reading the tensors below a prefix, which will be needed next.
 
-        `without`: tensors, and modules whose tensors, are left out.
+        `without`: names of tensors and modules to leave out.
         """
         self._read.expect(f"{prefix}.", without)
 
     def is_quantized(self, module: str) -> bool:
-        """True if a module runs on codes."""
+        """Return True if a module runs with quantized weights."""
         return is_quantized(module, self.reader.entries) and not self._is_dense(module)
 
     def has_linear(self, module: str) -> bool:
-        """Return True where the file has a module's weight, in floats or codes."""
+        """Return True if the checkpoint has a module's weight, float or quantized."""
         return f"{module}.weight" in self.reader or is_quantized(module, self.reader.entries)
 
     def _is_dense(self, module: str) -> bool:
-        """True if a module has codes that no kernel supports, and is read as floats."""
+        """Return True if a module is quantized but read as floats, since no kernel supports it."""
         if self.quant is None or not is_quantized(module, self.reader.entries):
             return False
         if has_input_factors(module, self.reader.entries):
@@ -102,13 +103,13 @@ class WeightSource:
         return scheme is not None and is_dense(scheme.weight)
 
     def stays_in_float(self, module: str) -> bool:
-        """True if the configuration says that a module is not quantized, or not by codes."""
+        """Return True if, by the configuration, a module runs with float weights."""
         if self.quant is None or self._is_dense(module):
             return True
         return self.quant.scheme_for(module) is None
 
     def check_has_experts(self, prefix: str, modules: Iterable[str]) -> None:
-        """Raise CheckpointError, with the names that are there, where an expert's linear is not."""
+        """Raise CheckpointError if a linear of an expert is missing; it lists what was found."""
         for module in modules:
             if not self.has_linear(module):
                 raise CheckpointError(
@@ -118,16 +119,16 @@ class WeightSource:
                 )
 
     def input_order(self, module: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        """Order in which a quantized linear takes its inputs; None: natural order.
+        """Return the order of a quantized linear's inputs; None: natural order.
 
-        The weight is kept until it is requested.
+        The decoded weight is kept until `weight` requests it.
         """
         if module not in self._kept:
             self._kept[module] = self.weight(module, shape)
         return self._kept[module].input_order
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """A quantized linear's weight. Raises CheckpointError if its shape is not `shape`."""
+        """Return a quantized linear's weight. Raises CheckpointError if its shape is wrong."""
         if module in self._kept:
             return self._kept.pop(module)
         tensors = self._tensors(module)
@@ -144,18 +145,18 @@ class WeightSource:
     def float_rows(
         self, module: str, shape: tuple[int, int], ranges: Ranges
     ) -> torch.Tensor | None:
-        """Some outputs of a float linear. None: they cannot be read without the others."""
+        """Return some outputs of a float linear; None if they cannot be read separately."""
         name = f"{module}.weight"
         entry = self.reader.entries.get(name)
         if self.digests is not None or self._is_dense(module):
             return None
         if not isinstance(entry, TensorEntry) or entry.shape != shape:
-            return None  # in memory already, or wrong: `tensor` says how
+            return None  # already in memory, or invalid: then `tensor` raises the error
         self._used.add(name)
         return self._read.get_rows(name, ranges)
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> Weight | None:
-        """Some outputs of a quantized linear. None: they cannot be read without the others.
+        """Return some outputs of a quantized linear; None if they cannot be read separately.
 
         Raises CheckpointError.
         """
@@ -164,7 +165,7 @@ class WeightSource:
         names = tensor_names(module, layout_of(self.quant), self.reader.entries)
         entries = {field: self.reader.entries[name] for field, name in names.items()}
         if not all(isinstance(entry, TensorEntry) for entry in entries.values()):
-            return None  # in memory already
+            return None  # already in memory
         shapes = {field: entry.shape for field, entry in entries.items()}
         sliced = {field for field, size in shapes.items() if size[:1] == shape[:1]} & BY_OUTPUT
         if self.quant.layout != COMPRESSED or names.keys() - sliced - {STATED}:
@@ -182,7 +183,7 @@ class WeightSource:
         return weight
 
     def _dense(self, module: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The float weight [N, K] that a linear's codes mean."""
+        """Return a quantized linear's weight as floats, [N, K]."""
         weight = decode_dense(module, self._tensors(module), self.quant)
         if self.digests is not None:
             self.digests.tensor(f"{module}.weight", weight.weight_NK)
@@ -190,7 +191,7 @@ class WeightSource:
         return weight.weight_NK
 
     def _tensors(self, module: str) -> dict[str, torch.Tensor]:
-        """A quantized linear's tensors, as `decode_linear` calls them."""
+        """Return a quantized linear's tensors, by the field names of `decode_linear`."""
         if self.quant is None:
             raise CheckpointError(
                 module, "has quantized tensors such as qweight, but no quantization_config"
@@ -200,14 +201,14 @@ class WeightSource:
         return {field: self._read.get(name) for field, name in names.items()}
 
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
-        """The k_scale and v_scale of a layer, if present. Raises CheckpointError."""
+        """Return the k_scale and v_scale of a layer, if present. Raises CheckpointError."""
         scales = {}
         for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
                 scale = self._read.get(found[0])
                 check_kv_scale(found[0], scale, self.quant is not None and self.quant.kv_per_head)
-                # One number per layer, or one per KV head [J].
+                # one number for the layer, or one per KV head [J]
                 scales[kind] = scale.float().reshape(-1).squeeze()
         stated = self.quant is not None and self.quant.kv_cache is not None
         if stated and len(scales) == 1:
@@ -222,9 +223,9 @@ class WeightSource:
         return name in self.reader
 
     def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
-        """Raise CheckpointError, with the names, if tensors were left over. Ends reading.
+        """End reading. Raises CheckpointError with the names if tensors were not used.
 
-        `unread`: prefixes of names that other readers use; `without`: modules that they use.
+        `unread`: name prefixes of tensors that other ranks use. `without`: modules that they use.
         """
         self._read.close()
         if self.reader.num_other_parts:
@@ -256,7 +257,8 @@ class WeightSource:
                 self.quant.zeros,
                 self._mislabelled,
             )
-        # not read for short contexts; of layers that draft, too, whose numbers follow the model's
+        # Indexers are not read if contexts are short. Draft layers, whose numbers follow those of
+        # the model's layers, have indexers too.
         indexer = self.family.indexer
         modules = [] if indexer is None else [f".{indexer.module}."]
         left = {
@@ -269,7 +271,7 @@ class WeightSource:
             and not self._is_zero_bias(name)
         }
         if self._tied_head:
-            left.discard(self.family.head)  # stored twice by some writers
+            left.discard(self.family.head)  # some writers store the tied head again
         if left:
             some = ", ".join(sorted(left)[:4])
             raise CheckpointError(
@@ -279,7 +281,7 @@ class WeightSource:
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Some old GPTQ writers gave every linear a bias, which is zero if the model has none."""
+        """Return True for a bias of zeros. Old GPTQ writers gave such a bias to every linear."""
         return name.endswith(".bias") and not self.reader.get(name).any()
 
 

@@ -1,7 +1,7 @@
-"""Weights of a model as its builder requests them: on the device, merged and ready to run.
+"""Weights: a model's weights in the form that its builder needs: on the device, merged, prepared.
 
-Every name and shape comes from the family's row. Legend: N outputs, K inputs, C hidden size, V
-vocabulary.
+All names and shapes come from the family's row.
+N: outputs. K: inputs. C: hidden size. V: vocabulary size.
 """
 
 import logging
@@ -48,7 +48,7 @@ AnyLayer = TypeVar("AnyLayer", bound=torch.nn.Module)
 
 
 class Weights:
-    """Tensors and linears by name, from a checkpoint or random. Call `audit` last."""
+    """Creates tensors and linears from a checkpoint or from random weights. Call `audit` last."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Weights:
         pipeline: Pipeline | None = None,
         on_layer: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
-        """`kernels`: kernels selected or excluded, by operation (EngineConfig).
+        """`kernels`: operation -> selected and excluded kernels (EngineConfig).
 
-        `sharing`: this rank's shard of each layer; None: all. `pipeline`: this rank's stage.
-        `on_layer`: called with each finished layer.
+        `sharing`: this rank's shard of each layer; None: whole layers. `pipeline`: this rank's
+        stage; None: all layers. `on_layer`: called with each finished layer.
         """
         self._on_layer = on_layer
         self.kernels, self.pipeline = kernels or {}, pipeline
-        # Linear name -> its shard, filled as linears are created, if the model is divided.
+        # Name of a linear -> its shard. Filled as linears are created, if the model is sharded.
         self.parts: dict[str, LinearPart] = {}
-        # Linears of experts that other ranks hold, filled as layers are created.
+        # Names of linears of experts on other ranks. Filled as layers are created.
         self.elsewhere: set[str] = set()
         self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
@@ -84,15 +84,15 @@ class Weights:
 
     @property
     def has_ends(self) -> bool:
-        """True if this stage needs embedding, last norm and head."""
+        """True if this stage has embedding, last norm and head."""
         return self.pipeline is None or self.pipeline.is_first
 
     def embedding(
         self, name: str | None = None, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor | PackedTable:
-        """Token embedding [V, C]; in a divided model, this rank's rows.
+        """Return the token embedding [V, C]; in a sharded model, this rank's rows.
 
-        `name`: another table than the model's. `shape`: of that table, if it is another one.
+        `name`, `shape`: name and shape of another table than the model's.
         """
         name = name or self.family.embedding
         shape = shape or self.shape(self.family.model_tensors[self.family.embedding])
@@ -107,7 +107,7 @@ class Weights:
 
     @property
     def vocabulary(self) -> VocabularyPart | None:
-        """Tokens of this rank; None: all."""
+        """The token ids whose rows this rank has; None: all."""
         return self._rows_of_table(self.config.vocab_size)
 
     def _rows_of_table(self, num_tokens: int) -> VocabularyPart | None:
@@ -117,14 +117,14 @@ class Weights:
         return VocabularyPart(communicator=self.sharing.communicator, shares=shares)
 
     def last_norm(self) -> Norm:
-        """The norm before the head."""
+        """Return the norm before the head."""
         family, shape = self.family, (self.config.hidden_size,)
         bias = self.tensor(family.last_norm_bias, shape) if family.norm_bias else None
         weight = self.norm(family.last_norm, shape)
         return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
 
     def embedding_norm(self) -> Norm | None:
-        """The norm of embeddings, in models that have one."""
+        """Return the norm of embeddings; None if the model has none."""
         family, shape = self.family, (self.config.hidden_size,)
         if not family.embedding_norm:
             return None
@@ -133,7 +133,7 @@ class Weights:
         return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
 
     def positions(self) -> torch.Tensor | None:
-        """Embeddings of positions [positions, C], in models that learn them."""
+        """Return learned position embeddings [positions, C]; None if the model has none."""
         learned = self.family.positions
         if learned is None:
             return None
@@ -141,7 +141,7 @@ class Weights:
         return self.tensor(learned.name, shape)[learned.offset :]
 
     def layer_inputs(self) -> LayerInputs | None:
-        """Inputs of all layers, in models that have them."""
+        """Return the block that computes per-layer inputs; None if the model has none."""
         row, config = self.family.layer_inputs, self.config
         if row is None:
             return None
@@ -160,14 +160,14 @@ class Weights:
         )
 
     def streams(self) -> Streams:
-        """Streams of hidden states, of models with several."""
+        """Return the block that splits and merges streams, for models with several streams."""
         names = self.family.stream_linears
         shape = (self.config.hidden_size,) * 2
         matrices = [self.tensor(f"{name}.weight", shape) for name in names]
         return Streams(matrices[: len(matrices) // 2], matrices[len(matrices) // 2 :])
 
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
-        """Output head: a separate matrix, or the embedding."""
+        """Return the LM head: a separate matrix, or the embedding table."""
         name = self.family.head.removesuffix(".weight")
         if not self.config.tied_head or self.source.is_quantized(name):
             return self.output_matrix(name)
@@ -176,7 +176,7 @@ class Weights:
         return self._gathered(self.float_linear(embedding))
 
     def output_matrix(self, name: str) -> Linear:
-        """Matrix from states to logits of the whole vocabulary."""
+        """Return a linear from hidden states to logits of the whole vocabulary."""
         part = self.vocabulary
         cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
         sizes = [self.config.vocab_size], self.config.hidden_size
@@ -187,18 +187,19 @@ class Weights:
         return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
     def classifier(self) -> torch.Tensor | None:
-        """Matrix of a classifier [labels, C], if the checkpoint has one."""
+        """Return the matrix of a classifier [labels, C]; None if the checkpoint has none."""
         if self.config.instead_of_head != SCORE or not self.has_ends:
             return None
         return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
     def layers(self) -> Generator[LayerWeights, None, None]:
-        """Weights of each layer in turn."""
+        """Yield the weights of each layer in turn."""
         numbers = self._layer_numbers
-        hidden = None if self._progress else True  # None: shown on terminals alone
+        hidden = None if self._progress else True  # None: shown only on terminals
         with tqdm(numbers, desc="Loading layers", disable=hidden) as bar:
             for number in bar:
-                # the first layer of a divided model shows which rows of later ones are read
+                # In a sharded model the first layer shows which rows of later layers are needed,
+                # so reading ahead starts after it.
                 last = number + (self.sharing.is_whole or number > numbers[0])
                 for next_number in range(number, last + 1):
                     if next_number in numbers:
@@ -212,17 +213,20 @@ class Weights:
         return not_read_ahead(self, prefix, self.sharing.experts(number))
 
     def finished(self, layer: AnyLayer) -> AnyLayer:
-        """Report a layer that its builder has finished, and return it."""
+        """Report a finished layer to `on_layer`, and return the layer."""
         if self._on_layer is not None:
             self._on_layer(layer)
         return layer
 
     def layer(self, number: int) -> LayerWeights:
-        """Weights of one layer."""
+        """Return the weights of one layer."""
         return LayerWeights(self, number)
 
     def rotary(self, rope: RopeConfig | None) -> Rotary:
-        """Rotations of all positions, one table for equal layers; None: rotates no channel."""
+        """Return the rotary table for all positions. Layers with equal ropes share one table.
+
+        `rope`: None: no channel is rotated.
+        """
         for known, rotary in self._rotaries:
             if known == rope:
                 return rotary
@@ -237,16 +241,16 @@ class Weights:
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A float tensor, or some of its rows.
+        """Return a float tensor, or some of its rows.
 
         Raises CheckpointError if it is missing or has another shape.
         """
         return self.source.tensor(name, shape, rows).to(self.device, self.dtype)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Factors of a norm: the tensor, plus 1 in families that store it without.
+        """Return the weight of a norm. Some families store the weight minus 1; then 1 is added.
 
-        In float32 where the family rounds after the product alone (ops.NormSpec).
+        The dtype is float32 for families that round only after the product (ops.NormSpec).
         """
         if not self.family.norm_weights:
             return torch.ones(shape, dtype=self.dtype, device=self.device)
@@ -263,10 +267,11 @@ class Weights:
         bias: bool = False,
         cuts: Sequence[Cut] | None = None,
     ) -> Linear:
-        """One layer with `ins` inputs from linears with the given outputs, concatenated.
+        """Create one layer from several linears whose outputs are concatenated.
 
-        `cuts`: the shard of each linear. Members with different quantization stay separate. Raises
-        CheckpointError if only some are quantized and the configuration does not say so.
+        `outs`: number of outputs of each linear. `ins`: number of inputs. `cuts`: shard of each
+        linear. Linears that are quantized differently stay separate. Raises CheckpointError if only
+        some are quantized although the configuration does not say so.
         """
         members = [
             _Member(name=name, shape=(n, ins), has_bias=bias, cut=cut)
@@ -296,7 +301,10 @@ class Weights:
         return SplitLinear(layers)
 
     def _runs(self, members: "Sequence[_Member]") -> "list[tuple[Weight, list[_Member]]]":
-        """One weight of all members; where they differ, neighbours in equal blocks share one."""
+        """Merge the members' weights into one if possible. Returns (weight, its members).
+
+        Otherwise only adjacent k-quant weights with equal specs are merged.
+        """
         parts = [self._coded(member) for member in members]
         if len(parts) == 1:
             return [(parts[0], list(members))]
@@ -336,7 +344,7 @@ class Weights:
         return member.cut.tensor(self.tensor(f"{member.name}.weight", member.shape))
 
     def _biases(self, members: "Sequence[_Member]") -> torch.Tensor | None:
-        """Concatenated biases; None: there are none, or another rank adds them."""
+        """Return the concatenated biases; None if there are none or another rank adds them."""
         biases = [
             member.cut.bias(self.tensor(f"{member.name}.bias", member.shape[:1]))
             for member in members
@@ -345,7 +353,7 @@ class Weights:
         return torch.cat(biases) if biases and biases[0] is not None else None
 
     def audit(self) -> None:
-        """Raise CheckpointError, with the names, if tensors were left over."""
+        """Raise CheckpointError with the names if tensors of the checkpoint were not used."""
         if self.pipeline is None:
             self.source.audit(without=self.elsewhere)
             return
@@ -363,12 +371,12 @@ class Weights:
         return self.pipeline.layers(self.config.num_layers)
 
     def shape(self, shape: Shape) -> tuple[int, ...]:
-        """Shape of a row in numbers."""
+        """Return a shape of the family's row as numbers."""
         return tuple(size(names, self._sizes) for names in shape)
 
     @staticmethod
     def _without_activation(weight: Weight) -> Weight:
-        """Drop the activation scheme: an embedding's input is a token id, and cannot be rounded."""
+        """Drop the activation scheme, since an embedding's inputs are token ids."""
         return replace(weight, activation=None, input_scale=None)
 
     def float_linear(
@@ -377,7 +385,7 @@ class Weights:
         bias_N: torch.Tensor | None = None,
         names: tuple[str, ...] = (),
     ) -> FloatLinear:
-        """Linear that is not quantized, with the selected kernel."""
+        """Create a float linear with the selected kernel."""
         fixed_order = self.kernels.get("float") == FIXED_ORDER
         return FloatLinear(weight_NK, bias_N, names, fixed_order=fixed_order)
 
@@ -389,18 +397,18 @@ class Weights:
 
 
 def kernel_operation(weight: Weight) -> str:
-    """Return the operation by which `--kernel` names a weight's kernels."""
+    """Return the operation name in `--kernel` for a weight."""
     bits = weight.spec.bits
     if weight.activation is not None:
         return "w4a8" if bits == 4 else "w8a8"
-    if isinstance(weight, KWeight):  # kernels hold 5- and 6-bit codes in 8 bits
+    if isinstance(weight, KWeight):  # kernels store 5- and 6-bit codes in 8 bits
         bits = 4 if bits == 4 else 8
     return f"w{bits}a16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A linear of a checkpoint, and the shard of it that is used."""
+    """A linear of the checkpoint, and its shard on this rank."""
 
     name: str
     shape: tuple[int, int]  # of the whole linear

@@ -1,1 +1,1 @@
-"""Resident weights: every tensor of a loaded model, new contents for them, and their memory."""
+"""Weights of a loaded model: enumerate all tensors, replace their contents, free their memory."""

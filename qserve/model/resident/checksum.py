@@ -1,8 +1,9 @@
-"""Checksum of a loaded model's tensors, computed where they are.
+"""Checksum of a loaded model's tensors, computed on their device.
 
-Each 64-bit word is multiplied by an odd number of its place and added up modulo 2^64, so that any
-change of one word changes the sum. It finds different weights; it does not resist an attacker, as
-the SHA-256 digests of weight updates do (formats/weight_digest.py).
+Each 64-bit word is multiplied by an odd number that depends on its position, and the products are
+added modulo 2^64, so that any change of one word changes the sum. The checksum detects different
+weights, but does not resist an attacker. The SHA-256 digests of weight updates do
+(formats/weight_digest.py).
 """
 
 import hashlib
@@ -11,14 +12,14 @@ import torch
 
 from qserve.model.resident.leaves import leaves
 
-WORDS = 2**23  # 64-bit words per piece: 64 MiB, which bounds the memory
+WORDS = 2**23  # 64-bit words per piece: 64 MiB, which limits the memory for products
 
 
 @torch.inference_mode()
 def checksum(root: object) -> str:
-    """Hex digest of every tensor below an object, with its path, dtype and shape.
+    """Return a hex digest of all tensors below an object, with their paths, dtypes and shapes.
 
-    A GPU reads 1 to 2 TB/s; one synchronization in all.
+    A GPU processes 1 to 2 TB/s. There is one synchronization per device.
     """
     digest = hashlib.sha256()
     sums: list[torch.Tensor] = []
@@ -44,7 +45,7 @@ def checksum(root: object) -> str:
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """64-bit words of bytes, which may begin at any address."""
+    """View bytes, which may begin at any address, as 64-bit words."""
     if piece.storage_offset() % 8:
         piece = piece.clone()
     return piece.view(torch.int64)

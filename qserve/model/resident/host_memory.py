@@ -1,24 +1,25 @@
-"""Memory of the host for weights that leave a GPU, reused by every sleep and update.
+"""Host memory for weights that leave a GPU, reused by every sleep and weight update.
 
-Pinning 1 GiB takes 0.3 s, and the first write to 1 GiB of ordinary memory 0.4 s; a copy of 1 GiB
-from a GPU to pinned memory that exists takes 0.02 s (H200). So what was pinned stays.
+Per GiB, pinning takes 0.3 s, the first write to pageable memory 0.4 s, and a copy from a GPU to
+existing pinned memory 0.02 s (H200). So pinned memory is kept.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-CHUNK_BYTES = 2**28  # allocated at a time; torch rounds sizes of pinned memory to powers of two
+CHUNK_BYTES = 2**28  # size of a chunk; torch rounds sizes of pinned memory to powers of two
 ALIGNMENT = 512
 PAGE_BYTES = 4096
-LARGE_BYTES = 2**24  # of a tensor whose memory is touched by threads
+LARGE_BYTES = 2**24  # from this size on, threads touch new memory first
 NUM_THREADS = 8
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to ordinary memory of the host, contiguous.
+    """Copy a tensor to contiguous pageable host memory.
 
-    Threads touch the new memory of a large one first: one thread takes longer for it than the copy.
+    For a large tensor, threads touch the new memory first, because one thread would need longer for
+    that than for the copy.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.device.type == "cuda" and tensor.nbytes >= LARGE_BYTES:
@@ -30,13 +31,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostMemory:
-    """Chunks of pinned memory, handed out piece by piece until `reset`."""
+    """Chunks of pinned memory, from which `take` allocates pieces until `reset`."""
 
     def __init__(self, *, pinned: bool = True) -> None:
-        """`pinned`: False where there is no GPU."""
+        """`pinned`: False if there is no GPU."""
         self._pinned = pinned
         self._chunks: list[torch.Tensor] = []
-        self._used: list[int] = []  # bytes of each chunk
+        self._used: list[int] = []  # used bytes of each chunk
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +45,11 @@ class HostMemory:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def reset(self) -> None:
-        """Take back all pieces. Their contents are lost with the next `take`."""
+        """Free all pieces. Later calls of `take` overwrite their contents."""
         self._used = [0] * len(self._chunks)
 
     def take(self, size: int) -> torch.Tensor:
-        """Return uninitialized bytes. Raises torch's error where the host has no room."""
+        """Return `size` uninitialized bytes. Raises torch's error if the host lacks memory."""
         for number, chunk in enumerate(self._chunks):
             if self._used[number] + size <= chunk.nbytes:
                 break

@@ -1,7 +1,7 @@
-"""Leaves of a loaded model: every tensor that its modules and prepared weights hold, by path.
+"""Leaves of a loaded model: all tensors of its modules and prepared weights, by path.
 
-Weights are in buffers, in the private copies of kernels, and in dataclasses of both. The walk
-follows all of these, so that no copy of a weight can be forgotten.
+Weights are in buffers, in private copies of kernels, and in dataclasses that hold both. The walk
+follows all of these, so that no copy of a weight is missed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,24 +16,25 @@ from qserve.model.blocks.linear import AdaptedLinear
 from qserve.model.model_config import ModelConfig
 
 Leaf = tuple[str, Any]  # path, tensor or plain value
-# Values that two equal models share; a model's settings are compared before its weights.
+# Plain values. Two models with equal settings have the same ones.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, slice)
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = (ModelConfig, type)
-# of torch.nn.Module: hooks and switches, no weights
+# attributes of torch.nn.Module without weights, such as hooks
 _MODULE_STATE = frozenset(torch.nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
 
 
 def leaves(root: object) -> Iterator[Leaf]:
-    """Yield every tensor and plain value below an object, once, in a fixed order.
+    """Yield (path, value) of all tensors and plain values below an object, in a fixed order.
 
-    Adapters around a layer are left out: the path of the layer is that without adapters.
+    Each tensor comes once. LoRA adapters around a layer are left out, and the path of the layer is
+    the same as without adapters.
     """
     yield from _walk("", root, set())
 
 
 def tensors(root: object) -> list[torch.Tensor]:
-    """Return every tensor below an object."""
+    """Return all tensors below an object."""
     return [leaf for _, leaf in leaves(root) if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,7 +1,7 @@
-"""Memory of a loaded model's tensors, given back while the model sleeps.
+"""SleepingMemory: frees the memory of a loaded model's tensors while the model sleeps.
 
-The storages of tensors are emptied and filled again; the tensors themselves stay, so that every
-module and every view of them is as before. Addresses change.
+The storages of the tensors are resized to 0 and filled again later. The tensor objects stay, so
+modules and views remain valid, but addresses change.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from qserve.model.resident.host_memory import HostMemory
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once."""
+    """Return the distinct storages of tensors."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -21,7 +21,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 class SleepingMemory:
-    """Storages without memory, and copies of their contents on the host if those are kept."""
+    """Storages whose memory is freed, with copies of their contents on the host if kept."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class SleepingMemory:
         moves: bool = False,
         host: HostMemory | None = None,
     ) -> None:
-        """Free the memory of all storages. `keeps`: their contents are copied to `host`, or to
-        memory of their own.
+        """Free the memory of all storages.
 
-        `moves`: free storages whose contents are kept, also on a CPU, whose memory is the host's.
-        Storages that torch cannot resize, such as mapped files, stay as they are. Where the host
-        has no room, raises torch's error, and all is as before.
+        `keeps`: copy the contents to `host`, or to new memory if that is None. `moves`: also free
+        CPU storages whose contents are kept. Storages that torch cannot resize, such as mapped
+        files, are not freed. If the host lacks memory, everything is restored and torch's error is
+        raised.
         """
-        self.num_bytes = 0  # given back
+        self.num_bytes = 0  # number of freed bytes
         self.keeps = keeps
         self._host = host
         self._emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
@@ -48,10 +48,10 @@ class SleepingMemory:
                 if storage.nbytes() and storage.resizable() and is_freed:
                     self._empty(storage)
         except BaseException:
-            self.restore()  # there was no room on the host
+            self.restore()  # the host lacks memory
             raise
         if any(storage.device.type == "cuda" for storage, *_ in self._emptied):
-            torch.cuda.synchronize()  # the copies are whole
+            torch.cuda.synchronize()  # wait until the copies are complete
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         size, kept = storage.nbytes(), None
@@ -64,9 +64,9 @@ class SleepingMemory:
         self._emptied.append((storage, size, kept))
 
     def restore(self) -> None:
-        """Allocate the memory again, and fill it with what was kept; else it holds zeros.
+        """Allocate the memory again, and fill it with the kept contents, or with zeros.
 
-        Raises torch's error, with all memory given back, where the device has not enough.
+        If the device lacks memory, all memory is freed again and torch's error is raised.
         """
         done: list[torch.UntypedStorage] = []
         try:
@@ -83,10 +83,10 @@ class SleepingMemory:
                 storage.resize_(0)
             raise
         if any(storage.device.type == "cuda" for storage in done):
-            torch.cuda.synchronize()  # the host's copies are reused next
+            torch.cuda.synchronize()  # the host memory of the copies may be reused next
         self._emptied = []
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor over all of a storage."""
+    """Return a byte tensor over a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

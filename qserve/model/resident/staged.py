@@ -1,9 +1,9 @@
-"""StagedWeights: new contents of a loaded model's tensors, checked before any is copied.
+"""StagedWeights: new contents for a loaded model's tensors, checked before any is copied.
 
-The loader reads the new weights as it reads a model: names, shapes and rounding are its own, and so
-are its errors. On a GPU each finished layer moves to the host, so the device holds the running
-model and one layer more. `commit` then copies into the tensors of the running model, whose
-addresses stay, and with them its CUDA graphs.
+The loader reads new weights as it reads a model, with the same names, shapes, rounding and errors.
+On a GPU each finished layer moves to the host, so the device holds the running model plus one
+layer. `commit` then copies the new contents into the running model's tensors. Their addresses do
+not change, so CUDA graphs stay valid.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,11 @@ OTHER_MODEL = "the new weights are of another model, or quantized in another way
 
 
 class HostCopies:
-    """Contents of emptied device storages, in the host's memory."""
+    """Moves device storages of new layers to host memory."""
 
     def __init__(self, running: Decoder, host: HostMemory | None = None) -> None:
-        """Storages of the `running` model are never emptied. `host`: takes the copies, if it has
-        room.
+        """`running`: model whose storages are never moved. `host`: memory for the copies; if it is
+        None or full, new memory is allocated.
         """
         self._host = host
         self._running = storages_of(tensors(running))
@@ -39,7 +39,7 @@ class HostCopies:
         self._of: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def take(self, layer: Layer) -> None:
-        """Move a layer's storages to the host, each once."""
+        """Move a layer's storages to the host, unless they were moved before."""
         for storage in storages_of(tensors(layer)):
             if storage._cdata not in self._kept and storage.nbytes():
                 self._kept.add(storage._cdata)
@@ -51,12 +51,12 @@ class HostCopies:
         if self._host is not None:
             try:
                 return self._host.take(size)
-            except RuntimeError:  # no more memory can be pinned
+            except RuntimeError:  # no more host memory can be pinned
                 self._host = None
         return torch.empty(size, dtype=torch.uint8)
 
     def contents(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or its copy on the host if its storage was emptied."""
+        """Return the tensor, or its copy on the host if its storage was moved."""
         found = self._of.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
@@ -68,14 +68,14 @@ class HostCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """Pairs of a running model's tensors and their new contents."""
+    """New contents for the tensors of a running model."""
 
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    digests: Mapping[str, str] | None  # of each tensor, if they were requested
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (tensor of the model, new contents)
+    digests: Mapping[str, str] | None  # tensor name -> digest, if requested
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """Copy the new contents. No step may be planned meanwhile; launched ones come first."""
+        """Copy the new contents. No step may be launched meanwhile; launched steps run before."""
         for old, new in self.pairs:
             old.copy_(new, non_blocking=True)
         if any(old.device.type == "cuda" for old, _ in self.pairs):
@@ -96,10 +96,10 @@ def stage(
     host: HostMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> StagedWeights:
-    """Read new weights of a running decoder. Raises InputError, and changes nothing of it.
+    """Read and check new weights for a running decoder, without changing it. Raises InputError.
 
-    `digests`: compute that of each tensor. `offload`: move layers to the host; None: on a GPU.
-    `host`: memory for them. `ranks`: where this rank is among those that the model is split over.
+    `digests`: compute a digest of each tensor. `offload`: move finished layers to the host; None:
+    only on a GPU. `host`: memory for them. `ranks`: this rank among those of the model.
     """
     copies = HostCopies(decoder, host)
     source.digests = threads = DigestThreads() if digests else None
@@ -107,7 +107,7 @@ def stage(
 
     def take(layer: Layer) -> None:
         if threads is not None:
-            threads.wait()  # they read the memory that the layer gives back
+            threads.wait()  # the threads read memory that is freed next
         copies.take(layer)
 
     try:
@@ -129,7 +129,7 @@ def stage(
 
 
 def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of tensors at the same path. Raises InputError where anything else differs."""
+    """Yield pairs of tensors with the same path. Raises InputError if the models differ."""
     ours, theirs = dict(leaves(old)), dict(leaves(new))
     for path in ours.keys() ^ theirs.keys():
         which = "only the running model has it" if path in ours else "only the new weights have it"

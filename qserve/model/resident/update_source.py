@@ -1,7 +1,8 @@
-"""Source of new weights for a running model: a model folder, or tensors in memory.
+"""UpdateSource: new weights for a running model, from a model folder or from tensors in memory.
 
-Float tensors are rounded as the running model's linears are, whether that model was rounded while
-it loaded or is a quantized checkpoint. Quantized tensors must have the running model's schemes.
+Float tensors are rounded to the schemes of the running model's linears, whether the running model
+was rounded while it loaded or is a quantized checkpoint. Quantized tensors must have the running
+model's schemes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ MAY_DIFFER = frozenset({"values", "quant", "rounding", "dtype", "eos_token_ids",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSource:
-    """New weights that are not read yet, and the model that they are read as."""
+    """New weights that are not read yet, and the config with which they are read."""
 
     config: ModelConfig
     source: Source
@@ -51,7 +52,7 @@ class UpdateSource:
         config: dict[str, Any],
         device: torch.device,
     ) -> "UpdateSource":
-        """Take tensors by name. `config`: the running model's config.json. Raises InputError."""
+        """Use named tensors. `config`: the running model's config.json. Raises InputError."""
         reader = HeldTensors(tensors, config)
         stated = None if model.rounding is not None else model
         return cls._of(model, reader, stated, "the update", device)
@@ -65,7 +66,7 @@ class UpdateSource:
         name: str,
         device: torch.device,
     ) -> "UpdateSource":
-        """`stated`: the configuration of codes among the tensors, if one is known."""
+        """Create the source. `stated`: config for quantized tensors among the new ones, or None."""
         if coded := quantized_modules(reader.entries):
             if model.quant is None or stated is None or stated.quant is None:
                 raise InputError(
@@ -80,16 +81,16 @@ class UpdateSource:
 
 
 def rounded_schemes(config: ModelConfig) -> dict[str, str]:
-    """Names of the schemes to which linears of new float weights are rounded, by linear."""
+    """Return the schemes to which new float weights are rounded: name of a linear -> scheme."""
     try:
         plan = _rounding(config)
-    except InputError:  # they need calibration
+    except InputError:  # the schemes need calibration
         return {}
     return {} if plan is None else {name: str(scheme) for name, scheme in plan.schemes.items()}
 
 
 def _rounding(model: ModelConfig) -> RoundingPlan | None:
-    """Schemes of the running model's linears; None: all are in float. Raises InputError."""
+    """Return the schemes of the running model's linears; None: all are float. Raises InputError."""
     if model.rounding is not None or model.quant is None:
         return model.rounding
     shapes = linear_shapes(model.family, model.values, model.sizes)
@@ -107,7 +108,7 @@ def _rounding(model: ModelConfig) -> RoundingPlan | None:
 
 
 def _check_same(running: ModelConfig, found: ModelConfig, folder: str) -> None:
-    """Raise InputError where the settings of the two models differ."""
+    """Raise InputError if the configs of the two models differ."""
     for field in fields(ModelConfig):
         if field.name in MAY_DIFFER:
             continue

@@ -9,12 +9,12 @@ import torch
 
 @contextlib.contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: object = None) -> Iterator[None]:
-    """torch.cuda.graph, protected against other threads and garbage collection.
+    """Capture with torch.cuda.graph while other threads may call CUDA.
 
-    - Other threads may call CUDA, which the default capture mode forbids: NCCL's own threads, and
-      those that read adapters and KV pages into pinned memory.
-    - This thread may not. Garbage collection could do so by freeing graphs and pinned memory of an
-      earlier engine, so it is disabled.
+    - Other threads may call CUDA, which the default capture mode forbids: NCCL's threads, and
+      threads that read adapters and KV pages into pinned memory.
+    - This thread must not call CUDA. Garbage collection could call it, by freeing graphs and pinned
+      memory of an earlier engine, so garbage collection is disabled.
     """
     collects = gc.isenabled()
     gc.disable()

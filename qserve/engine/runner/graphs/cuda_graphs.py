@@ -1,13 +1,14 @@
 """Steps as CUDA graphs: one launch instead of hundreds.
 
-A step runs in the graph of the next larger size. There are two kinds: decode graphs of R requests
-with equally many tokens, and chunk graphs of T tokens of any requests. Chunk graphs serve prompts
-that are short enough that Python takes longer to launch their kernels than the GPU to run them. The
-rest of a graph is padding: tokens with slot -1, requests with no rows and no keys. Graphs read
-their inputs from fixed addresses (step_buffers.py) and share one memory pool.
+A step runs in the graph of the next larger size. There are two kinds: decode graphs for R requests
+with the same number of tokens, and chunk graphs for T tokens of any requests. Chunk graphs are for
+short prompts, whose kernels take Python longer to launch than the GPU to run. The unused rest of a
+graph is padding: tokens with slot -1, requests with no rows and no keys. Graphs read their inputs
+from fixed addresses (step_buffers.py) and share one memory pool.
 
-The start captures few: the largest, which size the memory pool, and the smallest, which the first
-request uses. The others are captured while the engine is idle, or when a step first needs them.
+At startup only a few graphs are captured: the largest ones, which determine the size of the memory
+pool, and the smallest ones, which the first request uses. The others are captured while the engine
+is idle, or when a step first needs them.
 """
 
 import logging
@@ -29,16 +30,17 @@ logger = logging.getLogger(__name__)
 
 # The first token of an 8B in W4A16 on an H200 takes 17.6 / 20.4 ms with graphs, for 768 / 1000
 # tokens. Launching a step takes Python 22 to 23 ms, whatever its size (32 layers; measured with 8).
-# For longer prompts the kernels take longer than that, 45 ms for 2048 tokens, and a graph would
-# only add padding. Prompt lengths are often powers of two, and decodes run in the same step: up to
-# 64 of them fit into the next size.
+# For longer prompts the kernels take longer than the launch (45 ms for 2048 tokens), so a graph
+# would only add padding. Prompt lengths are often powers of two, and decodes run in the same step:
+# up to 64 of them fit into the next size.
 CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 1024, 1088)
-# Layers with experts or states launch two to four times as many kernels, of fewer weights: a step
-# of DeepSeek-V2-Lite takes Python 56 to 87 ms, of Qwen3.6-35B-A3B 141 to 196 ms, and the GPU 18 us
-# a token (H100, 2026-11-28). A prompt of 2,500 tokens takes 53 ms with a graph of 2,624 and 62
-# without, one of 3,000 takes 63 ms with a graph of 3,200 and without (Qwen3.6, H200).
+# Layers with experts or states launch two to four times as many kernels, each with fewer weights.
+# Python needs 56 to 87 ms to launch a step of DeepSeek-V2-Lite and 141 to 196 ms for
+# Qwen3.6-35B-A3B; the GPU needs 18 us per token (H100, 2026-11-28). Qwen3.6 on an H200: a prompt of
+# 2,500 tokens takes 53 ms with a graph of 2,624 tokens and 62 ms without; a prompt of 3,000 tokens
+# takes 63 ms both with a graph of 3,200 tokens and without.
 LONG_CHUNK_SIZES = (*CHUNK_SIZES, 1344, 1600, 2048, 2112, 2624)
-FEW_REQUESTS = 8  # of a chunk step
+FEW_REQUESTS = 8  # requests in the smaller chunk graphs
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
@@ -51,7 +53,7 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture: 1, 2, 4, then multiples of 8 up to 64, of 32 beyond."""
+    """Return the request counts to capture: 1, 2, 4, multiples of 8 up to 64, then of 32."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -66,15 +68,16 @@ def graph_keys(
     with_media: bool = False,
     with_whole: bool = False,
 ) -> list[GraphKey]:
-    """Keys of the graphs to capture, smallest first.
+    """Return the keys of the graphs to capture, smallest first.
 
-    `counts`: tokens of each request of a decode: 1, and more with drafts, of which there are at
-    most `max_rows` in total. Chunks have two sizes of requests: a padding request costs attention
-    blocks and rows of the head. `with_adapters` adds a copy of each key for steps with adapters,
-    `with_media` one of each chunk's for steps with media, `with_whole` one of each small decode's
-    for whole steps.
+    `counts`: numbers of tokens per request in decode graphs: 1, and more for verifies with drafts,
+    which have at most `max_rows` rows in total. Each chunk size has two graphs, for few and for
+    many requests, because a padding request costs attention blocks and rows of the LM head.
+    `with_adapters` adds a copy of each key for steps with adapters, `with_media` a copy of each
+    chunk key for steps with media, and `with_whole` a copy of each small decode key for whole
+    steps.
     """
-    most = max(max_num_seqs, max_rows)  # sampled rows of a chunk
+    most = max(max_num_seqs, max_rows)  # maximum number of sampled rows in a chunk step
     decodes = [
         GraphKey(is_chunk=False, num_tokens=size * count, num_requests=size)
         for count in counts
@@ -106,7 +109,7 @@ def _order(key: GraphKey) -> tuple[int, ...]:
 
 
 def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
-    """Token counts of graphs, ascending: of decodes with one token each, and of chunks."""
+    """Return the token counts of decode graphs with one token per request, and of chunk graphs."""
     chunks = {key.num_tokens for key in keys if key.is_chunk}
     decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
     return {"decode": sorted(decodes), "chunk": sorted(chunks)}
@@ -115,7 +118,10 @@ def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
 def smallest_key(
     keys: list[GraphKey], step: StepInput, *, is_whole: bool = False
 ) -> GraphKey | None:
-    """Return the first of `keys` that holds a step, or None. `is_whole`: of whole steps."""
+    """Return the smallest of `keys` whose graph holds a step, or None.
+
+    `is_whole`: look for a graph of whole steps.
+    """
     count, has_adapters = step.rows_each, step.adapter_slots_T is not None
     is_decode = count > 0 and not step.has_media
     is_chunk = not is_decode or all(key.is_chunk or key.count != count for key in keys)
@@ -133,7 +139,10 @@ def smallest_key(
 
 
 def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
-    """Keys to capture at the start, largest first: the smaller graphs then fit into its memory."""
+    """Return the keys to capture at startup: the largest and the smallest of each sort.
+
+    The largest comes first, so that the later graphs fit into its memory.
+    """
     sorts: dict[tuple[int, ...], list[GraphKey]] = {}
     for key in keys:
         sort = 0 if key.is_chunk else key.count, key.has_adapters, key.has_media, key.is_whole
@@ -143,7 +152,7 @@ def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
 
 
 class StepGraphs:
-    """Captured graphs by key."""
+    """The CUDA graphs of a runner, by key."""
 
     def __init__(
         self,
@@ -167,11 +176,11 @@ class StepGraphs:
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
 
-        `warm_up` launches every kernel of `step`, of fewer layers.
-        `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a longer context
+        `warm_up` launches every kernel of `step`, but for fewer layers.
+        `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a context longer
         than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
-        graphs in the same order. `media`: None: steps with media use no graph. `with_whole`: small
-        decodes have whole graphs, too.
+        graphs in the same order. `media`: input buffers for media; None: steps with media use no
+        graph. `with_whole`: also capture graphs of whole steps for small decodes.
         """
         self.in_step = in_step
         self._step, self._warm_up = step, warm_up
@@ -210,7 +219,7 @@ class StepGraphs:
             self._capture(key)
 
     def close(self) -> None:
-        """Free the graphs. NCCL closes no communicator while a graph holds one of its sums."""
+        """Free the graphs. NCCL cannot close a communicator while a graph holds its all-reduce."""
         self._keys = []
         self._batches.clear()
         self._graphs.clear()
@@ -229,14 +238,14 @@ class StepGraphs:
         return graph_rows(self._keys)
 
     def capture_next(self) -> bool:
-        """Capture the smallest graph that is not captured. Returns False if there is none."""
+        """Capture the smallest graph that is not captured yet. Returns False if none is left."""
         key = next((key for key in self._keys if key not in self._batches), None)
         return key is not None and self._has(key)
 
     def _has(self, key: GraphKey) -> bool:
-        """Capture a graph if necessary. Returns whether it exists.
+        """Capture a graph if it does not exist yet. Returns True if it exists now.
 
-        If the device has no memory for it, no further graphs are captured.
+        If the device has no memory for the graph, no further graphs are captured.
         """
         if key not in self._batches:
             try:
@@ -254,9 +263,9 @@ class StepGraphs:
         return True
 
     def _capture(self, key: GraphKey) -> None:
-        """Capture a graph: about 0.03 s for 32 layers; waits for the in-flight step."""
+        """Capture a graph, which takes about 0.03 s for 32 layers. Waits for the in-flight step."""
         batch = self.batch_of(key)
-        # compiles and loads kernels, which is not allowed in a capture
+        # Compile and load the kernels first, which is not allowed during a capture.
         if key.is_whole:
             with self.whole.kept_samples():
                 self._buffers.pad_entry_(key, self.whole.entry())
@@ -282,27 +291,27 @@ class StepGraphs:
     def _run_whole(
         self, key: GraphKey, batch: Batch, step: Callable[[Batch], StepOutputs]
     ) -> StepOutputs:
-        """Run a step with its inputs from the ring and its tokens to the other one."""
+        """Run a step, including the copy of its inputs from a host ring, and sampling."""
         self.whole.receive_(self._buffers.words(key), key.num_tokens)
         outputs = step(batch)
         self.whole.sample_(outputs.logits_SV, self._buffers.sample_words(key))
         return outputs
 
     def batch_of(self, key: GraphKey) -> Batch:
-        """Views of a graph's inputs."""
+        """Return views of a graph's inputs."""
         batch = self._buffers.batch(key, self._max_context_len)
         return batch if self.media is None or not key.has_media else self.media.attach(batch)
 
     def key_for(self, step: StepInput, *, whole: bool = False) -> GraphKey | None:
-        """The smallest graph that holds a step, captured now if necessary, or None.
+        """Return the key of the smallest graph that holds a step, or None. Captures it if needed.
 
-        `whole`: only a graph that includes the step's inputs and sampling.
+        `whole`: only consider graphs that include the copy of the inputs and sampling.
         """
         if whole and (self.whole is None or not is_whole(step)):
             return None
         if step.max_context_len > self._max_context_len:
             return None
-        # includes pages of tokens still to come
+        # block tables may include pages for later tokens
         if step.block_tables_RX.shape[1] > self._table_width:
             return None
         key = smallest_key(self._keys, step, is_whole=whole)
@@ -312,12 +321,12 @@ class StepGraphs:
 
     @property
     def decode_keys(self) -> list[GraphKey]:
-        """Captured graphs of requests with equally many tokens, smallest first."""
+        """Keys of the captured decode graphs, smallest first."""
         keys = (key for key in self._keys if not (key.is_chunk or key.is_whole))
         return [key for key in keys if key in self._batches]
 
     def padded(self, key: GraphKey) -> Batch:
-        """The input buffers of a graph, filled with padding only."""
+        """Fill the input buffers of a graph with padding only, and return them."""
         self._buffers.pad_(key)
         return self._batches[key]
 
@@ -327,20 +336,20 @@ class StepGraphs:
         return self._batches[key]
 
     def outputs(self, key: GraphKey) -> StepOutputs:
-        """The output buffers of a graph."""
+        """Return the output buffers of a graph."""
         return self._graphs[key][1]
 
     def expect(self, key: GraphKey) -> None:
-        """Assert that the buffers hold a step for this graph; the layouts of graphs differ."""
+        """Assert that the buffers hold a step in this graph's layout. Layouts of graphs differ."""
         holds = self._buffers.holds
         assert holds == key, f"the buffers hold a step of {holds}, not of {key}: call fill_ first"
 
     def replay_whole(
         self, key: GraphKey, step: StepInput, last_samples: torch.Tensor | None
     ) -> HostCopy:
-        """Run a whole step. Returns its tokens on their way to the host.
+        """Run a whole step. Returns the pending copy of its tokens to the host.
 
-        `last_samples`: tokens of the step before, of which pending ones are taken.
+        `last_samples`: tokens of the previous step, which replace pending token ids of this step.
         """
         token_ids_T = self.whole.token_ids(step, last_samples)
         self._buffers.fill_entry_(key, step, token_ids_T, self.whole.entry())
@@ -348,10 +357,10 @@ class StepGraphs:
         return self.whole.launched(step.num_sampled)
 
     def replay(self, key: GraphKey) -> StepOutputs:
-        """Run the graph on the buffers. Its results are valid until the next replay.
+        """Run the graph on the buffers. The results are valid until the next replay.
 
-        The results have one row per request of a decode step, and one per entry of logits_rows_S of
-        a chunk step; rows beyond are padding.
+        For a decode step they have one row per request, for a chunk step one row per entry of
+        logits_rows_S. Rows beyond these are padding.
         """
         self.expect(key)
         graph, outputs = self._graphs[key]

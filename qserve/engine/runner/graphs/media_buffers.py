@@ -1,8 +1,9 @@
 """MediaBuffers: embeddings and rotations of captured steps with media, at fixed addresses.
 
-A graph with media begins with embeddings: those of tokens and of media are put together before it
-runs. All graphs share the buffers. Legend: T tokens of the step, C hidden size, L levels, D rotated
-channels.
+A graph with media starts from embeddings: embeddings of tokens and of media are combined before the
+graph runs. All graphs share the buffers.
+
+T: tokens of the step. C: hidden size. L: levels. D: rotated channels.
 """
 
 from dataclasses import replace
@@ -16,12 +17,12 @@ from qserve.model.decoder import Decoder
 
 
 class MediaBuffers:
-    """Inputs that captured steps with media have besides those of StepBuffers."""
+    """Inputs of captured steps with media, in addition to those of StepBuffers."""
 
     def __init__(
         self, decoder: Decoder, ropes: AxisRopes | None, num_levels: int, max_tokens: int
     ) -> None:
-        """`ropes`: None if positions are numbers."""
+        """`ropes`: None if positions have one axis."""
         self._decoder = decoder
         shape = 1 + num_levels, max_tokens, decoder.config.hidden_size
         self._rows_LTC = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
@@ -39,7 +40,7 @@ class MediaBuffers:
         return sum(tensor.nbytes for tensor in found)
 
     def attach(self, batch: Batch) -> Batch:
-        """Return the inputs of a graph with views of the buffers."""
+        """Return a graph's inputs with views of the buffers added."""
         count = batch.num_tokens
         values_TC, *added = self._rows_LTC[:, :count]
         embeds = InputEmbeds(rows_M=None, values_MC=values_TC, added_MC=tuple(added))
@@ -47,9 +48,9 @@ class MediaBuffers:
         return replace(batch, embeds=embeds, row_ropes=ropes)
 
     def fill_(self, step: Batch, ropes: RowRopes | None, num_padded: int) -> None:
-        """Fill in a step's embeddings of tokens and of media, and its rotations.
+        """Write a step's embeddings and rotations to the buffers.
 
-        `ropes`: of the step's rows. `num_padded`: tokens of its graph.
+        `ropes`: rotations of the step's rows. `num_padded`: tokens of its graph.
         """
         count = step.num_tokens
         self._rows_LTC[:, :num_padded] = 0

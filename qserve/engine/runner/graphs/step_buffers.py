@@ -1,6 +1,6 @@
 """StepBuffers: inputs of captured steps at fixed addresses, filled by one copy from the host.
 
-Each graph has its own layout of the same memory, since steps run one after the other.
+All graphs use the same memory, each with its own layout, because steps run one after the other.
 """
 
 from collections.abc import Collection
@@ -22,11 +22,11 @@ from qserve.engine.step.transfer import PinnedCopies, on_host
 class StepOutputs:
     """Outputs of a step's forward pass, on the device.
 
-    Legend: T tokens of the step, S rows that sample, C hidden size, V vocabulary.
+    T: tokens of the step. S: rows that sample. C: hidden size. V: vocabulary size.
     """
 
-    logits_SV: torch.Tensor  # of the sampled rows
-    hidden_TC: torch.Tensor | None  # after the last norm; None: not needed
+    logits_SV: torch.Tensor  # logits of the sampled rows
+    hidden_TC: torch.Tensor | None  # hidden states after the last norm; None: not needed
     taps: tuple[torch.Tensor, ...] = ()  # auxiliary hidden states [T, C] for a drafter
 
 
@@ -37,18 +37,18 @@ ALIGNMENT = 16  # bytes, as kernels require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """Size of a graph: requests with equally many tokens, or tokens of any requests."""
+    """Kind and size of a graph."""
 
-    is_chunk: bool
+    is_chunk: bool  # True: tokens of any requests; False: the same number of tokens per request
     num_tokens: int
     num_requests: int
-    has_adapters: bool = False  # needs other kernels; a step without adapters is faster
-    has_media: bool = False  # begins with embeddings (media_buffers.py)
-    is_whole: bool = False  # a decode with its inputs and sampling (whole_steps.py)
+    has_adapters: bool = False  # uses other kernels; steps without adapters are faster
+    has_media: bool = False  # starts from embeddings (media_buffers.py)
+    is_whole: bool = False  # a decode with the copy of its inputs and sampling (whole_steps.py)
 
     @property
     def count(self) -> int:
-        """Tokens of each request, for a decode graph."""
+        """Number of tokens of each request in a decode graph."""
         return self.num_tokens // self.num_requests
 
     @property
@@ -69,7 +69,7 @@ class _Field(NamedTuple):
 
 
 class StepBuffers:
-    """Inputs of every graph in one allocation, and the block tables."""
+    """Inputs of all graphs in one allocation, and the block tables."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class StepBuffers:
         most = max(fields[-1].end for fields in self._fields.values())
         self._bytes = torch.zeros(_whole_words(most), dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
-        self._sent_RX = np.empty((0, 0), np.int32)  # current contents of its top left corner
-        self.holds: GraphKey | None = None  # the graph whose layout the bytes have
-        # for requests with equally many tokens
+        self._sent_RX = np.empty((0, 0), np.int32)  # current contents of _tables_RX, top left
+        self.holds: GraphKey | None = None  # the graph whose layout the buffer has now
+        # rows and query starts of decode graphs
         self._rows = torch.arange(max(key.num_tokens for key in keys) + 1, device=device)
         self._starts = self._rows.to(torch.int32)
 
     def batch(self, key: GraphKey, max_context_len: int) -> Batch:
-        """Views of a graph's inputs."""
+        """Return views of a graph's inputs."""
         tensors = {"logits_rows_S": self._rows[: key.num_tokens]}
         tensors["query_starts_R1"] = self._starts[: key.num_tokens + 1 : key.count].contiguous()
         for field in self._fields[key]:
@@ -110,12 +110,12 @@ class StepBuffers:
         return self._bytes[field.offset : field.end].view(dtype)
 
     def sample_words(self, key: GraphKey) -> torch.Tensor:
-        """Sampling parameters [S, P] of a whole step, in its inputs."""
+        """Return the view of a whole step's sampling parameters [S, P]."""
         field = next(each for each in self._fields[key] if each.name == SAMPLE_WORDS)
         return self._view(field).view(key.num_requests, NUM_WORDS)
 
     def words(self, key: GraphKey) -> torch.Tensor:
-        """All inputs of a graph but its block tables, int64, at their fixed address."""
+        """Return a view, as int64 words, of all inputs of a graph except the block tables."""
         return self._bytes.view(torch.int64)[: self.num_words(key)]
 
     def num_words(self, key: GraphKey) -> int:
@@ -123,16 +123,16 @@ class StepBuffers:
         return _whole_words(self._fields[key][-1].end) // 8
 
     def pad_entry_(self, key: GraphKey, entry: np.ndarray) -> None:
-        """Fill an entry of the host's ring with padding only."""
+        """Fill an entry of the host's ring with padding."""
         self._pack_(key, _nothing(self._fields[key]), entry)
         self.holds = key
 
     def fill_entry_(
         self, key: GraphKey, step: StepInput, token_ids_T: np.ndarray, entry: np.ndarray
     ) -> None:
-        """Fill an entry of the host's ring with a step, which a whole graph copies to the buffers.
+        """Fill an entry of the host's ring with a step. A whole graph copies it to the buffers.
 
-        The block tables are copied now.
+        The block tables are copied to the device now.
         """
         arrays = {
             field.name: getattr(step, field.name)
@@ -145,7 +145,7 @@ class StepBuffers:
         self._fill_tables_(step.block_tables_RX)
 
     def pad_(self, key: GraphKey) -> None:
-        """Fill the buffers with padding only."""
+        """Fill the buffers with padding."""
         self._fill_(key, _nothing(self._fields[key]))
 
     def fill_(self, key: GraphKey, step: StepInput) -> None:
@@ -157,8 +157,8 @@ class StepBuffers:
         self._fill_tables_(step.block_tables_RX)
 
     def _fill_tables_(self, tables_RX: np.ndarray) -> None:
-        # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
-        # have the same block tables as the previous one.
+        # Columns beyond a request's pages and rows beyond the requests are never read. Most steps
+        # have the same block tables as the previous step, so they are not copied again.
         if not np.array_equal(tables_RX, self._sent_RX):
             rows, columns = tables_RX.shape
             tables = on_host(tables_RX, self._device)
@@ -172,7 +172,7 @@ class StepBuffers:
         self._copies.send_(packed, self._bytes.view(torch.int64))
 
     def _pack_(self, key: GraphKey, arrays: dict[str, np.ndarray], packed: np.ndarray) -> None:
-        """Write a graph's inputs into int64 words."""
+        """Write a graph's inputs and padding into int64 words."""
         packed = packed.view(np.uint8)
         for field in self._fields[key]:
             array = arrays[field.name]
@@ -182,7 +182,7 @@ class StepBuffers:
 
 
 def _nothing(fields: Collection[_Field]) -> dict[str, np.ndarray]:
-    """Arrays of a step without tokens."""
+    """Return the input arrays of a step without tokens."""
     empty = {field.name: np.zeros(0, field.dtype) for field in fields}
     empty["query_starts_R1"] = np.zeros(1, np.int32)
     return empty
@@ -201,7 +201,7 @@ def _fields(
         ("token_ids_T", np.int64, tokens, 0),
         ("positions_T", np.int64, tokens, 0),
         ("slots_T", np.int64, tokens, PADDING_SLOT),
-        # in a verify, a padding request has as many keys as rows: of any page
+        # In a verify, a padding request has as many keys as rows; their page does not matter.
         ("context_lengths_R", np.int32, requests, key.count if key.is_verify else 0),
     ]
     if key.is_chunk:
@@ -214,7 +214,7 @@ def _fields(
     if with_rope_shifts:
         specs.append(("rope_shifts_T", np.int64, tokens, 0))
     if key.is_whole:
-        # -1 in all words: greedy, nothing reported, no bias
+        # -1 in all words means greedy sampling, no log probabilities and no bias.
         specs.append((SAMPLE_WORDS, np.int64, requests * NUM_WORDS, -1))
     fields, offset = [], 0
     for name, dtype, size, padding in specs:

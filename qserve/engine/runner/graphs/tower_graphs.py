@@ -1,8 +1,10 @@
-"""TowerGraphs: CUDA graphs of a vision tower, one for each size of image that comes again.
+"""TowerGraphs: CUDA graphs of a vision tower, one for each image size that occurs again.
 
-A call of the tower for few patches is bound by launches: 27 layers of nine kernels take more time
-on the host than on the device. The first call of a size runs kernel by kernel; the second is
-captured. Legend: B images of one size, N patches of an image, T = B * N, M embeddings of an image.
+A call of the tower for few patches is bound by kernel launches: 27 layers of nine kernels take more
+time on the host than on the device. The first call of a size runs kernel by kernel; the second call
+is captured.
+
+B: images of one size. N: patches of an image. M: embeddings of an image.
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ import torch
 from qserve.engine.runner.graphs.capture import capture
 from qserve.multimodal.qwen_tower import GridPlan, QwenTower
 
-MAX_PATCHES = 4096  # of a call, an image of 1024 x 1024: more of them keep the device busy
-NUM_GRAPHS = 32  # sizes whose graphs are kept, and as many that were seen once
+MAX_PATCHES = 4096  # per call, an image of 1024 x 1024; larger calls keep the device busy
+NUM_GRAPHS = 32  # maximum number of graphs, and of sizes that were seen once
 
 
 class CallSize(NamedTuple):
@@ -33,15 +35,15 @@ class _Captured:
 
 
 class TowerGraphs:
-    """A QwenTower whose calls of sizes seen before are replays.
+    """A QwenTower that replays a CUDA graph for call sizes that occurred before.
 
-    Graphs share their memory and their inputs and outputs: one runs at a time.
+    Graphs share their memory, inputs and outputs; they run one at a time.
     """
 
     def __init__(self, tower: QwenTower) -> None:
         self._tower = tower
-        # of both, what was used last is at the end
-        self._seen: dict[CallSize, None] = {}  # once
+        # in both dicts the most recently used size is last
+        self._seen: dict[CallSize, None] = {}  # sizes that occurred once
         self._captured: dict[CallSize, _Captured] = {}
         self._pool: object = None
         self._patches: torch.Tensor | None = None
@@ -53,7 +55,7 @@ class TowerGraphs:
         return sum(self._sizes) * self._tower.dtype.itemsize
 
     def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return embeddings [B, M, W] as the tower does."""
+        """Return embeddings [B, M, W], as QwenTower.encode does."""
         batch, count, _ = patches_BNP.shape
         size = CallSize(batch, rows, columns)
         if batch * count > MAX_PATCHES:
@@ -71,7 +73,7 @@ class TowerGraphs:
         return self._outputs(captured.out_shape).clone()
 
     def close(self) -> None:
-        """Free all graphs and their memory. Later calls capture again."""
+        """Free all graphs and their memory. Later calls capture them again."""
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
@@ -79,20 +81,20 @@ class TowerGraphs:
         self._pool = self._patches = self._embeddings = None
 
     def _note(self, size: CallSize) -> None:
-        """Remember a size that came for the first time."""
+        """Record a size that occurs for the first time."""
         self._seen[size] = None
         if len(self._seen) > NUM_GRAPHS:
             del self._seen[next(iter(self._seen))]
 
     def _keep(self, size: CallSize, captured: _Captured) -> None:
-        """Keep the graph that is used now, and free the one that was used least recently."""
+        """Keep the graph that is used now. If there are too many, free the least recently used."""
         self._captured[size] = captured
         if len(self._captured) > NUM_GRAPHS:
             self._captured.pop(next(iter(self._captured))).graph.reset()
 
     def _capture(self, patches_BNP: torch.Tensor, size: CallSize) -> _Captured:
         tower, grid = self._tower, (size.rows, size.columns)
-        plan = tower.plan(*grid)  # made outside of the graph: its tables are copied to the device
+        plan = tower.plan(*grid)  # made outside the graph, because it copies tables to the device
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._allocate(patches_BNP.device)

@@ -1,12 +1,15 @@
-"""WholeSteps: decode steps of a few requests, whose CUDA graphs include inputs and sampling.
+"""WholeSteps: decode steps whose CUDA graphs include the input copy and sampling.
 
-For few requests the host is slower than the device: a 0.5B's graph takes 0.49 ms on an H200 and
-Python 0.68 ms for a step of it. Here a launch is one copy within the host's memory and one replay.
-The graph fetches its inputs from a ring of pinned memory, takes pending tokens from the samples of
-the step before, and writes the sampled tokens to a second ring (qkernels/gpu/rings.py).
+For few requests the host is slower than the device: for a step of a 0.5B model the graph takes
+0.49 ms on an H200 and Python 0.68 ms. A whole step needs only a copy within host memory and one
+graph replay. The graph reads its inputs from a ring of pinned memory, takes pending tokens from the
+samples of the previous step, and writes the sampled tokens to a second ring
+(qkernels/gpu/rings.py).
 
-A step has such a graph if all its rows sample and no row has biases, masks, penalties or log
-probabilities. Legend: D entries of a ring, B words of an entry, R rows, S rows that sample.
+A step can run as a whole step if all its rows sample and no row has biases, masks, penalties or log
+probabilities.
+
+D: entries of a ring. B: words of an entry. R: rows. S: rows that sample.
 """
 
 import contextlib
@@ -21,13 +24,13 @@ from qkernels.sampling.words import HISTORY_ROW, NUM_LOGPROBS
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
 
-# Entries of the rings: more steps than are ever in flight, whose tokens the host has not read.
+# Entries of each ring: more than the steps in flight, whose tokens the host has not read.
 DEPTH = 16
 MAX_ROWS = 8  # with more rows the device is slower than the host
 
 
 def is_whole(step: StepInput) -> bool:
-    """True if a graph can sample all rows of a step that decodes."""
+    """Return True if the step can run as a whole step."""
     words_SP = step.sample_words_SP
     return (
         step.num_tokens == step.num_sampled <= MAX_ROWS
@@ -41,17 +44,17 @@ def is_whole(step: StepInput) -> bool:
 
 
 def launch_rings(device: torch.device) -> None:
-    """Launch the kernels of the rings, which no step outside of a graph launches."""
+    """Launch the ring kernels once. Only steps in graphs launch them otherwise."""
     whole = WholeSteps(1, device)
     whole.receive_(torch.zeros(1, dtype=torch.int64, device=device), 1)
     whole.deliver_(torch.zeros(1, dtype=torch.int64, device=device))
 
 
 class WholeSteps:
-    """Rings of the captured whole steps of one device."""
+    """The rings of captured whole steps on one device."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """`num_words`: int64 words of the largest step's inputs."""
+        """`num_words`: size of the largest step's inputs, in int64 words."""
         pinned = {"dtype": torch.int64, "pin_memory": device.type == "cuda"}
         self._device = device
         self._in_DB = torch.zeros(DEPTH, num_words, **pinned)
@@ -64,20 +67,23 @@ class WholeSteps:
         self._done = [torch.cuda.Event() for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def entry(self) -> np.ndarray:
-        """The next step's entry, to be filled before its launch. Waits for its last reader."""
+        """Return the ring entry of the next step. Waits until the device has read it.
+
+        The caller fills the entry before it launches the step.
+        """
         slot = self._num_sent % DEPTH
         if self._num_sent >= DEPTH and self._done:
             self._done[slot].synchronize()
         return self._entries[slot]
 
     def receive_(self, inputs_B: torch.Tensor, num_tokens: int) -> None:
-        """Begin a step on the device: its entry goes to `inputs_B`, with pending tokens."""
+        """Start a step on the device: copy its entry to `inputs_B` and fill in pending tokens."""
         from qkernels.gpu.rings import receive_  # imports triton, which a CPU may lack
 
         receive_(inputs_B, self._in_DB, self._counter, self.samples_R, num_tokens)
 
     def sample_(self, logits_SV: torch.Tensor, words_SP: torch.Tensor) -> None:
-        """End a step on the device: draw its tokens and deliver them."""
+        """End a step on the device: sample its tokens and deliver them."""
         settings = SampleSettings(
             words_SP=words_SP,
             bias_E=self._bias_E,
@@ -88,20 +94,20 @@ class WholeSteps:
         self.deliver_(ops.sample_(logits_SV, settings).tokens_S)
 
     def deliver_(self, tokens_S: torch.Tensor) -> None:
-        """Write the tokens of the current step to its entry, and end the step."""
+        """Write the tokens of the current step to its entry of the output ring; end the step."""
         from qkernels.gpu.rings import deliver_
 
         deliver_(tokens_S, self.samples_R, self._out_DR, self._counter)
 
     @contextlib.contextmanager
     def kept_samples(self) -> Iterator[None]:
-        """Keep the samples that the next step may take, while a step of padding runs."""
+        """Context for a padding step. Preserves the samples that the next step may read."""
         kept_R = self.samples_R.clone()
         yield
         self.samples_R.copy_(kept_R)
 
     def launched(self, num_rows: int) -> HostCopy:
-        """Note a launch of the filled entry's step. Returns its tokens on their way to the host."""
+        """Record that the step of the filled entry was launched. Returns its tokens' host copy."""
         slot = self._num_sent % DEPTH
         self._num_sent += 1
         tokens_S = self._out_DR[slot, :num_rows]
@@ -111,12 +117,12 @@ class WholeSteps:
         return HostCopy.under_way(tokens_S, self._done[slot])
 
     def token_ids(self, step: StepInput, last_samples: torch.Tensor | None) -> np.ndarray:
-        """A step's token ids; -1 - r where the device finds them in row r of `samples_R`."""
+        """Return a step's token ids; -1 - r for a pending token that is in row r of `samples_R`."""
         rows = step.pending_row
         if not len(rows):
             return step.token_ids_T
         if last_samples is None or last_samples.data_ptr() != self.samples_R.data_ptr():
-            # the step before was no whole one
+            # the previous step was not a whole step
             drawn = last_samples[to_device(rows, self._device)]
             self.samples_R[: len(rows)] = drawn
             rows = np.arange(len(rows))

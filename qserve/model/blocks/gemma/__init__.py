@@ -1,1 +1,1 @@
-"""Blocks that Gemma alone has."""
+"""Blocks that only Gemma models have."""

@@ -1,10 +1,11 @@
 """Gemma 3n's layers, with AltUp and LAuReL.
 
-AltUp: there are several streams of hidden states, of which a layer computes one. LAuReL: a product
-of low rank runs next to attention.
+AltUp: the model has several streams of hidden states, and a layer computes one of them. LAuReL: a
+low-rank product runs in parallel with attention.
 
-Baykal et al., "Alternating Updates for Efficient Transformers" (2023). Legend: T tokens of the
-step, C hidden size, N streams; stream 0 is the one that layers compute.
+Baykal et al., "Alternating Updates for Efficient Transformers" (2023).
+
+T: tokens of the step. C: hidden size. N: streams. Layers compute stream 0.
 """
 
 import torch
@@ -21,31 +22,31 @@ from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 from qserve.parallel.communicator import Communicator
 
-LEAST_SQUARE = 1e-5  # of a stream's magnitude
+LEAST_SQUARE = 1e-5  # lower limit of a stream's mean square
 
 
 def _as_large_as(x_TC: torch.Tensor, target_TC: torch.Tensor) -> torch.Tensor:
-    """Return x with the root mean square of the target in each row."""
+    """Scale each row of x to the root mean square of the target's row."""
     root_T1 = target_TC.square().mean(-1, keepdim=True).sqrt()
     return x_TC * root_T1 / x_TC.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
 
 
 class Streams(torch.nn.Module):
-    """Makes the streams [T, N C] of embeddings, and one state of the last layer's streams."""
+    """Splits embeddings into streams [T, N C], and merges the last layer's streams."""
 
     def __init__(self, into: list[torch.Tensor], back: list[torch.Tensor]) -> None:
-        """`into`, `back`: matrices [C, C] of streams 1, 2, ..."""
+        """`into`, `back`: matrices [C, C] for streams 1, 2, ..."""
         super().__init__()
         self.register_buffer("into", torch.stack(into))
         self.register_buffer("back", torch.stack(back))
 
     def split(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """Return [T, N C]."""
+        """Return the streams, [T, N C]."""
         others = [_as_large_as(functional.linear(x_TC, matrix), x_TC) for matrix in self.into]
         return torch.cat([x_TC, *others], dim=1)
 
     def merge(self, x_TNC: torch.Tensor) -> torch.Tensor:
-        """Return [T, C], the mean of all streams."""
+        """Return the mean of all streams, [T, C]."""
         first, *others = x_TNC.chunk(len(self.back) + 1, dim=1)
         made = [
             _as_large_as(functional.linear(x_TC, matrix), first)
@@ -55,7 +56,7 @@ class Streams(torch.nn.Module):
 
 
 class AltUp(torch.nn.Module):
-    """Predicts all streams before a layer, and corrects them by what it computed of the first."""
+    """Predicts all streams before a layer; corrects them with the layer's result for stream 0."""
 
     def __init__(
         self,
@@ -72,19 +73,19 @@ class AltUp(torch.nn.Module):
         self.register_buffer("correction_coefs", correction_coefs)
 
     def _modalities(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]."""
+        """Return the router's output, [T, N]."""
         normed_TC, _ = self.router_norm(x_TC, None, None)
         routed = functional.linear(normed_TC * x_TC.shape[1] ** -1.0, self.modality_router)
         return torch.tanh(routed.float()).to(x_TC.dtype)
 
     def predict(self, x_TNC: torch.Tensor) -> torch.Tensor:
-        """Return [T, N, C]: the streams plus a mixture of them."""
+        """Return the predicted streams [T, N, C]: the streams plus a mixture of them."""
         num_streams = x_TNC.shape[1]
         coefs = functional.linear(self._modalities(x_TNC[:, 0]), self.prediction_coefs)
         return torch.baddbmm(x_TNC, coefs.unflatten(1, (num_streams, num_streams)), x_TNC)
 
     def correct(self, predicted_TNC: torch.Tensor, computed_TC: torch.Tensor) -> torch.Tensor:
-        """Return [T, N, C]: each stream moves with the first one."""
+        """Return the corrected streams [T, N, C]: each moves by a multiple of stream 0's change."""
         coefs_TN = functional.linear(self._modalities(computed_TC), self.correction_coefs) + 1.0
         innovation_TC = computed_TC - predicted_TNC[:, 0]
         return predicted_TNC + coefs_TN[..., None] * innovation_TC[:, None]
@@ -112,11 +113,11 @@ class AltUpLayer(Layer):
         *,
         altup: AltUp,
         laurel: Laurel,
-        output_scale: torch.Tensor,  # [C], of the first stream that the layer's input reads
+        output_scale: torch.Tensor,  # [C]: scales stream 0 before layer_input reads it
         layer_input: LayerInput,
         **blocks: object,
     ) -> None:
-        """`blocks`: those of Layer."""
+        """`blocks`: arguments of Layer."""
         super().__init__(**blocks)
         self.altup, self.laurel, self.layer_input = altup, laurel, layer_input
         self.register_buffer("output_scale", output_scale)
@@ -130,7 +131,7 @@ class AltUpLayer(Layer):
         cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As Layer.forward; a tap gets the first stream."""
+        """Run the layer, as Layer.forward does. `taps` gets the predicted stream 0."""
         streams_TNC = x_TC.unflatten(1, (-1, len(self.output_scale)))
         predicted_TNC = self.altup.predict(streams_TNC)
         active_TC = predicted_TNC[:, 0].contiguous()
@@ -155,7 +156,8 @@ class AltUpLayer(Layer):
 class SparseMlp(torch.nn.Module):
     """down(gelu(relu(gate(x) - cutoff)) * up(x)), in plain torch between the linears.
 
-    The cutoff of a token leaves out a share of its gates, if they were normally distributed.
+    The cutoff of a token sets a fraction `sparsity` of its gates to 0, assuming that the gates are
+    normally distributed.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class SparseMlp(torch.nn.Module):
         up_proj: Linear,
         down_proj: Linear,
         sparsity: float,
-        total: int,  # gates of all ranks
+        total: int,  # number of gates of all ranks
         communicator: Communicator | None = None,  # None: this rank has all gates
     ) -> None:
         super().__init__()
@@ -173,15 +175,15 @@ class SparseMlp(torch.nn.Module):
         self.deviations = float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float64)))
 
     def products(self) -> "list[Product]":
-        """Quantized products, each with the operation that consumes its result."""
+        """Return the quantized products, each with the operation that consumes its result."""
         return [*products_of(self.up_proj, None), *products_of(self.down_proj, "norm")]
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.up_proj.plan(rows)
 
     def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
-        """The result goes to the norm that follows."""
+        """Return the block's result, the input of the next norm."""
         gate_TI, up_TI = reduced(self.up_proj(x_TC, plan)).chunk(2, dim=1)
         gate = gate_TI.float()
         mean_T1 = self._mean(gate)

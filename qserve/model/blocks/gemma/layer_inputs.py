@@ -1,6 +1,6 @@
-"""Per-layer embeddings: an input of each layer for each token, and what a layer does with it.
+"""Per-layer embeddings: every layer gets an additional input for each token.
 
-Legend: T tokens of the step, C hidden size, L layers, P width of a layer's input.
+T: tokens of the step. C: hidden size. L: layers. P: width of a layer's input.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,10 @@ from qserve.model.blocks.norm import BranchEnd, Norm
 
 
 class LayerInputs(torch.nn.Module):
-    """Inputs of all layers: rows of a table, and a product of the embeddings of tokens.
+    """Computes the inputs of all layers from a table and from the token embeddings x.
 
-    They are (norm(projection(x) C^-0.5) + rows) / sqrt(2), with a norm over each layer's part.
+    The inputs are (norm(projection(x) C^-0.5) + rows) / sqrt(2), with a norm over the P channels of
+    each layer.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class LayerInputs(torch.nn.Module):
         table: Embedding,
         projection: FloatLinear,
         norm: Norm,
-        num_tokens: int | None = None,  # of the table; others have the rows of token 0; None: all
+        num_tokens: int | None = None,  # rows of the table; larger token ids use row 0; None: all
     ) -> None:
         super().__init__()
         self.num_tokens = num_tokens
@@ -36,7 +37,7 @@ class LayerInputs(torch.nn.Module):
     def forward(
         self, token_ids_T: torch.Tensor, x_TC: torch.Tensor, positions_T: torch.Tensor
     ) -> torch.Tensor:
-        """Return [T, L, P]. `x_TC`: embeddings of the tokens."""
+        """Return the inputs of all layers, [T, L, P]. `x_TC`: embeddings of the tokens."""
         made = self.projection(x_TC) * x_TC.shape[1] ** -0.5
         normed, _ = self.norm(made.reshape(-1, self.width), None, None)
         if self.num_tokens is not None:
@@ -55,14 +56,14 @@ class LayerInput(torch.nn.Module):
         self._sum = Norm(None, 0.0)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.gate, None)
         yield from products_of(self.projection, "norm")
 
     def forward(
         self, x_TC: torch.Tensor, input_TP: torch.Tensor, onto_TC: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the residual stream [T, C] with the layer's input added, or `onto_TC` with it."""
+        """Return the residual stream [T, C], or `onto_TC`, with the layer's input added."""
         rows = x_TC.shape[0]
         plan = self.gate.plan(rows)
         gate_TP = reduced(self.gate(ops.in_form(x_TC, plan.input), plan))

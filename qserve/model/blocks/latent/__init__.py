@@ -1,1 +1,1 @@
-"""Latent attention (MLA), and adapters of the matrix that it multiplies into queries."""
+"""Multi-head latent attention (MLA), its LoRA adapters and its indexer."""

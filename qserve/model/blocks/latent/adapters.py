@@ -1,10 +1,11 @@
-"""Adapters of kv_b_proj, whose matrix latent attention multiplies into queries and results.
+"""LoRA adapters of kv_b_proj, the matrix that latent attention absorbs into queries and results.
 
-An adapter adds scale * B A to it. B has, of each head, first rows of its key, then of its value:
+An adapter adds scale * B A to the matrix. For each head, B has first the rows of the key, then the
+rows of the value:
 
     query + scale * (q_n B_key) A        result + scale * (A latents) B_value
 
-Legend as in attention.py and qkernels/lora/weights.py: T rows, H heads, P, L, V, R ranks.
+Letters are those of attention.py and qkernels/lora/weights.py; R: adapter rank.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from qserve.model.blocks.linear import AdaptedRows
 
 
 class LatentAdapters:
-    """Slots of adapters of one layer's kv_b_proj."""
+    """Adapter slots of one layer's kv_b_proj."""
 
     def __init__(self, weights: LoraWeights, rows: AdaptedRows, nope: int, value: int) -> None:
         self.weights, self.rows, self.nope, self.value = weights, rows, nope, value
@@ -27,24 +28,25 @@ class LatentAdapters:
         return self.rows.slots_T
 
     def add_queries_(self, absorbed_THL: torch.Tensor, q_n_THP: torch.Tensor) -> None:
-        """Add the adapters' part to absorbed queries."""
+        """Add the adapters' contribution to absorbed queries."""
         for rows_T11, a_RL, b_RHD in self._slots():
             b_RHP = b_RHD[..., : self.nope]
             low_THR = torch.einsum("thp,rhp->thr", q_n_THP.float(), b_RHP) * rows_T11
             absorbed_THL += (low_THR @ a_RL).to(absorbed_THL.dtype)
 
     def add_results_(self, out_THV: torch.Tensor, out_THL: torch.Tensor) -> None:
-        """Add the adapters' part to values of heads, made from sums of latents."""
+        """Add the adapters' contribution to the heads' results, computed from sums of latents."""
         for rows_T11, a_RL, b_RHD in self._slots():
             b_RHV = b_RHD[..., self.nope :]
             low_THR = (out_THL.float() @ a_RL.T) * rows_T11
             out_THV += torch.einsum("thr,rhv->thv", low_THR, b_RHV).to(out_THV.dtype)
 
     def _slots(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (scale of the rows that have the slot, A, B by head) of each slot, in float32.
+        """Yield (scale per row, A, B by head) of each slot, in float32.
 
-        Every slot is computed for all rows, so that a CUDA graph holds the same kernels for any
-        adapters. Elements beyond an adapter's rank are undefined.
+        The scale is 0 for rows that use another slot. Every slot is computed for all rows, so that
+        a CUDA graph has the same kernels for any adapters. Weights beyond an adapter's rank are
+        undefined in memory and replaced by 0.
         """
         weights = self.weights
         ranks_R1 = torch.arange(weights.max_rank, device=weights.a_LRSK.device)[:, None]

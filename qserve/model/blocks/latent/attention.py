@@ -1,17 +1,25 @@
 """Multi-head latent attention (MLA) over paged latents, and the spec of its cache.
 
-The cache has one entry for each token and all heads: its normed latent c, then its rotated key r.
-Rows of few new tokens make no keys and values of heads: W_UK is multiplied into the queries and
-W_UV into the result (absorption).
+The cache has one entry per token, shared by all heads: the normed latent c, then the rotated key r.
+Short chunks compute no keys and values per head: W_UK is multiplied into the queries, and W_UV into
+the result (absorption).
 
     score = (q_n W_UK) c + q_r r        out = (sum of weights * c) W_UV
 
-Chunks of many rows make them from the entries (expansion):
+Long chunks compute keys and values per head from the entries (expansion):
 
     score = q_n (W_UK c) + q_r r        out = sum of weights * (c W_UV)
 
-Legend: T tokens of the step, C hidden size, H heads, P width of a query's part without rotation, R
-of its rotated part, L of a latent, V of a value, E = L + R.
+Letters in names:
+
+    T: tokens of the step
+    C: hidden size
+    H: heads
+    P: width of a query's part without rotation (q_n)
+    R: width of a query's rotated part (q_r)
+    L: width of a latent
+    V: width of a value
+    E: width of a cache entry, L + R
 """
 
 from collections.abc import Iterator
@@ -37,17 +45,17 @@ from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, 
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
 
-# Of the norms of latents. transformers gives them this default whatever rms_norm_eps is, and its
-# tokens are the ones that tests compare; vLLM passes rms_norm_eps, which differs where it is 1e-5.
+# Epsilon of the norms of latents. transformers uses this default and ignores rms_norm_eps; the
+# tests compare with transformers. vLLM uses rms_norm_eps, which is 1e-5 in some models.
 INNER_NORM_EPS = 1e-6
-# Rows times keys times heads that are computed over entries in 1 ms (H100: 84 TFLOP/s). Python
-# launches the kernels of a layer in about as long, and those of an expansion in a third of it.
+# Rows times keys times heads that absorption computes in 1 ms (H100: 84 TFLOP/s). Python needs
+# about 1 ms to launch the kernels of a layer, and a third of it for those of an expansion.
 PAIRS_OF_MS = 36_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Sizes of one layer's attention. Heads are those of this rank."""
+    """Sizes of one layer's attention. `heads` counts the heads of this rank."""
 
     heads: int
     nope: int  # P
@@ -57,23 +65,23 @@ class LatentShape:
 
     @property
     def entry(self) -> int:
-        """Numbers of a token in the cache."""
+        """Width of a cache entry (E)."""
         return self.latent + self.rope
 
     @property
     def queries(self) -> int:
-        """Outputs of the projection that makes queries."""
+        """Number of outputs of the query projection."""
         return self.heads * (self.nope + self.rope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLatentsSpec(CacheSpec):
-    """An entry of each token; every rank holds all of it."""
+    """Cache spec: one entry per token. Every rank holds whole entries."""
 
     shape: LatentShape
     dtype: torch.dtype
     page_size: int
-    kernel: str | None  # asked for or forbidden by name
+    kernel: str | None  # selected or excluded by name
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedLatents:
         shape = num_pages, self.page_size, self.shape.entry
@@ -82,7 +90,7 @@ class PagedLatentsSpec(CacheSpec):
     @property
     def split_rule(self) -> SplitRule | None:
         if self.kernel == FIXED_ORDER:
-            return None  # expanded keys would be other products
+            return None  # expansion would compute other products, so other bits
         sizes = self.shape
         rows = expanded_rows(
             heads=sizes.heads, latent=sizes.latent, nope=sizes.nope, value=sizes.value
@@ -94,7 +102,7 @@ class PagedLatentsSpec(CacheSpec):
 
     @property
     def bytes_to_come(self) -> int:
-        return 0 if self.split_rule is None else MAX_BYTES * 5 // 4  # and entries of a piece
+        return 0 if self.split_rule is None else MAX_BYTES * 5 // 4  # a quarter more for entries
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(
@@ -153,23 +161,23 @@ class LatentAttention(torch.nn.Module):
         shape: LatentShape,
         *,
         rotary: Rotary,
-        qkv_proj: Linear,  # makes queries or their latents, then c and r
-        q_b_proj: Linear | None,  # makes queries from their latents; None: qkv_proj makes them
+        qkv_proj: Linear,  # computes queries or query latents, then c and r
+        q_b_proj: Linear | None,  # computes queries from latents; None: qkv_proj computes queries
         o_proj: Linear,
-        q_norm: torch.Tensor | None,  # of queries' latents
+        q_norm: torch.Tensor | None,  # norm of query latents
         kv_norm: torch.Tensor,  # [L]
         key_up: torch.Tensor,  # W_UK [H, P, L]
         value_up: torch.Tensor,  # W_UV [H, L, V]
-        scale: float,  # of scores
+        scale: float,  # of attention scores
         query_scales: torch.Tensor | None = None,  # float32 [positions]
-        indexer: Indexer | None = None,  # None: the layer has none
-        selection: Selection | None = None,  # None: queries see all keys
+        indexer: Indexer | None = None,  # None: the layer has no indexer
+        selection: Selection | None = None,  # None: queries attend to all keys
         kernel: str | None = None,  # selected or excluded by name
     ) -> None:
         super().__init__()
         self.indexer, self.selection = indexer, selection
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
-        # Without a rotation positions do not count: one row of cosines 1 and sines 0.
+        # A table without rotation: one row with cosines 1 and sines 0, for all positions.
         self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
         table = rotary.cos_sin.new_zeros(1, 2 * half)
         table[:, :half] = 1
@@ -180,7 +188,7 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("key_up", key_up)
         self.register_buffer("value_up", value_up)
         self.register_buffer("query_scales", query_scales)
-        self.adapters: LatentAdapters | None = None  # of kv_b_proj; --enable-lora sets it
+        self.adapters: LatentAdapters | None = None  # for kv_b_proj; set with --enable-lora
 
     def cache_spec(
         self, kv_format: KvFormat, page_size: int
@@ -202,7 +210,7 @@ class LatentAttention(torch.nn.Module):
         )
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.qkv_proj, None)
         if self.q_b_proj is not None:
             yield from products_of(self.q_b_proj, None)
@@ -212,9 +220,9 @@ class LatentAttention(torch.nn.Module):
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs.
+        """Return the plan of the first linear, which sets the output form of the norm before it.
 
-        A tensor if an indexer reads it, too.
+        With an indexer the norm outputs a plain tensor, because the indexer reads it too.
         """
         return self.qkv_proj.plan(rows) if self.indexer is None else FLOAT_PLAN
 
@@ -225,10 +233,9 @@ class LatentAttention(torch.nn.Module):
         step: StepInputs,
         cache: PagedLatents | IndexedLatents,
     ) -> LinearOutput:
-        """Attend from the step's tokens [T, C] to all of their requests' tokens; store their
-        entries.
+        """Store the entries of the step's tokens [T, C]; attend to all tokens of their requests.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         shape, read_TC, indexed = self.shape, x_TC, cache
         if self.indexer is not None:
@@ -267,7 +274,7 @@ class LatentAttention(torch.nn.Module):
                 selected = self.indexer.select(read_TC, index_q_TID, step, indexed.keys_PBD)
                 self.selection.keys = selected
         selected = None if self.selection is None else self.selection.keys
-        # adapters and selected keys read latents alone
+        # Adapters and selected keys work only with absorption.
         if step.split is None or selected is not None or self._adapters is not None:
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step, selected)
         else:
@@ -283,7 +290,10 @@ class LatentAttention(torch.nn.Module):
         step: AttentionStep,
         selected: SelectedKeys | None = None,
     ) -> torch.Tensor:
-        """Attend over entries [T, H, V], or those selected. Fills the first L numbers of `q`."""
+        """Attend over all or the selected entries by absorption. Returns [T, H, V].
+
+        Writes absorbed queries to the first L channels of `q_THE`.
+        """
         absorbed_THL = q_THE[..., : self.shape.latent]
         if self.kernel == FIXED_ORDER:
             ops.fixed_order_heads(q_n_THP, self.key_up, absorbed_THL)
@@ -307,7 +317,7 @@ class LatentAttention(torch.nn.Module):
 
     @property
     def _adapters(self) -> LatentAdapters | None:
-        """Adapters of kv_b_proj; None: no row of this step has one."""
+        """The adapters of kv_b_proj; None if no row of this step has an adapter."""
         if self.adapters is None or self.adapters.slots_T is None:
             return None
         return self.adapters
@@ -315,7 +325,7 @@ class LatentAttention(torch.nn.Module):
     def _split(
         self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, split: SplitStep
     ) -> torch.Tensor:
-        """Attend over expanded keys where chunks are long, over entries elsewhere [T, H, V]."""
+        """Attend by expansion for long chunks, by absorption for the others. Returns [T, H, V]."""
         shape = self.shape
         out_THV = q_THE.new_empty((*q_THE.shape[:2], shape.value))
         if split.others is not None:
@@ -334,8 +344,7 @@ class LatentAttention(torch.nn.Module):
         return out_THV
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, H, P + R] from the first outputs of qkv_proj, or from the normed latents that these
-        are."""
+        """Return queries [T, H, P + R]. `q`: queries from qkv_proj, or normed query latents."""
         if self.q_b_proj is not None:
             plan = self.q_b_proj.plan(q.shape[0])
             q = reduced(self.q_b_proj(ops.in_form(q, plan.input), plan))

@@ -1,15 +1,20 @@
-"""The indexer of latent attention, which selects the keys that a query sees, and its cache's spec.
+"""The indexer of latent attention, which selects the keys that a query attends to.
 
-DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556). The indexer has keys of its own, one
-for each token, and queries of several heads, made from the latents of attention's queries:
+DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556). The indexer has separate keys, one per
+token, and separate queries with several heads, computed from the query latents of attention:
 
     score = sum over heads of w_i relu(q_i k)        w = weights_proj(x)
 
-A query sees the keys with the highest scores, and all keys where there are no more. Layers without
-an indexer see those that the last one before them selected.
+A query attends to the `most` keys with the highest scores, or to all keys if there are fewer. A
+layer without an indexer uses the keys that the last layer with an indexer selected.
 
-Legend: T tokens of the step, C hidden size, Q numbers of a query's latent, I heads of the indexer,
-D numbers of its keys.
+Letters in names:
+
+    T: tokens of the step
+    C: hidden size
+    Q: width of a query latent
+    I: heads of the indexer
+    D: width of an indexer key
 """
 
 from collections.abc import Iterator
@@ -34,14 +39,14 @@ KEY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedLatentsSpec(CacheSpec):
-    """The entries of a layer, and the keys of its indexer; every rank holds all of them."""
+    """Cache spec: latent entries and indexer keys of a layer. Every rank holds all of them."""
 
     latents: CacheSpec
-    heads: int  # of attention, on this rank
+    heads: int  # attention heads on this rank
     page_size: int
     width: int  # D
-    dtype: torch.dtype  # of the indexer's keys: that of activations
-    most: int  # keys that a query sees
+    dtype: torch.dtype  # of the indexer keys, the same as of activations
+    most: int  # maximum number of keys that a query attends to
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> IndexedLatents:
         shape = num_pages, self.page_size, self.width
@@ -56,7 +61,7 @@ class IndexedLatentsSpec(CacheSpec):
 
     @property
     def bytes_to_come(self) -> int:
-        # scores, their order in twice the bytes, and what topk makes of it
+        # the scores, their order in twice the bytes, and the workspace of topk
         return self.latents.bytes_to_come + 7 * MAX_BYTES
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
@@ -78,20 +83,20 @@ class IndexedLatentsSpec(CacheSpec):
 
 
 class Selection:
-    """Keys that the last layer with an indexer selected in this step, for layers after it."""
+    """The keys that the last layer with an indexer selected in this step, for later layers."""
 
     def __init__(self) -> None:
         self.keys: SelectedKeys | None = None  # None: all keys
 
 
 class Indexer(torch.nn.Module):
-    """Scores of one layer's keys."""
+    """Scores the keys of one layer and selects those with the highest scores."""
 
     def __init__(
         self,
         *,
-        wq_b: Linear,  # makes queries [I D] from latents
-        wk: Linear,  # makes keys [D]
+        wq_b: Linear,  # computes queries [I D] from query latents
+        wk: Linear,  # computes keys [D]
         weights_proj: FloatLinear,  # float32
         k_norm: tuple[torch.Tensor, torch.Tensor],  # weight and bias [D]
         rotary: Rotary,
@@ -106,13 +111,13 @@ class Indexer(torch.nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers of a key."""
+        """Width of a key (D)."""
         return len(self.k_norm_weight)
 
     def forward(
         self, x_TC: torch.Tensor, latents_TQ: torch.Tensor, step: StepInputs, keys_PBD: torch.Tensor
     ) -> torch.Tensor:
-        """Write the tokens' keys, and return their queries [T, I, D]."""
+        """Write the tokens' keys to `keys_PBD`. Returns their queries [T, I, D]."""
         k_TD = reduced(self.wk(x_TC))
         norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPS)
         k_TD = layer_norm(k_TD, (self.width,), *norm)
@@ -129,7 +134,7 @@ class Indexer(torch.nn.Module):
         step: StepInputs,
         keys_PBD: torch.Tensor,
     ) -> SelectedKeys:
-        """Return the keys of each row with the highest scores."""
+        """Return, for each row, the keys with the highest scores."""
         heads = q_TID.shape[1]
         weights_TI = self.weights_proj(x_TC.float()) * (heads * self.width) ** -0.5
         return ops.select_keys(q_TID, weights_TI, keys_PBD, step, most=self.most)

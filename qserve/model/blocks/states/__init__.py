@@ -1,1 +1,1 @@
-"""Blocks of mixers with a state of fixed size."""
+"""Token mixers with recurrent states of fixed size."""

@@ -1,6 +1,6 @@
-"""Gated delta net, a mixer over state slots instead of pages.
+"""Gated delta net, a mixer with state slots instead of pages.
 
-Legend: T tokens of the step, C hidden size, H value heads, V value dim.
+T: tokens of the step. C: hidden size. H: value heads. V: value dim.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from qserve.model.cache_spec import CacheSpec, KvFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """Sizes of one layer's net."""
+    """Sizes of one layer's delta net."""
 
     key_heads: int
     value_heads: int
@@ -39,27 +39,27 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 class DeltaNet(torch.nn.Module):
-    """Update and reading of one layer's state, with its projections."""
+    """The delta net of one layer: projections, convolution, state update and readout."""
 
     def __init__(
         self,
         shape: DeltaShape,
         *,
-        in_proj: Linear,  # concatenated queries, keys, values, and the norm's gate z
-        gates: Linear,  # b and a of each value head
+        in_proj: Linear,  # outputs queries, keys, values, and the norm's gate z
+        gates: Linear,  # outputs b and a of each value head
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [channels, taps]
         a_log: torch.Tensor,  # float32 [H]
         dt_bias: torch.Tensor,  # float32 [H]
         norm: torch.Tensor,  # [V]
         eps: float,
-        write_factor: float = 1.0,  # of what tokens write into the state
-        kernel: str | None = None,  # of the operations on states, selected by name
+        write_factor: float = 1.0,  # multiplies the update of a state
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -71,19 +71,19 @@ class DeltaNet(torch.nn.Module):
         self.register_buffer("norm", norm)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.gates, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block outputs a tensor, since the gates read it, too."""
+        """Return a plan with a tensor as input, because `gates` reads the same norm."""
         return FLOAT_PLAN
 
     has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of the layer's states; neither argument changes them."""
+        """Return the spec of the layer's states. The arguments are ignored."""
         shape = self.shape
         return StateSpec(
             channels=shape.channels,
@@ -96,9 +96,9 @@ class DeltaNet(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """Update the requests' states by the step's tokens, and read the states.
+        """Update the requests' states with the step's tokens, and read the states.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         T, shape = x_TC.shape[0], self.shape
         rows = state_step(step)

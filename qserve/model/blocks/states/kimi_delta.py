@@ -1,7 +1,8 @@
-"""Kimi Delta Attention, a mixer over state slots: a gated delta net whose key channels each keep a
-share of their own ("Kimi Linear", arXiv 2510.26692).
+"""Kimi Delta Attention, a mixer with state slots ("Kimi Linear", arXiv 2510.26692).
 
-Legend: T tokens of the step, C hidden size, H heads, V head dim, I = H V.
+It is a gated delta net with a separate decay for each key channel.
+
+T: tokens of the step. C: hidden size. H: heads. V: head dim. I: H * V.
 """
 
 from collections.abc import Iterator
@@ -41,23 +42,23 @@ class KimiShape:
 
 
 class KimiDelta(torch.nn.Module):
-    """Update and reading of one layer's state, with its projections."""
+    """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
         self,
         shape: KimiShape,
         *,
-        in_proj: Linear,  # concatenated queries, keys and values
-        low: FloatLinear,  # of x: inputs of f_b and of g_b, and b of each head
-        f_b: FloatLinear,  # makes decays of key channels
-        g_b: FloatLinear,  # makes gates of the output
+        in_proj: Linear,  # outputs queries, keys and values
+        low: FloatLinear,  # outputs the inputs of f_b and g_b, and b of each head
+        f_b: FloatLinear,  # outputs decays of key channels
+        g_b: FloatLinear,  # outputs gates for the result
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [3 I, taps]
         a_log: torch.Tensor,  # float32 [H]
         dt_bias: torch.Tensor,  # float32 [I]
         norm: torch.Tensor,  # [V]
         eps: float,
-        kernel: str | None = None,  # of the operations on states, selected by name
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -70,18 +71,18 @@ class KimiDelta(torch.nn.Module):
         self.register_buffer("norm", norm)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block outputs a tensor, since the gates read it, too."""
+        """Return a plan with a tensor as input, because `low` reads the same norm."""
         return FLOAT_PLAN
 
     has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of the layer's states; neither argument changes them."""
+        """Return the spec of the layer's states. The arguments are ignored."""
         shape = self.shape
         return StateSpec(
             channels=3 * shape.inner,
@@ -94,9 +95,9 @@ class KimiDelta(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """Update the requests' states by the step's tokens, and read the states.
+        """Update the requests' states with the step's tokens, and read the states.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         T, shape = x_TC.shape[0], self.shape
         rows = state_step(step)

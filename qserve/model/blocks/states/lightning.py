@@ -1,10 +1,13 @@
-"""Lightning attention (MiniMax-01, arXiv 2501.08313), a mixer over state slots: each head keeps the
-same share of its state at every token.
+"""Lightning attention (MiniMax-01, arXiv 2501.08313), a mixer with state slots.
+
+The state of each head decays by the same factor at every token:
 
     S = exp(-slope) S + k v^T        o = S^T q
 
-It is the recurrence of Mamba-2 with steps of 1, where B are keys, C queries and x values. Legend: T
-tokens of the step, C hidden size, H heads, D head dim, I = H D.
+This is the recurrence of Mamba-2 with a step size (dt) of 1, where B are keys, C queries and x
+values.
+
+T: tokens of the step. C: hidden size. H: heads. D: head dim. I: H * D.
 """
 
 import math
@@ -24,24 +27,24 @@ from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 from qserve.parallel.norm import NormOverRanks
 
-NORM_EPS = 1e-6  # transformers' default, whatever rms_norm_eps is
-STEP_BIAS = math.log(math.e - 1)  # its softplus is 1
+NORM_EPS = 1e-6  # transformers' default; rms_norm_eps is ignored
+STEP_BIAS = math.log(math.e - 1)  # softplus of it is 1
 
 
 class LightningAttention(torch.nn.Module):
-    """Update and reading of one layer's state, with its projections."""
+    """The mixer of one layer: projections, state update and readout."""
 
     def __init__(
         self,
         *,
         heads: int,
         head_dim: int,
-        in_proj: Linear,  # concatenated values, keys, queries, and gates of the output
+        in_proj: Linear,  # outputs values, keys, queries, and gates for the result
         out_proj: Linear,
         slopes: torch.Tensor,  # float32 [H]
         norm: torch.Tensor,  # [I]
         norm_over_ranks: NormOverRanks | None = None,  # None: this rank has all heads
-        kernel: str | None = None,  # of the operations on states, selected by name
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.kernel = heads, head_dim, kernel
@@ -53,18 +56,18 @@ class LightningAttention(torch.nn.Module):
         self.register_buffer("norm", norm)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.in_proj.plan(rows)
 
     has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of the layer's states; neither argument changes them."""
+        """Return the spec of the layer's states. The arguments are ignored."""
         inner = self.heads * self.head_dim
         return StateSpec(
             channels=0,
@@ -77,9 +80,9 @@ class LightningAttention(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """Update the requests' states by the step's tokens, and read the states.
+        """Update the requests' states with the step's tokens, and read the states.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         made = reduced(self.in_proj(x_TC, plan))
         inner = self.heads * self.head_dim

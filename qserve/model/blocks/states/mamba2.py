@@ -1,6 +1,6 @@
-"""Mamba-2, a mixer over state slots instead of pages.
+"""Mamba-2, a mixer with state slots instead of pages.
 
-Legend: T tokens of the step, C hidden size, I channels of x and of the result.
+T: tokens of the step. C: hidden size. I: channels of x and of the result.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from qserve.parallel.norm import GroupNormOverRanks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaShape:
-    """Sizes of one layer's mixer, and the range of its steps."""
+    """Sizes of one layer's mixer, and the range of its step sizes (dt)."""
 
     heads: int
     head_dim: int
-    groups: int  # of heads that share B and C
-    state: int  # numbers that each channel of a head keeps
+    groups: int  # number of groups of heads that share B and C
+    state: int  # state size per channel of a head
     taps: int  # of the convolution
-    step_limits: tuple[float, float]
+    step_limits: tuple[float, float]  # lower and upper limit of dt
 
     @property
     def inner(self) -> int:
@@ -37,18 +37,18 @@ class MambaShape:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: x, B and C."""
+        """Number of channels of the convolution: x, B and C."""
         return self.inner + 2 * self.groups * self.state
 
 
 class Mamba2(torch.nn.Module):
-    """Update and reading of one layer's state, with its projections."""
+    """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
         self,
         shape: MambaShape,
         *,
-        in_proj: Linear,  # concatenated z, x, B, C, and a step for each head
+        in_proj: Linear,  # outputs z, x, B, C, and dt of each head
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [channels, taps]
         conv_bias: torch.Tensor | None = None,  # [channels]
@@ -56,11 +56,11 @@ class Mamba2(torch.nn.Module):
         skip: torch.Tensor,  # float32 [heads]
         dt_bias: torch.Tensor,  # float32 [heads]
         norm: torch.Tensor | None = None,  # [I]; None: the result is only multiplied by silu(z)
-        norm_first: bool = False,  # the norm comes before that product
-        factors: torch.Tensor | None = None,  # of each output of in_proj; None: all are 1
+        norm_first: bool = False,  # True: the norm comes before that product
+        factors: torch.Tensor | None = None,  # multiply the outputs of in_proj; None: all are 1
         norm_over_ranks: GroupNormOverRanks | None = None,  # None: this rank has whole groups
         eps: float,
-        kernel: str | None = None,  # of the operations on states, selected by name
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -76,18 +76,18 @@ class Mamba2(torch.nn.Module):
         self.register_buffer("factors", factors)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.in_proj.plan(rows)
 
     has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of the layer's states; neither argument changes them."""
+        """Return the spec of the layer's states. The arguments are ignored."""
         shape = self.shape
         return StateSpec(
             channels=shape.channels,
@@ -100,9 +100,9 @@ class Mamba2(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """Update the requests' states by the step's tokens, and read the states.
+        """Update the requests' states with the step's tokens, and read the states.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         shape, rows = self.shape, state_step(step)
         made = reduced(self.in_proj(x_TC, plan))
@@ -129,7 +129,7 @@ class Mamba2(torch.nn.Module):
         return self.out_proj(ops.in_form(out_TI, output.input), output)
 
     def _normed(self, x_TI: torch.Tensor, z_TI: torch.Tensor) -> torch.Tensor:
-        """x * silu(z), with the norm of each group."""
+        """Return x * silu(z) with the norm per group, before or after the product."""
         over_ranks, settings = self.norm_over_ranks, (self.eps, self.norm_first)
         if over_ranks is not None and self.norm is not None:
             return over_ranks(x_TI, z_TI, self.norm, *settings)

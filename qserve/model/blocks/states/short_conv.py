@@ -1,6 +1,6 @@
-"""Short convolution of LFM2, a mixer over state slots instead of pages.
+"""Short convolution of LFM2, a mixer with state slots instead of pages.
 
-Legend: T tokens of the step, C hidden size.
+T: tokens of the step. C: hidden size.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
 class ShortConv(torch.nn.Module):
-    """out_proj(c * convolution(b * x)) of b, c, x = in_proj(input)."""
+    """out_proj(c * convolution(b * x)), where b, c, x = in_proj(input)."""
 
     def __init__(
         self,
         *,
-        in_proj: Linear,  # concatenated b, c and x
+        in_proj: Linear,  # outputs b, c and x
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [C, taps]
         conv_bias: torch.Tensor | None = None,  # [C]
-        kernel: str | None = None,  # of the convolution, selected by name
+        kernel: str | None = None,  # kernel of the convolution, selected by name
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -36,27 +36,27 @@ class ShortConv(torch.nn.Module):
         self.register_buffer("conv_bias", conv_bias)
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
         return self.in_proj.plan(rows)
 
     has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the spec of the layer's states; neither argument changes them."""
+        """Return the spec of the layer's states. The arguments are ignored."""
         channels, taps = self.conv_weight.shape
         return StateSpec(channels=channels, taps=taps, memory=None, dtype=self.conv_weight.dtype)
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """Convolve the step's tokens with those before them; keep the last products b * x.
+        """Convolve the step's tokens with earlier ones; store the last products b * x as the state.
 
-        The result goes to the norm that follows.
+        The result is the input of the next norm.
         """
         mixed_TC = reduced(self.in_proj(x_TC, plan))
         out_TC = ops.short_conv_(

@@ -1,6 +1,6 @@
-"""Two mixers that read the same norm, one over pages and one over state slots: Falcon-H1's.
+"""Two parallel mixers that read the same norm: attention and Mamba-2 (Falcon-H1).
 
-Legend: T tokens of the step, C hidden size.
+T: tokens of the step. C: hidden size.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from qserve.parallel.communicator import RankPartial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePair:
-    """Caches of a layer's two mixers."""
+    """The caches of a layer's two mixers."""
 
     pages: Cache
     states: Cache
@@ -38,7 +38,7 @@ class CachePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSpec(CacheSpec):
-    """Specs of a layer's two mixers."""
+    """The cache specs of a layer's two mixers."""
 
     pages: CacheSpec
     states: CacheSpec
@@ -86,16 +86,16 @@ class SideBySide(torch.nn.Module):
         return self.attention.has_kv_scales
 
     def products(self) -> Iterator[Product]:
-        """Quantized products, each with the operation that consumes its result."""
+        """Yield the quantized products, each with the operation that consumes its result."""
         yield from self.attention.products()
         yield from self.mamba.products()
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block outputs a tensor, which both mixers read."""
+        """Return a plan with a tensor as input, because both mixers read the same norm."""
         return FLOAT_PLAN
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
-        """Return the specs of the attention's pages and of the other mixer's states."""
+        """Return the specs of attention's pages and of Mamba-2's states."""
         return PairSpec(
             pages=self.attention.cache_spec(kv_format, page_size),
             states=self.mamba.cache_spec(kv_format, page_size),
@@ -104,12 +104,12 @@ class SideBySide(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: CachePair
     ) -> torch.Tensor | RankPartial:
-        """Run both mixers on the step's tokens, and add their results."""
+        """Run both mixers on the step's tokens and add their results."""
         results, communicator = [], None
         for mixer, own in ((self.attention, cache.pages), (self.mamba, cache.states)):
             wanted = mixer.plan(x_TC.shape[0])
             result = mixer(ops.in_form(x_TC, wanted.input), wanted, step, own)
-            if isinstance(result, RankPartial):  # both are then: ranks add the sum of both
+            if isinstance(result, RankPartial):  # true for both mixers: all-reduce only their sum
                 result, communicator = result.x, result.communicator
             results.append(reduced(result))
         attention_TC, mamba_TC = results

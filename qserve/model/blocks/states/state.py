@@ -1,4 +1,4 @@
-"""Spec of the states that a mixer keeps in slots instead of pages, and the slots of a step."""
+"""StateSpec: cache spec of mixers with state slots. `state_step`: the slots of a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from qserve.model.cache_spec import CacheSpec, StepLimits, WarmUpShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec(CacheSpec):
-    """A state of fixed size in each slot, and no pages."""
+    """Cache spec: a state of fixed size in each slot, and no pages."""
 
-    channels: int  # of the convolution; 0: there is none
+    channels: int  # channels of the convolution; 0: no convolution
     taps: int
-    memory: tuple[int, int, int] | None  # sizes of the heads' states; None: there are none
+    memory: tuple[int, int, int] | None  # shape of the heads' states; None: no such states
     dtype: torch.dtype  # of activations
-    inputs: int = 0  # of a row, from which the heads' states are updated
-    most_rows: int = 0  # of a verification; 0: no row is ever rejected
+    inputs: int = 0  # width of a row's inputs to the state update, kept for verifications
+    most_rows: int = 0  # maximum number of rows of a verification; 0: no speculation
 
     def with_drafts(self, most_rows: int) -> CacheSpec:
         return replace(self, most_rows=most_rows)
@@ -44,7 +44,7 @@ class StateSpec(CacheSpec):
 
 
 def state_step(step: StepInputs) -> StateStep:
-    """Return the rows of a step, and the slot of each request."""
+    """Return the rows of a step and the state slot of each request."""
     return StateStep(
         query_starts_R1=step.query_starts_R1,
         context_lengths_R=step.context_lengths_R,

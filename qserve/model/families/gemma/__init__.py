@@ -1,1 +1,1 @@
-"""Families of Gemma after the first, which is built as Llama."""
+"""Gemma families. The first Gemma is not here: families/llama.py builds it."""

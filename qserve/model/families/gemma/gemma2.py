@@ -1,8 +1,8 @@
-"""Gemma 2 and VaultGemma: scores bent into a range; norms before attention and feed-forward, and in
-Gemma 2 also after them.
+"""Gemma 2 and VaultGemma: attention with a soft cap, norms before attention and MLP; Gemma 2 also
+has norms after them.
 
-Columns of the family's row: norms are stored without their 1, embeddings grow by sqrt(C), gates
-go through a GELU, logits are bent into a range, every second layer slides.
+The family's row has the other differences from Llama: norm weights stored minus 1, embeddings times
+sqrt(C), GELU gates, a soft cap on logits, sliding windows in every second layer.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -> Layer:
-    """`head_norms`: q_norm and k_norm of families that have them."""
+    """Build a layer. `head_norms`: q_norm and k_norm, for families that have them."""
     values = config.values
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
@@ -42,13 +42,13 @@ def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -
 
 
 def _end(config: ModelConfig, weights: LayerWeights, name: str) -> BranchEnd:
-    """Return the end of a branch, with the norm of that name if the model has it."""
+    """Return the end of a branch, with the norm `name` if the model has it."""
     norm = llama.build_norm(config, weights, name) if weights.has_norm(name) else None
     return BranchEnd(norm)
 
 
 def check_causal(config: ModelConfig) -> None:
-    """Raise InputError for the embedding models made of Gemma, which see what follows, too."""
+    """Raise InputError for Gemma-based embedding models, whose attention is not causal."""
     if config.values.get("use_bidirectional_attention"):
         raise InputError(
             "config.json use_bidirectional_attention",

@@ -1,6 +1,6 @@
-"""Gemma 3, its text model: Gemma 2 with norms over each head's queries and keys, no soft cap.
+"""Gemma 3 (text): Gemma 2 with query and key norms per head, without soft caps.
 
-Layers with a sliding window rotate differently from the others, as config.json says.
+Layers with a sliding window have another rotary embedding than the others; config.json has both.
 """
 
 from qserve.model.blocks.layer import Layer

@@ -1,7 +1,7 @@
-"""Gemma 3n (text): Gemma 4's attention, shared keys and inputs of layers, in layers that compute
-one of four streams of hidden states. The first layers leave out most gates of their feed-forward.
+"""Gemma 3n (text): AltUp layers, which compute one of four streams of hidden states.
 
-Columns of the family's row hold the kinds of layers.
+Attention, shared keys and values, and layer inputs are those of Gemma 4. In the first layers the
+MLP sets most of its gates to 0. The family's row has the types of layers.
 """
 
 from functools import partial

@@ -1,9 +1,11 @@
-"""Gemma 4 (text): Gemma 3 with wider heads in layers that see all keys, in which keys before their
-norm are the values, too; a norm of values without weights; a factor on what a layer returns.
-26B-A4B has experts next to the feed-forward of each layer. In E2B and E4B each layer has an input
-of its own, and the last layers read keys and values of earlier ones.
+"""Gemma 4 (text).
 
-Columns of the family's row hold the kinds of layers.
+Differences from Gemma 3: layers with full attention have wider heads, and their values are the keys
+before the key norm; values have a norm without weights; a factor multiplies the output of a layer.
+26B-A4B has experts in parallel with the MLP of each layer. In E2B and E4B each layer has an
+additional input, and the last layers read keys and values of earlier layers.
+
+The family's row has the types of layers.
 """
 
 import torch

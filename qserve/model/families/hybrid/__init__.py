@@ -1,1 +1,1 @@
-"""Families whose layers have states besides pages, a module each."""
+"""Families with recurrent states in some or all layers, one module each."""

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2, and attention in some layers, whose heads rotate by half."""
+"""Bamba: Mamba-2 layers, and some attention layers with rotary embedding over half of each head."""
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder

@@ -1,7 +1,7 @@
-"""Falcon-H1: attention and Mamba-2 read the same norm in each layer, and fixed factors everywhere.
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with constant factors throughout.
 
-Factors of embeddings and logits are columns of the family's row. A factor before a linear
-without bias is applied after it.
+The factors of embeddings and logits are in the family's row. A factor on the input of a linear
+without bias is applied to its output instead.
 """
 
 import torch
@@ -25,7 +25,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     values = config.values
-    into = values["attention_in_multiplier"]  # times queries, keys and values
+    into = values["attention_in_multiplier"]  # multiplies queries, keys and values
     scale = config.head_dim**-0.5 * into**2 * values["key_multiplier"]
     _, of_mlp = values["mlp_multipliers"]
     return Layer(

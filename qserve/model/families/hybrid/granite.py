@@ -1,4 +1,4 @@
-"""Granite 4 (hybrid): Mamba-2, and attention in some layers, with Granite's factors."""
+"""Granite 4 (hybrid): Mamba-2 layers and some attention layers, with Granite's factors."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def build_mamba(
     shape: MambaShape | None = None,
     **different: Any,
 ) -> Mamba2:
-    """`shape`: None for that of config.json. `different`: what differs from Granite's."""
+    """Build a Mamba-2 mixer. `shape`: None: from config.json. `different`: more arguments."""
     family = config.family.state_mixer
     return Mamba2(
         shape or mamba_shape(config, weights),
@@ -58,7 +58,7 @@ def build_mamba(
 def mamba_shape(
     config: ModelConfig, weights: LayerWeights, step_limits: tuple[float, float] | None = None
 ) -> MambaShape:
-    """Sizes on this rank. `step_limits`: None for those of config.json."""
+    """Return the mixer's sizes on this rank. `step_limits`: None: from config.json."""
     values, shard = config.values, weights.state_shard
     least, most = step_limits or values["time_step_limit"] or (0.0, math.inf)
     return MambaShape(

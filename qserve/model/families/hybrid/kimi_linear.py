@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention, and latent attention without rotation in some layers."""
+"""Kimi Linear: Kimi Delta Attention layers, and some latent attention layers without rope."""
 
 import torch
 

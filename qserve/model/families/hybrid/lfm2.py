@@ -1,8 +1,7 @@
-"""LFM2, LFM2-MoE and LFM3: short convolutions, and attention in some layers; norms over heads.
+"""LFM2, LFM2-MoE and LFM3: short convolution layers, and some attention layers with head norms.
 
-In LFM3 some layers with attention have a window, heads have gates, and branches end in norms.
-
-Columns of the family's row hold what differs: names, the width of the feed-forward, experts.
+In LFM3 some attention layers have a window, heads have gates, and branches end with norms. The
+family's row has the other differences: names, the width of the MLP, experts.
 """
 
 from qserve.model.blocks.layer import Layer
@@ -38,7 +37,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def _end(config: ModelConfig, weights: LayerWeights, name: str) -> BranchEnd:
-    """Return the end of a branch: in LFM3 a norm comes before the sum."""
+    """Return the end of a branch. In LFM3 the branch ends with a norm."""
     norm = llama.build_norm(config, weights, name) if weights.has_norm(name) else None
     return BranchEnd(norm)
 

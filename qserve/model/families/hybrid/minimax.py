@@ -1,7 +1,7 @@
-"""MiniMax-Text-01 and MiniMax-M1: lightning attention, and attention in some layers; experts.
+"""MiniMax-Text-01 and MiniMax-M1: lightning attention, softmax attention in some layers, experts.
 
-Norms are in the residual stream: what a block returns is added to its own, normed input, both times
-a factor of config.json.
+The residual stream is normed: the output of a block is added to its normed input, each multiplied
+by a factor from config.json.
 """
 
 import torch
@@ -37,7 +37,8 @@ def build_lightning(config: ModelConfig, weights: LayerWeights) -> LightningAtte
     family, shard, D = config.family.state_mixer, weights.state_shard, config.head_dim
     (name, _), *_ = family.inputs.members
     first, last = shard.own.heads
-    # of each head its queries, keys and values; the block takes all values first, then keys
+    # On disk rows are grouped by head: queries, keys, values. The block needs all values, then all
+    # keys, then all queries.
     orders = {
         name: [
             (start, start + D)
@@ -59,6 +60,6 @@ def build_lightning(config: ModelConfig, weights: LayerWeights) -> LightningAtte
 
 
 def slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
-    """Return -log of what each head keeps, float32 [H]: ALiBi's slopes, less in later layers."""
+    """Return -log of each head's decay, float32 [H]: ALiBi slopes, smaller in later layers."""
     rates_H = (2 ** (-8 / heads)) ** (torch.arange(heads, dtype=torch.float32) + 1)
     return rates_H * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)

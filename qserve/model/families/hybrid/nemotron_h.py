@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rotation, a feed-forward, or
-experts with a shared one.
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rope, an MLP, or experts with
+a shared expert.
 
-Feed-forwards and experts are the square of ReLU without a gate.
+MLPs and experts are ungated and use squared ReLU.
 """
 
 import math

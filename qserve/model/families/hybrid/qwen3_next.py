@@ -1,7 +1,8 @@
-"""Qwen3-Next and Qwen3.5 (text): gated delta nets, and attention with a gate in every fourth layer.
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets, and gated attention in every fourth layer.
 
-Columns of the family's row hold what differs: how the nets' projections are stored, experts.
-Norms are stored without their 1, but for that inside of a net; a quarter of a head rotates.
+The family's row has the differences: how the projections of the nets are stored, experts. Norm
+weights are stored minus 1, except the norm inside a net. Rotary embedding covers a quarter of each
+head.
 """
 
 from qserve.model.blocks.layer import Layer
@@ -58,7 +59,7 @@ def build_delta_net(
 
 
 def delta_shape(config: ModelConfig, weights: LayerWeights) -> DeltaShape:
-    """Sizes on this rank."""
+    """Return the delta net's sizes on this rank."""
     values, shard = config.values, weights.state_shard
     return DeltaShape(
         key_heads=shard.num_groups,
