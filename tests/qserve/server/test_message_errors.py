@@ -61,7 +61,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
         ({"messages": [turn("user", PDF)]}, "messages.0.content.0.source: expected a source of"),
         ({"messages": [turn("user", {"type": "text"})]}, "messages.0.content.0.text: "),
         ({"messages": [turn("user", {"type": "odd"})]}, "messages.0.content.0: expected a block"),
-        ({"messages": [turn("user", use())]}, "messages.0: expected blocks of type tool_use only in"),
+        ({"messages": [turn("user", use())]}, "messages.0: expected blocks of type tool_use only"),
         ({"messages": [turn("user", "a"), turn("assistant", use())]}, "messages.1: `tool_use` ids"),
         ({"system": [IMAGE]}, "system.0.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "budget_tokens: expected 1024"),
