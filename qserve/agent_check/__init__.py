@@ -1,1 +1,1 @@
-"""`qserve agent-check`: agent tasks over the three chat APIs of a server."""
+"""`qserve agent-check`: runs agent tasks over three APIs of a server."""

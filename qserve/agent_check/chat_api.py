@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests, answers and streams."""
+"""OpenAI's chat completions: builds requests, and checks and reads replies and streams."""
 
 import json
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ PATH = "/chat/completions"
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Arguments of a call; None: not a JSON object."""
+    """Parse the arguments of a call; None: not a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`qserve agent-check`: run the tasks on a server, and print a table of results."""
+"""`qserve agent-check`: runs the tasks on a server, and prints a table of results."""
 
 import contextlib
 import json
@@ -32,7 +32,10 @@ class Outcome:
 
 
 def check(target: str, config: AgentCheckConfig) -> int:
-    """Run all tasks against a URL, or a server for a model folder. Returns the exit code."""
+    """Run all tasks against a server's URL, or start a server for a model folder.
+
+    Returns the exit code: 0 if all tasks passed.
+    """
     is_url = target.startswith(("http://", "https://"))
     if is_url and config.server_args:
         raise InputError("--server-args", f"{target} is a running server", "remove the flag")
@@ -47,7 +50,7 @@ def check(target: str, config: AgentCheckConfig) -> int:
 
 
 def run_tasks(url: str, config: AgentCheckConfig) -> list[Outcome]:
-    """Run the tasks against a server. Raises InputError if it does not answer at all."""
+    """Run the tasks against a server. Raises InputError if it does not list its models."""
     known = [task.name for task in TASKS]
     for name in config.task:
         if name not in known:
@@ -64,7 +67,7 @@ def run_tasks(url: str, config: AgentCheckConfig) -> list[Outcome]:
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """A table with a row for each task and two columns for each API, and the failures."""
+    """Return a table (a row per task, two columns per API), then the failures."""
     columns = list(dict.fromkeys((outcome.api, outcome.streams) for outcome in outcomes))
     of_place = {(each.task, each.api, each.streams): each for each in outcomes}
     rows = []
@@ -122,7 +125,7 @@ def _outcome(task: Task, session: Session) -> Outcome:
     except (CheckFailed, ServerError, InputError) as error:
         problem = str(error)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # The reply lacks a field of its API, or has it in another form.
+        # The reply lacks a required field, or a field has the wrong type.
         problem = f"the reply has an unexpected form: {type(error).__name__}: {error}"
     except OSError as error:
         problem = f"the connection broke: {error}"

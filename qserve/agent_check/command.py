@@ -1,4 +1,4 @@
-"""The command `qserve agent-check`. Loads the tasks when it runs."""
+"""Definition of the command `qserve agent-check`. The tasks are imported only when it runs."""
 
 from qserve.agent_check.settings import AgentCheckConfig
 from qserve.command_line.command import Command

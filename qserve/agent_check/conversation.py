@@ -1,13 +1,13 @@
-"""A conversation with tools, independent of the API that carries it."""
+"""Data classes of a conversation with tools, independent of the API."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-AUTO, REQUIRED, NONE = "auto", "required", "none"  # other choices are names of tools
+AUTO, REQUIRED, NONE = "auto", "required", "none"  # any other tool choice is a tool's name
 
 
 class CheckFailed(Exception):
-    """A task failed; the text is the reason."""
+    """A task failed. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool call of an answer."""
+    """A tool call in a reply."""
 
     id: str
     name: str
@@ -28,12 +28,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer of the model, whole or joined from a stream."""
+    """A reply of the model, whole or joined from a stream."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
-    is_cut: bool = False  # at the token limit
-    raw: Any = None  # in the API's form, to be sent back as history
+    is_cut: bool = False  # True: cut at the token limit
+    raw: Any = None  # the reply in the API's format, to send back as history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request: turns are texts of the user, answers, and lists of results."""
+    """A request. Turns are user texts, replies of the model, and tuples of tool results."""
 
     turns: tuple[str | Answer | tuple[Result, ...], ...]
     tools: tuple[Tool, ...] = ()
@@ -59,7 +59,7 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class OpenCall:
-    """A call while its parts arrive."""
+    """A call in a stream, while its arguments arrive."""
 
     id: str
     name: str
@@ -67,6 +67,6 @@ class OpenCall:
 
 
 def expect(holds: object, reason: str) -> None:
-    """Raise CheckFailed with the reason unless something holds."""
+    """Raise CheckFailed with the reason unless `holds` is true."""
     if not holds:
         raise CheckFailed(reason)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests, answers and streams."""
+"""Anthropic's Messages API: builds requests, and checks and reads replies and streams."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from qserve.agent_check.conversation import (
 
 PATH = "/messages"
 CHOICES = {AUTO: "auto", REQUIRED: "any", NONE: "none"}
-# type of a delta: the type of its block, and the field with its text
+# type of a delta -> type of its block, field with the text
 DELTAS = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),

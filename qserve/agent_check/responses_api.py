@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests, answers and streams."""
+"""OpenAI's Responses API: builds requests, and checks and reads replies and streams."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -85,7 +85,7 @@ def whole(reply: dict[str, Any]) -> Answer:
 
 
 def streamed(events: Iterable[dict[str, Any]]) -> Answer:
-    pieces: dict[str, list[str]] = {}  # by the item's id
+    pieces: dict[str, list[str]] = {}  # item id -> deltas
     added: list[str] = []
     done: list[dict[str, Any]] = []
     final = None

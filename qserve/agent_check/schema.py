@@ -1,4 +1,4 @@
-"""Check of arguments against the JSON schemas of the tasks' tools, which use few keywords."""
+"""Validator of arguments for the JSON schemas of the tasks' tools, which use few keywords."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ KEYWORDS = frozenset(
 
 
 def fault(schema: dict[str, Any], value: Any, path: str = "arguments") -> str | None:
-    """The first way in which a value does not fit a schema; None if it fits."""
+    """Return the first violation of a schema; None if the value is valid."""
     if unknown := schema.keys() - KEYWORDS:
         raise ValueError(f"keywords that this check does not know: {sorted(unknown)}")
     kind = schema.get("type")

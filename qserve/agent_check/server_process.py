@@ -1,4 +1,4 @@
-"""A server process for a model folder, which ends with the check."""
+"""Starts a server process for a model folder, and stops it after the check."""
 
 import contextlib
 import re
@@ -20,7 +20,10 @@ READY = re.compile(r"^Serving .* on (https?://\S+)$", re.MULTILINE)
 
 @contextlib.contextmanager
 def served(model: str, arguments: str) -> Iterator[str]:
-    """URL of a new server on a free port. Raises InputError with its last line if it fails."""
+    """Start a server on a free port, and yield its URL.
+
+    If the server does not start, raises InputError with the last line of its output.
+    """
     command = [sys.executable, "-m", "qserve", "serve", model, "--port", "0"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

@@ -1,4 +1,4 @@
-"""Session: one API of a server, whole or streamed, as tasks use it."""
+"""Session: sends the requests of tasks over one API of a server, streamed or not."""
 
 import contextlib
 import itertools
@@ -12,13 +12,13 @@ from qserve.agent_check import chat_api, messages_api, responses_api
 from qserve.agent_check.conversation import Answer, Ask, expect
 from qserve.commands.client_http import ServerClient, ServerError
 
-# name: a module with PATH, body, whole and streamed
+# name of an API -> module with PATH, body, whole and streamed
 APIS: dict[str, ModuleType] = {
     "chat": chat_api,
     "responses": responses_api,
     "messages": messages_api,
 }
-IDLE_SECONDS = 20.0  # until a server must have ended requests whose clients left
+IDLE_SECONDS = 20.0  # a server must end requests of disconnected clients within this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Session:
     max_tokens: int
 
     def ask(self, ask: Ask, *, streams: bool | None = None) -> Answer:
-        """The answer to a request. Raises CheckFailed and ServerError."""
+        """Send a request and return the reply. Raises CheckFailed and ServerError."""
         api = APIS[self.api]
         if self.streams if streams is None else streams:
             with contextlib.closing(self._events(ask)) as events:
@@ -39,13 +39,16 @@ class Session:
         return api.whole(self.client.post(api.PATH, self._body(ask)))
 
     def begin(self, ask: Ask, num_events: int) -> None:
-        """Read the first events of a streamed answer, then disconnect."""
+        """Send a request, read the first events of its stream, then disconnect."""
         with contextlib.closing(self._events(ask)) as events:
             found = [*itertools.islice(events, num_events)]
         expect(len(found) == num_events, "the stream ended too early to be cancelled")
 
     def refusal(self, ask: Ask) -> str:
-        """The message with which the server refuses a request. Raises CheckFailed."""
+        """Send a request that the server must refuse, and return the error message.
+
+        Raises CheckFailed if the server accepts it.
+        """
         try:
             self.ask(ask)
         except ServerError as error:
@@ -54,14 +57,14 @@ class Session:
         return ""
 
     def until_idle(self, load: Callable[[], int | None]) -> None:
-        """Wait until the server has ended cancelled requests, if it reports its load."""
+        """Wait until the server has ended cancelled requests. Does not wait if load is unknown."""
         deadline = time.monotonic() + IDLE_SECONDS
         while (found := load()) and time.monotonic() < deadline:
             time.sleep(0.05)
         expect(not found, f"{found} cancelled requests are still running")
 
     def load(self) -> int | None:
-        """Number of running outputs; None: the server does not report it."""
+        """Return the number of running outputs; None: the server does not report it."""
         try:
             return self.client.get_outside("/load")["server_load"]
         except (ServerError, KeyError, ValueError):

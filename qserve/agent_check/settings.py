@@ -14,21 +14,21 @@ class AgentCheckConfig:
 
     forced: bool = setting(
         False,
-        "force tool calls in every task, which checks the server alone: any model passes; without"
-        " it the model has to choose the right tools",
+        "force the tool calls of every task, so that only the server is checked and any model"
+        " passes; without this flag the model must choose the right tools",
     )
     api: list[str] = setting([], f"APIs to check, of {', '.join(APIS)}; default: all", many=True)
     task: list[str] = setting(
-        [], "tasks to run, by the names that the table has; default: all", many=True
+        [], "tasks to run, by their names in the table of results; default: all", many=True
     )
     model_name: str | None = setting(None, "name of the model; default: the server's first")
     api_key: str | None = setting(
         None,
         "API key of the server; default: QSERVE_API_KEY or OPENAI_API_KEY from the environment",
     )
-    max_tokens: int = setting(512, "maximum number of tokens in an answer", low=16)
+    max_tokens: int = setting(512, "maximum number of tokens in a reply", low=16)
     server_args: str = setting(
-        "", 'flags of the server that is started for a folder, such as "--device cpu"'
+        "", 'flags of `qserve serve`, if TARGET is a model folder; such as "--device cpu"'
     )
     json: bool = setting(False, "print the results as JSON")
 

@@ -1,7 +1,8 @@
 """The agent tasks: a table of functions that raise CheckFailed.
 
-Each is run on every API, whole and streamed. Where tools are forced, a task checks what any model
-must do: calls of known tools whose arguments fit. Otherwise it also checks the model's choice.
+Each task runs on every API, streamed and not streamed. With --forced, a task checks what the server
+guarantees for any model: calls of known tools with valid arguments. Without it, a task also checks
+that the model chooses the right tool and arguments.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from qserve.agent_check.conversation import (
 from qserve.agent_check.schema import fault
 from qserve.agent_check.session import Session, names
 
-NUM_TOOLS = 120  # of a long list
+NUM_TOOLS = 120  # tools in the task with a long list
 NUM_CANCELLED = 4
 
 CITY = {"type": "string", "description": "Name of a city.", "minLength": 1, "maxLength": 16}
@@ -80,7 +81,7 @@ BOOK = "Book a table outside for 4 people, for dinner, for Ada, in a quiet place
 
 
 def _calls(answer: Answer, tools: tuple[Tool, ...]) -> tuple[Call, ...]:
-    """The calls of an answer, checked: known names, fitting arguments, unique ids."""
+    """Return the calls of a reply. Checks for known names, valid arguments, unique ids."""
     calls = answer.calls[: len(answer.calls) - answer.is_cut]  # the last one may be incomplete
     expect(calls, f"no call; text: {answer.text!r:.100}")
     schemas = {tool.name: tool.schema for tool in tools}
@@ -98,7 +99,7 @@ def _choice(session: Session, forced: str) -> str:
 
 
 def _one_call(session: Session, text: str, tool: Tool, *history: object) -> tuple[Answer, Call]:
-    """An answer that calls one tool."""
+    """Ask for one call of a tool. Returns the reply and its call."""
     ask = Ask(
         turns=(*history, text) if text else history,
         tools=TOOLS,
@@ -122,7 +123,10 @@ def choose_a_tool(session: Session) -> None:
 def named_tool(session: Session) -> None:
     ask = Ask(turns=(BOOK,), tools=TOOLS, choice=BOOKING.name, max_tokens=session.max_tokens)
     calls = _calls(session.ask(ask), TOOLS)
-    expect(names(calls) == [BOOKING.name], f"expected one call of it, found {names(calls)}")
+    expect(
+        names(calls) == [BOOKING.name],
+        f"expected one call of {BOOKING.name}, found {names(calls)}",
+    )
     if not session.is_forced:
         people, meal = (calls[0].arguments[name] for name in ("people", "meal"))
         expect((people, meal) == (4, "dinner"), f"found {people} people and {meal}")
@@ -144,7 +148,7 @@ def no_tool(session: Session) -> None:
     answer = session.ask(
         Ask(turns=(OSLO,), tools=TOOLS, choice=NONE, max_tokens=session.max_tokens)
     )
-    expect(not answer.calls, f"calls of {names(answer.calls)} although none is allowed")
+    expect(not answer.calls, f"calls of {names(answer.calls)} although no call is allowed")
 
 
 def parallel_calls(session: Session) -> None:
@@ -162,7 +166,7 @@ def parallel_calls(session: Session) -> None:
 
 
 def _final(session: Session, *history: object) -> Answer:
-    """An answer without further calls."""
+    """Ask for a reply without calls, and return it."""
     ask = Ask(
         turns=history,
         tools=TOOLS,
@@ -223,12 +227,15 @@ def long_tool_list(session: Session) -> None:
 
 
 def streamed_as_whole(session: Session) -> None:
-    """At temperature 0, both forms have the same text and calls."""
+    """Check that at temperature 0 a stream has the same text and calls as a whole reply."""
     ask = Ask(turns=(BOOK,), tools=TOOLS, choice=BOOKING.name, max_tokens=session.max_tokens)
     plain = Ask(turns=("Count to five.",), max_tokens=48)
     for each in (ask, plain):
         found, other = (session.ask(each, streams=streams) for streams in (False, True))
-        expect(found.text == other.text, f"{found.text!r:.60} and {other.text!r:.60}")
+        expect(
+            found.text == other.text,
+            f"the texts differ: {found.text!r:.60} and {other.text!r:.60}",
+        )
         pairs = [[(call.name, call.arguments) for call in one.calls] for one in (found, other)]
         expect(pairs[0] == pairs[1], f"the calls differ: {pairs!r:.200}")
 
@@ -252,7 +259,7 @@ def bad_request(session: Session) -> None:
 class Task:
     name: str
     run: Callable[[Session], None]
-    streams_only: bool = False  # it makes no sense for whole answers
+    streams_only: bool = False  # True: runs only with streamed replies
 
 
 TASKS = (

@@ -1,1 +1,1 @@
-"""Parts of the Python API behind LLM and AsyncLLM: prompts in, outputs out."""
+"""Implementation of LLM and AsyncLLM: prompts, outputs, and control of the engine."""

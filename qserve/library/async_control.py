@@ -1,4 +1,4 @@
-"""AsyncControl: pause, sleep, wake and new weights of an AsyncLLM. Names follow vLLM's."""
+"""AsyncControl: pause, sleep, wake and weight updates of an AsyncLLM. Names follow vLLM's."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ RELOAD = "reload_weights"
 
 
 class AsyncControl(ABC):
-    """Methods of AsyncLLM on its engine as a whole. Each raises InputError, EngineDeadError."""
+    """Methods of AsyncLLM that control the engine. They raise InputError and EngineDeadError."""
 
     config: EngineConfig
 
@@ -44,10 +44,10 @@ class AsyncControl(ABC):
         """The engine, started if necessary."""
 
     async def pause_generation(self, *, mode: str = ABORT, clear_cache: bool = True) -> None:
-        """Stop generation; later requests wait for `resume_generation`.
+        """Stop generation; new requests wait for `resume_generation`.
 
-        Requests that run: "abort" ends them, "wait" lets them finish first, "keep" continues them
-        later. `clear_cache` drops the prefix cache.
+        `mode` says what happens to running requests: "abort" aborts them, "wait" lets them finish
+        first, "keep" suspends them until generation resumes. `clear_cache` drops the prefix cache.
         """
         await self._carry_out(PauseGeneration(mode=mode, clear_cache=clear_cache))
 
@@ -64,11 +64,14 @@ class AsyncControl(ABC):
         return (await self._carry_out(AbortAll())).num_requests
 
     async def sleep(self, level: int = 1, mode: str = ABORT) -> None:
-        """Give the device's memory back until `wake_up`; levels are those of `LLM.sleep`."""
+        """Free device memory until `wake_up`. `level` is as in `LLM.sleep`."""
         await self._carry_out(Sleep(level=level, mode=mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Bring back "weights", "kv_cache", or all; with all, generation continues."""
+        """Restore "weights", "kv_cache" or, by default, everything.
+
+        Generation continues once everything is restored.
+        """
         await self._carry_out(WakeUp(tags=None if tags is None else list(tags)))
 
     async def is_sleeping(self) -> bool:
@@ -86,12 +89,12 @@ class AsyncControl(ABC):
         *,
         mode: str = WAIT,
     ) -> str:
-        """Replace all weights: from a model folder, a hub name, or tensors by name.
+        """Replace all weights by those of a model folder or hub name, or by tensors with names.
 
-        Tensors on a CPU travel to the engine's process as a file in memory, those on a GPU by CUDA
-        IPC; they must not change until this returns. `mode`: what happens to running requests;
-        "keep" computes their KV pages again with the new weights. Wrong weights are refused before
-        anything happens. Returns the new version.
+        CPU tensors reach the engine's process through shared memory, GPU tensors through CUDA IPC.
+        Do not change the tensors until this method returns. `mode` is as in `pause_generation`;
+        "keep" recomputes the KV pages of running requests with the new weights. Wrong weights are
+        refused before any weight changes. Returns the new version.
         """
         label = None if version is None else str(version)
         if isinstance(weights, str | Path):
@@ -124,7 +127,7 @@ class AsyncControl(ABC):
         return outcome.state.weight_version
 
     async def weight_digests(self) -> dict[str, str]:
-        """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""
+        """Return tensor name -> `formats.weight_digest`, for the weights in use."""
         return (await self._carry_out(GetDigests())).digests
 
     async def collective_rpc(
@@ -134,9 +137,9 @@ class AsyncControl(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of this class by name, as in vLLM: those of `LLM.collective_rpc`.
+        """Call a method by name, as in vLLM. The methods are the same as in `LLM.collective_rpc`.
 
-        Raises InputError.
+        Returns [None]. Raises InputError for other names.
         """
         if method == RELOAD:
             given = {"weights_path": self.config.model, **(kwargs or {})}

@@ -14,9 +14,9 @@ from qserve.text.tokenizer import Tokenizer
 class BeamSearchSequence:
     """A prompt and one of its best continuations."""
 
-    tokens: list[int]  # the prompt's, then the beam's
+    tokens: list[int]  # prompt tokens, then the beam's tokens
     cum_logprob: float  # sum over the beam's tokens
-    score: float  # beams are sorted by it
+    score: float  # as BeamSearchParams defines it; beams are sorted by score
     text: str | None  # of all tokens; None without a tokenizer
     finish_reason: str  # "stop" or "length"
     stop_reason: int | None  # the stop token that ended it
@@ -30,7 +30,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchOutput:
-    """Best beams of one prompt, in falling order of score."""
+    """Best beams of one prompt, best score first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -41,14 +41,14 @@ def beam_search_output(
     params: BeamSearchParams,
     tokenizer: Tokenizer | None,
 ) -> BeamSearchOutput:
-    """Convert the engine's beams; without a tokenizer they have no text."""
+    """Convert the engine's beams of one prompt. Without a tokenizer, beams have no text."""
     return BeamSearchOutput(
         sequences=[_sequence(each, prompt, params, tokenizer) for each in beams]
     )
 
 
 def sampling_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the sampling parameters that a beam search gives the engine. Raises ParameterError."""
+    """Return the engine's sampling parameters for a beam search. Raises ParameterError."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=params.max_tokens,

@@ -9,7 +9,7 @@ from qserve.config import EngineConfig, engine_config
 
 
 class EngineOwner(ABC):
-    """A class that is made from a model and the engine's settings."""
+    """Base class of LLM and AsyncLLM: the constructor takes a model and the engine's settings."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class EngineOwner(ABC):
         load_format: Literal["auto", "dummy"] = "auto",
         seed: int = 0,
     ) -> None:
-        """Start on a model folder, or a model of the hub: ORG/NAME. Raises InputError.
+        """Load a model from a folder or from the hub (ORG/NAME). Raises InputError.
 
-        The settings are EngineConfig's fields and the flags of `qserve serve`, where `--help`
-        explains them.
+        The settings are the fields of EngineConfig. `qserve serve --help` explains them: each is a
+        flag of the same name.
         """
         settings = {name: value for name, value in locals().items() if name != "self"}
         self._start_on(engine_config(settings))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Start with settings that are checked already, as in vLLM."""
+        """Start with settings that are already checked. The name is vLLM's."""
         owner = cls.__new__(cls)
         owner._start_on(engine_args)
         return owner

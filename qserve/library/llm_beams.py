@@ -1,4 +1,4 @@
-"""Beam search of the offline API: prompts in, their best beams out."""
+"""Beam search of the offline API."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,14 @@ def run(
     use_tqdm: bool,
     detokenize: bool,
 ) -> list[BeamSearchOutput]:
-    """Search for all prompts together. Outputs come in the prompts' order. Raises InputError."""
+    """Run a beam search for all prompts in one batch; return outputs in the order of prompts.
+
+    Raises InputError.
+    """
     engine.check_health()
     if engine.has_unfinished_requests():
         raise InputError(
-            "LLM", "other requests are running on its engine", "step until they are done"
+            "LLM", "other requests are running on its engine", "call step() until they are done"
         )
     core, tokens, done = engine.engine, {}, {}
     tokenizer = engine.get_tokenizer() if detokenize else None

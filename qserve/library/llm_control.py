@@ -1,4 +1,4 @@
-"""LLMControl: sleep, wake and new weights of an LLM. Names follow vLLM's."""
+"""LLMControl: sleep, wake and weight updates of an LLM. Names follow vLLM's."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,26 +17,29 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class LLMControl:
-    """Methods of LLM on its weights and memory. Requests that an LLMEngine runs are aborted."""
+    """Methods of LLM that control weights and memory. By default they abort running requests."""
 
     llm_engine: LLMEngine
     _control: CommandQueue | None = None
 
     def sleep(self, level: int = 1, mode: str = ABORT) -> None:
-        """Give the device's memory back until `wake_up`.
+        """Free device memory until `wake_up`. Raises InputError.
 
-        Level 1 keeps the weights in host memory, level 2 drops them: they are read again from the
-        model's folder, or replaced by `update_weights`. Level 0 gives nothing back. Raises
-        InputError.
+        Level 1 moves the weights to host memory. Level 2 drops them; `wake_up` reads them again
+        from the model's folder, or `update_weights` replaces them. Level 0 pauses generation and
+        frees nothing.
         """
         self._carry_out(Sleep(level=level, mode=mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Bring back "weights", "kv_cache", or all, which `generate` needs. Raises InputError."""
+        """Restore "weights", "kv_cache" or, by default, everything. Raises InputError.
+
+        `generate` needs everything.
+        """
         self._carry_out(WakeUp(tags=None if tags is None else list(tags)))
 
     def _check_awake(self) -> None:
-        """Raise InputError after a `sleep` of any level: requests would wait forever."""
+        """Raise InputError while the engine sleeps at any level: requests would wait forever."""
         if self.llm_engine.engine.is_paused:
             raise InputError("the model", "is asleep", "call wake_up() first")
 
@@ -51,11 +54,12 @@ class LLMControl:
         *,
         digests: bool = True,
     ) -> None:
-        """Replace all weights, in place: from a model folder, a hub name, or tensors by name.
+        """Replace all weights in place, by a model folder or hub name, or by tensors with names.
 
-        Float tensors are rounded as the model's own weights are. A missing, extra or misshapen
-        tensor refuses the whole update, and the old weights stay. The prefix cache is dropped.
-        `digests`: compute those of tensors now, since they cannot be read again. Raises InputError.
+        Float tensors are rounded in the same way as the model's own weights. A missing, extra or
+        misshapen tensor refuses the whole update, and the old weights stay. The prefix cache is
+        dropped. `digests`: compute the digests of given tensors during the update; later the
+        tensors cannot be read again. Raises InputError.
         """
         engine = self.llm_engine.engine
         label = None if version is None else str(version)
@@ -74,15 +78,18 @@ class LLMControl:
 
     @property
     def system_fingerprint(self) -> str:
-        """A short text that changes when the bits of outputs may, as in the server's replies."""
+        """Short text that changes whenever the bits of outputs may; as in the server's replies."""
         return self.llm_engine.engine.operations.fingerprint
 
     def adapter_fingerprint(self, name: str) -> str:
-        """The system_fingerprint of outputs with an adapter that was used or loaded before."""
+        """Return the system_fingerprint of outputs with an adapter.
+
+        The adapter must have been used or loaded before.
+        """
         return state_of(self.llm_engine.engine).fingerprint_of(name)
 
     def weight_digests(self) -> dict[str, str]:
-        """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""
+        """Return tensor name -> `formats.weight_digest`, for the weights in use."""
         return dict(self._carry_out(GetDigests()).digests)
 
     def collective_rpc(
@@ -92,10 +99,10 @@ class LLMControl:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of all workers, as in vLLM, by name; one result for each of them.
+        """Call a method by name, as vLLM does on its workers. Returns [None]. Raises InputError.
 
-        Known: reload_weights (from a folder, by default the model's), load_weights and
-        update_weights (both of tensors by name), sleep and wake_up. Raises InputError.
+        The names: reload_weights (from a folder, by default the model's), load_weights and
+        update_weights (the same: see `update_weights`), sleep, wake_up.
         """
         calls: dict[str, Callable[..., None]] = {
             "reload_weights": self._reload_weights,

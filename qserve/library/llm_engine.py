@@ -1,6 +1,6 @@
 """LLMEngine: add requests, run steps, read outputs. Names follow vLLM's.
 
-For programs that run the loop themselves; `LLM` is a loop around it.
+Use LLMEngine in programs that run their own loop of steps. `LLM` runs this loop for you.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class LLMEngine:
     """A model and its running requests."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model, from the hub if it has a name there. Raises InputError."""
+        """Load the model from its folder, or from the hub. Raises InputError."""
         if config.num_engines > 1:
             raise InputError(
                 f"data_parallel_size={config.data_parallel_size}",
@@ -46,18 +46,19 @@ class LLMEngine:
             no_vision=model.no_vision,
         )
         self._builders: dict[str, OutputBuilder] = {}
-        self._choices: dict[str, tuple[OutputBuilder, int]] = {}  # by the engine's id
+        # the engine's request id -> output under construction, index of the choice
+        self._choices: dict[str, tuple[OutputBuilder, int]] = {}
         self._failure = ""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
-        """Load the model, under vLLM's name of the constructor."""
+        """Load the model. The name is vLLM's; the constructor does the same."""
         return cls(engine_args)
 
     def capture_graphs(self) -> None:
-        """Capture all CUDA graphs now; else each is captured when a step first needs it.
+        """Capture all CUDA graphs now. Otherwise a step captures a graph when it first needs one.
 
-        A capture takes about as long as Python takes to launch a step, 20 ms for 32 layers.
+        A capture takes about as long as an eager launch of a step: 20 ms for 32 layers.
         """
         if self.engine.use_idle_time():
             with phase("Capturing the other CUDA graphs"):
@@ -65,7 +66,7 @@ class LLMEngine:
                     pass
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""
+        """Return the model's tokenizer, loaded at the first call. Token-id prompts need none."""
         if self._tokenizer is None:
             config = self.engine.config
             self._tokenizer = Tokenizer(config.model, config.tokenizer)
@@ -81,10 +82,11 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt. Raises InputError if it can never run.
+        """Queue a prompt. Raises InputError if the request can never run.
 
-        `arrival_time` is by time.perf_counter(). With the scheduling policy "priority", a lower
-        `priority` goes first. `lora_request`: the adapter to run with.
+        arrival_time: seconds of time.perf_counter()
+        lora_request: adapter to use
+        priority: lower runs first, with the scheduling policy "priority"
         """
         self.check_health()
         if request_id in self._builders:
@@ -109,15 +111,15 @@ class LLMEngine:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step. Returns the requests that it changed, each with its whole output."""
+        """Run one step. Returns the whole output so far of each request that the step changed."""
         return [builder.snapshot() for builder in self._step()]
 
     def run_step(self) -> list[RequestOutput]:
-        """Like `step`, without copies: later steps change the returned outputs."""
+        """Run one step like `step`, without copies: later steps change the returned outputs."""
         return [builder.output for builder in self._step()]
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests; they give no more outputs. Unknown ids are ignored."""
+        """Abort requests; `step` returns no more outputs for them. Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             builder = self._builders.pop(name, None)
             if builder is None:
@@ -136,7 +138,7 @@ class LLMEngine:
         return len(self._builders)
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a step has failed: the engine's state is then unknown."""
+        """Raise EngineDeadError if a step has failed, which leaves the engine's state unknown."""
         if self._failure:
             raise EngineDeadError(self._failure)
 

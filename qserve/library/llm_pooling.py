@@ -1,4 +1,4 @@
-"""Pooling of the offline API: vectors, scores, labels of prompts. Names follow vLLM's."""
+"""Pooling in the offline API: embeddings, scores and labels of prompts. Names follow vLLM's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.pooling.params import ALL, LABELS, PoolingParams
 
 PoolingTask = Literal["embed", "token_embed", "classify"]  # vLLM's names
-# Task -> kind of pooling; None: the model's own
+# Task -> kind of pooling; None: the model's default
 TASKS: dict[PoolingTask, str | None] = {"embed": None, "token_embed": ALL, "classify": LABELS}
 
 
@@ -77,7 +77,7 @@ ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """The engine's numbers for one prompt."""
+    """Pooled values of one prompt, as the engine returns them."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -100,11 +100,14 @@ def run(
     names: Sequence[str],
     use_tqdm: bool,
 ) -> list[Vectors]:
-    """Run prompts for pooling. Outputs come in the prompts' order. Raises InputError."""
+    """Run pooling requests in one batch; return results in the order of prompts.
+
+    Raises InputError.
+    """
     engine.check_health()
     if engine.has_unfinished_requests():
         raise InputError(
-            "LLM", "other requests are running on its engine", "step until they are done"
+            "LLM", "other requests are running on its engine", "call step() until they are done"
         )
     core, tokens = engine.engine, {}
     kinds = {name: each.kind for name, each in zip(names, params, strict=True)}
@@ -142,7 +145,7 @@ def run(
 
 
 def kind_of(task: str) -> str | None:
-    """Return the kind of pooling of one of TASKS. Raises InputError."""
+    """Return the kind of pooling for a task. Raises InputError for a task that is not in TASKS."""
     if task not in TASKS:
         raise InputError("pooling_task", f"expected one of {', '.join(TASKS)}, found {task!r}")
     return TASKS[task]

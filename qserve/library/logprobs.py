@@ -1,4 +1,4 @@
-"""Log probabilities as the Python API gives them, in vLLM's types. Loads no torch."""
+"""Log probabilities in the Python API. Types and names follow vLLM's. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,28 +12,31 @@ class Logprob:
     """The model's log probability of one token, before temperature and penalties."""
 
     logprob: float
-    # 1 is the likeliest token. None: a sampled token that is not among the reported alternatives.
+    # 1: the likeliest token. None: unknown, the token is not among the reported alternatives.
     rank: int | None = None
     decoded_token: str | None = None  # None with detokenize=False
 
 
-# Token id -> Logprob for each output token: the token itself first, then the likeliest tokens.
+# One dict per output token, token id -> Logprob: the token itself, then the likeliest tokens.
 SampleLogprobs = list[dict[int, Logprob]]
-# The same for each token of a prompt; None for the first, which nothing predicts.
+# One such dict per prompt token. None for the first token, which has no prediction.
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 def to_logprobs(
     tokens: Sequence[int], found: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> SampleLogprobs:
-    """Convert the engine's records of `tokens`; without a tokenizer, tokens have no text."""
+    """Convert the engine's log probabilities of output tokens.
+
+    Without a tokenizer, `decoded_token` is None.
+    """
     return [_to_dict(token, each, tokenizer) for token, each in zip(tokens, found, strict=True)]
 
 
 def to_prompt_logprobs(
     tokens: Sequence[int], found: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None
 ) -> PromptLogprobs:
-    """Convert the engine's records of a prompt's tokens."""
+    """Convert the engine's log probabilities of prompt tokens."""
     return [
         None if each is None else _to_dict(token, each, tokenizer)
         for token, each in zip(tokens, found, strict=True)

@@ -1,4 +1,4 @@
-"""Images and videos in prompts of the Python API: multi_modal_data, and the parts of messages."""
+"""Images and videos in the Python API: `multi_modal_data` of prompts, content parts of messages."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 MEDIA = "multi_modal_data"
 EXPECTED = "expected {'image': an image or a list of them, 'video': a video or a list of them}"
-# type of a message's part -> its key of an image
+# type of a content part -> key of the image in the part
 IMAGE_PARTS = {"image": "image", "image_pil": "image_pil"}
-# types of parts with a data: URL -> the kind of media
+# type of a content part with a data: URL -> media type
 URL_PARTS = {"image_url": "image", "video_url": "video"}
 VIDEO = "video"
 
 
 class Media(NamedTuple):
-    """Images and videos of one prompt, each kind in the order of its placeholders."""
+    """Images and videos of one prompt, both in the order of their placeholders."""
 
-    images: list[Any]  # of PIL
+    images: list[Any]  # PIL images
     videos: list[Video]
 
 
 class MediaPrompts:
-    """Prompts with images and videos for one model. Any thread may use it."""
+    """Preprocessor of a model's image and video prompts. Thread-safe."""
 
     def __init__(self, folder: str, *, takes_media: bool, no_vision: str) -> None:
-        """`no_vision`: remedy for a model that takes no media here; "": it has no tower."""
+        """`no_vision`: remedy to show if media are refused; "": the model has no vision tower."""
         self._folder = folder
         self._takes_media, self._no_vision = takes_media, no_vision
         self._processor: MediaProcessor | None = None
@@ -45,7 +45,7 @@ class MediaPrompts:
     def prepare(
         self, prompt: Any, ids: list[int], get_tokenizer: "Callable[[], Tokenizer]"
     ) -> "tuple[list[int], tuple[MediaItem, ...]]":
-        """Return token ids with the tokens of each placeholder's medium, and the media items.
+        """Return token ids with placeholders expanded to media tokens, and the media items.
 
         Raises InputError.
         """
@@ -60,7 +60,7 @@ class MediaPrompts:
             return processor.prepare(ids, images, digests, videos)
 
     def _load(self, get_tokenizer: "Callable[[], Tokenizer]", media: str) -> "MediaProcessor":
-        """Load the processors, once. Raises InputError for a model without a tower."""
+        """Load the media processor once. Raises InputError if the model takes no media."""
         if self._processor is None:
             from qserve.multimodal.processor import MediaProcessor  # loads transformers
 
@@ -75,7 +75,7 @@ class MediaPrompts:
 
 
 def media_of(prompt: Any) -> Media:
-    """Return the media of a prompt's multi_modal_data. Raises InputError."""
+    """Return the images and videos in a prompt's multi_modal_data. Raises InputError."""
     stated = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
     if stated is None:
         return Media([], [])
@@ -91,9 +91,9 @@ def media_of(prompt: Any) -> Media:
 
 
 def _videos_of(stated: Any) -> list[Any]:
-    """Return one video or a list of them as a list.
+    """Return one video or a list of videos as a list.
 
-    A list of images or of arrays of three dimensions is one video; so is a pair with options.
+    One video is a list of images or of 3-dimensional arrays, or a (frames, options) pair.
     """
     if stated is None or not isinstance(stated, list):
         return [] if stated is None else [stated]
@@ -108,7 +108,10 @@ def _video_of(stated: Any) -> Video:
 def split_media(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-    """Return messages whose media parts have no media, and multi_modal_data. Raises InputError."""
+    """Split messages into messages with empty media parts, and multi_modal_data.
+
+    Raises InputError.
+    """
     media: dict[str, list[Any]] = {"image": [], VIDEO: []}
     return [_without_media(message, media) for message in messages], media
 
@@ -131,7 +134,7 @@ def _without_media(message: Mapping[str, Any], media: dict[str, list[Any]]) -> d
 
 
 def _medium_of(kind: str, part: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the kind of media of a part and its content; None: another part."""
+    """Return the media type and the medium of a content part; None: not a media part."""
     if kind in URL_PARTS:
         return URL_PARTS[kind], _decoded(kind, part.get(kind))
     if kind == VIDEO:
@@ -144,7 +147,7 @@ def _medium_of(kind: str, part: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _decoded(part: str, value: Any) -> Any:
-    """Decode the image or the video of a part with a URL. Raises InputError."""
+    """Decode the image or video in a content part with a data: URL. Raises InputError."""
     kind = URL_PARTS[part]
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url[:5].lower() == "data:":

@@ -16,7 +16,7 @@ class EngineDeadError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One continuation of a prompt. It grows with the engine's steps."""
+    """One continuation of a prompt. Each engine step extends it."""
 
     index: int
     text: str = ""
@@ -24,7 +24,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: SampleLogprobs | None = None  # one dict for each of token_ids, if requested
-    is_asked_for: bool = False  # the request itself caused the error, not the model
+    is_asked_for: bool = False  # True: the request caused the error, not the engine
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -53,18 +53,18 @@ class RequestOutput:
     """A prompt and its `n` continuations."""
 
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    prompt_logprobs: PromptLogprobs | None = None  # one entry for each token, if requested
+    prompt_logprobs: PromptLogprobs | None = None  # one entry per prompt token, if requested
     outputs: list[CompletionOutput]
     finished: bool = False
-    num_cached_tokens: int = 0  # prompt tokens whose KV pages the prefix cache had
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0  # of the first output
     metrics: RequestTimes | None = None
 
 
 class OutputBuilder:
-    """The RequestOutput of one request while its choices run."""
+    """Builds the RequestOutput of one request from the events of its choices."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class OutputBuilder:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Start an output without tokens; its texts stay empty without a tokenizer."""
+        """Start with an empty output. Without a tokenizer, texts stay empty."""
         self.params = [params.choice(index) for index in range(params.n)]
         self.output = RequestOutput(
             request_id=request_id,
@@ -93,7 +93,10 @@ class OutputBuilder:
         return f"{self.output.request_id}-{index}"
 
     def take(self, index: int, event: TokenEvent) -> bool:
-        """Add an event of a choice. Returns True if a stop string ended it: abort it then."""
+        """Add an event of a choice. Returns True if a stop string ended the choice.
+
+        The caller must then abort the choice in the engine.
+        """
         completion, stream = self.output.outputs[index], self._streams[index]
         if completion.finish_reason is not None:
             return False
@@ -108,7 +111,7 @@ class OutputBuilder:
             self.output.num_cached_tokens = event.facts.num_cached
             self.output.num_preemptions = event.facts.num_preemptions
         delta = None if stream is None or event.finish_reason == "error" else stream.push(event)
-        # Tokens after a stop string are dropped: an event may have several tokens.
+        # An event may have several tokens; the tokens after a stop string are dropped.
         count = len(event.token_ids if delta is None else delta.event.token_ids)
         token_ids = event.token_ids[:count]
         completion.token_ids += token_ids

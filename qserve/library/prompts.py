@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A text. It shares KV pages only with prompts of the same `cache_salt`."""
+    """A prompt as text. Prompts share KV pages only if their `cache_salt` is the same."""
 
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]  # {"image": PIL images, "video": frames}
@@ -22,7 +22,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, and optionally the text that outputs repeat as their `prompt`."""
+    """A prompt as token ids. The optional text `prompt` is only repeated in the outputs."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -38,9 +38,9 @@ CACHE_SALT = "cache_salt"
 def read_prompt(
     prompt: PromptType, get_tokenizer: Callable[[], Tokenizer], *, takes_media: bool = False
 ) -> tuple[str | None, list[int]]:
-    """Return a prompt's text, None where it has none, and its token ids.
+    """Return the text (None if the prompt has none) and the token ids of a prompt.
 
-    Raises InputError, also for media unless `takes_media`.
+    Raises InputError for a malformed prompt, and for media unless `takes_media`.
     """
     if isinstance(prompt, Mapping):
         given = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
@@ -71,7 +71,7 @@ def handling_of(
 
 
 def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """Return one prompt or several as a list of prompts."""
+    """Return a list of prompts: [prompts] if `prompts` is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = list(prompts)

@@ -1,1 +1,1 @@
-"""Parse a model's text into reasoning, content and tool calls."""
+"""Parsers of model output: reasoning, content and tool calls."""

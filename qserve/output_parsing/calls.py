@@ -1,4 +1,4 @@
-"""Calls: receives the calls that a format's reader finds, and knows the tools."""
+"""Calls: collects the tool calls that a format's reader finds, as pieces."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,16 +9,17 @@ from qserve.output_parsing.reading import BrokenCall
 
 class Calls:
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, only_known: bool = False) -> None:
-        """`tools`: tool name -> JSON schema of its arguments.
+        """Start without calls.
 
-        `only_known`: a call of another tool is text. True where no marker says that calls begin.
+        tools: tool name -> JSON schema of its arguments
+        only_known: treat calls of unknown tools as text; for formats without a start marker
         """
         self.tools = tools
         self.only_known = only_known
-        self.count = 0  # complete calls, and broken ones whose name was emitted
-        self.raw: list[str] = []  # text read since the last call ended
-        self.pieces: list[Piece] = []  # consumed by the caller of `push`
-        self.is_open = False  # between `name` and `end` of a call
+        self.count = 0  # complete calls, and broken calls whose name was emitted
+        self.raw: list[str] = []  # text read since the end of the last call
+        self.pieces: list[Piece] = []  # the caller takes and clears them
+        self.is_open = False  # True between `name` and `end` of a call
 
     def content(self, text: str) -> None:
         if text:
@@ -29,12 +30,12 @@ class Calls:
             self.pieces.append(Piece(REASONING, text))
 
     def check(self, name: str) -> None:
-        """Raise BrokenCall for a name that cannot be a tool's here."""
+        """Raise BrokenCall for a name that cannot be a tool's name."""
         if not name or (self.only_known and self.tools and name not in self.tools):
             raise BrokenCall
 
     def name(self, name: str) -> None:
-        """Begin a call."""
+        """Start a call."""
         self.is_open = True
         self.pieces.append(Piece(NAME, name, self.count))
 
@@ -48,7 +49,7 @@ class Calls:
         self.raw = []
 
     def give_up(self, text: str) -> None:
-        """Treat the text as content: it is not a call. `text` is all of it."""
+        """Treat `text`, the whole text of a call, as content, since it is not a valid call."""
         if self.is_open:
             self.pieces.append(Piece(BROKEN, text, self.count))
             self.end()

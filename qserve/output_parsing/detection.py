@@ -1,7 +1,8 @@
-"""Choose the parsers of tool calls and reasoning from a model's chat template and config.
+"""Chooses the parsers of tool calls and reasoning from a model's chat template and config.
 
-A rule matches a template that contains all of its texts, or a model type. The first rule that
-matches counts, so a format whose texts contain those of another comes before it.
+A rule matches a template that contains all of the rule's texts, and a model type if the rule names
+any. The first matching rule counts. So if format A has all texts of format B and more, the rule for
+A comes first.
 """
 
 import json
@@ -15,15 +16,15 @@ AUTO, NONE = "auto", "none"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     parser: str
-    has: tuple[str, ...] = ()  # texts that the template contains
-    lacks: tuple[str, ...] = ()  # texts that it does not contain
-    model_types: tuple[str, ...] = ()  # of config.json; one of them is enough
+    has: tuple[str, ...] = ()  # texts that the template must contain
+    lacks: tuple[str, ...] = ()  # texts that the template must not contain
+    model_types: tuple[str, ...] = ()  # config.json must have one of these; empty: any
 
 
 TOOL_RULES = (
     Rule(parser="gpt_oss", model_types=("gpt_oss",)),
     Rule(parser="gpt_oss", has=("<|channel|>", "<|start|>", "to=functions.")),
-    # DeepSeek V4 has another section, which is not supported.
+    # DeepSeek V4 has another format of calls, which is not supported.
     Rule(parser=NONE, has=("DSML", "tool_calls>"), lacks=("function_calls",)),
     Rule(parser="deepseek_v32", has=("DSML",)),
     Rule(parser="deepseek_v3", has=("<｜tool▁calls▁begin｜>", "```json")),
@@ -70,7 +71,7 @@ REASONING_RULES = (
     Rule(parser="step3", has=("</think>", "<steptml:invoke")),
     Rule(parser="olmo3", has=("<think>", "<function_calls>")),
     Rule(parser="olmo3", has=("<think>",), model_types=("olmo3", "olmo2")),
-    # DeepSeek R1 always thinks; V3.1 and later only if the prompt asks for it.
+    # DeepSeek R1 always thinks; V3.1 and later think only if the prompt says so.
     Rule(parser="deepseek_v31", has=("</think>", "<｜Assistant｜>", "thinking")),
     Rule(parser="deepseek_r1", has=("</think>", "<｜Assistant｜>")),
     Rule(parser="qwen3", has=("</think>",)),
@@ -79,7 +80,7 @@ REASONING_RULES = (
 
 
 def detect(rules: Sequence[Rule], template: str, model_type: str) -> str:
-    """Name of the parser for a chat template and a model type, or NONE."""
+    """Return the name of the parser for a chat template and a model type, or NONE."""
     for rule in rules:
         if rule.model_types and model_type not in rule.model_types:
             continue
@@ -96,14 +97,14 @@ class Parsers:
 
     tool_calls: str | None
     reasoning: str | None
-    # Sentences for the log, one for each parser.
+    # Sentences for the log, one per parser.
     reports: tuple[str, ...] = ()
 
     @classmethod
     def chosen(
         cls, tool_calls: str | None, reasoning: str | None, *, template: str, model_type: str
     ) -> "Parsers":
-        """Resolve AUTO and NONE. `template`: the text of all of the model's chat templates."""
+        """Resolve AUTO and NONE. `template`: text of all chat templates of the model."""
         found, reports = [], []
         for flag, asked, rules in (
             ("tool-call-parser", tool_calls, TOOL_RULES),
@@ -122,7 +123,7 @@ class Parsers:
 
 
 def model_type(folder: str) -> str:
-    """The `model_type` of a model folder's config.json; empty if it states none."""
+    """Return the `model_type` in a model folder's config.json; "" if there is none."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

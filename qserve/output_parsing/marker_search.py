@@ -1,21 +1,21 @@
-"""Markers: what they look like, and the search for them in text that arrives in pieces."""
+"""Markers in model output: a pattern of them, and the search in text that arrives in pieces."""
 
 import re
 from collections.abc import Iterable
 
-# Texts that tokenizers have as one token.
+# Texts that are usually one token in a tokenizer.
 TOKEN = re.compile(r'<\|"\|>|<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜')
 MARKED = re.compile(f"({TOKEN.pattern})")
 
 
 def first_marker(text: str, markers: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """Position of the first marker in a text, and the marker."""
+    """Return the position of the first marker in a text, and the marker."""
     found = ((text.find(marker, start), marker) for marker in markers)
     return min((each for each in found if each[0] >= 0), default=None)
 
 
 def num_held(text: str, markers: Iterable[str]) -> int:
-    """Number of last characters of a text that may begin a marker."""
+    """Return the number of characters at the end of a text that may start a marker."""
     return max((_num_held(text, marker) for marker in markers), default=0)
 
 

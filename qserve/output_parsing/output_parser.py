@@ -1,4 +1,4 @@
-"""OutputParser: splits one output's text into pieces as it arrives, according to ParseSettings."""
+"""OutputParser: splits the text of one output into pieces as it arrives, by ParseSettings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,23 +19,23 @@ from qserve.output_parsing.tool_format import ToolFormat
 from qserve.output_parsing.tool_formats import REQUIRED, TOOL_PARSERS
 from qserve.output_parsing.tool_scanner import NamedCall, ToolScanner
 
-HARMONY = "gpt_oss"  # of both tables
+HARMONY = "gpt_oss"  # Harmony's name in TOOL_PARSERS and REASONING_PARSERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseSettings:
-    tool_parser: str | None = None  # one of TOOL_PARSERS; None: calls are not parsed
-    is_required: bool = False  # the text is calls; a list in JSON if there is no tool_parser
-    named: str | None = None  # it calls this tool; without tool_parser it is the arguments alone
-    tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # schemas of the arguments
-    is_single: bool = False  # calls after the first are dropped
-    reasoning_parser: str | None = None  # one of REASONING_PARSERS
-    prompt_end: str = ""  # the prompt's last characters
-    num_calls_before: int = 0  # calls in the conversation so far
+    tool_parser: str | None = None  # key of TOOL_PARSERS; None: the model's format is not parsed
+    is_required: bool = False  # the text is only calls; a JSON list if there is no tool_parser
+    named: str | None = None  # the text calls this tool; without tool_parser it is the arguments
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> schema of arguments
+    is_single: bool = False  # True: drop calls after the first
+    reasoning_parser: str | None = None  # key of REASONING_PARSERS; None: reasoning is content
+    prompt_end: str = ""  # last characters of the prompt
+    num_calls_before: int = 0  # number of calls in the conversation so far
 
     @property
     def is_call(self) -> bool:
-        """True if the text consists of calls only, apart from reasoning before them."""
+        """True if the text after the reasoning is only calls."""
         return self.is_required or self.named is not None
 
     @property
@@ -44,7 +44,7 @@ class ParseSettings:
 
     @property
     def calls(self) -> ToolFormat | None:
-        """Format of calls that the text is searched for; None: all other text is content."""
+        """Format of the calls to look for; None: all text except reasoning is content."""
         if self.tool_parser is not None:
             return TOOL_PARSERS[self.tool_parser]
         if self.is_required:
@@ -54,23 +54,23 @@ class ParseSettings:
 
     @property
     def is_harmony(self) -> bool:
-        """True if one reader finds both reasoning and calls."""
+        """True for Harmony, where one reader finds both reasoning and calls."""
         return self.calls is TOOL_PARSERS[HARMONY]
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts to look for, which must be visible even if they are special tokens."""
+        """Markers to look for. The text must include them even if they are special tokens."""
         of_calls = self.calls.tokens if self.calls is not None else ()
         of_reasoning = self.reasoning.tokens if self.reasoning is not None else ()
         return tuple(dict.fromkeys((*of_calls, *of_reasoning)))
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Tokens that end the model's turn in its format."""
+        """Names of tokens that end the model's turn in this format."""
         return harmony.STOPS if self.is_harmony else ()
 
     def reasoning_tokens(self) -> ReasoningTokens | HarmonyTokens | None:
-        """Reasoning token counter for one output; None if reasoning is not parsed."""
+        """Return a counter of reasoning tokens for one output; None if reasoning is not parsed."""
         if self.reasoning is None:
             return None
         if self.is_harmony:
@@ -78,15 +78,14 @@ class ParseSettings:
         return ReasoningTokens(self.reasoning, prompt_end=self.prompt_end)
 
     def new_scanner(self) -> ToolScanner:
-        """A scanner of calls for one output."""
+        """Return a scanner of calls for one output."""
         return ToolScanner(self.calls or REQUIRED, self.tools, is_forced=self.is_call)
 
     def grammar_prefix(self, marker_token: MarkerToken, is_used: Callable[[str], bool]) -> str:
-        """Lark of the text before a constrained text; empty if none.
+        """Return Lark of the reasoning before a constrained text; "" without reasoning.
 
-        `marker_token`: returns the id of a marker that is a token which no text matches. `is_used`:
-        returns True if the model's chat template writes or reads a marker, as those of reasoning
-        models do.
+        marker_token: see Tokenizer.marker_token
+        is_used: returns True if a marker occurs in the chat template, as in reasoning models
         """
         form = self.reasoning
         if form is None:
@@ -95,12 +94,12 @@ class ParseSettings:
         return grammar_prefix(form, self.prompt_end, marker_token=marker_token, thinks=thinks)
 
     def answer_opening(self, marker_token: MarkerToken) -> str:
-        """Lark of the text before a constrained answer that is no call; empty if none."""
+        """Return Lark of the text between reasoning and a constrained answer; "" if none."""
         return "" if self.reasoning is None else answer_opening(self.reasoning, marker_token)
 
 
 class OutputParser:
-    """Call `push` with the text as it arrives, then `finish`; `parse` does both."""
+    """Parser of one output: call `push` with text as it arrives, then `finish`; or only `parse`."""
 
     def __init__(self, settings: ParseSettings) -> None:
         self._is_single = settings.is_single
@@ -126,17 +125,16 @@ class OutputParser:
             self._answer = AnswerText(*form.answer)
 
     def push(self, text: str) -> list[Piece]:
-        """Pieces that are decided with this text."""
+        """Add text. Returns the pieces that are now known."""
         pieces: list[Piece] = []
         if self._reasoning is not None:
             pieces, text = self._reasoning.push(text)
         return pieces + self._behind(text)
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """The remaining pieces, when no more text arrives.
+        """Return the remaining pieces, after the last text.
 
-        `is_cut`: the output ended at its token limit. An incomplete call is then kept as far as it
-        was read.
+        `is_cut`: the output ended at its token limit. Then an incomplete call is kept as a call.
         """
         pieces, text = ([], "") if self._reasoning is None else self._reasoning.finish(is_cut)
         pieces += self._behind(text)
@@ -145,11 +143,11 @@ class OutputParser:
         return pieces + (self._kept(self._tools.finish(is_cut)) if self._tools is not None else [])
 
     def parse(self, text: str, *, is_cut: bool = False) -> list[Piece]:
-        """The pieces of a complete text, merged."""
+        """Return the pieces of a complete text. Adjacent pieces of the same kind are merged."""
         return merged((*self.push(text), *self.finish(is_cut=is_cut)))
 
     def _behind(self, text: str) -> list[Piece]:
-        """Pieces of text after the reasoning."""
+        """Return the pieces of text after the reasoning."""
         return self._content(text if self._answer is None else self._answer.push(text))
 
     def _content(self, text: str) -> list[Piece]:
@@ -167,11 +165,11 @@ class OutputParser:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """Merged pieces of a complete text. A broken call is content."""
+    """A complete text as reasoning, content and calls. A broken call is content."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each
+    calls: list[list[str]] = field(default_factory=list)  # [name, JSON of the arguments] per call
 
     @classmethod
     def of(cls, pieces: list[Piece]) -> "Message":

@@ -1,4 +1,4 @@
-"""Piece: a part of a model's text that is known to be reasoning, content, or part of a call."""
+"""Piece: a piece of a model's text, classified as reasoning, content, or part of a call."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 REASONING = "reasoning"
 CONTENT = "content"
-NAME = "name"  # of the tool; begins a call
-ARGUMENTS = "arguments"  # the next characters of the call's JSON object
-BROKEN = "broken"  # not a call after all; the piece has the whole text
+NAME = "name"  # name of the tool; starts a call
+ARGUMENTS = "arguments"  # next characters of the call's JSON object
+BROKEN = "broken"  # the call is not valid after all; the piece has the call's whole text
 
 
 class Piece(NamedTuple):

@@ -1,9 +1,9 @@
-"""Character-wise readers of text, independent of how it is split into pieces.
+"""Readers of model output, as generators that get one character at a time.
 
-A reader is a generator: each `yield` receives one character, and "" at the end of the text. The
-result therefore cannot depend on the pieces. A reader returns the characters that it read but did
-not use, which are read again as content. It raises BrokenCall if the text is not a call. A text
-that breaks late may be read again from the start of another call, within a limit (tool_scanner.py).
+Each `yield` of a reader receives a character, and "" at the end of the text. So the result cannot
+depend on how the text was split. A reader returns the characters that it read but did not use; they
+are read again as content. It raises BrokenCall if the text is not a call. Then the text may be read
+again from the start of another call, within a limit (tool_scanner.py).
 """
 
 import json
@@ -18,16 +18,19 @@ SPACE = " \t\r\n"
 
 
 def json_escaped(text: str) -> str:
-    """A text inside of a JSON string."""
+    """Escape a text for use inside a JSON string."""
     return text if text.isalnum() or text == " " else json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class BrokenCall(Exception):
-    """A text that looked like a call is not one."""
+    """The text is not a valid call."""
 
 
 def after_space(char: str | None = None, emit: Emit = len, also: str = "") -> Reader[str]:
-    """First character that is not white space and not in `also`, from `char` on if given."""
+    """Skip white space and characters in `also`. Returns the first other character.
+
+    `char`: first character to look at; None: read it.
+    """
     if char is None:
         char = yield
     while char and (char in SPACE or char in also):
@@ -44,9 +47,9 @@ def expect(text: str) -> Reader[None]:
 
 
 def skip(text: str, char: str | None = None) -> Reader[str]:
-    """Read white space and the text, or a prefix of it at the end of the output.
+    """Read white space and `text`, or a prefix of `text` at the end of the output.
 
-    Returns what was read of anything else.
+    Returns "", or the characters read if another text follows.
     """
     char = yield from after_space(char)
     read = ""
@@ -60,7 +63,10 @@ def skip(text: str, char: str | None = None) -> Reader[str]:
 
 
 def until(ends: str, limit: int = 256) -> Reader[tuple[str, str]]:
-    """Read a name and the character of `ends` after it. A name has no line break and no `<`."""
+    """Read a name and the character after it, which is in `ends`. Returns both.
+
+    A name contains no line break and no "<".
+    """
     name = ""
     while True:
         char = yield
@@ -72,7 +78,7 @@ def until(ends: str, limit: int = 256) -> Reader[tuple[str, str]]:
 
 
 def read_whole(reader: Reader[str], text: str) -> bool:
-    """Start a reader; return True if it takes exactly this text. Raises BrokenCall."""
+    """Run a reader on a text. Returns True if it uses exactly the text. Raises BrokenCall."""
     next(reader)
     for place, char in enumerate((*text, "")):
         try:

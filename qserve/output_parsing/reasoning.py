@@ -1,4 +1,4 @@
-"""ReasoningScanner: separates the model's reasoning from the text after it, as the text arrives."""
+"""ReasoningScanner: separates reasoning from the text after it, while the text arrives."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,14 @@ from qserve.output_parsing.reasoning_formats import CLOSED, OPEN, ReasoningForma
 from qserve.output_parsing.tool_scanner import ToolScanner
 
 MAX_SPACE = 64  # characters of white space before reasoning; longer runs are not held back
-MAX_TRIALS = 16  # texts in one output's reasoning that are tried as calls
+MAX_TRIALS = 16  # how often one output's reasoning is searched for a call
 
 
 class ReasoningScanner:
-    """Scanner of one output. White space around the reasoning belongs to neither part.
+    """Scanner of one output. White space around the reasoning is dropped.
 
-    A call in reasoning that nothing follows is a call: the model left out the end of its reasoning.
+    If the output ends after a call within the reasoning, it counts as a call: the model omitted the
+    end of its reasoning.
     """
 
     def __init__(
@@ -25,43 +26,45 @@ class ReasoningScanner:
         call_markers: tuple[str, ...] = (),
         new_scanner: Callable[[], ToolScanner] | None = None,
     ) -> None:
-        """`prompt_end`: the last characters of the prompt, which may begin or end reasoning.
+        """Start a scanner.
 
-        `call_markers`: texts that begin tool calls. `new_scanner`: returns a scanner of calls.
+        prompt_end: last characters of the prompt, which may start or end reasoning
+        call_markers: texts that start tool calls
+        new_scanner: returns a scanner of calls
         """
         state, self._ends = form.opened(prompt_end)
         self._form = form
         self._call_markers, self._new_scanner = call_markers, new_scanner
-        self._held = ""  # may begin a marker
-        self._spaces: list[str] = []
-        self._has_begun = False  # some reasoning was emitted
+        self._held = ""  # text that may start a marker
+        self._spaces: list[str] = []  # white space that is dropped unless reasoning follows
+        self._has_begun = False  # True once some reasoning was emitted
         self._is_open = state == OPEN
-        # Undecided until the first character that is not white space.
+        # True until the first characters decide whether the output starts with reasoning.
         self._may_begin = state != CLOSED
-        self._is_behind = not self._may_begin  # of reasoning: leading white space is dropped
-        self._trial: ToolScanner | None = None  # reads a call in the reasoning
-        self._tried: list[str] = []  # the call's text
+        self._is_behind = not self._may_begin  # True after reasoning: drop leading white space
+        self._trial: ToolScanner | None = None  # reads a possible call in the reasoning
+        self._tried: list[str] = []  # text of the possible call
         self._tried_marker = ""
         self._num_trials = 0
 
     @property
     def is_open(self) -> bool:
-        """True if the next text is reasoning, unless it ends it."""
+        """True inside reasoning."""
         return self._is_open
 
     @property
     def may_begin(self) -> bool:
-        """True if it is undecided whether the text begins with reasoning."""
+        """True while it is undecided whether the output starts with reasoning."""
         return self._may_begin and not self._is_open
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """The reasoning and the other text that are decided with these characters."""
+        """Add text. Returns the pieces of reasoning and the other text that are now known."""
         reasoning: list[str] = []
         rest = self._push(text, reasoning)
         return _pieces(reasoning), self._behind(rest)
 
     def finish(self, is_cut: bool = False) -> tuple[list[Piece], str]:
-        """The remaining text, when no more arrives. `is_cut`: at the token limit."""
+        """Return remaining reasoning and other text. `is_cut`: the output hit the token limit."""
         reasoning: list[str] = []
         rest = ""
         while self._trial is not None:
@@ -78,7 +81,7 @@ class ReasoningScanner:
         return _pieces(reasoning), ""
 
     def _push(self, text: str, reasoning: list[str]) -> str:
-        """Return the text after the reasoning."""
+        """Process text. Returns the text after the reasoning."""
         while text:
             if self._trial is not None:
                 text = self._try(text, reasoning)
@@ -93,7 +96,7 @@ class ReasoningScanner:
         return ""
 
     def _begin(self, text: str) -> str:
-        """Look for the start; return the text to go on with."""
+        """Look for the start of reasoning. Returns the text to continue with."""
         self._held += text
         found = self._held.lstrip()
         if len(self._held) - len(found) <= MAX_SPACE:
@@ -109,7 +112,7 @@ class ReasoningScanner:
         return text
 
     def _read(self, text: str, reasoning: list[str]) -> str:
-        """Read reasoning; return the text from its end on, or from a call on."""
+        """Read reasoning. Returns the text after its end, or from a possible call on."""
         is_tried = self._new_scanner is not None and self._num_trials < MAX_TRIALS
         markers = (*self._ends, *(self._call_markers if is_tried else ()))
         text = self._held + text
@@ -134,14 +137,14 @@ class ReasoningScanner:
         return text[at:]
 
     def _try(self, text: str, reasoning: list[str]) -> str:
-        """Read a possible call; return the text to read again, if it is none."""
+        """Read a possible call. Returns the text to read again if it is not a call."""
         self._tried.append(text)
         if any(map(_is_text, self._trial.push(text))):
             return self._no_call(reasoning)
         return ""
 
     def _no_call(self, reasoning: list[str]) -> str:
-        """Treat the marker of a possible call as reasoning; return the text after it."""
+        """Treat the marker of a possible call as reasoning. Returns the text after the marker."""
         text = "".join(self._tried)
         self._trial, self._tried = None, []
         self._reason(self._tried_marker, reasoning)
@@ -163,7 +166,7 @@ class ReasoningScanner:
 
 
 class AnswerText:
-    """Drops the texts around the answer, and one line break inside of each."""
+    """Drops the markers around an answer, and one line break after the first, before the last."""
 
     def __init__(self, start: str, end: str) -> None:
         self._start, self._end = start, end
@@ -172,7 +175,7 @@ class AnswerText:
         self._drops_line_break = False
 
     def push(self, text: str) -> str:
-        """The answer's text that is decided with these characters."""
+        """Add text. Returns the answer's text that is now known."""
         if not self._is_inside and not self._is_done:
             self._held += text
             begun = self._held.lstrip()
@@ -201,17 +204,17 @@ class AnswerText:
         return text[:at] + text[at + len(marker) :]
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 class ReasoningTokens:
-    """Counts the tokens of an output's reasoning, including its markers, as the text arrives."""
+    """Counts the reasoning tokens of an output, including markers, while the text arrives."""
 
     def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
         self._scanner = ReasoningScanner(form, prompt_end=prompt_end)
-        self._num_waiting = 0  # tokens whose kind is undecided
+        self._num_waiting = 0  # tokens that may be reasoning; undecided
         self.count = 0
 
     def add(self, text: str, num_tokens: int) -> None:
@@ -226,7 +229,7 @@ class ReasoningTokens:
 
 
 class HarmonyTokens:
-    """Counts the tokens of the channel `analysis`, as the text arrives."""
+    """Counts the tokens of Harmony's channel `analysis`, while the text arrives."""
 
     def __init__(self, scanner: ToolScanner) -> None:
         self._scanner = scanner

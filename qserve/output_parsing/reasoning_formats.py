@@ -1,6 +1,6 @@
-"""REASONING_PARSERS: formats of reasoning by the name that --reasoning-parser takes.
+"""REASONING_PARSERS: value of --reasoning-parser -> format of the reasoning.
 
-The reasoning is what a model writes before its answer. Some prompts already open or close it.
+A model writes its reasoning before its answer. Some prompts already start or end the reasoning.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from qserve.output_parsing.marker_search import TOKEN
 from qserve.output_parsing.notations import harmony
 
 THINK = (("<think>",), ("</think>",))
-# State of the reasoning at the end of a prompt.
+# State at the end of a prompt: reasoning has started, may start, or has ended.
 OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    # Texts that begin reasoning, and those that end it; each has several spellings.
+    # (start markers, end markers), each in several spellings
     pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (THINK,)
-    is_implied: bool = False  # the text begins with reasoning even if the prompt does not open it
-    ends_at_call: bool = False  # a tool call ends reasoning, without the end text
-    answer: tuple[str, str] = ("", "")  # texts around the answer, which are dropped
-    is_harmony: bool = False  # messages in channels: the reader of calls separates reasoning, too
+    is_implied: bool = False  # True: the output starts with reasoning, without a start marker
+    ends_at_call: bool = False  # True: a tool call ends reasoning, without an end marker
+    answer: tuple[str, str] = ("", "")  # markers around the answer, which are dropped
+    is_harmony: bool = False  # True: the reader of calls separates the reasoning, too
 
     @property
     def start(self) -> str:
@@ -32,7 +32,7 @@ class ReasoningFormat:
 
     @property
     def starts(self) -> dict[str, tuple[str, ...]]:
-        """Texts that begin reasoning, each with those that end it then."""
+        """Start marker -> its end markers."""
         return {start: ends for starts, ends in self.pairs for start in starts}
 
     @property
@@ -41,14 +41,14 @@ class ReasoningFormat:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Texts that may be special tokens."""
+        """Markers that may be special tokens."""
         if self.is_harmony:
             return harmony.MARKERS
         texts = (*self.starts, *self.ends, *self.answer)
         return tuple(each for text in texts for each in TOKEN.findall(text))
 
     def opened(self, prompt_end: str) -> tuple[str, tuple[str, ...]]:
-        """State of the text after the prompt, and the texts that end reasoning if it is open."""
+        """Return the state at the end of a prompt, and the markers that end the reasoning."""
         before = prompt_end.rstrip()
         if before.endswith(self.ends):
             return CLOSED, ()
@@ -60,7 +60,7 @@ class ReasoningFormat:
 
 REASONING_PARSERS = {
     "deepseek_r1": ReasoningFormat(is_implied=True),
-    "deepseek_v31": ReasoningFormat(),  # thinks only if the prompt opens it
+    "deepseek_v31": ReasoningFormat(),  # reasons only if the prompt starts the reasoning
     "qwen3": ReasoningFormat(),
     "glm45": ReasoningFormat(),
     "kimi_k2": ReasoningFormat(ends_at_call=True),

@@ -1,8 +1,8 @@
-"""ToolFormat: a row that describes how a model family writes tool calls, and its reader.
+"""ToolFormat: describes how a model family writes tool calls, and reads them.
 
-A call is written as texts that open it (outermost first), the tool's name and a separator, the
-arguments, and texts that close it (innermost first). The arguments are in one of a few notations,
-each a Body. Bodies of notations with the name inside, such as JSON objects, read it themselves.
+A call consists of opening texts (outermost first), the tool's name and a separator, the arguments,
+and closing texts (innermost first). A Body is the notation of the arguments. In notations such as
+JSON objects the name is inside the body, and the body reads it.
 """
 
 import re
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from qserve.output_parsing.grammars.call_grammar import CallGrammar
 
 MAX_NAME_CHARS = 256
-NAME_STOPS = '<>{[(`"\n'  # characters that no tool's name contains
+NAME_STOPS = '<>{[(`"\n'  # characters that cannot be part of a tool's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a body begins: its reader's arguments besides Calls."""
+    """Facts on the start of a body, for its reader."""
 
     marker: str  # the opening text that was found
     char: str  # first character of the body
@@ -35,30 +35,32 @@ class Start:
 class Body:
     """Notation of arguments, or of whole calls.
 
-    `read`: reports calls and returns the characters that it read but did not use. `lark`: the
-    grammar of one call from its name's end on, or from its start if the body has the name.
+    read: reports calls to Calls; returns the characters that it read but did not use
+    lark: returns the grammar of one call after its name, or of the whole call if the body has the
+        name
+    whole: returns the grammar of all calls; used instead of `lark`
     """
 
     read: Callable[[Calls, Start], Reader[str]]
     lark: Callable[["CallGrammar", int, str, Any], str] | None = None
-    whole: Callable[["CallGrammar"], str] | None = None  # the grammar of all calls instead
-    # Texts around and between the calls of a list, for notations that write calls as a list.
+    whole: Callable[["CallGrammar"], str] | None = None
+    # Brackets around the calls, for notations that write calls as a list.
     left: str = ""
     right: str = ""
-    texts: tuple[str, ...] = ()  # markers inside
-    # Other text is a message with `left` before it.
+    texts: tuple[str, ...] = ()  # markers inside the body
+    # True: text that is not a call is a message that starts with `left`.
     is_text_message: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """The tool's name between two texts of its row; `before` and an index may be part of it."""
+    """How a format writes the tool's name before the body."""
 
-    before: str = ""  # part of the name in the text, but not in the tool's name
-    is_numbered: bool = False  # ":0" follows, the index of the call
+    before: str = ""  # prefix in the text that is not part of the tool's name
+    is_numbered: bool = False  # True: the index of the call follows, as ":0"
 
     def read(self, char: str) -> Reader[tuple[str, str]]:
-        """The tool's name, and the first character after it and white space."""
+        """Read the name. Returns it, and the first character after it that is not white space."""
         text = ""
         while char and char not in NAME_STOPS and len(text) <= MAX_NAME_CHARS:
             text += char
@@ -75,47 +77,47 @@ class Name:
 class ToolFormat:
     body: Body
     opens: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()  # other texts that models open calls with
-    inner: tuple[str, ...] = ()  # texts that begin a call if the opening ones are missing
-    name: Name | None = None  # None: the body has it
-    separator: str = ""  # between name and arguments
+    also: tuple[str, ...] = ()  # alternative opening texts that models write
+    inner: tuple[str, ...] = ()  # texts that start a call if the outer opening texts are missing
+    name: Name | None = None  # None: the name is inside the body
+    separator: str = ""  # text between name and arguments
     closes: tuple[str, ...] = ()
-    also_ends: tuple[str, ...] = ()  # other texts that models close calls with
-    num_shared: int = 0  # outer texts on both sides that are written once around parallel calls
-    between: str = ""  # between parallel calls
-    # Characters that may begin calls at the start of the text and, after a call, at the start of a
-    # line.
+    also_ends: tuple[str, ...] = ()  # alternative closing texts that models write
+    num_shared: int = 0  # number of outer texts (on each side) written once around parallel calls
+    between: str = ""  # text between parallel calls
+    # Characters that may start calls without a marker, at the start of the text and, after a call,
+    # at the start of a line.
     starts: tuple[str, ...] = ()
-    is_bare: bool = False  # opening texts are optional; the calls must name a tool of the request
-    only_one: bool = False  # the model ends its turn after one call
-    # Start of a call inside the text of a broken one; the matching group is the marker.
+    is_bare: bool = False  # True: opening texts are optional; calls must name a known tool
+    only_one: bool = False  # True: the model ends its turn after one call
+    # Pattern of the start of the next call inside a broken call. The matching group is the marker.
     again: re.Pattern[str] | None = None
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls anywhere in an output."""
+        """Texts that start calls anywhere in an output."""
         own = (text.strip() for text in self.opens[:1] + self.opens[self.num_shared :][:1])
         return tuple(dict.fromkeys((*own, *self.also, *self.inner)))
 
     def is_outer(self, marker: str) -> bool:
-        """True if a marker is the first one of a call, so that no other is missing."""
+        """Return True if a marker is the outermost opening text of a call."""
         return marker in self.also or marker in (text.strip() for text in self.opens[:1])
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Texts without meaning directly after a call."""
+        """Closing texts, which are dropped directly after a call."""
         return (*(text.strip() for text in self.closes), *self.also_ends)
 
     @cached_property
     def next_call(self) -> re.Pattern[str] | None:
-        """Where another call may begin in the text of a broken one."""
+        """Pattern of the start of another call in the text of a broken call."""
         if self.again is not None or not self.markers:
             return self.again
         return re.compile(f"({'|'.join(map(re.escape, self.markers))})")
 
     @cached_property
     def stops(self) -> re.Pattern[str]:
-        """A character that may begin a marker, or matters for `starts`."""
+        """Pattern of characters that may start a marker, or that matter for `starts`."""
         first = {text[0] for text in (*self.markers, *self.ends)} | (
             {"\n"} if self.starts else set()
         )
@@ -123,11 +125,11 @@ class ToolFormat:
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """Texts of the format that may be special tokens."""
+        """Markers of the format that may be special tokens."""
         return tuple(dict.fromkeys(each for text in self._texts() for each in TOKEN.findall(text)))
 
     def read(self, calls: Calls, marker: str) -> Reader[str]:
-        """Read what follows a marker, or a character of `starts`."""
+        """Read calls after a marker, or after a character of `starts`."""
         if marker in self.starts or not marker:
             char = marker or (yield from after_space())
             return (yield from self.body.read(calls, Start(marker=marker, char=char)))
@@ -145,7 +147,7 @@ class ToolFormat:
         return (yield from self.body.read(calls, Start(marker=marker, char=char, name=name)))
 
     def _inside(self, marker: str) -> tuple[str, ...]:
-        """Opening texts after a marker."""
+        """Return the opening texts that follow a marker."""
         stripped = [text.strip() for text in self.opens]
         return self.opens[stripped.index(marker) + 1 :] if marker in stripped else ()
 
@@ -160,7 +162,7 @@ class ToolFormat:
 
 
 def _text(text: str, char: str) -> Reader[str]:
-    """Read a text from its first character on; return the first one after it and white space."""
+    """Read a text that starts with `char`. Returns the next character that is not white space."""
     for expected in text:
         if char != expected:
             raise BrokenCall

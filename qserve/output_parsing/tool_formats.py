@@ -1,4 +1,4 @@
-"""TOOL_PARSERS: formats of tool calls by the name that --tool-call-parser takes, one row each."""
+"""TOOL_PARSERS: value of --tool-call-parser -> format of the tool calls."""
 
 from dataclasses import replace
 
@@ -8,23 +8,23 @@ from qserve.output_parsing.notations.braced_calls import Braced
 from qserve.output_parsing.notations.tagged_calls import Tags
 from qserve.output_parsing.tool_format import Body, Name, ToolFormat
 
-# A JSON object after the tool's name, and objects with the name inside, alone or in a list.
+# JSON: arguments after the tool's name; objects with name and arguments, alone or in a list.
 ARGUMENTS = Body(read=json_calls.arguments, lark=notations.arguments)
 OBJECT = Body(read=json_calls.objects, lark=notations.named_object)
 LIST = Body(read=json_calls.objects, lark=notations.named_object, left="[", right="]")
-# Python's calls with keyword arguments.
+# Python calls with keyword arguments, in a list or one per line.
 PYTHON_LIST = Body(read=pythonic.pythonic, lark=notations.python, left="[", right="]")
 PYTHON_LINES = Body(read=pythonic.pythonic, lark=notations.python)
 
 
 def tagged(tags: Tags) -> Body:
-    """Tags around bare text."""
+    """Return the body for arguments as bare text in tags."""
     texts = (*tags.kinds, tags.key_end, tags.value)
     return Body(read=tags.read, lark=notations.tagged(tags), texts=texts)
 
 
 def braced(quote: str) -> Body:
-    """Bare keys in braces."""
+    """Return the body for Gemma's braces with bare keys."""
     return Body(read=Braced(quote=quote).read, lark=notations.braced(quote), texts=(quote,))
 
 
@@ -126,7 +126,7 @@ TOOL_PARSERS = {
         again=pythonic.AGAIN,
     ),
     "qwen3_coder": CODER_FORMAT,
-    "qwen3_xml": CODER_FORMAT,  # vLLM's other name for it
+    "qwen3_xml": CODER_FORMAT,  # vLLM's other name of qwen3_coder
     "deepseek_v3": ToolFormat(
         opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
         name=Name(),
@@ -264,5 +264,6 @@ TOOL_PARSERS = {
         between=", ",
     ),
 }
-# Format that a grammar enforces for models whose own format is unknown or cannot write a schema.
+# Format of required calls if the model's format is unknown or cannot express a schema. A grammar
+# enforces it.
 REQUIRED = ToolFormat(starts=("[",), body=Body(read=json_calls.required))

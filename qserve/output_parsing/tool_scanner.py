@@ -8,14 +8,12 @@ from qserve.output_parsing.pieces import ARGUMENTS, NAME, Piece, merged
 from qserve.output_parsing.reading import BrokenCall, Reader
 from qserve.output_parsing.tool_format import ToolFormat
 
-# characters of one output that are read again to find calls inside broken ones
+# Limit on the characters of one output that are read again, to find calls inside broken calls.
 MAX_READ_AGAIN = 2**20
 
 
 class ToolScanner:
-    """Emits content immediately, except for text that may begin a call, and white
-    space before it.
-    """
+    """Scanner of one output. Holds back only text that may start a call, and white space before."""
 
     def __init__(
         self,
@@ -24,34 +22,34 @@ class ToolScanner:
         *,
         is_forced: bool = False,
     ) -> None:
-        """`tools`: tool name -> JSON schema of its arguments.
+        """Start a scanner.
 
-        `is_forced`: a grammar makes the text a list of calls, so that an incomplete one was cut off
-        and is not content.
+        tools: tool name -> JSON schema of its arguments
+        is_forced: a grammar enforces calls, so an incomplete call is cut off, not content
         """
         self._format = tool_format
         self._calls = Calls(tools)
         self._is_forced = is_forced
         self._reader: Reader[str] | None = None
-        self._held = ""  # may begin a marker
-        self._spaces: list[str] = []  # dropped if a call follows
-        self._is_start = bool(tool_format.starts)  # calls may begin without a marker here
-        self._is_behind = False  # a call: only white space and closing texts have followed it
-        self._is_inside = False  # the outer opening text of the last call is not closed
+        self._held = ""  # text that may start a marker
+        self._spaces: list[str] = []  # white space that is dropped if a call follows
+        self._is_start = bool(tool_format.starts)  # True where calls may start without a marker
+        self._is_behind = False  # True after a call, until other text than closing texts follows
+        self._is_inside = False  # True until the last call's outer opening text is closed
         self._is_cut = False
         self._num_read_again = 0
 
     @property
     def num_calls(self) -> int:
-        """Calls found so far, including an incomplete one."""
+        """Number of calls found so far, including an incomplete one."""
         return self._calls.count + self._calls.is_open
 
     def push(self, text: str) -> list[Piece]:
-        """Pieces that are decided with these characters."""
+        """Add text. Returns the pieces that are now known."""
         at = 0
         while at < len(text):
             if self._reader is None and not self._held and not self._is_start:
-                # Text that cannot begin a marker.
+                # Skip to the next character that may start a marker.
                 match = self._format.stops.search(text, at)
                 end = len(text) if match is None else match.start()
                 self._show(text[at:end])
@@ -63,16 +61,16 @@ class ToolScanner:
         return self._taken()
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """The remaining pieces, when no more text arrives.
+        """Return the remaining pieces, after the last text.
 
-        `is_cut`: the output ended at its token limit. Then an incomplete call is not content, nor
-        is text that may begin another call.
+        `is_cut`: the output ended at its token limit. Then an incomplete call, or text that may
+        start another call, is not content.
         """
         self._is_cut = is_cut
         while self._reader is not None:
             self._advance("")
         held, self._held = self._held, ""
-        # A closing text may be cut off with the output.
+        # The output may end inside a closing text.
         is_end = self._is_behind and any(end.startswith(held) for end in self._format.ends)
         if not (is_end or (self._is_cut and self._calls.count)):
             self._show(held)
@@ -156,10 +154,10 @@ class ToolScanner:
             self._take(each)
 
     def _broken(self, raw: str, char: str) -> str:
-        """Give up a call with the text `raw` that broke at `char`; return the text to read again.
+        """Give up a call with the text `raw` that broke at `char`. Returns the text to read again.
 
-        The character may begin the next call. If an unclosed string of the broken call has
-        swallowed the start of the next call, that call begins here.
+        The character may start the next call. If the broken call has an unclosed string that
+        contains the start of the next call, reading continues at that start.
         """
         is_end = not char
         is_cut = self._is_cut and (self._calls.is_open or self._calls.count)
@@ -178,7 +176,7 @@ class ToolScanner:
         return raw[start + len(marker) :] + char
 
     def _next_call(self, raw: str, char: str) -> tuple[int, str] | None:
-        """Start of the next call in a broken call's text, and its marker."""
+        """Return the start of the next call in a broken call's text, and its marker."""
         pattern = self._format.next_call
         if pattern is None:
             return None
@@ -191,9 +189,9 @@ class ToolScanner:
         return None
 
     def _is_call(self, marker: str, text: str, char: str) -> bool:
-        """Try to read the text and `char` as calls; return True if they begin some.
+        """Return True if the text and `char` can be read as the start of calls.
 
-        At the end of the output, where `char` is "", they must be complete.
+        At the end of the output (`char` is "") the calls must be complete.
         """
         calls = Calls(self._calls.tools, only_known=self._calls.only_known)
         reader = self._format.read(calls, marker)
@@ -215,13 +213,13 @@ class ToolScanner:
 
 
 class NamedCall:
-    """The whole text is the arguments of one call."""
+    """Scanner for text that is the arguments of one known tool."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
     def push(self, text: str) -> list[Piece]:
-        """Emit the name once, then the text."""
+        """Add text. The first text also emits the tool's name."""
         if not text:
             return []
         opening = [] if self._name is None else [Piece(NAME, self._name)]

@@ -12,19 +12,22 @@ NEVER = "never"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Width, end and outputs of a beam search. Raises ParameterError.
+    """Width, stopping rule and outputs of a beam search. Raises ParameterError.
 
-    A beam's score is the log probability of its tokens divided by their number to the power
-    `length_penalty`; its end token counts. As in transformers, a search ends at `max_tokens`, or
-    once `beam_width` beams have ended and no running beam can do better. `early_stopping` defines
-    "can do better": False: its score is better now; "never": its score could be better at any later
-    length; True: no beam can.
+    The score of a beam is the sum of its tokens' log probabilities divided by
+    (number of tokens) ** length_penalty. The end token counts as a token. As in transformers, a
+    search ends at `max_tokens`, or once `beam_width` beams have ended and no running beam can beat
+    the worst of them. `early_stopping` says when a running beam can still beat an ended one:
+
+    - False: if the running beam's score is better now
+    - "never": if the running beam's score could be better at any later length
+    - True: never; the search ends as soon as `beam_width` beams have ended
     """
 
     beam_width: int
     max_tokens: int | None = 16  # None: up to the model's limit
     ignore_eos: bool = False
-    # vLLM's field, without effect: probabilities are always the model's own
+    # accepted for compatibility with vLLM, and ignored: scores use the unscaled probabilities
     temperature: float = 0.0
     length_penalty: float = 1.0  # above 0 favours long beams, below 0 short ones
     include_stop_str_in_output: bool = False  # include the end token in tokens and text

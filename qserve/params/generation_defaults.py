@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's generation_config.json, for requests that set none."""
+"""Sampling defaults from a model's generation_config.json, for fields that a request omits."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ from qserve.errors import ParameterError
 from qserve.params.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
-# Fields that the file may set.
+# Sampling fields whose defaults are read from the file.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def load_defaults(folder: str | Path) -> dict[str, float]:
-    """Fields that the file sets; empty without a file. Raises InputError."""
+    """Return the sampling fields that the file sets; {} if there is no file. Raises InputError."""
     path = Path(folder) / FILE
     try:
         found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Handling: request options besides sampling. Loads no torch."""
+"""Handling: options of a request that do not affect sampling. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """Priority, cache isolation, deadline and kind of a request. Raises ParameterError."""
+    """Priority, cache isolation, deadline, task and media of a request. Raises ParameterError."""
 
     priority: int = 0  # lower runs first, with --scheduling-policy priority
     cache_salt: str = ""  # KV pages are shared only between requests with the same salt
@@ -22,10 +22,10 @@ class Handling:
     pooling: PoolingParams | None = None  # return vectors of the prompt instead of generating
     beam_search: BeamSearchParams | None = None  # generate the best beams together
     lora: LoRARequest | None = None  # LoRA adapter of the request
-    # another engine computes the prompt: wait for its KV pages (--kv-transfer-config peer)
+    # True: another engine prefills the prompt; wait for the KV pages (--kv-transfer-config peer)
     awaits_pages: bool = False
-    is_for_another: bool = False  # compute the prompt for an engine that awaits its pages
-    media: tuple[MediaItem, ...] = ()  # of the prompt, in order of their positions
+    is_for_another: bool = False  # True: prefill the prompt for an engine that awaits the KV pages
+    media: tuple[MediaItem, ...] = ()  # media items of the prompt, sorted by position
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:

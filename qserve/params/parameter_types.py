@@ -1,6 +1,6 @@
-"""Types of request parameters, and the messages for wrong ones.
+"""Type checks of request parameters, and the error messages for wrong types.
 
-The server's request bodies and SamplingParams share them.
+The server's request bodies and SamplingParams use the same checks.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from qserve.errors import ParameterError
 
-MAX_SHOWN = 60  # length to which a wrong value is shown
+MAX_SHOWN = 60  # characters of a wrong value that an error message shows
 AN_INTEGER, A_NUMBER, A_FLAG, A_TEXT = "an integer", "a number", "true or false", "a text"
 A_LIST, AN_OBJECT = "a list", "an object"
 
@@ -18,12 +18,12 @@ Check = Callable[[str, Any], Any]  # (parameter name, value) -> the value to sto
 
 
 def wrong_type(expected: str, value: object) -> str:
-    """Message for a value of another type."""
+    """Return the error message for a value of the wrong type."""
     return f"expected {expected}, found {shown(value)}"
 
 
 def shown(value: object) -> str:
-    """A value for an error message, truncated."""
+    """Return a value as an error message shows it, truncated."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -38,12 +38,12 @@ def shown(value: object) -> str:
 
 
 def _is_list(value: object) -> bool:
-    """True for any value with items, such as ranges, sets and arrays."""
+    """Return True for lists and other collections: ranges, sets, arrays. Texts are no lists."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
 
 
 def integer(name: str, value: Any) -> int:
-    """Check an int, or a float such as 580.0, which is an integer in JSON."""
+    """Check an integer. A float such as 580.0 passes: in JSON it is an integer."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -67,7 +67,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any, limit: int) -> str:
-    """Check a text. `limit`: maximum number of characters."""
+    """Check a text of at most `limit` characters."""
     if not isinstance(value, str):
         raise ParameterError(name, wrong_type(A_TEXT, value))
     if len(value) > limit:
@@ -76,11 +76,11 @@ def text(name: str, value: Any, limit: int) -> str:
 
 
 def integers(limit: int) -> Check:
-    """Check for a list of at most `limit` ids; returns a tuple."""
+    """Return a check for a list of at most `limit` ids. The check returns a tuple."""
 
     def check(name: str, value: Any) -> tuple[int, ...]:
         items = _items(name, value, limit, "ids")
-        if all(type(each) is int for each in items):  # thousands, checked for each output
+        if all(type(each) is int for each in items):  # fast path: lists have thousands of ids
             return tuple(items)
         return tuple(integer(f"{name}.{index}", each) for index, each in enumerate(items))
 
@@ -88,9 +88,10 @@ def integers(limit: int) -> Check:
 
 
 def texts(limit: int, what: str, length: int, total: int | None = None) -> Check:
-    """Check for a text or a list of at most `limit` texts; returns a tuple.
+    """Return a check for a text or a list of at most `limit` texts. The check returns a tuple.
 
-    Each has at most `length` characters, all together at most `total`.
+    A text may have up to `length` characters, all texts together up to `total`. Error messages call
+    the texts `what`.
     """
 
     def check(name: str, value: Any) -> tuple[str, ...]:
@@ -104,7 +105,10 @@ def texts(limit: int, what: str, length: int, total: int | None = None) -> Check
 
 
 def biases(limit: int) -> Check:
-    """Check for numbers by token id, as a mapping or pairs; ids may be strings."""
+    """Return a check for numbers by token id, in a mapping or a list of pairs. Ids may be strings.
+
+    The check returns a tuple of (token id, number) pairs.
+    """
 
     def check(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if _is_list(value):

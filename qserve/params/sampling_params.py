@@ -1,7 +1,7 @@
 """SamplingParams: how to pick tokens and when to stop. Loads no torch; field names are vLLM's.
 
-The limits here protect the engine: its memory, and what its kernels hold. The server has further
-ones (qserve/server/requests/generation_job.py and protocol.py).
+The limits in this file protect the engine's memory and follow from the sizes of its kernels. The
+server has more limits (qserve/server/requests/generation_job.py and protocol.py).
 """
 
 import math
@@ -12,7 +12,7 @@ from qserve.errors import ParameterError
 from qserve.params.parameter_types import Check, biases, flag, integer, integers, number, texts
 from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
-# Limits of one message to the engine: stop strings, characters of one, and of all.
+# Limits of one request: number of stop strings, characters of one, characters of all.
 MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_ALL_STOP_CHARS = 2**12, 2**16, 2**18
 MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
@@ -21,7 +21,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_ALLOWED_TOKEN_IDS = 2**14
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256  # characters of one word
-# The sampler holds 64-bit integers, and factors that keep float32 logits finite.
+# The sampler's integers have 64 bits, and its factors must keep float32 logits finite.
 MAX_INTEGER = 2**63 - 1
 SEEDS = 2**64
 NO_SEED = -1  # the same as None, as in vLLM
@@ -33,13 +33,13 @@ MAX_REPETITION_PENALTY = 100.0
 class SamplingParams:
     """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.
 
-    None stands for the default, as null does in a request's body; max_tokens=None: no limit.
-    Sequences are kept as tuples, and `logit_bias` as a tuple of pairs.
+    A field given as None gets its default, as null does in a request's body; only max_tokens=None
+    has a meaning, no limit. Sequences are stored as tuples, `logit_bias` as a tuple of pairs.
 
-    Logits are biased, then penalized, then divided by the temperature. Filters apply to the
-    probabilities after temperature, in the order min_p, top_k, top_p. Log probabilities are the
-    model's own, before all of that. With a `seed` the random numbers depend only on the seed and
-    the token's position, whatever else is in the batch; output i of `n` uses seed + i.
+    The sampler adds biases to the logits, then applies penalties, then divides by the temperature.
+    Filters apply to the resulting probabilities, in the order min_p, top_k, top_p. Reported log
+    probabilities are the model's own, before these changes. With a `seed` the random numbers depend
+    only on the seed and the token's position, not on the batch; output i of `n` uses seed + i.
     """
 
     n: int = 1
@@ -52,21 +52,21 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits; prompt too
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()  # added to logits
     logprobs: int | None = None  # report the token's log probability and this many alternatives
-    prompt_logprobs: int | None = None  # the same for each prompt token except the first
-    seed: int | None = None  # None or -1: other tokens each time
+    prompt_logprobs: int | None = None  # as logprobs, for each prompt token except the first
+    seed: int | None = None  # None or -1: a random seed
     max_tokens: int | None = 16  # None: up to the model's limit; 0: prompt_logprobs alone
-    min_tokens: int = 0  # no stop token or end token before this many tokens
+    min_tokens: int = 0  # stop and end tokens are forbidden before this many tokens
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    detokenize: bool = True  # False, in Python only: outputs have no text and need no tokenizer
+    detokenize: bool = True  # False (Python API only): outputs have no text, no tokenizer is needed
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None  # format of the text; a dict, too
-    # None: all tokens. An end token must be among them if the output may end with one.
+    structured_outputs: StructuredOutputsParams | None = None  # format of the text; or a dict
+    # None: all tokens. List an end token, too, if the output may end with one.
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()  # texts that the output must not contain
-    # `bad_words` as token sequences for the engine: none of them is completed. Tokenizer fills it.
+    # `bad_words` as token sequences, which the engine never completes. The tokenizer sets them.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -143,11 +143,12 @@ class SamplingParams:
         return self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     def choice(self, index: int) -> "SamplingParams":
-        """Return the parameters of output `index` of `n`; the first reports prompt_logprobs."""
+        """Return the parameters of output `index` of `n`. Output 0 reports the prompt_logprobs."""
         prompt_logprobs = None if index and self.max_tokens != 0 else self.prompt_logprobs
         seed = self.seed
         if seed is not None:
-            # The largest 64-bit seed is followed by the smallest, which also stands for NO_SEED.
+            # Seeds wrap around: the smallest 64-bit integer, which also means NO_SEED, follows the
+            # largest.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
             seed = -(SEEDS // 2) if seed == NO_SEED else seed
         if (self.n, self.seed, self.prompt_logprobs) == (1, seed, prompt_logprobs):
@@ -175,7 +176,7 @@ class SamplingParams:
             raise ParameterError(name, f"expected at most {limit} {what}, found {count}")
 
 
-# Field -> the check of its type, which also converts the value.
+# Field -> type check, which also converts the value.
 TYPES: dict[str, Check] = {
     **dict.fromkeys(
         ("n", "top_k", "logprobs", "prompt_logprobs", "seed", "max_tokens", "min_tokens"), integer

@@ -1,1 +1,1 @@
-"""Embeddings, scores and labels: settings of a model, parameters, scoring."""
+"""Pooling: embeddings, scores and labels; a model's settings, request parameters, scoring."""

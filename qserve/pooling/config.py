@@ -1,8 +1,8 @@
-"""PoolingConfig: how a model folder defines vectors and scores. Loads no torch.
+"""PoolingConfig: pooling settings in a model folder. Loads no torch.
 
-It is read from sentence-transformers' files: modules.json, the folders of its modules, and
-config_sentence_transformers.json. A folder without them is pooled like Qwen3-Embedding: the last
-token's hidden state, normalized.
+The settings are in sentence-transformers' files: modules.json, the folders of its modules, and
+config_sentence_transformers.json. Without these files the default is as in Qwen3-Embedding: the
+last token's hidden state, normalized.
 """
 
 import functools
@@ -19,7 +19,7 @@ from qserve.pooling.params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParam
 MODULES = "modules.json"
 TRANSFORMER = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
-# sentence-transformers' names: the newer `pooling_mode`, and the flags of older files
+# sentence-transformers' names of the pooling: values of `pooling_mode`, and flags in older files
 MODES = {"lasttoken": LAST, "cls": CLS, "mean": MEAN}
 FLAGS = {
     "pooling_mode_lasttoken": LAST,
@@ -31,41 +31,41 @@ OTHER_FLAGS = (
     "pooling_mode_mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens",
 )
-# Classes of modules that change nothing, or that are read here.
+# Module classes that are supported.
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """Default pooling of a model, unless a request overrides it."""
+    """A model's pooling settings: defaults for requests, and what the model can compute."""
 
     kind: str = LAST
     normalize: bool = True
-    # None: any number of dimensions; (): only the full vector.
+    # Allowed numbers of dimensions besides the full size. None: any number.
     matryoshka: tuple[int, ...] | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text to prepend
     default_prompt: str | None = None
-    # Of a reranker: the tokens of yes and optionally no, whose logits give the score.
+    # For rerankers: token ids of yes and, optionally, no. Their logits determine the score.
     score_tokens: tuple[int, ...] = ()
-    score_texts: tuple[str, ...] = ()  # the same, as texts
+    score_texts: tuple[str, ...] = ()  # the same tokens, as texts
     hidden_size: int = 0
-    is_embedder: bool = False  # the folder declares an embedding model
-    is_chat: bool = False  # texts are rendered as chat messages
-    problem: str = ""  # reason why vectors cannot be made, if so
+    is_embedder: bool = False  # True: the folder declares an embedding model
+    is_chat: bool = False  # True: the chat template renders each text as a message
+    problem: str = ""  # reason why the model cannot compute vectors; "": it can
     labels: tuple[str, ...] = ()  # a classifier's labels, in the order of its outputs
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "PoolingConfig":
-        """Read the files of a model folder. Raises InputError for invalid files."""
+        """Read the settings in a model folder. Raises InputError for invalid files."""
         return _from_folder(Path(folder))
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Fill in the model's choices for missing values. Raises InputError."""
+        """Return parameters with the model's defaults for missing values. Raises InputError."""
         if params.kind in KINDS_OF_LOGITS:
             return params
         if self.problem:
             raise InputError(
-                "model", f"cannot make vectors: {self.problem}", "use another embedding model"
+                "model", f"cannot compute vectors: {self.problem}", "use another embedding model"
             )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
@@ -76,7 +76,7 @@ class PoolingConfig:
         )
 
     def prompt(self, name: str | None) -> str:
-        """Text to prepend to an input, by name or the default. Raises InputError."""
+        """Return the prompt to prepend to an input: by name, or the default. Raises InputError."""
         name = name or self.default_prompt
         if name is not None and name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
@@ -85,7 +85,7 @@ class PoolingConfig:
 
     @property
     def is_reranker(self) -> bool:
-        """True if scores of pairs are logits of tokens."""
+        """True if the score of a pair is computed from logits of tokens."""
         return bool(self.score_tokens or self.score_texts)
 
     def _check_dimensions(self, dimensions: int) -> None:
@@ -106,7 +106,7 @@ def _from_folder(folder: Path) -> PoolingConfig:
     found: dict[str, Any] = {
         "hidden_size": config.get("hidden_size", 0),
         "matryoshka": _matryoshka(config),
-        # vLLM's key, whose order is no, yes
+        # vLLM's key; its order is no, yes
         "score_texts": tuple(map(str, reversed(config.get("classifier_from_token") or ()))),
         "problem": _attention_problem(config),
         "is_embedder": _is_bare(config),
@@ -125,7 +125,7 @@ def _from_folder(folder: Path) -> PoolingConfig:
 
 
 def _modules(folder: Path) -> dict[str, Any]:
-    """Settings in the module files."""
+    """Read modules.json and the files of the modules."""
     found: dict[str, Any] = {"normalize": False}
     is_embedder = False
     for module in _read(folder / MODULES):
@@ -160,7 +160,7 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _matryoshka(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Dimensions that config.json allows; None: it lists none."""
+    """Return the numbers of dimensions that config.json allows; None: it does not list them."""
     if config.get("is_matryoshka") is False:
         return ()
     named = config.get("matryoshka_dimensions")
@@ -175,7 +175,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_bare(config: Mapping[str, Any]) -> bool:
-    """True if config.json names a class without a head, such as Qwen3Model."""
+    """Return True if config.json names a class without an output head, such as Qwen3Model."""
     names = config.get("architectures")
     return isinstance(names, list) and bool(names) and str(names[0]).endswith("Model")
 

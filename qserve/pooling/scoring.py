@@ -1,7 +1,8 @@
-"""Scores of text pairs: a reranker's, or the cosine of two embeddings. Loads no torch.
+"""Scores of text pairs, by a reranker or as the cosine of two embeddings. Loads no torch.
 
-A reranker like Qwen3-Reranker is asked whether the document answers the query; the score is the
-probability of yes against no. The prompt is from https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
+The prompt asks a reranker such as Qwen3-Reranker whether the document answers the query. The score
+is the probability of "yes" relative to "no". The prompt is from
+https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pair one text with each of several, or two lists of equal length. Raises InputError."""
+    """Pair one text with each of several texts, or two lists of equal length. Raises InputError."""
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
     if len(first) == 1:
@@ -38,14 +39,14 @@ def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tupl
 
 
 def pair_tokens(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> list[int]:
-    """Prompt of a reranker. The texts cannot create control tokens."""
+    """Return the prompt of a reranker. The texts cannot create control tokens."""
     pair = _PAIR.format(instruction=instruction, query=query, document=document)
     before, after = (tokenizer.encode(text, False) for text in (_BEFORE, _AFTER))
     return [*before, *tokenizer.encode_plain(pair), *after]
 
 
 def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
-    """Pooling of each text, or of each pair if `config` is a reranker's."""
+    """Return the pooling of each text; of each pair, if the model is a reranker."""
     if not config.is_reranker:
         return config.complete(PoolingParams(normalize=True))
     tokens = config.score_tokens
@@ -61,19 +62,19 @@ def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
 
 
 def of_logits(logits: np.ndarray) -> float:
-    """A reranker's score of a pair, from the logits of yes and maybe of no."""
+    """Return a reranker's score of a pair from the logits of yes and, optionally, no."""
     yes = float(logits[0])
     no = float(logits[1]) if len(logits) > 1 else 0.0
     return float(1 / (1 + np.exp(np.float64(no - yes))))
 
 
 def of_vectors(first: np.ndarray, second: np.ndarray) -> float:
-    """Cosine of two normalized vectors."""
+    """Return the cosine of two normalized vectors."""
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
 
 
 def probabilities(logits: np.ndarray) -> list[float]:
-    """Probabilities of exclusive labels; a single label gets its own probability."""
+    """Return the softmax of a classifier's logits; the sigmoid if there is one label."""
     logits = logits.astype(np.float64)
     if len(logits) == 1:
         return (1 / (1 + np.exp(-logits))).tolist()

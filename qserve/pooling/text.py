@@ -1,4 +1,4 @@
-"""Tokens of a text to embed. Loads no torch."""
+"""Tokenization of texts to embed. Loads no torch."""
 
 from qserve.pooling.config import PoolingConfig
 from qserve.text.tokenizer import Tokenizer
@@ -12,10 +12,9 @@ def input_tokens(
     *,
     add_special_tokens: bool = True,
 ) -> list[int]:
-    """Tokenize a text as sentence-transformers does, which renders some models' texts as chats.
+    """Tokenize a text as sentence-transformers does: for some models, by the chat template.
 
-    `prompt_name` selects one of the model's prompts to prepend; None: the default. Raises
-    InputError.
+    `prompt_name`: prompt of the model to prepend; None: the default prompt. Raises InputError.
     """
     before = config.prompt(prompt_name)
     if not config.is_chat:

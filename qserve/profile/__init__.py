@@ -1,1 +1,1 @@
-"""Profiles of steps: recording and analysis of traces."""
+"""Profiling of engine steps: recording and analysis of traces."""

@@ -1,7 +1,7 @@
-"""Analysis of a Chrome trace: busy time by kernel and class, gaps, steps.
+"""Analysis of a Chrome trace: busy time by kernel and operator class, gaps, steps.
 
-Kernels may overlap (programmatic launch, side streams). The time before the end of an earlier
-kernel counts for that one, so that all kernels and gaps add up to the span.
+Kernels may overlap (programmatic launch, side streams). Overlapping time counts only for the kernel
+that started first, so that the times of all kernels and gaps add up to the span.
 """
 
 import gzip
@@ -18,11 +18,11 @@ from formats.errors import InputError, one_line
 from qserve.profile.operator_classes import class_of
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-STEP_PREFIX = "step "  # of the recorder's ranges
+STEP_PREFIX = "step "  # start of the names of the recorder's ranges
 
 
 class Interval(NamedTuple):
-    """A named time span. Microseconds."""
+    """A named time span, in microseconds."""
 
     start: float
     end: float
@@ -31,10 +31,10 @@ class Interval(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class KernelTime:
-    """All calls of one kernel."""
+    """Total time and number of calls of one kernel."""
 
     name: str
-    us: float = 0.0  # without overlap with earlier kernels
+    us: float = 0.0  # microseconds without overlap with earlier kernels
     calls: int = 0
 
     @property
@@ -44,11 +44,11 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """How the time between the first start and the last end was spent. Microseconds."""
+    """Times between the start of the first kernel and the end of the last one, in microseconds."""
 
     span_us: float
     busy_us: float
-    on_device: bool  # False: operators of a CPU
+    on_device: bool  # False: the trace has CPU operators instead of kernels
     kernels: list[KernelTime]  # longest first
     step_names: list[str] = field(default_factory=list)
     # idle time of the device between two steps
@@ -60,7 +60,7 @@ class TraceSummary:
 
     @property
     def classes(self) -> dict[str, tuple[float, int]]:
-        """Class -> microseconds and calls, longest first."""
+        """Operator class -> microseconds, number of calls; longest first."""
         found: dict[str, list] = defaultdict(lambda: [0.0, 0])
         for kernel in self.kernels:
             found[kernel.kind][0] += kernel.us
@@ -94,7 +94,7 @@ class TraceSummary:
 
 
 def read_trace(path: str | Path) -> list[dict]:
-    """Read the complete events of a trace, plain or gzip. Raises InputError."""
+    """Read the complete events (ph "X") of a trace, plain or gzip. Raises InputError."""
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -107,12 +107,12 @@ def read_trace(path: str | Path) -> list[dict]:
 
 
 def summarize(path: str | Path) -> TraceSummary:
-    """Summarize a trace. Raises InputError if it holds no kernels or operators."""
+    """Summarize a trace. Raises InputError if it contains no kernels and no operators."""
     events = read_trace(path)
     device = [_interval(each) for each in events if each.get("cat") in DEVICE]
     ran = device or _outermost(events)
     if not ran:
-        raise InputError(str(path), "holds neither kernels nor operators")
+        raise InputError(str(path), "contains neither kernels nor operators")
     ran.sort()
     kernels, busy = _shares(ran)
     steps = sorted(
@@ -135,7 +135,7 @@ def _interval(event: dict) -> Interval:
 
 
 def _outermost(events: Iterable[dict]) -> list[Interval]:
-    """Operators of a CPU that are not called by others, thread by thread."""
+    """Return the CPU operators that no other operator calls, of all threads."""
     of_thread: dict[object, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -151,7 +151,7 @@ def _outermost(events: Iterable[dict]) -> list[Interval]:
 
 
 def _shares(ran: list[Interval]) -> tuple[list[KernelTime], float]:
-    """Time of each kernel without overlap, and the total."""
+    """Return the time of each kernel without overlap, and the total."""
     kernels: dict[str, KernelTime] = {}
     end, busy = ran[0].start, 0.0
     for each in ran:
@@ -165,9 +165,10 @@ def _shares(ran: list[Interval]) -> tuple[list[KernelTime], float]:
 
 
 def _gaps(events: list[dict], steps: list[Interval]) -> list[float]:
-    """Idle time of the device between the last kernel of a step and the first of the next.
+    """Return the device's idle times between the last kernel of a step and the first of the next.
 
-    A kernel belongs to the step in whose range it was launched: both have the same correlation id.
+    A kernel belongs to the step whose range contains the kernel's launch. Kernel and launch have
+    the same correlation id.
     """
     launches = {
         each["args"]["correlation"]: each["ts"]

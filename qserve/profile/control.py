@@ -1,4 +1,4 @@
-"""ProfileControl: recordings of an engine's steps on request, limited by step counts."""
+"""ProfileControl: starts and stops recordings of an engine's steps, by request or step count."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileControl:
-    """One recording at a time. While `is_armed` is False, steps have nothing to do."""
+    """Controls one recording at a time. While `is_armed`, call `after_step` after each step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -40,7 +40,7 @@ class ProfileControl:
             logger.info("%s", text)
 
     def after_step(self) -> None:
-        """Count a step. Call it if `is_armed`."""
+        """Count a step. Start or stop the recording if it is time."""
         try:
             if self._delay_left:
                 self._delay_left -= 1
@@ -49,7 +49,7 @@ class ProfileControl:
             elif self._config.most and self.recorder.num_steps >= self._config.most:
                 self.stop()
         except (InputError, OSError) as error:
-            # No caller waits for a reply here, and a failed profile must not end requests.
+            # Log the error: no caller waits for it, and a failed profile must not end requests.
             logger.error("Profiling stopped: %s", error)
         except Exception:
             logger.exception("Profiling failed")

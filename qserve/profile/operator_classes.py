@@ -1,7 +1,7 @@
-"""Operator classes: patterns that assign a trace's kernels to classes. The first match wins.
+"""Operator classes: patterns that assign a trace's kernels to classes. The first match counts.
 
-The names are those of kernels of qkernels/, torch and NVIDIA's libraries; on a CPU, of torch's
-operators.
+The patterns match names of kernels in qkernels/, torch and NVIDIA's libraries, and names of torch's
+operators for traces of a CPU.
 """
 
 import re
@@ -34,7 +34,7 @@ _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern i
 
 
 def class_of(kernel: str) -> str:
-    """The class of a kernel or operator."""
+    """Return the class of a kernel or operator."""
     for name, pattern in _COMPILED:
         if pattern.search(kernel):
             return name

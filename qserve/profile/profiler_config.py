@@ -1,4 +1,4 @@
-"""ProfilerConfig: what --profiler-config allows clients to record. The keys are vLLM's."""
+"""ProfilerConfig: the settings of --profiler-config and of POST /start_profile. Keys are vLLM's."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from formats.errors import InputError
 
 FLAG = "--profiler-config"
 KINDS = ("torch", "cuda")
-# vLLM's names -> ours
+# vLLM's key -> field of ProfilerConfig
 NAMES = {
     "profiler": "kind",
     "torch_profiler_dir": "folder",
@@ -18,7 +18,7 @@ NAMES = {
     "delay_iterations": "delay",
     "max_iterations": "most",
 }
-# Accepted by vLLM too; they have no effect here.
+# vLLM's keys that are accepted and ignored.
 IGNORED = {"torch_profiler_use_gzip", "ignore_frontend", "torch_profiler_dump_cuda_time_total"}
 
 
@@ -29,9 +29,9 @@ class ProfilerConfig:
     kind: str = "torch"
     folder: str = ""
     with_stack: bool = True
-    delay: int = 0  # steps before it begins
-    most: int = 0  # steps after which it stops on its own; 0: only on request
-    prefix: str = ""  # of the file's name
+    delay: int = 0  # number of steps before the recording starts
+    most: int = 0  # number of steps after which it stops; 0: stop only on request
+    prefix: str = ""  # start of the file's name
 
     @classmethod
     def parse(cls, text: str) -> "ProfilerConfig":
@@ -46,11 +46,11 @@ class ProfilerConfig:
         if config.kind not in KINDS:
             raise InputError(FLAG, f"expected profiler {' or '.join(KINDS)}, found {config.kind!r}")
         if config.kind == "torch" and not config.folder:
-            raise InputError(FLAG, "expected torch_profiler_dir: where traces are written")
+            raise InputError(FLAG, "expected torch_profiler_dir, the folder for traces")
         return config
 
     def asked(self, body: dict[str, Any]) -> "ProfilerConfig":
-        """Add a client's options. Raises InputError, e.g. for a prefix that leaves the folder."""
+        """Return settings with a client's options. Raises InputError, also for paths as prefix."""
         wanted = {k: v for k, v in body.items() if k in ("delay_iterations", "max_iterations")}
         prefix = body.get("profile_prefix") or ""
         others = body.keys() - {"delay_iterations", "max_iterations", "profile_prefix"}
@@ -61,7 +61,7 @@ class ProfilerConfig:
         return dataclasses.replace(self, prefix=prefix, **_known("body", wanted))
 
     def path(self, number: int) -> Path:
-        """The file of a trace."""
+        """Return the path of a trace's file."""
         name = f"{self.prefix}-" if self.prefix else ""
         return Path(self.folder) / f"{name}rank0.{number}.pt.trace.json.gz"
 

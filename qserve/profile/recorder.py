@@ -1,9 +1,10 @@
-"""Recorder: torch's profiler for an engine's steps, with ranges for steps and layers.
+"""Recorder: runs torch's profiler on an engine's steps, with ranges for steps and layers.
 
-Kernels inside a CUDA graph keep their names; layers are named only if steps are launched kernel by
-kernel. On a GPU the ranges are NVTX ranges as well, and the recording calls cudaProfilerStart and
-cudaProfilerStop. So `nsys profile --capture-range=cudaProfilerApi` records the same steps (with
-kind "cuda", since two profilers cannot run together).
+Kernels inside a CUDA graph keep their names, but layer ranges exist only for steps without a graph.
+
+The kind "cuda" is for nsys, since two profilers cannot run together: it emits NVTX ranges and calls
+cudaProfilerStart and cudaProfilerStop, so that `nsys profile --capture-range=cudaProfilerApi`
+records the same steps.
 """
 
 import contextlib
@@ -19,21 +20,21 @@ KINDS = ("torch", "cuda")
 
 
 class ProfiledRunner(Protocol):
-    """Runner whose steps are recorded (engine: ModelRunner)."""
+    """The attributes of ModelRunner that Recorder uses."""
 
     device: torch.device
-    decoder: torch.nn.Module  # with `layers`
+    decoder: torch.nn.Module  # has `layers`
 
 
 class Ranges(Protocol):
-    """Names of steps, on while recording (engine: StepRanges)."""
+    """The attributes of StepRanges that Recorder uses: ranges of steps, on while recording."""
 
     recording: bool
     num_steps: int
 
 
 class Recorder:
-    """One recording of one engine at a time."""
+    """Records steps of one engine, one recording at a time."""
 
     def __init__(self, runner: ProfiledRunner, ranges: Ranges) -> None:
         self._runner, self._ranges = runner, ranges
@@ -43,7 +44,7 @@ class Recorder:
         self.is_recording = False
 
     def start(self, path: Path, *, with_stack: bool = False, kind: str = "torch") -> None:
-        """Record until `stop`, into `path`, compressed if its name ends in .gz."""
+        """Record until `stop`. The trace goes to `path`, compressed if the name ends in .gz."""
         if self.is_recording:
             raise InputError("profiler", "is already recording", "stop it first")
         self._path = path
@@ -67,7 +68,7 @@ class Recorder:
         self.is_recording = True
 
     def stop(self) -> Path | None:
-        """Stop. Returns the trace's file; None if nothing was recording, or nsys has it."""
+        """Stop. Returns the trace's file; None if there was no recording, or if nsys records."""
         if not self.is_recording:
             return None
         self.is_recording = self._ranges.recording = False
@@ -90,7 +91,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorded(recorder: Recorder, path: Path, *, with_stack: bool = False) -> Iterator[None]:
-    """Record the block."""
+    """Record the steps inside the `with` block."""
     recorder.start(path, with_stack=with_stack)
     try:
         yield
@@ -100,7 +101,7 @@ def recorded(recorder: Recorder, path: Path, *, with_stack: bool = False) -> Ite
 
 @contextlib.contextmanager
 def _named_layers(runner: ProfiledRunner) -> Iterator[None]:
-    """Each layer and its parts as a range of the trace."""
+    """Add a range to the trace for each layer and each of its submodules."""
     open_ranges: list[torch.profiler.record_function] = []
     handles = []
 

@@ -1,4 +1,4 @@
-"""Text report of a trace: time by operator class, gaps, kernels; difference of two traces."""
+"""Text report of a trace: time by operator class, gaps, kernels; or difference of two traces."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,10 @@ NUM_KERNELS = 15
 
 
 def write_report(trace: str | Path, floors_us: Mapping[str, float] | None = None) -> str:
-    """Summarize a trace: write a JSON file next to it and return the text for the terminal."""
+    """Summarize a trace: write a JSON file next to it, and return the report as text.
+
+    `floors_us`: operator class -> lower bound of its time per step, if known.
+    """
     summary = summarize(trace)
     beside = Path(str(trace).removesuffix(".gz").removesuffix(".json") + ".summary.json")
     content = summary.to_dict() | ({"floors_us": dict(floors_us)} if floors_us else {})
@@ -19,7 +22,7 @@ def write_report(trace: str | Path, floors_us: Mapping[str, float] | None = None
 
 
 def to_text(summary: TraceSummary, floors_us: Mapping[str, float] | None = None) -> str:
-    """Text of a summary. `floors_us`: class -> lower bound of its time, if known."""
+    """Return the report as text. `floors_us`: class -> lower bound of its time per step."""
     floors_us = floors_us or {}
     num_steps = max(1, len(summary.step_names))
     where = "GPU" if summary.on_device else "CPU"
@@ -54,7 +57,7 @@ def to_text(summary: TraceSummary, floors_us: Mapping[str, float] | None = None)
 
 
 def difference(a: TraceSummary, b: TraceSummary) -> str:
-    """Kernels of two traces, largest change first: microseconds of b minus those of a."""
+    """Return a table of the kernels of two traces: time in `b` minus time in `a`, largest first."""
     times = [{each.name: each for each in summary.kernels} for summary in (a, b)]
     rows = []
     for name in times[0].keys() | times[1].keys():

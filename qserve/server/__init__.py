@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Owns no GPU; speaks to the engine process in messages."""
+"""The OpenAI-compatible HTTP server. It owns no GPU; the engine runs in another process."""

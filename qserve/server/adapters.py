@@ -1,7 +1,7 @@
 """LoRA adapters that clients may select as their model.
 
-Those of the start have a folder each. A client may load more from one folder alone, by the name of
-a folder in it.
+Adapters of --lora-modules are loaded at start-up. Clients may load more adapters: subfolders of
+--lora-folder, by the subfolder's name.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from formats.peft.lora_config import ADAPTER_CONFIG, WEIGHTS
 from qserve.lora.request import LoRARequest
 from qserve.server.http.clients import Turns
 
-MAX_LOADED = 1024  # limit of adapters loaded by clients
+MAX_LOADED = 1024  # maximum number of adapters that clients may load
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,16 +21,19 @@ class ServedAdapters:
     """Adapters by name. Use it on the server's event loop only."""
 
     of_name: dict[str, LoRARequest] = field(default_factory=dict)
-    of_start: dict[str, str] = field(default_factory=dict)  # folder of each of --lora-modules
-    folder: str | None = None  # folder that clients may load from; None: none
-    turns: Turns = field(default_factory=lambda: Turns(1))  # of clients that load or unload
+    of_start: dict[str, str] = field(default_factory=dict)  # --lora-modules: name -> folder
+    folder: str | None = None  # --lora-folder; None: clients may load no adapters
+    turns: Turns = field(default_factory=lambda: Turns(1))  # one client loads or unloads at a time
     _num_numbered: int = 0
 
     @classmethod
     def of(
         cls, loras: Iterable[LoRARequest], names: Iterable[str], folder: str | None = None
     ) -> "ServedAdapters":
-        """Adapters of the start. Raises InputError if one has a name of the model (`names`)."""
+        """Start with the adapters of --lora-modules.
+
+        Raises InputError if an adapter has the same name as the model (`names`).
+        """
         adapters = cls(folder=folder and str(Path(folder).resolve()))
         for lora in loras:
             adapters.check_free(lora.lora_name, names)
@@ -39,12 +42,12 @@ class ServedAdapters:
         return adapters
 
     def check_free(self, name: str, model_names: Iterable[str]) -> None:
-        """Raise InputError if the name is one of the model's."""
+        """Raise InputError if the name is one of `model_names`."""
         if name in model_names:
             raise InputError(f"adapter {name}", "this name is the model's", "choose another name")
 
     def next_request(self, name: str, path: str) -> LoRARequest:
-        """Make a request with a new number, even if an earlier one was not loaded."""
+        """Return a LoRARequest with a new id. Ids are not reused, even if a load fails."""
         lora = LoRARequest(name, self._num_numbered + 1, path)
         self._num_numbered += 1
         return lora
@@ -54,7 +57,10 @@ class ServedAdapters:
         self._num_numbered = max(self._num_numbered, lora.lora_int_id)
 
     def path_of(self, name: str) -> str:
-        """Folder of an adapter that a client names. Raises InputError without paths in it."""
+        """Return the folder of an adapter by its name in --lora-folder.
+
+        Raises InputError. The error does not reveal the server's paths.
+        """
         root = Path(self.folder).resolve()
         plain = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
         found = root / name if plain and len(name) < 256 else None
@@ -64,7 +70,7 @@ class ServedAdapters:
                 f"expected the name of a folder, found {name[:300]!r}",
                 "leave out separators",
             )
-        # Symbolic links may point anywhere within the folder, but not outside.
+        # Symbolic links must not lead out of --lora-folder.
         for file in (found, found / ADAPTER_CONFIG, found / WEIGHTS):
             if not file.exists() or not file.resolve().is_relative_to(root):
                 raise InputError(

@@ -1,4 +1,4 @@
-"""The ASGI app of the server: routes, middleware, and the Service of each model."""
+"""Builds the server's ASGI app: routes, middleware, and the Service of each model."""
 
 import logging
 import signal
@@ -49,7 +49,7 @@ from qserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_BODIES = 32  # bodies of the maximum size that fit into memory at the same time
-# Policies that ignore a request's priority; a policy of the user's own may use it.
+# Policies that ignore a request's priority. A user-defined policy may use it.
 ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
 DRAIN_SECONDS = 0.05  # polling interval while the server stops
 REPLY_GRACE = 1  # seconds for clients to read the error of an aborted request
@@ -79,13 +79,18 @@ def make_service(
     weights_folder: Callable[[str], str] = str,
     num_engines: int = 1,
 ) -> Service:
-    """Build the Service of an engine that runs up to `max_num_seqs` outputs concurrently.
+    """Build the Service of one model. Raises InputError.
 
-    `metrics` receives the engine's reports. `preparation` has the worker processes; by default
-    there are none. `loras`: adapters loaded at start-up. `store`: see `open_store`.
-    `media`: what is done with images where no worker process takes them. `weights_folder`: makes
-    a local folder of the path or hub name of new weights. `num_engines`: behind the client. Raises
-    InputError for a broken generation_config.json and for unreadable keys.
+    max_num_seqs: maximum number of outputs that the engines run concurrently
+    metrics: receives the engine's reports
+    preparation: worker processes; default: none
+    loras: adapters of --lora-modules
+    store: store of responses, see `open_store`
+    media: how this process reads images, or the reason to refuse them
+    weights_folder: maps a path or hub name of new weights to a local folder
+    num_engines: number of engines that `client` controls
+
+    InputError: generation_config.json is broken, or an API key file cannot be read.
     """
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
     model_names = config.model_names(tokenizer.folder)
@@ -143,10 +148,10 @@ def check_keys(config: ServerConfig, keys: Keys) -> None:
 def app_of(
     services: Sequence[Service], config: ServerConfig, *, turns: ModelTurns | None = None
 ) -> Starlette:
-    """Build the ASGI app for one model or several; requests name theirs in `model`.
+    """Build the ASGI app for one or several models. Requests choose a model by the field `model`.
 
-    `turns`: of models that share memory by sleep. Raises InputError for settings without the API
-    key that they need.
+    `turns`: scheduler of models with --memory-sharing sleep. Raises InputError if a setting
+    requires an API key and there is none.
     """
     keys = services[0].keys
     found = [route for topic in TOPICS for route in topic.routes]
@@ -196,12 +201,12 @@ def app_of(
 def build_app(
     client: Client, tokenizer: Tokenizer, config: ServerConfig, **options: Any
 ) -> Starlette:
-    """Build the ASGI app of one model. `options`: those of `make_service`."""
+    """Build the ASGI app of one model. `options` are passed to `make_service`."""
     return app_of([make_service(client, tokenizer, config, **options)], config)
 
 
 def open_store(config: ServerConfig) -> ResponseStore | None:
-    """Open the store of --response-store, if it is set. Raises InputError."""
+    """Open the store of --response-store; None if the flag is not set. Raises InputError."""
     if config.response_store is None:
         return None
     return ResponseStore(
@@ -212,7 +217,7 @@ def open_store(config: ServerConfig) -> ResponseStore | None:
 
 
 def chosen_parsers(tokenizer: Tokenizer, config: ServerConfig) -> Parsers:
-    """Parsers of tool calls that the model may choose to make, and of its reasoning."""
+    """Choose the parsers of tool calls (for tool_choice auto) and of reasoning."""
     return Parsers.chosen(
         config.tool_call_parser if config.enable_auto_tool_choice else NONE,
         config.reasoning_parser,

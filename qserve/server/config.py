@@ -1,6 +1,6 @@
-"""Settings of the HTTP server: each is a field, a flag and its documentation.
+"""ServerConfig: settings of the HTTP server. A field defines the flag and its help text.
 
-The flags are named as those of qserve/config.py.
+qserve/config.py does the same for the engine.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     allowed_hosts: list[str] = setting(
         [],
-        "further host names that are accepted when no API key is set, such as"
+        "more values of the Host header to accept when no API key is set, such as"
         " llm.example.com, *.example.com, or * for all; always accepted: IP addresses, localhost,"
         " names without a dot, names in .local and .internal, the machine's own name, and --host",
         many=True,

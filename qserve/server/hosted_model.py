@@ -1,4 +1,4 @@
-"""HostedModel: one model of a server: its engine processes, worker processes and Service."""
+"""HostedModel: the engine processes, worker processes and Service of one model of a server."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from qserve.server.service import Service
 from qserve.server.store.store import ResponseStore
 from qserve.text.tokenizer import Tokenizer
 
-# Policies that ignore a request's priority; a policy of the user's own may use it.
+# Policies that ignore a request's priority. A user-defined policy may use it.
 ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
 
 
@@ -38,7 +38,7 @@ class HostedModel:
     service: Service
     client: Engines
     preparation: Preparation
-    watch: asyncio.Task  # measures the delays of the event loop
+    watch: asyncio.Task  # measures the lag of the event loop
 
     @classmethod
     async def start(
@@ -86,7 +86,7 @@ class HostedModel:
         return self.client.is_alive or self.client.is_restarting
 
     async def close(self) -> None:
-        """End the processes; running requests end with an error."""
+        """Stop the processes. Running requests end with an error."""
         self.watch.cancel()
         with contextlib.suppress(Exception):
             await self.client.close()
@@ -96,7 +96,7 @@ class HostedModel:
 async def load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
 ) -> tuple[Tokenizer, Engines, Preparation]:
-    """Load the tokenizer, here and in worker processes, and the model in its own, in parallel."""
+    """Load the model in its engine processes; meanwhile start workers and load the tokenizer."""
     starting = asyncio.create_task(
         start_engines(
             config,
@@ -128,9 +128,9 @@ async def load(
 
 
 def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
-    from formats.checkpoint import CONFIG, read_json  # loads torch, while the engine loads too
+    from formats.checkpoint import CONFIG, read_json  # loads torch, in parallel to the engine
 
-    # A mistyped folder gets a clear error here, not one from inside the tokenizer.
+    # A mistyped folder raises a clear error here, instead of an obscure one in transformers.
     read_json(Path(folder) / CONFIG)
     return Tokenizer(folder, files)
 
@@ -138,9 +138,9 @@ def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
 def start_preparation(
     tokenizer: Tokenizer, config: ServerConfig, setup: asyncio.Future[Setup]
 ) -> Preparation:
-    """Start the worker processes of texts: one, and one more if the model has a chat template.
+    """Start the worker processes for texts: one, and a second if the model has a chat template.
 
-    They wait for `setup`.
+    The processes wait for `setup`.
     """
     load, arguments = _of_workers(tokenizer, config)
     renderer = WorkerClient(load, setup, arguments) if tokenizer.has_chat_template else None
@@ -150,7 +150,7 @@ def start_preparation(
 def start_media_workers(
     client: Engines, tokenizer: Tokenizer, config: ServerConfig, setup: Setup
 ) -> list[WorkerClient]:
-    """Start the worker processes that take images, if the model does."""
+    """Start the worker processes for images; none if the model takes no images."""
     load, arguments = _of_workers(tokenizer, config)
     access = MediaAccess.of(client, config)
     return access.workers(load, setup, config.num_media_workers, arguments)
@@ -162,7 +162,7 @@ def _of_workers(tokenizer: Tokenizer, config: ServerConfig) -> tuple[LoadTokeniz
 
 
 def make_setup(client: Engines, tokenizer: Tokenizer, config: ServerConfig) -> Setup:
-    """Facts of a running engine that worker processes of texts need."""
+    """Collect the facts on a running engine that worker processes need."""
     parsers, access = chosen_parsers(tokenizer, config), MediaAccess.of(client, config)
     return Setup(
         names=config.model_names(tokenizer.folder),

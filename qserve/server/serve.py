@@ -1,4 +1,4 @@
-"""`serve`: the HTTP server with the engine and worker processes of its models."""
+"""`serve`: runs the HTTP server, and the engine and worker processes of its models."""
 
 import asyncio
 import contextlib
@@ -44,8 +44,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE) -> int:
     """Serve until SIGINT or SIGTERM (returns 0) or until an engine dies (returns 1).
 
-    Models of the hub are downloaded first, and served under their names there. Raises InputError
-    when the address, a model or its tokenizer cannot be used.
+    Models of the hub are downloaded first, and served under their hub names. Raises InputError if
+    the address, a model or a tokenizer cannot be used.
     """
     models = model_configs(engine_config, config)
     for each in models:
@@ -117,7 +117,7 @@ async def _load(
     tracing: Tracing,
     is_stopping: Callable[[], bool],
 ) -> list[HostedModel]:
-    """Load the models one after the other. Those that share memory by sleep sleep but the first."""
+    """Load the models one after the other. With --memory-sharing sleep only the first is awake."""
     loaded: list[HostedModel] = []
     takes_turns = models[0].server.memory_sharing == SLEEP
     try:
@@ -162,7 +162,7 @@ async def _stop_when_dead(client: Engines, server: WebServer) -> None:
 
 
 async def _until_ready(preparation: Preparation, server: WebServer) -> None:
-    """Wait until chats can be rendered or the server stops."""
+    """Wait until the worker processes are ready, or the server stops."""
     ready = asyncio.create_task(preparation.ready())
     while not (ready.done() or server.is_stopping):
         await asyncio.wait([ready], timeout=DRAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Service: the state of the running server that routes use."""
+"""Service: everything that routes need to serve one model."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ from qserve.text.tokenizer import Tokenizer
 
 
 class Client(Protocol):
-    """The part of EngineClient that the server uses."""
+    """The methods of EngineClient that the server uses."""
 
     max_model_len: int
     vocab_size: int
@@ -67,40 +67,40 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The engine, the tokenizer and the server's settings."""
+    """Engine client, tokenizer and settings of one model of a running server."""
 
     client: Client
     tokenizer: Tokenizer
-    model_names: tuple[str, ...]  # accepted in requests; replies contain the first
+    model_names: tuple[str, ...]  # names that requests may use; replies contain the first
     defaults: dict[str, float]  # sampling fields from generation_config.json
     chat_special_tokens: bool
     auto_tool_parser: str | None
     reasoning_parser: str | None
     structured_output_strict: bool
     max_body_bytes: int
-    bodies: Budget  # bytes of bodies that are being received or prepared
+    bodies: Budget  # bytes of bodies that are in memory
     admission: Admission
     preparation: Preparation
     metrics: Metrics
     tracing: Tracing = field(default_factory=Tracing)
     request_timeout: float | None = None  # seconds
     is_stopping: Callable[[], bool] = lambda: False
-    priority_counts: bool = True  # the scheduling policy uses priorities
-    salt_by_key: bool = False  # share KV pages only within an API key
-    resets_cache: bool = False  # clients may empty the prefix cache
+    priority_counts: bool = True  # True: the scheduling policy uses priorities
+    salt_by_key: bool = False  # True: share KV pages only between requests with the same API key
+    resets_cache: bool = False  # True: clients may empty the prefix cache
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     store: ResponseStore | None = None  # None: responses are not stored
-    media: MediaReader | None = None  # None: the model takes text only
-    without_media: str = TEXT_ONLY
-    keys: Keys | None = None  # that requests need
-    weights_folder: Callable[[str], str] = str  # of new weights, by path or hub name
-    refuses_paused: bool = False  # requests get 503 while the model is paused or asleep
+    media: MediaReader | None = None  # None: images and videos are refused in this process
+    without_media: str = TEXT_ONLY  # reason of the refusal
+    keys: Keys | None = None  # valid API keys
+    weights_folder: Callable[[str], str] = str  # maps a path or hub name to a local folder
+    refuses_paused: bool = False  # True: requests get 503 while the model is paused or asleep
     has_admin_routes: bool = False
-    num_engines: int = 1  # with data parallelism
+    num_engines: int = 1  # more than 1 with data parallelism
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(
         default_factory=asyncio.Lock
-    )  # one slice of a body per iteration of the loop
+    )  # held while one slice of a body is scanned: one slice per iteration of the event loop
 
     @property
     def is_refusing(self) -> bool:
@@ -132,19 +132,19 @@ class Service:
         )
 
     def name_for(self, job: Job) -> str:
-        """Model name in a reply: the adapter's, if the job has one."""
+        """Return the model name for a reply: the adapter's name, if the job has an adapter."""
         lora = job.handling.lora
         return self.model_name if lora is None else lora.lora_name
 
 
-SERVICE = "service"  # in the scope of a request whose model was selected
+SERVICE = "service"  # key in a request's scope, set by SelectModel
 
 
 def service_of(request: Request) -> Service:
-    """Service of the model that a request is for; the first one if it names none."""
+    """Return the Service of a request's model; of the first model if the request names none."""
     return request.scope.get(SERVICE) or request.app.state.service
 
 
 def services_of(request: Request) -> tuple[Service, ...]:
-    """Services of all models of the server."""
+    """Return the Services of all models of the server."""
     return request.app.state.services

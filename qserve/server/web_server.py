@@ -1,4 +1,4 @@
-"""WebServer: uvicorn with our HTTP protocol, TLS options and an orderly stop."""
+"""WebServer: uvicorn with HttpProtocol, TLS options and a graceful stop."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class WebServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._ready_line, self._shutdown_timeout = ready_line, shutdown_timeout
-        self._stopping = stopping  # set from the first signal on
+        self._stopping = stopping  # set by the first stop signal
         self._draining: asyncio.Task | None = None
 
     @property
@@ -54,27 +54,27 @@ class WebServer(uvicorn.Server):
             await super().startup(sockets=sockets)
         except OSError as error:
             raise address_error(where, error) from error
-        sockets[0].listen(KERNEL_QUEUE)  # longer than what one accept call takes
-        with contextlib.suppress(OSError):  # a full disk: the server serves nevertheless
+        sockets[0].listen(KERNEL_QUEUE)  # uvicorn's backlog also limits one call of accept
+        with contextlib.suppress(OSError):  # serve even if stdout is on a full disk
             print(self._ready_line, where, flush=True)
 
     async def finish_replies(self) -> None:
         """Wait until aborted requests have sent their errors, then close all connections."""
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=REPLY_GRACE)
-        # The remaining requests wait for their clients, for example for the rest of a body. If they
-        # were cancelled with the loop, the log would show a failure of the server.
+        # The remaining requests wait for their clients, for example for the rest of a body. Close
+        # them here: if the end of the event loop cancelled them, the log would show an error.
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=REPLY_GRACE)
 
     def stop(self) -> None:
-        """Let running requests finish until the shutdown timeout; a second call aborts them.
+        """Stop once running requests finish, at the latest after the shutdown timeout.
 
-        Meanwhile the server listens, and `/ready` and new requests get 503. Requests are aborted by
-        closing the engine, so that each still gets its error; uvicorn's own limit would cut them
-        off in the middle of a line.
+        Until then the server still listens; `/ready` and new requests get 503. The timeout, or a
+        second call, aborts the running requests. They are aborted by closing the engine, so that
+        each client gets an error; uvicorn's own timeout would cut replies off mid-line.
         """
         count = len(self.server_state.tasks)
         if self.is_stopping:
@@ -95,7 +95,7 @@ class WebServer(uvicorn.Server):
 
 
 def uvicorn_config(app: ASGIApp, connections: Connections, **options: object) -> uvicorn.Config:
-    """uvicorn's configuration: our HTTP protocol with its limits, and our logging."""
+    """Return uvicorn's configuration, with HttpProtocol and without uvicorn's logging."""
     return uvicorn.Config(
         app,
         http=functools.partial(HttpProtocol, connections=connections),
@@ -111,7 +111,7 @@ def uvicorn_config(app: ASGIApp, connections: Connections, **options: object) ->
 
 
 def tls_options(config: ServerConfig) -> dict[str, object]:
-    """uvicorn's TLS options."""
+    """Return uvicorn's options for TLS; {} without --ssl-certfile."""
     if config.ssl_certfile is None:
         return {}
     options = {

@@ -1,10 +1,11 @@
-"""Acceptance: which drafts of a verify become output.
+"""Acceptance of drafts: which draft tokens of a verify become output.
 
-With `exact`, the model samples the token of every row as it would without drafts, with the noise of
-(seed, position, token). Drafts are accepted as long as they equal the sampled tokens
-(qkernels/drafts). The output is the same text as without speculation, whatever the drafter.
+With `exact`, the model samples each row's token as it would without drafts, with noise that depends
+only on (seed, position, token). Drafts are accepted up to the first one that differs from the
+sampled token (qkernels/drafts). So the output is the same text as without speculation, whatever the
+drafter.
 
-Legend: S sampled rows, D chunks that sample, K the most drafts of one chunk.
+Suffixes of tensor names: S sampled rows, D chunks that sample, K maximum drafts of a chunk.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ from qserve.speculation.config import SpeculativeConfig
 class Verify:
     """Sampled rows of a step, by chunk."""
 
-    first_D: torch.Tensor  # int64, of S: each chunk's first
-    count_D: torch.Tensor  # int64: number of its rows, one more than its drafts
-    drafts_S: torch.Tensor  # int64: the draft token after each row, which the row verifies
-    most: int  # maximum of rows of one chunk
+    first_D: torch.Tensor  # int64: index (into S) of a chunk's first row
+    count_D: torch.Tensor  # int64: number of rows of a chunk, one more than its drafts
+    drafts_S: torch.Tensor  # int64: the draft token that a row verifies
+    most: int  # maximum number of rows of a chunk
 
 
 def synthetic_shares(config: SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
-    """Conditional acceptance rate at each position, float32 [K]; None unless synthetic."""
+    """Return the conditional acceptance rate per position, float32 [K]; None unless synthetic."""
     rates = config.synthetic_acceptance_rates
     if config.acceptance != "synthetic":
         return None
@@ -35,9 +36,9 @@ def synthetic_shares(config: SpeculativeConfig, device: torch.device) -> torch.T
 
 
 def passes_by_chance(num_chunks: int, num_drafts: int, shares_K: torch.Tensor) -> torch.Tensor:
-    """Drafts [D, K] accepted at random: to measure speed, not text.
+    """Return at random which drafts are accepted, bool [D, K]. For measuring speed.
 
-    Accepted drafts become output.
+    Accepted drafts become output, so the text is meaningless.
     """
     chance_DK = torch.rand(num_chunks, num_drafts, device=shares_K.device)
     return chance_DK < shares_K[:num_drafts]

@@ -14,14 +14,14 @@ METHODS = (
     *("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "peagle", "medusa"),
     *("dflash", "dspark"),
 )
-# mtp works with and without: the served model's layer, or another's
+# mtp works without `model` (a layer of the served model), and with it
 WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]
-PARALLEL = ("peagle", "dflash", "dspark")  # drafts of one pass
+PARALLEL = ("peagle", "dflash", "dspark")  # methods that draft all tokens in one pass
 MAX_TOKENS = 128
 DEFAULT_TOKENS = 3
-LEVELS = (1, 3, 5, 7)  # depths of adaptive speculation, up to num_speculative_tokens
+LEVELS = (1, 3, 5, 7)  # numbers of drafts that adaptive speculation tries
 MAX_ROWS = 256
-# Keys of vLLM that are not supported, with the alternative.
+# Keys of vLLM that are not supported -> what to do instead.
 NOT_HERE = {
     "draft_tensor_parallel_size": "a drafter runs unsharded on every rank; remove it",
     "quantization": "the drafter's folder determines it; remove it",
@@ -36,8 +36,8 @@ NOT_HERE = {
 REJECTION_METHODS = {"exact": "exact", "standard": "rejection", "synthetic": "synthetic"}
 SAMPLE_METHODS = ("coupled", "greedy")
 ACCEPTANCES = ("exact", "rejection", "typical", "synthetic")
-BY_ROW = ACCEPTANCES[1:3]  # drafts are judged by the distribution of each row's token
-POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's own defaults
+BY_ROW = ACCEPTANCES[1:3]  # methods that accept drafts by the distribution of the row's token
+POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # defaults, as in Medusa
 
 
 def _key(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
@@ -46,7 +46,7 @@ def _key(default: Any, help: str, low: float | None = None, high: float | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """The drafter and the number of draft tokens."""
+    """Settings of speculative decoding: the drafter, the number of drafts, the acceptance rule."""
 
     method: str
     model: str | None = _key(
@@ -62,24 +62,26 @@ class SpeculativeConfig:
         0.1, "suffix: minimum probability of a draft", 0, 1
     )
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _key(
-        (), "[[first, last, drafts], ...]: drafts by number of requests in a step, from 1 on"
+        (),
+        "[[first, last, drafts], ...]: number of drafts for steps with first to last requests; the"
+        " first row starts at 1",
     )
     image_embeddings: bool | None = _key(
         None,
-        "eagle, eagle3: the head reads embeddings of images, not of their placeholder token;"
-        " default: as its config.json says",
+        "eagle, eagle3: the head reads the embeddings of images, instead of their placeholder"
+        " token; default: from the head's config.json",
     )
     adaptive: bool = _key(True, "use fewer drafts when more would not pay off")
     draft_sample_method: str = _key("coupled", f"one of {', '.join(SAMPLE_METHODS)}")
     acceptance: str = _key("exact", f"one of {', '.join(ACCEPTANCES)}")
     posterior_threshold: float | None = _key(
-        None, "typical: accept a draft of at least this probability (0.09)", 0, 1
+        None, "typical: accept drafts whose probability is above this (0.09)", 0, 1
     )
     posterior_alpha: float | None = _key(
-        None, "typical: or of at least this multiple of exp(-entropy) (0.3)", 0, 1
+        None, "typical: or above this multiple of exp(-entropy) (0.3)", 0, 1
     )
     synthetic_acceptance_rates: tuple[float, ...] = _key(
-        (), "synthetic: for each position, the share of verifies that accept drafts up to it"
+        (), "synthetic: per position, the share of verifies that accept the drafts up to it"
     )
     synthetic_acceptance_length: float = _key(
         0.0,
@@ -93,9 +95,9 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str, acceptance: str = "exact") -> "SpeculativeConfig":
-        """Parse a JSON object. Raises InputError; for an unknown key, with the nearest known one.
+        """Parse a JSON object. Raises InputError, which suggests a known key for an unknown one.
 
-        `acceptance`: the value of --spec-acceptance.
+        `acceptance`: value of --spec-acceptance.
         """
         try:
             found = json.loads(text)
@@ -107,16 +109,16 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, found: dict[str, Any], acceptance: str = "exact") -> "SpeculativeConfig":
-        """Create the config of parsed keys. Raises InputError."""
+        """Create the config from parsed keys. Raises InputError."""
         found = {name: value for name, value in found.items() if value is not None}
-        # vLLM's name for three of the acceptances
+        # vLLM's key for the acceptance rule
         method = found.pop("rejection_sample_method", None)
         if method is not None:
             if method not in REJECTION_METHODS:
                 expected = f"expected one of {', '.join(REJECTION_METHODS)}, found {method!r}"
                 raise InputError(f"{FLAG} rejection_sample_method", expected)
             found["acceptance"] = REJECTION_METHODS[method]
-        # vLLM's name for heads that draft in one pass; here the folder says it
+        # vLLM's key for heads that draft in one pass; here the method implies it
         parallel = found.pop("parallel_drafting", None)
         if parallel is not None and type(parallel) is not bool:
             raise InputError(
@@ -156,7 +158,7 @@ class SpeculativeConfig:
             found["method"] = guess_method(found.get("model"))
         lookup = [f"prompt_lookup_{end}" for end in ("min", "max")]
         given = [name for name in lookup if name in found]
-        if len(given) == 1:  # the other one is equal
+        if len(given) == 1:  # use the same value for both
             found |= dict.fromkeys(lookup, found[given[0]])
         return cls(**found)
 
@@ -166,7 +168,7 @@ class SpeculativeConfig:
             raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}")
         if self.method in WITH_MODEL and self.model is None:
             raise InputError(
-                self.subject, "requires a drafter", "pass its folder or hub name as model"
+                self.subject, "requires a drafter", "set model to its folder or hub name"
             )
         if self.method in WITHOUT_MODEL and self.model is not None:
             raise InputError(self.subject, "takes no model", "remove model")
@@ -199,14 +201,14 @@ class SpeculativeConfig:
         if (self.acceptance == "synthetic") != bool(rates):
             raise InputError(
                 f"{FLAG} synthetic_acceptance_rates",
-                "is required with acceptance synthetic, and not allowed otherwise",
+                "is required with acceptance synthetic, and allowed only with it",
             )
         falling = all(1 >= a >= b >= 0 for a, b in zip(rates, rates[1:] or rates, strict=False))
         if rates and (len(rates) < self.num_speculative_tokens or not falling):
             raise InputError(
                 f"{FLAG} synthetic_acceptance_rates",
-                f"expected a share for each of {self.num_speculative_tokens} positions, none"
-                f" greater than the previous one, found {list(rates)}",
+                f"expected a share from 0 to 1 for each of {self.num_speculative_tokens} positions,"
+                f" none greater than the one before, found {list(rates)}",
             )
 
     def _check_table(self) -> None:
@@ -222,16 +224,15 @@ class SpeculativeConfig:
             expected_first = last + 1
 
     def make_speculation(self, *, max_model_len: int, looks_ahead: bool) -> Any:
-        """Make the host's side of speculation (engine/scheduling/speculation.py)."""
+        """Create the host side of speculation (engine/scheduling/speculation.py)."""
         from qserve.speculation.speculation import make_speculation  # needs the engine's types
 
         return make_speculation(self, max_model_len=max_model_len, looks_ahead=looks_ahead)
 
     def make_speculator(self, engine: Any, target: Any, *, max_model_len: int, ranks: Any) -> Any:
-        """Make the device's side of speculation of one rank (engine/runner/speculator.py).
+        """Create the device side of speculation for one rank (engine/runner/speculator.py).
 
-        `engine`: its EngineConfig. `target`: the rank's Decoder. Raises InputError or
-        CheckpointError.
+        `engine`: EngineConfig. `target`: Decoder of the rank. Raises InputError or CheckpointError.
         """
         from qserve.speculation.speculator import make_speculator  # loads torch
 
@@ -239,7 +240,7 @@ class SpeculativeConfig:
 
     @property
     def judges_by_row(self) -> bool:
-        """True if drafts are judged by the distribution of each row's token."""
+        """True if drafts are accepted by the distribution of the row's token."""
         return self.acceptance in BY_ROW
 
     @property
@@ -250,12 +251,12 @@ class SpeculativeConfig:
 
     @property
     def draws_drafts(self) -> bool:
-        """True if the distributions of drafts must be kept."""
+        """True if drafts are sampled and their distributions must be kept, for rejection."""
         return self.acceptance == "rejection" and self.draft_sample_method != "greedy"
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Possible numbers of drafts, without 0, ascending."""
+        """Possible numbers of drafts per request, ascending, without 0."""
         table = [row[2] for row in self.num_speculative_tokens_per_batch_size]
         most = self.most_tokens
         levels = [each for each in LEVELS if each < most and self.adaptive and not table]
@@ -263,10 +264,9 @@ class SpeculativeConfig:
 
     @property
     def max_rows(self) -> int:
-        """Maximum of rows of a step with drafts; more requests get fewer drafts, or none.
+        """Maximum number of rows of a step with drafts. With more requests, each gets fewer drafts.
 
-        A matrix product of this many rows is no longer bound by reading the weights, so each row
-        adds cost.
+        With more rows, matrix products are no longer memory-bound, so each draft adds cost.
         """
         table = self.num_speculative_tokens_per_batch_size
         rows = [last * (1 + count) for _, last, count in table if count]
@@ -280,7 +280,10 @@ class SpeculativeConfig:
 
 
 def guess_method(model: str | None) -> str:
-    """Method of the head or model in a drafter's folder. Raises InputError without a folder."""
+    """Return the method for the head or model in a drafter's folder.
+
+    Raises InputError if there is no folder.
+    """
     if model is None:
         raise InputError(FLAG, "has no method", f"set method to one of {', '.join(METHODS)}")
     try:
@@ -306,12 +309,15 @@ def guess_method(model: str | None) -> str:
             return method
     from formats.heads.folder import kind_of_folder  # loads torch
 
-    # the first EAGLE heads have a plain Llama config: only their tensors identify them
+    # The first EAGLE heads have a plain Llama config, so only their tensors identify them.
     return kind_of_folder(model) or "draft_model"
 
 
 def _rates(length: float, count: int) -> tuple[float, ...]:
-    """Shares of each position with a constant conditional rate, whose sum is length - 1."""
+    """Return acceptance rates per position, with sum `length` - 1.
+
+    The conditional rate is the same for all positions.
+    """
     if not 1 <= length <= 1 + count:
         raise InputError(
             f"{FLAG} synthetic_acceptance_length", f"expected 1 to {1 + count}, found {length}"
@@ -327,7 +333,7 @@ def _rates(length: float, count: int) -> tuple[float, ...]:
 
 
 def _checked(known: Any, value: Any) -> Any:
-    """Validate a value's type and range. Raises InputError."""
+    """Check a value's type and range, and convert it. Raises InputError."""
     subject, low, high = f"{FLAG} {known.name}", None, None
     if known.metadata:
         low, high = known.metadata["low"], known.metadata["high"]

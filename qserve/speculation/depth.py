@@ -1,9 +1,9 @@
-"""Depth: how many drafts a step uses for each of its requests.
+"""Depth: chooses the number of drafts per request for each step.
 
-It chooses the number with the most expected tokens per second: the expected number of accepted
-tokens over the duration of such a step. Both are measured while the engine runs: the acceptance
-rate at each position, given that all before it were accepted, and the duration of steps by their
-requests and drafts. A number that was not measured recently is tried for a few steps now and then.
+It chooses the number with the most expected tokens per second: expected tokens of a verify, divided
+by the duration of a step. Both are measured while the engine runs: the conditional acceptance rate
+per position, and the duration of steps by number of requests and drafts. From time to time, a few
+steps try another number of drafts, to measure it again.
 """
 
 import statistics
@@ -13,39 +13,39 @@ from qserve.speculation.config import SpeculativeConfig
 
 NEWEST_DRAFTS = 1 / 256  # minimum weight of the newest verify in an acceptance rate
 NEWEST_STEP = 0.1  # weight of the newest step in a duration
-FIRST_SHARE = 0.7  # acceptance rate before any verify
-TRIAL_STEPS = 4  # steps with a number of drafts of unknown duration
-TRIALS_EVERY = 400  # steps between trials, which cost a percent if drafts do not pay off
-MAX_SURPRISE = 4.0  # a step that took this many times longer was delayed by something else
-KEPT_FOR = 1.02  # another number of drafts must be better by this factor
-# Any drafts must be better than none by this factor: with drafts, requests that arrived together
-# finish one by one, the last of them in small steps.
+FIRST_SHARE = 0.7  # assumed acceptance rate before any verify
+TRIAL_STEPS = 4  # number of steps of a trial
+TRIALS_EVERY = 400  # steps between trials; trials cost about 1% if drafts do not pay off
+MAX_SURPRISE = 4.0  # a step that took this many times longer is ignored: it was delayed otherwise
+KEPT_FOR = 1.02  # switch only to a number of drafts that is better by this factor
+# Drafts must be better than no drafts by this factor. With drafts, requests that arrived together
+# finish at different times, so the last steps have few requests.
 WORTH = 1.05
 
 
 class Choice(NamedTuple):
-    """Decision for one step."""
+    """Number of drafts for one step."""
 
     num_drafts: int
     runs_drafter: bool = True
 
 
 class _Size:
-    """Measurements of steps with about as many requests."""
+    """Measurements of steps with similar numbers of requests."""
 
     def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}  # by number of drafts
-        self.num_measured: dict[int, int] = {}
-        self.chosen: int | None = None
-        self.trial: int | None = None
+        self.seconds: dict[int, float] = {}  # number of drafts -> duration of a step
+        self.num_measured: dict[int, int] = {}  # number of drafts -> number of measured steps
+        self.chosen: int | None = None  # current number of drafts
+        self.trial: int | None = None  # number of drafts of the current trial
         self.num_left = 0  # remaining steps of the trial
-        self.of_trial: list[float] = []  # durations of its steps so far
-        self.num_steps = 0  # since the last trial
-        self.goes_up = False  # the last trial used more drafts
+        self.of_trial: list[float] = []  # durations of the trial's steps so far
+        self.num_steps = 0  # steps since the last trial
+        self.goes_up = False  # True: the last trial used more drafts
 
 
 class Depth:
-    """The adaptive depth of one engine."""
+    """Chooses the number of drafts for the steps of one engine."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._adaptive = config.adaptive and not config.num_speculative_tokens_per_batch_size
@@ -57,14 +57,14 @@ class Depth:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_requests: int) -> Choice:
-        """Choose for a step of `num_requests`."""
+        """Choose the number of drafts for a step of `num_requests`."""
         count = self._most(num_requests)
         if self._adaptive and count and num_requests:
             count = self._best(num_requests, count)
         return Choice(count, runs_drafter=count > 0)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Record a verify: all drafts up to the first rejected one were judged."""
+        """Record a verify. Only the drafts up to the first rejected one count."""
         for position in range(min(num_accepted + 1, num_drafts)):
             self._num_seen[position] += 1
             weight = max(1 / self._num_seen[position], NEWEST_DRAFTS)
@@ -77,8 +77,8 @@ class Depth:
         known = size.seconds.get(num_drafts)
         size.num_measured[num_drafts] = size.num_measured.get(num_drafts, 0) + 1
         if num_drafts == size.trial:
-            # Not a mean: the first steps may have captured graphs, and a late read makes the next
-            # step look short.
+            # The median, not the mean: the first steps may capture graphs, and after a late read
+            # the next step looks short.
             size.of_trial.append(seconds)
             size.seconds[num_drafts] = statistics.median_low(size.of_trial)
         elif known is None:
@@ -87,7 +87,7 @@ class Depth:
             size.seconds[num_drafts] += NEWEST_STEP * (seconds - known)
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Expected tokens of a verify: the accepted drafts and the bonus token."""
+        """Return the expected number of tokens of a verify: accepted drafts and the bonus token."""
         total = share = 1.0
         for position in range(num_drafts):
             share *= self._shares[position]
@@ -101,7 +101,7 @@ class Depth:
         return max(k for k in self._levels if not k or num_requests * (1 + k) <= self._max_rows)
 
     def _size(self, num_requests: int) -> _Size:
-        """Measurements by power of two: those of 33 requests also hold for 64."""
+        """Return the measurements for a number of requests. 33 to 64 requests share them."""
         return self._sizes.setdefault((num_requests - 1).bit_length(), _Size())
 
     def _best(self, num_requests: int, most: int) -> int:
@@ -117,7 +117,7 @@ class Depth:
             self._try(size, missing[-1])  # most drafts first
             return size.trial
         if size.num_steps >= TRIALS_EVERY:
-            # one level up or down, in turns: more distant ones would cost more
+            # Try one level up or down, in turns. More distant levels would cost more.
             at = levels.index(size.chosen) if size.chosen in levels else len(levels) - 1
             size.goes_up = not size.goes_up
             near = at + 1 if (size.goes_up and at + 1 < len(levels)) or at == 0 else at - 1
@@ -133,7 +133,7 @@ class Depth:
         return size.chosen
 
     def _rate(self, num_drafts: int, seconds: float) -> float:
-        """Tokens per second of each request."""
+        """Return tokens per second of a request, reduced by WORTH if there are drafts."""
         rate = self.expected_tokens(num_drafts) / seconds
         return rate / WORTH if num_drafts else rate
 

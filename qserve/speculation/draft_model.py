@@ -1,6 +1,6 @@
-"""DraftModelDrafter: a smaller model with the same tokenizer, its keys in the same pages.
+"""DraftModelDrafter: a smaller model with the same tokenizer. It uses the target's page numbers.
 
-Legend: T tokens of the step, D requests that draft, K drafts, V vocabulary.
+Suffixes of tensor names: T tokens of the step, D requests that draft, V vocabulary.
 """
 
 import json
@@ -26,13 +26,13 @@ class DraftModelDrafter:
     places_after = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
-        """`vocab_size`: the target's, which may have more or fewer rows of padding."""
+        """`vocab_size`: of the target. It may differ from the drafter's by padding."""
         self._decoder = decoder
         self._vocab_size = vocab_size
         self.attentions = tuple(layer.attention for layer in decoder.layers)
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        """See DeviceDrafter. A pass over all rows of the step, then one pass per draft."""
+        """See DeviceDrafter. Runs a pass over all rows of the step, then one pass per draft."""
         self._decoder(step.batch.token_ids_T, step.batch, step.caches)
         tokens_D, drafts = step.tokens_D, []
         if not len(step.last_rows_D):
@@ -45,7 +45,7 @@ class DraftModelDrafter:
         return torch.stack(drafts, 1) if drafts else tokens_D.new_empty(len(tokens_D), 0)
 
     def _logits(self, hidden_DC: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary: [D, V]."""
+        """Return logits over the target's vocabulary, [D, V]."""
         logits_DV = self._decoder.logits(hidden_DC)
         missing = self._vocab_size - logits_DV.shape[1]
         if missing > 0:
@@ -54,7 +54,7 @@ class DraftModelDrafter:
 
 
 def build(context: BuildContext) -> DraftModelDrafter:
-    """Load the drafter's folder. Raises InputError, such as for another tokenizer."""
+    """Load the drafter from its folder. Raises InputError if it does not fit the target."""
     config = context.config
     check_tokenizer(config.subject, config.model, context.tokenizer_folder)
     model = ModelConfig.from_folder(
@@ -77,9 +77,9 @@ def build(context: BuildContext) -> DraftModelDrafter:
     if model.longest_window != context.target.config.longest_window:
         raise InputError(
             config.subject,
-            f"its layers attend to {model.longest_window or 'all'} keys, the model's to"
-            f" {context.target.config.longest_window or 'all'}",
-            "use a drafter with the model's window: they share pages",
+            f"the drafter's layers attend to {model.longest_window or 'all'} keys, the model's"
+            f" layers to {context.target.config.longest_window or 'all'}",
+            "use a drafter with the same window as the model, since both share page numbers",
         )
     decoder = load(
         model,
@@ -93,14 +93,16 @@ def build(context: BuildContext) -> DraftModelDrafter:
 
 
 def check_tokenizer(subject: str, folder: str, target_folder: str) -> None:
-    """Raise InputError if two folders' tokenizers do not give each token the same id."""
+    """Raise InputError unless the tokenizers in two folders have the same ids for all tokens."""
     found, expected = _vocabulary(folder), _vocabulary(target_folder)
     if found == expected:
         return
     if found is None or expected is None:
         missing = folder if found is None else target_folder
         raise InputError(
-            subject, f"{missing} has no tokenizer.json", "copy the one that it was trained with"
+            subject,
+            f"{missing} has no tokenizer.json",
+            "copy the tokenizer.json of the original model",
         )
     differing = sorted(
         (text for text in found.keys() | expected.keys() if found.get(text) != expected.get(text)),
@@ -110,14 +112,14 @@ def check_tokenizer(subject: str, folder: str, target_folder: str) -> None:
     raise InputError(
         subject,
         f"expected the model's tokenizer, found another: {text!r} has the id {found.get(text)} in"
-        f" {folder} and {expected.get(text)} in the model's folder; {len(differing)} tokens"
+        f" {folder}, but {expected.get(text)} in the model's folder; {len(differing)} tokens"
         " differ",
         "use a drafter of the same family",
     )
 
 
 def _vocabulary(folder: str) -> dict[str, int] | None:
-    """Token -> id, including added tokens. None if there is no tokenizer.json."""
+    """Return token -> id, with added tokens; None if there is no tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
         return None

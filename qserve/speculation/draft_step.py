@@ -1,7 +1,14 @@
 """DraftStep: inputs of a device drafter for one step.
 
-Legend: T tokens of the step, C hidden size, D requests that draft, X longest block table, K drafts,
-B rows of a block, V vocabulary.
+Suffixes of tensor names:
+
+    T: tokens of the step
+    C: hidden size
+    D: requests that draft
+    X: longest block table
+    K: drafts
+    B: rows of a block
+    V: vocabulary
 """
 
 from dataclasses import dataclass, replace
@@ -17,35 +24,35 @@ from qserve.speculation.draws import Draws
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:
-    """A step that the model has computed and sampled.
+    """A step after the model's forward pass and sampling.
 
-    `batch` still contains the rows of rejected drafts: their results are beyond the request's end
-    and are overwritten.
+    `batch` still has the rows of rejected drafts. Keys that these rows write are beyond the
+    request's end, and are overwritten later.
     """
 
-    batch: Batch  # the model's own: tokens, positions, slots of the T rows, and their requests
-    hidden_TC: torch.Tensor  # after the model's last norm: the input of its head
-    taps: tuple[torch.Tensor, ...]  # auxiliary hidden states [T, C] that the drafter asks for
+    batch: Batch  # the model's batch: tokens, positions, slots of the T rows, and their requests
+    hidden_TC: torch.Tensor  # hidden states after the model's last norm
+    taps: tuple[torch.Tensor, ...]  # auxiliary hidden states [T, C], see DeviceDrafter.taps
     next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is known
-    last_rows_D: torch.Tensor  # int64, of T: the row before each request's newest token
+    last_rows_D: torch.Tensor  # int64: index (into T) of the row before a request's newest token
     tables_DX: torch.Tensor  # int32: block tables of the requests that draft
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
-    places: DraftPlaces  # of the rows after last_rows_D: K, and the drafter's places_after
+    places: DraftPlaces  # positions and slots of K + places_after rows after last_rows_D
     num_drafts: int  # K
-    max_context_len: int  # upper bound of the keys, drafts included
-    caches: list[Cache]  # of the drafter's layers
+    max_context_len: int  # upper bound of the number of keys, including drafts
+    caches: list[Cache]  # caches of the drafter's layers
     draws: Draws
-    media: DraftMedia | None = None  # images of the step; None: it has none
-    ropes: AxisRopes | None = None  # of a drafter whose positions have three axes
+    media: DraftMedia | None = None  # images of the step; None: no images
+    ropes: AxisRopes | None = None  # for a drafter whose positions have three axes
 
     def with_ropes(self, ropes: AxisRopes | None) -> "DraftStep":
-        """Return the step for a drafter that rotates by the positions of three axes."""
+        """Return the step with `ropes`, for a drafter whose positions have three axes."""
         return replace(self, ropes=ropes)
 
     def first_batch(self, *, reads_images: bool) -> Batch:
-        """The model's batch with the inputs of a drafter that reads the token after each row.
+        """Return the model's batch for a drafter that reads the token after each row.
 
-        `reads_images`: it reads the embedding of an image instead of its placeholder's.
+        `reads_images`: the drafter reads embeddings of images instead of their placeholder token.
         """
         media, batch = self.media, self.batch
         if media is not None and reads_images:
@@ -58,18 +65,18 @@ class DraftStep:
 
     @property
     def tokens_D(self) -> torch.Tensor:
-        """The newest token of each request that drafts; no row of the step contains it."""
+        """The newest token of each request that drafts. It is not in a row of the step."""
         return self.next_tokens_T[self.last_rows_D]
 
     def ahead(self, tokens_D: torch.Tensor, count: int) -> Batch:
-        """A step of one row per request that drafts, at `count` positions after last_rows_D.
+        """Return a batch with one row per request that drafts, `count` positions after last_rows_D.
 
-        Count 1 is the row of the newest token, 2 that of the first draft, and so on. A row without
-        a slot in the request's pages is not written.
+        `count` 1 is the row of the newest token, 2 the row of the first draft, and so on. Rows
+        without a slot in the request's pages write no keys.
         """
         positions_KD, slots_KD, lengths_KD = self.places
         positions_D = positions_KD[count - 1]
-        # Without media the row before the newest token is text.
+        # Without media, the row before the newest token is text.
         shifts_T = self.batch.rope_shifts_T if self.media is None else self.media.text_shifts_T
         is_shifted = self.ropes is not None and shifts_T is not None
         return Batch(
@@ -86,16 +93,16 @@ class DraftStep:
         )
 
     def block(self, tokens_BD: torch.Tensor, *, is_causal: bool, fold: int = 1) -> Batch:
-        """A step of B rows per request that drafts, row by row: the newest token's first.
+        """Return a batch with B rows per request that drafts, starting with the newest token.
 
-        Each row is a request of its own with one row, so that a row can see keys after its own:
-        without `is_causal`, those of the whole block. Then `fold` rows, which see the same keys,
-        are one request and read them once. A row without a slot in the request's pages is not
-        written.
+        The batch treats each row as a request with one row. So rows can attend to later rows:
+        without `is_causal`, to the whole block. In this case, `fold` rows, which attend to the same
+        keys, form one request and read the keys once. Rows without a slot in the request's pages
+        write no keys.
         """
         B, D = tokens_BD.shape
         positions_BD, slots_BD, lengths_BD = (each[:B] for each in self.places)
-        # positions end at the last one of a request: its slot belongs to the first row there
+        # Positions stop at a request's last one. Only the first row at that position writes keys.
         is_new_BD = positions_BD[1:] > positions_BD[:-1]
         slots_BD = torch.cat([slots_BD[:1], torch.where(is_new_BD, slots_BD[1:], -1)])
         if not is_causal:
@@ -116,14 +123,14 @@ class DraftStep:
         )
 
     def draw_all(self, logits_KDV: torch.Tensor) -> torch.Tensor:
-        """Sample all drafts of each request, int64 [D, K]. See `draw`."""
+        """Sample all drafts of each request. Returns int64 [D, K]. See `draw`."""
         return self.draws.draw_all(logits_KDV).T.contiguous()
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
-        """Sample draft number `index` (0 is the first) of each request from its logits, int64 [D].
+        """Sample draft number `index` (from 0) of each request from its logits. Returns int64 [D].
 
-        Uses the request's temperature, filters and noise of that position, so that the model
-        probably samples the same token. Logits cover the model's vocabulary; -inf for tokens that a
-        drafter lacks.
+        Uses the request's temperature and filters, and the noise of the position, so that the model
+        will probably sample the same token. Logits are over the model's vocabulary, with -inf for
+        tokens that the drafter lacks.
         """
         return self.draws.draw(logits_DV, index)

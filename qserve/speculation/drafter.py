@@ -1,10 +1,10 @@
-"""Drafters: the two kinds, and the table of methods.
+"""Interfaces of host drafters and device drafters, and the table of methods.
 
-A host drafter reads token ids on the host: its requests wait for the tokens of a step before the
-next one is planned. A device drafter runs after the model in the same step, on the device, and
-reads the model's hidden states; its drafts stay there, so steps can overlap.
+A host drafter reads token ids on the host. So the tokens of a step must arrive before the next step
+is planned. A device drafter runs on the device, in the same step after the model, and reads the
+model's hidden states. Its drafts stay on the device, so steps can overlap.
 
-Legend: T tokens of the step, D requests of it that draft, K drafts, V vocabulary of the model.
+Suffixes of tensor names: T tokens of the step, D requests that draft, K drafts.
 """
 
 import importlib
@@ -25,37 +25,37 @@ class HostDrafter(Protocol):
     """Proposes draft tokens from token ids."""
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `token_ids`: prompt and output so far."""
+        """Return up to `most` tokens that may follow `token_ids` (prompt and output so far)."""
 
     def finish(self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """Forget a finished request, or learn from its output."""
+        """Note that a request has finished: forget it, or learn from its output."""
 
 
 class DeviceDrafter(Protocol):
-    """Proposes after the model's own forward pass, in the same step."""
+    """Proposes draft tokens on the device, after the model's forward pass in the same step."""
 
-    # Layers whose input (the residual stream x + residual, before the norm) is read: the auxiliary
-    # hidden states. DraftStep has a tensor [T, C] for each, from
+    # Indices of the model's layers whose inputs the drafter reads as auxiliary hidden states (the
+    # residual stream x + residual, before the norm). DraftStep has a tensor [T, C] for each, from
     # Decoder.forward_tapped(token_ids_T, step, caches, taps) -> (hidden_TC, tapped). (): none.
     taps: tuple[int, ...]
-    # Its layers with keys and values, in order. Each uses the model's page numbers (one allocator,
-    # the same block tables) with its own heads: DraftStep.caches[i].
+    # The drafter's attention layers, in order. They use the model's page numbers (one allocator,
+    # the same block tables); layer i has its keys and values in DraftStep.caches[i].
     attentions: tuple[Attention, ...]
-    # Whether its keys at a position depend on the next token. Then the last page of a cached
-    # prefix, whose next token may differ, is recomputed.
+    # True if the drafter's keys at a position depend on the next token. Then the last page of a
+    # cached prefix is recomputed, since the next token may differ.
     looks_ahead: bool
-    # Whether it reads the embeddings of images instead of their placeholder token's.
+    # True if the drafter reads embeddings of images, instead of their placeholder token.
     reads_images: bool
-    # Rows that it runs after those of the newest token and of all drafts but the last: DraftStep
-    # has places for them.
+    # Number of rows that the drafter runs in addition to those of the newest token and of all
+    # drafts but the last. DraftStep.places includes them.
     places_after: int
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        """Draft step.num_drafts tokens per request, int64 [D, K], in the model's vocabulary.
+        """Return step.num_drafts draft tokens per request, int64 [D, K], in the model's vocabulary.
 
-        First writes the drafter's keys of all the step's rows, from the true states, even where an
-        earlier draft wrote others. Called in every step, also with D = 0 (within a prompt), where
-        it writes the keys and returns [0, K].
+        First, write the drafter's keys for all rows of the step from the model's true states. They
+        overwrite keys that earlier drafts wrote. This method is called in every step. Within a
+        prompt D is 0: then it writes the keys and returns [0, K].
         """
 
 
@@ -64,21 +64,21 @@ class BuildContext:
     """Inputs for building a drafter."""
 
     config: SpeculativeConfig
-    target: Decoder  # its embedding and head may be shared; target.config is its ModelConfig
+    target: Decoder  # the drafter may share its embedding and head; has a ModelConfig
     target_folder: str
-    tokenizer_folder: str  # of the target, with its tokenizer.json
+    tokenizer_folder: str  # folder with the target's tokenizer.json
     device: torch.device
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # dtype of activations
     max_model_len: int
-    block_size: int  # tokens of one KV page
+    block_size: int  # tokens per KV page
     kernels: Any = None  # kernels required or forbidden by name, as for loader.load
     ranks: Ranks = ALONE  # ranks of the target
-    activation_bits: int | None = None  # what 4-bit activations run with
-    dummy_seed: int | None = None  # seed of random weights, if the target's are random
+    activation_bits: int | None = None  # bits to use instead of 4-bit activations
+    dummy_seed: int | None = None  # seed of random weights, if the target has random weights
 
 
-# method -> "module:function": HostDrafter from SpeculativeConfig, DeviceDrafter from BuildContext.
-# Imported on demand.
+# Method -> "module:function", imported on demand. The function takes a SpeculativeConfig (host) or
+# a BuildContext (device), and returns the drafter.
 HOST_DRAFTERS = {
     "ngram": "qserve.speculation.ngram:NgramDrafter",
     "suffix": "qserve.speculation.suffix:SuffixDrafter",
@@ -96,13 +96,13 @@ DEVICE_DRAFTERS = {
 
 
 def build_host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
-    """Build the host drafter, or return None for a device method."""
+    """Build the host drafter; return None for methods with a device drafter."""
     path = HOST_DRAFTERS.get(config.method)
     return None if path is None else _load(path)(config)
 
 
 def build_device_drafter(context: BuildContext) -> DeviceDrafter | None:
-    """Build the device drafter, or return None for a host method.
+    """Build the device drafter; return None for methods with a host drafter.
 
     Raises InputError or CheckpointError.
     """

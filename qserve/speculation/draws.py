@@ -1,8 +1,10 @@
-"""Draws: sampling of a device drafter's tokens, with the noise of their requests.
+"""Draws: samples a device drafter's tokens with the same noise as the model.
 
-The model samples the token of a position as argmax(logits + noise(seed, position, token)). A draft
-sampled with the same noise agrees far more often than one with other noise (Daliri, Musco, Suresh,
-arXiv 2408.07978). Legend: D requests that draft, K drafts, P words of sampling, V vocabulary.
+The model samples the token of a position as argmax(logits + noise(seed, position, token)). With the
+same noise, a draft agrees far more often than with independent noise (Daliri, Musco, Suresh, arXiv
+2408.07978).
+
+Suffixes of tensor names: D requests that draft, K drafts, P sampling words, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,21 +18,21 @@ from qserve.speculation.rejection import DRAFT_SALT, probabilities, salted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Sampling settings of the requests of one step."""
+    """Sampling settings of the drafts of one step."""
 
-    words_KDP: torch.Tensor  # int64, of each draft, in the layout of SampleSettings
+    words_KDP: torch.Tensor  # int64: settings of each draft, in the layout of SampleSettings
     any_random: bool
     any_filter: bool
-    is_greedy: bool = False  # the most likely token, whatever the request's settings
-    # with `rejection`: collects the distribution of each draft, [D, V]
+    is_greedy: bool = False  # True: take the likeliest token, whatever the request's settings
+    # With `rejection`: receives the distribution of each draft, [D, V].
     kept: list[torch.Tensor] | None = None
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
-        """Sample draft number `index`: token ids, int64 [D]."""
+        """Sample draft number `index`. Returns token ids, int64 [D]."""
         return self._draw(logits_DV, self.words_KDP[index], 1)
 
     def draw_all(self, logits_KDV: torch.Tensor) -> torch.Tensor:
-        """Sample drafts 0 .. K - 1, whose logits are known together: token ids, int64 [K, D]."""
+        """Sample drafts 0 .. K - 1 together. Returns token ids, int64 [K, D]."""
         K, D, _ = logits_KDV.shape
         words_KDP = self.words_KDP[:K].flatten(0, 1)
         return self._draw(logits_KDV.flatten(0, 1), words_KDP, K).view(K, D)

@@ -1,9 +1,10 @@
-"""SpeculativeGraphs: CUDA graphs for the speculative parts of decodes and verifies.
+"""SpeculativeGraphs: CUDA graphs for the speculative parts of decode and verify steps.
 
-A step whose requests have equally many rows runs as three graphs: one that fills in tokens and
-positions, the model's (engine/runner/graphs/cuda_graphs.py), and one that samples, judges the
-drafts and runs the drafter. Sampling that needs more than the sampling words runs between the last
-two. Legend as in speculative_step.py; rows beyond the step are padding.
+If all requests of a step have the same number of rows, the step runs as three graphs: one fills in
+tokens and positions, one is the model's (engine/runner/graphs/cuda_graphs.py), and one samples,
+accepts or rejects the drafts, and runs the drafter. Sampling that needs more inputs than the
+sampling words runs outside of graphs, between the last two. Rows after those of the step are
+padding. Suffixes of tensor names are as in speculative_step.py.
 """
 
 import logging
@@ -38,18 +39,20 @@ from qserve.speculation.speculative_step import (
 
 logger = logging.getLogger(__name__)
 
-# Inputs that differ between the steps of one graph; the other rows follow from its size.
+# Fields of DraftRows that differ between the steps of one graph. The graph's size determines the
+# others.
 CHANGING = ("rows_R", "known_R", "capacity_R")
 PADDING_WORDS = np.array((*pack_row(SampleRow()), 0, 0), np.int64)
-# Filtered rows need a buffer of the vocabulary's size, which each graph would keep.
+# Maximum number of rows with filters in a graph: each row needs a buffer of the vocabulary's size,
+# and each graph keeps its buffers.
 MOST_FILTERED = 32
 RUNS_BEFORE_CAPTURE = 2
 
 
 class Captured:
-    """Work that is captured at its third run, since a capture takes as long as ten runs.
+    """Work that becomes a CUDA graph at its third run: a capture takes as long as ten runs.
 
-    Without CUDA it runs eagerly each time, for tests.
+    Without CUDA the work always runs eagerly, for tests.
     """
 
     def __init__(self, work: Callable[[], object], device: torch.device, pool: object) -> None:
@@ -62,7 +65,7 @@ class Captured:
         return self._graph is not None
 
     def run(self) -> object:
-        """Run the work. The result is valid until the next run."""
+        """Run the work or replay its graph. The result is valid until the next run."""
         is_due = self._num_runs >= RUNS_BEFORE_CAPTURE and self._device.type == "cuda"
         if is_due and self._graph is None:
             self.capture()
@@ -74,7 +77,7 @@ class Captured:
         return self._result
 
     def capture(self) -> None:
-        """Capture the work. It must have run before: a capture cannot compile kernels."""
+        """Capture the work. It must have run before, since kernels cannot compile in a capture."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self._pool):
@@ -84,31 +87,31 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """The graphs that belong to one of the model's graphs."""
+    """The speculative graphs for one of the model's graphs, and their buffers."""
 
     batch: Batch
     rows: Rows
-    changing: torch.Tensor  # int64: the values of CHANGING, then of words_SP
-    words_SP: torch.Tensor  # positions are corrected once `fill` has run
-    tokens_S: torch.Tensor  # for tokens that are sampled outside of the graph
+    changing: torch.Tensor  # int64: values of CHANGING, then of words_SP
+    words_SP: torch.Tensor  # view of `changing`; `fill` corrects the positions in it
+    tokens_S: torch.Tensor  # tokens that are sampled outside of the graph
     fill: Captured
     tails: dict["_Variant", Captured]
 
 
 class _Variant(NamedTuple):
-    """Variant of the graph that follows a model graph."""
+    """Key of a graph that runs after the model's graph."""
 
     num_drafts: int
     runs_drafter: bool
     any_filter: bool
-    draws: bool  # it includes the sampler
+    draws: bool  # True: the graph includes the sampler
 
 
 class SpeculativeGraphs:
-    """Speculative graphs, by the keys of the model's graphs."""
+    """Captures and runs the speculative graphs."""
 
     def __init__(self, state: State, graphs: StepGraphs, device: torch.device) -> None:
-        """`graphs`: the model's."""
+        """`graphs`: graphs of the model."""
         self.state, self._graphs, self.device = state, graphs, device
         self._copies = PinnedCopies(device)
         self._entries: dict[GraphKey, _Entry] = {}
@@ -116,12 +119,12 @@ class SpeculativeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def close(self) -> None:
-        """Free the graphs, for the reason given at `StepGraphs.close`."""
+        """Free the graphs. `StepGraphs.close` gives the reason."""
         self._is_full = True
         self._entries.clear()
 
     def begin(self, key: GraphKey, step: StepInput, batch: Batch) -> "GraphedStep":
-        """Copy the speculation inputs of a step to the buffers of its graphs."""
+        """Copy a step's inputs to the buffers of its graphs, and return the step."""
         entry = self._entry(key, batch)
         self._copies.send_(self._packed(key, step), entry.changing)
         return GraphedStep(self, key, entry, step.draft_rows)
@@ -131,9 +134,9 @@ class SpeculativeGraphs:
         return next(self._missing(), None) is not None
 
     def capture_next(self) -> bool:
-        """Capture a graph that will be needed, while idle. Returns False if there is none.
+        """Capture one graph that steps will need, while idle. Returns False if none is left.
 
-        If the device has no memory for it, no further graphs are captured.
+        If the device has too little memory, no more graphs are captured.
         """
         found = next(self._missing(), None)
         if found is None:
@@ -142,7 +145,7 @@ class SpeculativeGraphs:
         entry = self._entry(key, self._graphs.padded(key))
         self._copies.send_(self._packed(key), entry.changing)
         try:
-            self._graphs.replay(key)  # its results are read below
+            self._graphs.replay(key)  # the captured work reads its outputs
             for captured in (entry.fill, self.tail(key, entry, variant)):
                 if not captured.is_captured:
                     captured.run()
@@ -152,13 +155,14 @@ class SpeculativeGraphs:
                 raise
             self._is_full = True
             logger.warning(
-                "No memory for more CUDA graphs of drafts; their steps run without graphs"
+                "Out of memory for CUDA graphs of drafts; further steps with drafts run without"
+                " graphs"
             )
             return False
         return True
 
     def _missing(self) -> Iterator[tuple[GraphKey, "_Variant"]]:
-        """Graphs that steps need once all requests have the full number of drafts."""
+        """Yield missing graphs of steps in which all requests have the full number of drafts."""
         if self._is_full:
             return
         for key in self._graphs.decode_keys:
@@ -175,11 +179,11 @@ class SpeculativeGraphs:
                     yield key, variant
 
     def fetch(self, words: torch.Tensor) -> HostCopy:
-        """Copy numbers of a step to the host."""
+        """Start to copy a step's results to the host."""
         return self._copies.fetch(words)
 
     def _packed(self, key: GraphKey, step: StepInput | None = None) -> np.ndarray:
-        """Contents of `changing` for a step; None: padding only."""
+        """Return the content of `changing` for a step; for `step` None, only padding."""
         lines = np.empty((len(CHANGING), _aligned(key.num_requests)), np.int64)
         words_SP = np.empty((key.num_tokens, NUM_WORDS), np.int64)
         num_chunks = num_rows = 0
@@ -187,7 +191,7 @@ class SpeculativeGraphs:
             num_chunks, num_rows = step.num_requests, step.num_sampled
             words_SP[:num_rows] = step.sample_words_SP
         words_SP[num_rows:] = PADDING_WORDS
-        # the tables' last row is reserved for padding
+        # The last row of the tables is reserved for padding.
         padding = len(self.state.tables.refused_N) - 1, 1, 0
         for line, name, value in zip(lines, CHANGING, padding, strict=True):
             if step is not None:
@@ -237,7 +241,7 @@ class SpeculativeGraphs:
         )
 
     def tail(self, key: GraphKey, entry: _Entry, variant: _Variant) -> Captured:
-        """The graph after the model's, or after the sampler: (Settled, drafts [D, K] or None)."""
+        """Return the work after the model or the sampler: -> (Settled, drafts [D, K] or None)."""
         if variant not in entry.tails:
             settings = SampleSettings(
                 words_SP=entry.words_SP,
@@ -274,7 +278,7 @@ class SpeculativeGraphs:
 
 
 class GraphedStep(SpeculativeStep):
-    """A step that runs in graphs."""
+    """A speculative step that runs in CUDA graphs."""
 
     def __init__(
         self, graphs: SpeculativeGraphs, key: GraphKey, entry: _Entry, rows: DraftRows
@@ -284,7 +288,7 @@ class GraphedStep(SpeculativeStep):
         self._drafts_DK: torch.Tensor | None = None
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
-        """See SpeculativeStep. Graphs are not used with pipeline stages."""
+        """See SpeculativeStep. Graphs are not used with pipeline parallelism."""
         assert pipeline is None
         self.back_R = self._entry.fill.run()
 
@@ -295,13 +299,16 @@ class GraphedStep(SpeculativeStep):
         draw_rows: DrawRows,
         history_WV: torch.Tensor | None,
     ) -> Samples:
-        """Also run the drafter, and the sampler if it needs no input of the host: in one graph."""
+        """Sample, accept or reject drafts, and run the drafter.
+
+        The sampler is in the graph unless it needs more inputs than the sampling words.
+        """
         entry, rows, count = self._entry, self.rows, len(settings.words_SP)
         variant = _Variant(
             num_drafts=rows.num_drafts,
             runs_drafter=rows.runs_drafter,
             any_filter=settings.any_filter,
-            # masks that arrived since `begin` are in bias_E
+            # bias_E has masks that arrived since `begin`
             draws=not (settings.any_history or settings.num_logprobs >= 0 or len(settings.bias_E))
             and (not settings.any_filter or self._key.num_tokens <= MOST_FILTERED),
         )
@@ -322,5 +329,5 @@ class GraphedStep(SpeculativeStep):
 
 
 def _aligned(count: int) -> int:
-    """Round up to an even number: kernels require addresses divisible by 16."""
+    """Round up to an even number of int64, since kernels require addresses divisible by 16."""
     return count + count % 2

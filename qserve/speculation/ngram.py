@@ -1,8 +1,8 @@
-"""NgramDrafter: proposes the tokens that followed an earlier occurrence of the newest ones.
+"""NgramDrafter: prompt lookup (vLLM's `ngram`).
 
-Prompt lookup (vLLM's `ngram`): find the longest suffix of prompt and output, of prompt_lookup_min
-to prompt_lookup_max tokens, that also occurs earlier; the tokens after it are the draft. Of several
-occurrences the earliest counts, as in vLLM's host drafter.
+It looks for an earlier occurrence of the last tokens of prompt and output: of the longest suffix
+with prompt_lookup_min to prompt_lookup_max tokens. The tokens after that occurrence are the draft.
+If there are several occurrences, the earliest counts, as in vLLM's host drafter.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from qserve.speculation.config import SpeculativeConfig
 
 
 class _Occurrences:
-    """First occurrence of each n-gram of one sequence. It grows with the sequence."""
+    """First occurrence of each n-gram in one growing sequence."""
 
     def __init__(self, low: int, high: int) -> None:
         self._first: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(low, high + 1)}
         self._num_known = 0
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """The position after the earliest occurrence of the longest suffix that occurs twice."""
+        """Return the position after the earliest occurrence of the longest suffix that repeats."""
         length, found = len(token_ids), None
         for n, first in self._first.items():
             for end in range(max(n, self._num_known + 1), length + 1):
@@ -31,7 +31,7 @@ class _Occurrences:
 
 
 class NgramDrafter:
-    """A HostDrafter. It keeps one entry per token and n-gram length."""
+    """A HostDrafter. Its memory is one entry per token and n-gram length."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._range = config.prompt_lookup_min, config.prompt_lookup_max

@@ -1,14 +1,23 @@
 """Rejection sampling: `--spec-acceptance rejection`.
 
-It is the sampler of Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318). A draft x
-sampled from q is accepted with probability min(1, p(x) / q(x)), where p is the model's distribution
-of its row, with all filters and penalties. At the first rejected draft, the token is sampled from
-the normalized positive part of p - q; after the last accepted one, from p. The output has the
-model's distribution, whatever q is, but is another text than without drafts. More drafts are
-accepted than with the shared noise of `exact`. A draft that was not sampled (n-gram, greedy) is a
-point mass: q is 1 there.
+This is the method of Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318). A draft x
+that was sampled from q is accepted with probability min(1, p(x) / q(x)). p is the model's
+distribution for the row, with all filters and penalties. In place of the first rejected draft, a
+token is sampled from the normalized positive part of p - q; if all drafts are accepted, the bonus
+token is sampled from p.
 
-Legend: S sampled rows, D chunks that sample, V vocabulary, N rows of the tables, K drafts.
+The output has the model's distribution, whatever q is. But the text differs from the text without
+drafts. More drafts are accepted than with the shared noise of `exact`. For a draft that was not
+sampled (n-gram, greedy), q is a point mass.
+
+Suffixes of tensor names:
+
+    S: sampled rows
+    D: chunks that sample
+    V: vocabulary
+    W: rows of the history table
+    K: drafts
+    P: sampling words
 """
 
 from collections.abc import Callable
@@ -29,11 +38,11 @@ from qserve.speculation import typical
 from qserve.speculation.acceptance import Verify
 from qserve.speculation.config import SpeculativeConfig
 
-# p_DV, q_DV, drafts_D, is_draft_D, seed_D, position_D -> (tokens_D, passes_D), as `judge`
+# (p_DV, q_DV, drafts_D, is_draft_D, seed_D, position_D) -> (tokens_D, passes_D), see `judge`
 Judge = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-# Sampling the draft and its replacement with the same noise would bias the output: the token that
-# the draft's noise made likely is the rejected one.
+# A draft and its replacement must be sampled with different noise. The same noise would bias the
+# output, since it makes the rejected token likely again.
 DRAFT_SALT = 0x5DEECE66D
 CHANCE_SALT = 0x2545F4914F6CDD1D
 
@@ -41,7 +50,7 @@ CHANCE_SALT = 0x2545F4914F6CDD1D
 def probabilities(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sampling distribution of each row's token, float32 [S, V]; a point mass at temperature 0."""
+    """Return each row's sampling distribution, float32 [S, V]; a point mass at temperature 0."""
     adjusted_SV = adjust(logits_SV.float(), settings, history_WV)
     temperature_S1 = settings.column("temperature")[:, None]
     scaled_SV = adjusted_SV / temperature_S1.clamp(min=MIN_TEMPERATURE)
@@ -54,7 +63,7 @@ def probabilities(
 
 
 def salted(words_SP: torch.Tensor, salt: int) -> torch.Tensor:
-    """Settings of the same rows with independent noise."""
+    """Return the settings of the same rows with independent noise."""
     words_SP = words_SP.clone()
     words_SP[:, SEED] ^= salt
     return words_SP
@@ -68,9 +77,10 @@ def judge(
     seed_D: torch.Tensor,
     position_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of each row, int64 [D], and whether it is the accepted draft.
+    """Accept or reject one draft per chunk. Returns the tokens, int64 [D], and what was accepted.
 
-    `is_draft_D` False: the row is the last of its chunk. `q_DV` None: all drafts are point masses.
+    is_draft_D: False for the last row of a chunk, which has no draft
+    q_DV: distributions of the drafts; None: all are point masses
     """
     V = p_DV.shape[1]
     drafts_D1 = drafts_D[:, None]
@@ -80,7 +90,7 @@ def judge(
     chance_D = torch.exp(-torch.exp(-gumbel_D1[:, 0]))  # uniform
     p_D, q_D = p_DV.gather(1, drafts_D1)[:, 0], q_DV.gather(1, drafts_D1)[:, 0]
     passes_D = is_draft_D & (chance_D * q_D < p_D)
-    # If p and q are equal, rounding may leave nothing; a rejection is then a rounding error.
+    # If p and q are equal, p - q may have no positive part. Then a rejection is a rounding error.
     more_DV = (p_DV - q_DV).clamp(min=0)
     left_DV = torch.where(more_DV.sum(1, keepdim=True) > 0, more_DV, p_DV)
     from_DV = torch.where(is_draft_D[:, None], left_DV, p_DV)
@@ -89,7 +99,7 @@ def judge(
 
 
 def judge_of(config: SpeculativeConfig) -> Judge:
-    """The acceptance rule of a configuration that judges drafts row by row."""
+    """Return the acceptance rule of a config with `judges_by_row`."""
     return partial(typical.judge, config=config) if config.acceptance == "typical" else judge
 
 
@@ -101,17 +111,17 @@ def draw_verify(
     q_DKV: torch.Tensor | None,
     judge: Judge = judge,
 ) -> tuple[Samples, torch.Tensor]:
-    """The tokens of all rows, and the number of accepted drafts of each chunk, int64 [D].
+    """Return the tokens of all rows, and the number of accepted drafts per chunk, int64 [D].
 
-    Works row by row of the chunks, as penalties depend on the rows before. The emitted tokens are
-    added to `history_WV`; rows after the first rejection are meaningless.
+    All chunks advance row by row, since penalties depend on the tokens before. Emitted tokens are
+    added to `history_WV`. Tokens of rows after a chunk's first rejection have no meaning.
     """
     words_SP, position_S = settings.words_SP, settings.column("position")
     tokens_S = torch.zeros(len(words_SP), dtype=torch.int64, device=words_SP.device)
     alive_D = torch.ones_like(verify.first_D, dtype=torch.bool)
     accepted_D = torch.zeros_like(verify.first_D)
     for column in range(verify.most):
-        # shorter chunks repeat their last row without effect
+        # Shorter chunks repeat their last row, without effect.
         exists_D = alive_D & (column < verify.count_D)
         row_D = verify.first_D + verify.count_D.sub(1).clamp(max=column)
         words_DP = words_SP[row_D]

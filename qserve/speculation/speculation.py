@@ -1,4 +1,4 @@
-"""Speculation: the host's side, number of drafts of each request in a step and their acceptance."""
+"""Speculation: the host side of speculation. Plans the drafts of a step, and counts acceptance."""
 
 from collections.abc import Iterable
 
@@ -22,23 +22,23 @@ class Speculation:
         host_drafter: HostDrafter | None = None,
         looks_ahead: bool = False,
     ) -> None:
-        """`looks_ahead`: True if a drafter's keys depend on the next token, too."""
+        """`looks_ahead`: True if a drafter's keys depend on the next token."""
         self.looks_ahead = looks_ahead
         self.config = config
         self.depth = depth
         self._max_model_len = max_model_len
         self._host = host_drafter
         self._drafting = Drafting()
-        self._num_drafts = 0  # the most that a request may have in the step that is planned
+        self._num_drafts = 0  # maximum number of drafts of a request in the planned step
         self._counts = [0] * (2 + config.most_tokens)
 
     def add(self, request: Request) -> None:
-        """Note a new request. With min_tokens the host must know the tokens before a position."""
+        """Note a new request. With min_tokens, the host must know all tokens before a step."""
         if self._host is None and request.params.min_tokens:
             request.follows_last = True
 
     def begin_step(self, num_running: int, budget: int) -> None:
-        """Decide for a step of so many requests and tokens."""
+        """Choose the number of drafts for a step. `budget`: tokens of the step."""
         choice = self.depth.choose(num_running)
         most = budget // max(1, num_running) - 1
         self._num_drafts = max(0, min(choice.num_drafts, most))
@@ -46,13 +46,13 @@ class Speculation:
         self._drafting = Drafting(choice.num_drafts if runs else 0, runs)
 
     def num_rows(self, request: Request, num_tokens: int, pool: BlockPool) -> int:
-        """Rows of a request that decodes: its newest token and drafts; 0: it has to wait.
+        """Return the number of rows of a decoding request: newest token and drafts. 0: must wait.
 
-        `num_tokens`: prompt and output, as many as there can be. Takes pages for the drafts, but
-        none that another request holds.
+        `num_tokens`: maximum number of prompt and output tokens so far. Allocates pages for the
+        drafts if pages are free; it preempts no request.
         """
         if self._host is not None and request.num_pending:
-            # what may follow is found in tokens that are not here yet
+            # The host drafter needs tokens that have not arrived yet.
             return 0 if self._num_drafts or request.num_pending > 1 else 1
         most = min(self._num_drafts, self._max_model_len - num_tokens)
         if self._host is not None or request.follows_last:
@@ -70,9 +70,10 @@ class Speculation:
         return 1
 
     def take_pages_ahead(self, request: Request, num_tokens: int, pool: BlockPool) -> bool:
-        """Allocate pages for keys of drafts, which a device drafter writes after the step.
+        """Allocate pages for the keys that a device drafter writes after the step.
 
-        `num_tokens`: that the request has by then. Returns False where too few pages are free.
+        `num_tokens`: number of tokens of the request after the step. Returns False if too few pages
+        are free.
         """
         length = min(num_tokens + self._drafting.num_drafts, self._max_model_len)
         if not pool.can_grow(request.block_table, length):
@@ -81,7 +82,7 @@ class Speculation:
         return True
 
     def end_step(self, chunks: Iterable[Chunk]) -> Drafting:
-        """Return what the planned step drafts for the next one; note the requests with drafts."""
+        """Return the drafting of the planned step, and note which requests will have drafts."""
         drafting = self._drafting
         if self._host is not None:
             return drafting
@@ -91,14 +92,14 @@ class Speculation:
         return drafting
 
     def take_drafts(self, chunks: Iterable[Chunk], drafts: list[list[int]]) -> None:
-        """Note the drafts of a device drafter, for each chunk of a step that sampled."""
+        """Note the drafts of a device drafter. `drafts`: one list per chunk that sampled."""
         sampled = [chunk.request for chunk in chunks if chunk.num_sampled]
         for request, proposed in zip(sampled, drafts, strict=True):
             if request.follows_last and request.num_drafts:
                 request.drafts = tuple(proposed)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verification."""
+        """Count a verify."""
         counts = self._counts
         counts[0] += 1
         counts[1] += num_drafts
@@ -107,17 +108,17 @@ class Speculation:
         self.depth.observe(num_drafts, num_accepted)
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note the duration of a step, if it has decodes only, with equally many drafts."""
+        """Record the duration of a step, if all its chunks are decodes with equally many drafts."""
         counts = {(count, num_sampled) for _, _, count, num_sampled in plan.chunks}
         if len(counts) != 1:
             return
         ((count, num_sampled),) = counts
-        # A step that ran the drafter without using its drafts is not one of the choices.
+        # Skip steps that verify another number of drafts than they make: Depth never chooses them.
         if count == num_sampled and (self._host or plan.drafting.num_drafts == count - 1):
             self.depth.observe_seconds(len(plan.chunks), count - 1, seconds)
 
     def take_counts(self) -> tuple[int, ...]:
-        """Verifications, drafts, and accepted drafts by position, since the last call."""
+        """Return and reset the numbers of verifies, drafts, and accepted drafts by position."""
         counts, self._counts = self._counts, [0] * len(self._counts)
         return tuple(counts)
 
@@ -127,7 +128,7 @@ class Speculation:
             self._host.finish(request.request_id, request.token_ids, request.num_prompt_tokens)
 
     def _known_drafts(self, request: Request, most: int) -> tuple[int, ...]:
-        """Tokens that the host proposes, or knows of, as far as they may follow."""
+        """Return drafts that the host proposes or knows, within the request's limit and grammar."""
         left = request.max_tokens - (len(request.token_ids) - request.num_prompt_tokens) - 1
         most = min(most, left)
         if most < 1 or not request.may_draft:
@@ -146,7 +147,7 @@ class Speculation:
 def make_speculation(
     config: SpeculativeConfig, *, max_model_len: int, looks_ahead: bool
 ) -> Speculation:
-    """Make the host's side, with the drafter if the method has one there."""
+    """Create the host side of speculation, with the host drafter if the method has one."""
     return Speculation(
         config,
         Depth(config),

@@ -1,7 +1,15 @@
 """SpeculativeStep: the speculative parts of one step: fill, draw, propose.
 
-Legend: T tokens of the step, R its requests, S sampled rows, D requests that sample, N rows of the
-tables, K drafts, V vocabulary, P words of sampling.
+Suffixes of tensor names:
+
+    T: tokens of the step
+    R: requests of the step
+    S: sampled rows
+    D: requests that sample
+    N: rows of the tables
+    K: drafts
+    V: vocabulary
+    P: sampling words
 """
 
 from collections.abc import Callable
@@ -39,13 +47,13 @@ class State:
     tables: DraftTables
     max_model_len: int
     page_size: int
-    caches: list[Cache] = field(default_factory=list)  # of the drafter's layers
-    # float32 [N, K, V], with `rejection`: the distribution of each draft; None: point masses
+    caches: list[Cache] = field(default_factory=list)  # caches of the drafter's layers
+    # float32 [N, K, V]: distributions of the drafts, for `rejection`; None: point masses
     draft_shares: torch.Tensor | None = None
-    synthetic_shares_K: torch.Tensor | None = None  # with `synthetic`: acceptance rates
+    synthetic_shares_K: torch.Tensor | None = None  # acceptance rates, for `synthetic`
 
     def num_places(self, num_drafts: int) -> int:
-        """Rows after a step that the drafter may run, to make so many drafts."""
+        """Return the number of rows that the drafter may run after a step to make drafts."""
         if not num_drafts or self.drafter is None:
             return num_drafts
         return num_drafts + self.drafter.places_after
@@ -71,8 +79,8 @@ class Rows:
     logits_rows_S: torch.Tensor
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
     most_sampled: int
-    has_unknown: bool = True  # some tokens are only on the device
-    has_pending: bool = True  # some sequence lengths are only on the device
+    has_unknown: bool = True  # True: some tokens are only on the device
+    has_pending: bool = True  # True: some sequence lengths are only on the device
 
     def chunks(self, batch: Batch) -> DraftChunks:
         return DraftChunks(
@@ -100,18 +108,20 @@ class SpeculativeStep:
     def __init__(self, state: State, found: Rows, rows: DraftRows, batch: Batch) -> None:
         self.state, self.found, self.rows, self.batch = state, found, rows, batch
         self.chunks = found.chunks(batch)
-        self.back_R: torch.Tensor | None = None  # excess of the planned positions; None: zero
+        self.back_R: torch.Tensor | None = None  # planned minus true position; None: 0
         self._settings: SampleSettings | None = None
         self._settled: Settled | None = None
-        self.tokens: HostCopy | None = None  # of all sampled rows; `draw` sets both
-        self.num_emitted: HostCopy | None = None  # of each chunk that samples; None: all
+        self.tokens: HostCopy | None = None  # tokens of all sampled rows; set by `draw`
+        self.num_emitted: HostCopy | None = (
+            None  # emitted tokens per chunk; None: all. Set by `draw`
+        )
         self.media: DraftMedia | None = None  # images of the step
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
         """Fill in tokens that only the device knows, and correct positions.
 
-        In a pipeline, only the first stage knows which drafts were accepted, and sends that to the
-        others.
+        With pipeline parallelism, the first stage knows how many drafts were rejected, and sends
+        the numbers to the other stages.
         """
         state, found, back_R = self.state, self.found, None
         is_first = pipeline is None or pipeline.is_first
@@ -136,10 +146,10 @@ class SpeculativeStep:
         draw_rows: DrawRows,
         history_WV: torch.Tensor | None,
     ) -> Samples:
-        """Sample all rows, and judge the drafts.
+        """Sample all rows, and accept or reject the drafts.
 
-        `draw_rows` samples with the history table, to which it adds the sampled tokens. `settings`
-        are on the host.
+        settings: on the host
+        draw_rows: samples rows, and adds the sampled tokens to the history table
         """
         settings = self._settings = self._corrected(settings.to(logits_SV.device))
         state, found, accepted_D = self.state, self.found, None
@@ -159,7 +169,7 @@ class SpeculativeStep:
         return samples
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
-        """Run the drafter. Returns its drafts [D, K] if the host needs them."""
+        """Run the drafter. Returns the drafts [D, K] if the host needs them."""
         if self.state.drafter is None or not self.rows.runs_drafter:
             return None
         settled = self._settled
@@ -178,14 +188,14 @@ class SpeculativeStep:
         return HostCopy(drafts_DK) if self.rows.tells_drafts else None
 
     def _tell(self, settled: Settled, told: HostCopy, num_sampled: int) -> None:
-        """Keep the results that the host needs, without the padding after rows and chunks."""
+        """Keep the results for the host, without the padding after rows and chunks."""
         first = len(settled.told) - len(settled.last_rows_D)
         self.tokens = told.part(0, num_sampled)
         if self.rows.verifies:
             self.num_emitted = told.part(first, first + len(self.rows.chunk_D))
 
     def _corrected(self, settings: SampleSettings) -> SampleSettings:
-        """The settings with corrected positions."""
+        """Return the settings with corrected positions."""
         if self.back_R is None:
             return settings
         words_SP = settings.words_SP.clone()
@@ -197,9 +207,9 @@ class SpeculativeStep:
     ) -> Samples:
         """Sample all rows, each as if the drafts before it were accepted.
 
-        Penalties depend on the previous samples: with them, the first rows of all chunks are
-        sampled, then the second ones, and so on. A chunk whose draft was rejected counts no more
-        tokens.
+        Penalties depend on the tokens before. If there are any, the first rows of all chunks are
+        sampled together, then the second rows, and so on. After a rejected draft, tokens of the
+        chunk are no longer counted.
         """
         if not (self.rows.verifies and settings.any_history):
             return draw_rows(logits_SV, settings)
@@ -223,12 +233,12 @@ class SpeculativeStep:
 
 
 def starts(count: int, device: torch.device) -> torch.Tensor:
-    """Row offsets of chunks of one row each, int32 [count + 1]."""
+    """Return row offsets of `count` chunks with one row each, int32 [count + 1]."""
     return torch.arange(count + 1, dtype=torch.int32, device=device)
 
 
 def verify_of(found: Rows, batch: Batch) -> Verify:
-    # The last row of a chunk verifies no draft: the token after it is ignored.
+    # The last row of a chunk verifies no draft, so the token after it is ignored.
     behind_S = (found.logits_rows_S + 1).clamp(max=len(batch.token_ids_T) - 1)
     return Verify(
         first_D=found.first_D,
@@ -246,10 +256,10 @@ def settle_(
     settings: SampleSettings | None = None,
     accepted_D: torch.Tensor | None = None,
 ) -> Settled:
-    """Judge drafts against the sampled tokens, and keep the results. None: no row samples.
+    """Compare drafts with the sampled tokens, and store the results in the tables.
 
-    `accepted_D`: numbers of accepted drafts, if already judged. With `synthetic`, accepted drafts
-    overwrite `tokens_S`.
+    tokens_S: None if no row samples. With `synthetic`, accepted drafts overwrite it
+    accepted_D: numbers of accepted drafts, if known already
     """
     passes_DK = None
     num_judged = chunks.most_sampled - 1
@@ -278,9 +288,9 @@ def propose(
     settings: SampleSettings | None,
     media: DraftMedia | None = None,
 ) -> torch.Tensor:
-    """Run the drafter after a step; its drafts [D, K] are kept as well.
+    """Run the drafter after a step. Returns the drafts [D, K], and stores them in the tables.
 
-    `settings` None: no row of the step sampled (within a prompt).
+    `settings`: None if no row of the step sampled (within a prompt).
     """
     tables_DX = batch.block_tables_RX[: len(found.rows_R)]
     if len(found.chunk_D) < len(found.rows_R):
@@ -296,7 +306,7 @@ def propose(
         starts_D1=found.starts_D1,
         places=settled.places,
         num_drafts=num_drafts,
-        # keys without a slot in the pages do not exist
+        # keys without a slot in the pages are not written
         max_context_len=min(longest, tables_DX.shape[1] * state.page_size),
         caches=state.caches,
         draws=Draws(

@@ -1,9 +1,10 @@
-"""Speculator: the device's side of speculation, with the drafter, its pages, and pending tokens.
+"""Speculator: the device side of speculation: the drafter, its KV pages, and tables of tokens.
 
-It holds, for each running request, its newest token, its drafts, and the number of rejected drafts
-of its last verification. The host plans a step as if all drafts were accepted. The step itself
-(speculative_step.py) fills in the tokens and moves positions back by the rejected drafts.
-Legend: N rows of the tables, K drafts.
+The tables have, for each running request, the newest token, the drafts, and the number of drafts
+that the last verify rejected. The host plans a step as if all drafts were accepted. The step
+(speculative_step.py) fills in the tokens, and moves positions back by the rejected drafts.
+
+Suffixes of tensor names: N rows of the tables, K drafts.
 """
 
 from dataclasses import replace
@@ -30,7 +31,7 @@ from qserve.speculation.speculative_step import Rows, SpeculativeStep, State, st
 
 
 class Speculator:
-    """Drafter of one worker, its caches, and the tokens that requests have on the device."""
+    """The device side of speculation of one worker."""
 
     def __init__(
         self,
@@ -72,18 +73,18 @@ class Speculator:
 
     @property
     def drafting(self) -> Drafting:
-        """Most drafts of a step."""
+        """Drafting with the maximum number of drafts."""
         has_drafter = self.drafter is not None
         return Drafting(self.state.config.most_tokens if has_drafter else 0, has_drafter)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Possible numbers of rows of a request that decodes."""
+        """Possible numbers of rows of a decoding request."""
         return tuple(1 + count for count in (0, *self.state.config.depths))
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step whose requests have drafts."""
+        """Maximum number of rows of a step with drafts."""
         return self.state.config.max_rows
 
     @property
@@ -100,22 +101,22 @@ class Speculator:
         return self.state.caches
 
     def bytes_per_page(self, kv_format: KvFormat) -> int:
-        """Bytes of one page of the drafter's layers."""
+        """Return the bytes of one page, for all of the drafter's layers."""
         return sum(spec.bytes_per_page for spec in self._cache_specs(kv_format))
 
     def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
-        """Make the drafter's pages, which have the numbers of the model's."""
+        """Allocate the drafter's pages. They have the same numbers as the model's pages."""
         specs = self._cache_specs(kv_format)
         self.state.caches[:] = make_caches(specs, num_pages, 0, self.device)
 
     def _cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
         mixers = () if self.drafter is None else self.drafter.attentions
-        # static scales are of the model's checkpoint; a drafter's has none
+        # Only the model's checkpoint has static scales.
         kv_format = replace(kv_format, static_scales=False)
         return [mixer.cache_spec(kv_format, self.state.page_size) for mixer in mixers]
 
     def begin(self, step: StepInput, batch: Batch, key: GraphKey | None) -> SpeculativeStep:
-        """Prepare the speculative part of a step. `key`: of the CUDA graph that it runs in."""
+        """Prepare the speculative part of a step. `key`: CUDA graph of the step; None: eager."""
         rows = step.draft_rows
         if self.graphs is not None and key is not None and rows.is_uniform and not key.is_chunk:
             return self.graphs.begin(key, step, batch)
@@ -125,24 +126,24 @@ class Speculator:
             logits_rows_S=to_device(step.logits_rows_S, self.device),
             starts_D1=starts(len(rows.chunk_D), self.device),
             most_sampled=rows.most_sampled,
-            # a step whose launches are recorded represents steps with unknown tokens
+            # If launches are only recorded, act as in a step with unknown tokens.
             has_unknown=launches_nothing() or bool(rows.known_R.sum() < step.num_tokens),
             has_pending=not rows.known_R.all(),
         )
         return SpeculativeStep(self.state, found, rows, batch)
 
     def use_graphs(self, graphs: StepGraphs) -> None:
-        """Run the speculative part of steps in CUDA graphs, too."""
+        """Run the speculative part of steps in CUDA graphs as well, if the method supports it."""
         if self.drafter is not None and not self.state.config.judges_by_row:
             self.graphs = SpeculativeGraphs(self.state, graphs, self.device)
 
     @property
     def can_capture_next(self) -> bool:
-        """True if a graph is left to capture in an idle moment."""
+        """True if a graph is left to capture while idle."""
         return self.graphs is not None and self.graphs.can_capture_next
 
     def capture_next(self) -> bool:
-        """Capture one more graph. Returns False where none is left."""
+        """Capture one more graph. Returns False if none is left."""
         return self.graphs is not None and self.graphs.capture_next()
 
     def close(self) -> None:
@@ -159,9 +160,9 @@ def make_speculator(
     max_model_len: int,
     ranks: Ranks,
 ) -> Speculator:
-    """Make the speculator of one rank.
+    """Create the speculator of one rank.
 
-    Each rank that samples has a whole drafter, except that `mtp` is sharded as the model is.
+    Each rank that samples has a whole drafter; only `mtp` is sharded like the model.
     """
     context = BuildContext(
         config=config,

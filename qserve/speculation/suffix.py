@@ -1,10 +1,12 @@
-"""SuffixDrafter: proposes the most frequent continuation, here and in past outputs.
+"""SuffixDrafter: suffix decoding (Oliaro et al., arXiv 2411.04975).
 
-Suffix decoding (Oliaro et al., arXiv 2411.04975). For every length of a suffix that occurs
-elsewhere, the most frequent next token is followed as long as the product of its shares is at least
-suffix_decoding_min_token_prob. The sum of these products is the score of a draft; the best draft is
-returned. There is no tree: the newest MAX_OCCURRENCES of the last token, and as many of the last
-three, are compared, which bounds memory and time.
+It proposes the most frequent continuation of the last tokens, in the request and in past outputs.
+For each length of a suffix that occurs elsewhere, it follows the most frequent next token, as long
+as the product of the tokens' frequencies is at least suffix_decoding_min_token_prob. The sum of
+these products is the score of the draft. The draft with the best score is returned.
+
+There is no suffix tree. Only the newest MAX_OCCURRENCES occurrences of the last token, and of the
+last three tokens, are compared, which bounds memory and time.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -17,14 +19,14 @@ KEY_LENGTHS = (1, 3)
 
 
 class _Occurrences:
-    """Newest occurrences of the last tokens of sequences."""
+    """Newest occurrences of each token, and of each triple of tokens, in some sequences."""
 
     def __init__(self) -> None:
         # last tokens -> (sequence, position after them)
         self._occurrences: dict[tuple[int, ...], deque[tuple[Sequence[int], int]]] = {}
 
     def add(self, tokens: Sequence[int], start: int) -> None:
-        """Add the occurrences in `tokens` that end at `start` or later, except at its own end."""
+        """Add the occurrences in `tokens` that end at `start` or later, but not at its end."""
         for end in range(max(1, start), len(tokens)):
             for length in KEY_LENGTHS:
                 if end >= length:
@@ -35,7 +37,7 @@ class _Occurrences:
                     found.append((tokens, end))
 
     def of(self, tokens: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
-        """The occurrences of the last tokens, some twice."""
+        """Yield occurrences of the last tokens of a sequence. Some are yielded twice."""
         for length in KEY_LENGTHS:
             yield from self._occurrences.get(tuple(tokens[-length:]), ())
 
@@ -66,7 +68,7 @@ class SuffixDrafter:
         return max(own, past, key=lambda found: found[0])[1]
 
     def finish(self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """See HostDrafter. The output becomes a past output."""
+        """See HostDrafter. The request's output becomes a past output."""
         self._live.pop(request_id, None)
         output = list(token_ids[num_prompt_tokens:])
         if not self._max_outputs or not output:
@@ -76,7 +78,7 @@ class SuffixDrafter:
             self._num_dropped += 1
         self._outputs[request_id] = output
         if self._num_dropped > self._max_outputs // 2:
-            # occurrences of dropped outputs are removed after half as many again were dropped
+            # Rebuild the index without dropped outputs once there are many of them.
             self._past, self._num_dropped = _Occurrences(), 0
             for each in self._outputs.values():
                 self._past.add(each, 0)
@@ -86,7 +88,7 @@ class SuffixDrafter:
     def _best(
         self, occurrences: _Occurrences, tokens: list[int], most: int
     ) -> tuple[float, list[int]]:
-        """The best draft and its score."""
+        """Return the score of the best draft, and the draft."""
         found = {(id(each), end): (each, end) for each, end in occurrences.of(tokens)}
         lengths = {key: self._num_equal(*occurrence, tokens) for key, occurrence in found.items()}
         best = 0.0, []
@@ -97,7 +99,7 @@ class SuffixDrafter:
         return best
 
     def _num_equal(self, other: Sequence[int], end: int, tokens: list[int]) -> int:
-        """Number of tokens before `end` that equal the last ones of `tokens`."""
+        """Return how many tokens before `end` in `other` equal the last tokens of `tokens`."""
         most, count = min(end, len(tokens), self._max_depth), 0
         while count < most and other[end - 1 - count] == tokens[-1 - count]:
             count += 1

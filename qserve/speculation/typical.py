@@ -1,16 +1,17 @@
-"""Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): `--spec-acceptance typical`. Lossy.
+"""Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): `--spec-acceptance typical`.
 
-A draft x is accepted if its probability is high enough for the model's certainty:
+A draft x is accepted if its probability is above a threshold that falls with the entropy H of p:
 
     p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p)))        H in nats
 
-p is the sampling distribution of the row's token: with temperature, filters, penalties and masks.
-At the first rejected draft the token is sampled from p, as usual. Nothing corrects for the accepted
-drafts, so the output does not have the model's distribution: the drafter's favourites are
-over-represented. At temperature 0, p is a point mass and only the most likely token is accepted:
-the text is the one without drafts.
+p is the sampling distribution of the row, with temperature, filters, penalties and masks. In place
+of the first rejected draft, a token is sampled from p.
 
-Legend: D chunks that sample, V vocabulary.
+This is lossy: nothing corrects for accepted drafts, so tokens that the drafter prefers are too
+frequent in the output. At temperature 0, p is a point mass and only the likeliest token is
+accepted, so the text is the same as without drafts.
+
+Suffixes of tensor names: D chunks that sample, V vocabulary.
 """
 
 import torch
@@ -20,7 +21,7 @@ from qserve.speculation.config import SpeculativeConfig
 
 
 def least_likelihood(p_DV: torch.Tensor, config: SpeculativeConfig) -> torch.Tensor:
-    """Minimum probability of a draft in each row, [D]."""
+    """Return the minimum probability of a draft in each row, [D]."""
     threshold, alpha = config.posterior
     entropy_D = torch.special.entr(p_DV).sum(-1)
     return (alpha * torch.exp(-entropy_D)).clamp(max=threshold)
@@ -35,7 +36,7 @@ def judge(
     position_D: torch.Tensor,
     config: SpeculativeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See rejection.judge. `q_DV`, the drafts' distribution, is ignored."""
+    """Accept or reject one draft per chunk, see rejection.judge. Ignores `q_DV`."""
     p_D = p_DV.gather(1, drafts_D[:, None])[:, 0]
     passes_D = is_draft_D & (p_D > least_likelihood(p_DV, config))
     drawn_D = (p_DV.log() + gumbel_noise(seed_D, position_D, p_DV.shape[1])).argmax(-1)

@@ -1,1 +1,1 @@
-"""Structured output: a request's grammar, and the tokens that it allows next."""
+"""Structured output: compiles a request's grammar, and masks the tokens that it forbids."""

@@ -1,4 +1,4 @@
-"""llguidance, imported on first use: an engine without grammars runs without it."""
+"""Access to llguidance. It is imported on first use, so engines without grammars do not need it."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -6,14 +6,14 @@ from typing import Any
 
 from formats.errors import InputError, one_line
 
-# Cost limits of one grammar. They exceed the library's defaults only where real schemas need it:
-# 500 optional properties give 2,007 items in a row.
+# Limits on the cost of one grammar. They exceed llguidance's defaults only as far as real schemas
+# need: a schema with 500 optional properties has 2,007 items in a row.
 MAX_ITEMS_IN_ROW = 20_000
-MAX_LEXER_STATES = 50_000  # 1 to 2 kB each
+MAX_LEXER_STATES = 50_000  # a state takes 1 to 2 kB
 
 
 def library() -> ModuleType:
-    """Return the package. Raises InputError if it is not installed."""
+    """Return the module llguidance. Raises InputError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -24,7 +24,7 @@ def library() -> ModuleType:
 
 
 def limits() -> object:
-    """Limits for the library's parser and lexer."""
+    """Return the limits for llguidance's parser and lexer."""
     return library().LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         max_lexer_states=MAX_LEXER_STATES,
@@ -33,11 +33,11 @@ def limits() -> object:
 
 
 class LibraryError(Exception):
-    """The library panicked; Python does not see a panic as an Exception."""
+    """llguidance panicked. In Python, a panic is not an Exception."""
 
 
 def call(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the library. Raises its errors, and LibraryError for a panic."""
+    """Call a function of llguidance. Raises its errors, and LibraryError for a panic."""
     try:
         return work(*arguments, **options)
     except (Exception, KeyboardInterrupt, SystemExit):

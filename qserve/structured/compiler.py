@@ -1,9 +1,9 @@
 """GrammarCompiler: compiles grammars in threads and creates constraints from them.
 
 A grammar is compiled twice: first in a trial process with limits on memory and time (trial.py),
-then here, at the cost measured by the trial. Tenants take turns. The size of the cache is limited
-in bytes. A rejected grammar is cached as text, since an error keeps alive everything in its
-traceback.
+then in this process, at the cost that the trial measured. Tenants take turns. The cache has a limit
+in bytes. For a rejected grammar, the error is cached without its traceback, which would keep large
+objects alive.
 """
 
 import threading
@@ -27,27 +27,27 @@ from qserve.structured.params import FIELD, StructuredOutputsParams
 from qserve.structured.trial import CancelledTrial, TrialCompiler, tokenizer_text
 
 NUM_THREADS = 3
-MAX_RUNNING_PER_TENANT = 2  # so that one tenant leaves a thread to the others
-MAX_WAITING = 1024  # grammars that are being compiled or wait for it
+MAX_RUNNING_PER_TENANT = 2  # one tenant leaves at least one thread to the others
+MAX_WAITING = 1024  # grammars that are waiting or being compiled
 MAX_WAITING_PER_TENANT = 256
 MAX_CACHED_BYTES = 32 * 2**20  # a typical schema takes 100 KiB, one with 500 properties 2 MiB
 MAX_REFUSALS, MAX_REFUSED_CHARS = 1024, 4 * 2**20
-MAX_REFUSAL_SECONDS = 60.0  # after this, a rejected grammar is compiled again
-# Grammars in use, including the outputs' copies. Above this, only small grammars are accepted.
+MAX_REFUSAL_SECONDS = 60.0  # a rejected grammar is compiled again after this time
+# Memory of grammars in use, with the outputs' copies. Beyond it, only small grammars are accepted.
 MAX_USED_BYTES = 1024 * 2**20
 MAX_USED_BYTES_PER_TENANT = 256 * 2**20
 SMALL_BYTES = 2**20
-# After evicting this many bytes of grammars, free memory is returned to the system.
+# Freed memory is returned to the system whenever this many bytes of grammars have been evicted.
 TRIM_BYTES = 16 * 2**20
 
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A compiled grammar in its initial state. No thread changes the matcher: outputs copy it."""
+    """A compiled grammar in its initial state. The matcher never changes: outputs copy it."""
 
     matcher: Any
     num_bytes: int
-    copy_bytes: int  # of an output's copy
+    copy_bytes: int  # size of an output's copy
 
 
 @dataclass(eq=False)
@@ -60,31 +60,32 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's vocabulary; caches the most recently used ones."""
+    """Compiles grammars for one model's vocabulary, and caches the most recently used grammars."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Returns immediately: the vocabulary is read for the first grammar."""
+        """Return immediately. The first grammar reads the vocabulary in the model's `folder`."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(eos_token_ids))
         self._trial = TrialCompiler(folder, vocab_size, self._eos_token_ids)
         self._end = weakref.finalize(self, self._trial.close)
         self._tokenizer: Any = None
-        self._reading = threading.Lock()  # protects reading the tokenizer
+        self._reading = threading.Lock()  # held while the tokenizer is read
         self._lock = threading.RLock()  # protects everything below
         self._compiled: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0  # size of the cache
         self._num_evicted = 0  # evicted bytes since memory was last returned
         self._refusals = _Refusals()
         self._jobs: dict[StructuredOutputsParams, _Job] = {}  # waiting or being compiled
-        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, next turn first
-        self._running: list[str] = []  # the tenant of each thread's job
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, in order of turns
+        self._running: list[str] = []  # tenants of the threads' current jobs
         self._used = _UsedBytes()
 
     def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Future:
-        """Start to compile a grammar. The result is an argument of `constraint`.
+        """Start to compile a grammar. Returns a future of the argument for `constraint`.
 
-        Raises InputError, as the result may. Equal grammars get the same future until it is done.
+        Equal grammars share a future until it is done. Raises InputError; the future may have an
+        InputError, too.
         """
         library()  # fails immediately if it is not installed
         with self._lock:
@@ -106,7 +107,7 @@ class GrammarCompiler:
             return job.future
 
     def cancel(self, params: StructuredOutputsParams) -> None:
-        """Cancel a compilation: the last request that waited for it has ended."""
+        """Cancel a compilation. Call this when the last request that waits for it has ended."""
         with self._lock:
             job = self._jobs.pop(params, None)
             if job is None:
@@ -116,7 +117,7 @@ class GrammarCompiler:
                 self._leave_queue(tenant, job)
 
     def constraint(self, compiled: CompiledGrammar, tenant: str = "") -> Constraint:
-        """Create a constraint in its initial state. Raises BusyError if memory for it is short."""
+        """Create a constraint in its initial state. Raises BusyError if memory is short."""
         if compiled.num_bytes + compiled.copy_bytes > SMALL_BYTES:
             self._used.check(compiled, tenant)
         made = Constraint(compiled.matcher, self._vocab_size, self._eos_token_ids)
@@ -124,7 +125,7 @@ class GrammarCompiler:
         return made
 
     def close(self) -> None:
-        """Stop the trial process. Waiting grammars are never compiled."""
+        """Stop the trial process. Waiting grammars will not be compiled."""
         with self._lock:
             for job in self._jobs.values():
                 job.is_wanted = False
@@ -133,7 +134,7 @@ class GrammarCompiler:
         self._end()
 
     def _known(self, params: StructuredOutputsParams) -> Future | None:
-        """Cached result of a grammar that was compiled or rejected recently."""
+        """Return the cached result of a grammar that was compiled or rejected, or None."""
         compiled = self._compiled.get(params)
         if compiled is not None:
             self._compiled.move_to_end(params)
@@ -142,17 +143,17 @@ class GrammarCompiler:
         return None if refused is None else _failed(refused)
 
     def next_job(self) -> tuple[_Job, str] | None:
-        """Next job with its tenant. None: this thread has nothing to do."""
+        """Return the next job with its tenant; None: this thread should end."""
         with self._lock:
             if len(self._running) >= NUM_THREADS or not threading.main_thread().is_alive():
-                return None  # other threads work, or the program ends
+                return None  # enough threads are working, or the program ends
             for tenant, queue in self._queues.items():
                 if self._running.count(tenant) >= MAX_RUNNING_PER_TENANT:
                     continue
                 job = queue.popleft()
                 del self._queues[tenant]
                 if queue:
-                    self._queues[tenant] = queue  # last in turn
+                    self._queues[tenant] = queue  # moves to the end of the turns
                 for other in job.tenants - {tenant}:
                     self._leave_queue(other, job)
                 self._running.append(tenant)
@@ -170,7 +171,7 @@ class GrammarCompiler:
             job.future.cancel()
         except InputError as raised:
             error = _bare(raised)
-        except OSError as raised:  # of this machine, not of the grammar
+        except OSError as raised:  # a problem of this machine, not of the grammar
             problem = f"the grammar could not be compiled: {one_line(raised)}"
             error = BusyError(FIELD, problem, "try again later")
         except BaseException as raised:  # any failure must end only the requests of this grammar
@@ -197,7 +198,7 @@ class GrammarCompiler:
                 del self._queues[tenant]
 
     def _keep(self, params: StructuredOutputsParams, compiled: CompiledGrammar) -> None:
-        """Cache a compiled grammar; the least recently used ones are evicted."""
+        """Cache a compiled grammar, and evict the least recently used ones."""
         self._compiled[params] = compiled
         self._num_bytes += compiled.num_bytes
         while self._num_bytes > MAX_CACHED_BYTES:
@@ -221,7 +222,7 @@ class GrammarCompiler:
         found = self._trial.compile(job.params, is_wanted)
         matcher = call(library().LLMatcher, tokenizer, found.text, limits=limits(), log_level=0)
         if not matcher.is_error():
-            # Copies inherit what this mask computes.
+            # Compute a mask: copies inherit the lexer states that it creates.
             words = np.empty(num_mask_words(self._vocab_size), np.int32)
             call(matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
         if matcher.is_error():
@@ -236,14 +237,14 @@ class GrammarCompiler:
                 make = library().LLTokenizer
                 try:
                     self._tokenizer = call(make, text, n_vocab=self._vocab_size, eos_token=ends)
-                except Exception as error:  # from Rust, of any kind
+                except Exception as error:  # llguidance raises bare exceptions
                     problem = f"the model's tokenizer cannot be used: {one_line(error)}"
                     raise InputError(FIELD, problem) from None
             return self._tokenizer
 
 
 class _Refusals:
-    """Recently rejected grammars with their reasons."""
+    """Cache of recently rejected grammars, with their errors."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[StructuredOutputsParams, tuple[InputError, float]] = OrderedDict()
@@ -272,7 +273,7 @@ class _UsedBytes:
     """Memory of the grammars in use, in total and by tenant."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage collection may end constraints at any time
+        self._lock = threading.RLock()  # garbage collection may call _remove at any time
         self._num_users: Counter[CompiledGrammar] = Counter()
         self._by_tenant: Counter[str] = Counter()
 
@@ -308,7 +309,10 @@ class _UsedBytes:
 
 
 def _start_thread(compiler: GrammarCompiler) -> None:
-    """Start a thread that compiles until no job is left. Not a daemon: Rust must not be cut off."""
+    """Start a thread that compiles until no job is left.
+
+    It is not a daemon thread, since the interpreter must not exit during a call of Rust code.
+    """
 
     def work() -> None:
         while found := compiler.next_job():
@@ -318,7 +322,7 @@ def _start_thread(compiler: GrammarCompiler) -> None:
 
 
 def _bare(error: InputError) -> InputError:
-    """An equal error without a traceback, and so without a matcher."""
+    """Return an equal error without a traceback, which may keep a matcher alive."""
     return type(error)(error.subject, error.problem, error.remedy)
 
 

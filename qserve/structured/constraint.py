@@ -1,7 +1,7 @@
-"""Constraint: the grammar of one output and the output's position in it.
+"""Constraint: the grammar of one output, and the output's state in the grammar.
 
-A mask is a row of int32 words with one bit per token: token t is bit t & 31 of word t >> 5, and 1
-allows it.
+A mask is a row of int32 words with one bit per token. Token t has bit t & 31 of word t >> 5; 1
+allows the token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,23 +13,23 @@ import numpy as np
 from formats.errors import one_line
 from qserve.structured.backend import call
 
-# CPU seconds for all masks of one output. A mask takes 10 to 100 us; a maliciously slow grammar
-# occupies a thread (engine/step/mask_jobs.py) for at most this time plus one mask.
+# Limit on the CPU seconds for all slow masks of one output. A mask usually takes 10 to 100 us. A
+# malicious grammar occupies a thread (engine/step/mask_jobs.py) for at most this time and one mask.
 MAX_MASK_SECONDS = 2.0
 SLOW_MASK_SECONDS = 0.005
 
 
 class SlowMasks:
-    """Seconds spent in slow masks of an output and its drafts."""
+    """CPU seconds spent on slow masks of an output and its drafts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 class Constraint:
-    """A matcher of llguidance. Created by GrammarCompiler.
+    """Wraps a matcher of llguidance for one output. GrammarCompiler creates it.
 
-    An error of the library affects only this output: it is stored in `error`.
+    An error of llguidance ends only this output: it is stored in `error`.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class Constraint:
         slow: SlowMasks | None = None,
     ) -> None:
         self._compiled = matcher  # initial state, shared with other outputs
-        self._own: Any = None  # a copy, made on first use
+        self._own: Any = None  # this output's copy, made on first use
         self._vocab_size = vocab_size
-        self._model_ends = tuple(model_ends)  # allowed by the matcher where it accepts
+        self._model_ends = tuple(model_ends)  # the matcher allows these where the grammar may end
         self._slow = slow or SlowMasks()
-        self.error = ""  # reason why the output cannot continue, or empty
+        self.error = ""  # reason why the output cannot continue; "": no error
 
     @property
     def is_slow(self) -> bool:
-        """True if any of its masks was slow."""
+        """True if any mask of this output was slow."""
         return self._slow.seconds > 0
 
     @property
@@ -57,32 +57,32 @@ class Constraint:
         return not self.error and bool(self._call("is_stopped"))
 
     def take(self, token: int) -> None:
-        """Advance by a token of the output."""
+        """Advance by one token of the output."""
         if not self.error and not self._call("consume_token", token) and not self.error:
             self._fail(self._matcher.get_error())
 
     def copy(self) -> "Constraint":
-        """A copy that advances independently, along drafts."""
+        """Return a copy that advances independently, along a draft."""
         matcher = self._matcher if self.error else self._call("deep_copy")
         copy = Constraint(matcher, self._vocab_size, self._model_ends, self._slow)
         copy._own, copy.error = matcher, self.error
         return copy
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        """Number of leading tokens that the grammar accepts in sequence."""
+        """Return the number of leading tokens that the grammar accepts."""
         return 0 if self.error else self._call("validate_tokens", list(tokens)) or 0
 
     def mask(self, ends: Iterable[int], may_end: bool) -> np.ndarray:
-        """Mask of the next token, in 64-bit words."""
+        """Return the mask of the next token, in 64-bit words."""
         words = np.zeros(2 * -(-self._vocab_size // 64), np.int32)
         self.fill_(words[: num_mask_words(self._vocab_size)], ends, may_end)
         return words.view(np.int64)
 
     def fill_(self, words: np.ndarray, ends: Iterable[int], may_end: bool) -> None:
-        """Write the mask of the next token; `ends` are the tokens that end the output.
+        """Write the mask of the next token. `ends`: tokens that end the output.
 
-        End tokens are allowed where the grammar may end. `may_end` False forbids them as long as
-        another token is allowed. After an error the mask allows all tokens.
+        End tokens are allowed where the grammar may end. With `may_end` False they are forbidden,
+        unless no other token is allowed. After an error the mask allows all tokens.
         """
         started = thread_time()
         if not self.error:
@@ -108,13 +108,13 @@ class Constraint:
 
     @property
     def _matcher(self) -> Any:
-        # Waiting requests need no copy: thousands of copies would take gigabytes.
+        # Copy on first use: copies for thousands of waiting requests would take gigabytes.
         if self._own is None:
             self._own = self._compiled.deep_copy()
         return self._own
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the matcher; an exception ends the output and returns None."""
+        """Call a method of the matcher. After an exception, set `error` and return None."""
         try:
             return call(getattr(self._matcher, method), *arguments)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Convert StructuredOutputsParams to the grammar text that llguidance compiles."""
+"""Converts StructuredOutputsParams to the grammar text that llguidance compiles."""
 
 import json
 from collections.abc import Sequence
@@ -13,16 +13,19 @@ from qserve.structured.pattern_rewrite import has_look_around, rewrite
 from qserve.structured.schema_facts import Unsupported
 from qserve.structured.schema_rewrite import enforceable
 
-# Models trained on indented JSON write line breaks. Without a bound, weak models fill the output
-# with white space.
+# Default white space in JSON. Models trained on indented JSON write line breaks. Without a limit,
+# weak models would fill the output with white space.
 SHORT_WHITESPACE = r"( |\n[ \t]{0,40})"
-# The library builds an automaton with this many states, which takes seconds above the limit.
+# llguidance builds an automaton with as many states; above the limit this takes seconds.
 MAX_MULTIPLE_OF = 100_000
-MAX_REASON = 300  # characters of the library's message
+MAX_REASON = 300  # characters of llguidance's message that an error shows
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Grammar in llguidance's JSON. Raises ParameterError; InputError without llguidance."""
+    """Return the grammar in llguidance's JSON.
+
+    Raises ParameterError, and InputError if llguidance is not installed.
+    """
     if params.only_calls:
         return _dump([{"lark_grammar": f"start: {_prefix(params)} calls\n{_rules(params)}"}])
     body = _BODIES[params.kind](params)
@@ -44,9 +47,9 @@ def _rules(params: StructuredOutputsParams) -> str:
 
 
 def check_grammar(params: StructuredOutputsParams) -> None:
-    """Raise ParameterError, with the reason, if the library rejects the grammar.
+    """Raise ParameterError with the reason if llguidance rejects the grammar.
 
-    This takes about a millisecond; a schema with thousands of properties takes half a second.
+    The check takes about a millisecond; half a second for a schema with thousands of properties.
     """
     text = grammar_text(params)
     is_wrong, messages = library().LLMatcher.validate_grammar_with_warnings(text, limits=limits())
@@ -55,12 +58,12 @@ def check_grammar(params: StructuredOutputsParams) -> None:
 
 
 def json_rule(params: StructuredOutputsParams, schema: dict | bool) -> str:
-    """Lark rule of a JSON value of a schema, with the white space that the parameters allow."""
+    """Return Lark of a JSON value that fits a schema, with white space as in the parameters."""
     return f"%json {json.dumps(_schema(params, schema)['json_schema'])}"
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> ParameterError:
-    """Convert the library's reason to an error of the parameter."""
+    """Return the ParameterError for llguidance's reason of a rejection."""
     line = " ".join(reason.split("<state>")[0].split("<non-verbose/>")[0].split())
     return ParameterError(f"{FIELD}.{params.kind}", f"cannot be used: {line[:MAX_REASON]}")
 
@@ -92,7 +95,7 @@ def _enforceable(params: StructuredOutputsParams, schema: dict | bool) -> tuple[
 
 
 def unenforced(params: StructuredOutputsParams) -> Sequence[str]:
-    """Keywords of the schemas that the grammar does not enforce. Raises ParameterError."""
+    """Return warnings about keywords that the grammar does not enforce. Raises ParameterError."""
     if params.kind == "json":
         return _enforceable(params, json.loads(params.json))[1]
     if params.kind != "structural_tag":
@@ -103,7 +106,7 @@ def unenforced(params: StructuredOutputsParams) -> Sequence[str]:
 
 
 def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
-    """The library's options for white space."""
+    """Return llguidance's options for white space."""
     if params.whitespace_pattern is not None:
         return {"whitespace_pattern": params.whitespace_pattern}
     if params.disable_any_whitespace:
@@ -112,7 +115,7 @@ def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _regex(params: StructuredOutputsParams) -> dict[str, Any]:
-    # Rust needs no ^ and $ at the ends, as the whole output has to match.
+    # The whole output must match anyway, so drop ^ and $ at the ends.
     pattern = params.regex
     if has_look_around(pattern):
         try:
@@ -134,7 +137,7 @@ def _grammar(params: StructuredOutputsParams) -> dict[str, Any]:
 
     try:
         return {"lark_grammar": any_to_lark(params.grammar)}
-    except Exception as error:  # its parser raises exceptions of any kind
+    except Exception as error:  # the parser raises exceptions of any class
         raise refusal(params, str(error)) from None
 
 
@@ -169,7 +172,7 @@ def _dump(grammars: list[dict]) -> str:
 
 
 def _check_schema(value: Any) -> None:
-    """Reject schemas that take the library seconds."""
+    """Raise ParameterError for schemas that would take llguidance seconds."""
     if isinstance(value, list):
         for each in value:
             _check_schema(each)
@@ -186,7 +189,7 @@ def _check_schema(value: Any) -> None:
 
 
 def _closed(value: Any) -> Any:
-    """Copy a schema with additionalProperties false in all objects that do not set it."""
+    """Copy a schema; set additionalProperties to false in all objects that do not set it."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The C library's heap: bytes in use, and returning free memory to the system."""
+"""The heap of the C library: bytes in use, and return of free memory to the system."""
 
 import ctypes
 import resource
@@ -18,9 +18,9 @@ class _MallInfo(ctypes.Structure):
 
 
 def live_bytes() -> int:
-    """Allocated bytes of this process in the heap of its first thread."""
+    """Return the bytes allocated in the heap of this process's main thread."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:  # before glibc 2.33, or another C library
+    if mallinfo is None:  # glibc before 2.33, or another C library
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     mallinfo.restype = _MallInfo
     info = mallinfo()

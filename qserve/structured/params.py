@@ -1,4 +1,7 @@
-"""StructuredOutputsParams: the format of an output. Imports no package; field names are vLLM's."""
+"""StructuredOutputsParams: the format of an output. Field names follow vLLM's.
+
+This module imports no third-party package.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,36 +12,37 @@ from qserve.errors import ParameterError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
-MAX_GRAMMAR_CHARS = 64 * 1024  # for a grammar, a regex, and all choices together
+MAX_GRAMMAR_CHARS = 64 * 1024  # of a grammar, of a regex, and of all choices together
 MAX_CHOICES = 4096
-MAX_DEPTH = 64  # nested brackets
+MAX_DEPTH = 64  # maximum nesting of brackets
 FIELD = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the kinds must be set. Raises ParameterError.
+    """Format of an output. Set exactly one of json, regex, choice, grammar, json_object and
+    structural_tag. Raises ParameterError.
 
-    White space between the parts of a JSON text is optional and short: none, a space, or a line
+    Between the parts of a JSON text, white space is optional and short: none, a space, or a line
     break with indentation. `disable_any_whitespace` forbids it; `whitespace_pattern` replaces it.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema: its text, or a dict
-    regex: str | None = None  # of the whole output; Rust's syntax, without look-around
-    choice: Sequence[str] = ()  # one of these texts
-    grammar: str | None = None  # Lark, or GBNF (llama.cpp's)
-    json_object: bool = False  # any JSON object
+    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or dict
+    regex: str | None = None  # matches the whole output; Rust's syntax, and look-ahead
+    choice: Sequence[str] = ()  # the output is one of these texts
+    grammar: str | None = None  # Lark, or GBNF (llama.cpp's format)
+    json_object: bool = False  # the output is any JSON object
     structural_tag: str | Mapping[str, Any] | None = (
-        None  # free text with tags of a form: JSON text, or a dict
+        None  # free text with tagged parts in a format; JSON text or dict
     )
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False  # default for schemas that do not say
+    disable_additional_properties: bool = False  # for schemas that do not set additionalProperties
     whitespace_pattern: str | None = None
-    # Lark with a rule `calls`: an alternative to the format, such as tool calls.
+    # Lark with a rule `calls`, an alternative to the format: tool calls.
     calls: str = ""
-    only_calls: bool = False  # `calls` replaces the format
-    prefix: str = ""  # Lark with a rule `prefix`: precedes the format, such as a model's reasoning
-    opening: str = ""  # Lark with a rule `opening`: precedes the format, but not `calls`
+    only_calls: bool = False  # True: `calls` replaces the format
+    prefix: str = ""  # Lark with a rule `prefix`, before the format: the model's reasoning
+    opening: str = ""  # Lark with a rule `opening`, before the format, but not before `calls`
 
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping | bool):
@@ -57,7 +61,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The kind that is set, one of KINDS."""
+        """The one of KINDS that is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, (), False))
 
     def _check_types(self) -> None:
@@ -76,7 +80,7 @@ class StructuredOutputsParams:
         self._limit("calls", self.calls, MAX_SCHEMA_CHARS)
 
     def _check_json(self) -> None:
-        # Depth first: the parser recurses on deep JSON.
+        # Check the depth before parsing, since the parser is recursive.
         self._limit("json", self.json, MAX_SCHEMA_CHARS)
         try:
             schema = json.loads(self.json)
@@ -97,7 +101,7 @@ class StructuredOutputsParams:
                 f"expected at most {MAX_CHOICES} texts, found {len(self.choice)}",
             )
         if not all(self.choice):
-            raise ParameterError(f"{FIELD}.choice", "expected no empty text")
+            raise ParameterError(f"{FIELD}.choice", "expected texts that are not empty")
         self._limit("choice", "".join(self.choice), MAX_GRAMMAR_CHARS, nests=False)
 
     def _check_text(self) -> None:
@@ -112,7 +116,7 @@ class StructuredOutputsParams:
         if "\0" in text:
             raise ParameterError(f"{FIELD}.{name}", "expected no NUL character")
         if nests and _depth(text) > MAX_DEPTH:
-            raise ParameterError(f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} levels")
+            raise ParameterError(f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} nested levels")
 
 
 def _dump(schema: object) -> str:
@@ -123,7 +127,7 @@ def _dump(schema: object) -> str:
 
 
 def _depth(text: str) -> int:
-    """Maximum nesting of brackets, including quoted ones: at least the true depth."""
+    """Return the maximum nesting of brackets. Brackets in strings count, so it may be too high."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -135,11 +139,11 @@ def _depth(text: str) -> int:
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """Normalize what SamplingParams was given: None, the parameters, or a dict of their fields."""
+    """Convert a value given to SamplingParams: None, the parameters, or a dict of their fields."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise ParameterError(FIELD, f"expected its fields, found {type(value).__name__}")
+        raise ParameterError(FIELD, f"expected an object, found {type(value).__name__}")
     unknown = value.keys() - {field.name for field in fields(StructuredOutputsParams)}
     if unknown:
         raise ParameterError(f"{FIELD}.{min(unknown)}", "no such field")

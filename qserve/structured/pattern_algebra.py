@@ -1,14 +1,14 @@
-"""Terms of regular languages: sets of characters joined by "after", "either", "both" and "not".
+"""Algebra of regular languages: character sets, concatenation, union, intersection, complement.
 
-`Algebra.derivative` gives the language after a first character (Brzozowski); `Algebra.language`
-converts an expression parsed by Python.
+`Algebra.language` converts a regular expression that Python has parsed to a term.
+`Algebra.derivative` returns a term's derivative by a character (Brzozowski).
 """
 
 from re import _constants as op
 from typing import Any
 
-MAX_NODES = 20_000  # terms created for one pattern
-MAX_WORK = 20_000  # derivatives and members of joined terms for one pattern: about 10 ms
+MAX_NODES = 20_000  # maximum number of terms for one pattern
+MAX_WORK = 20_000  # maximum number of derivatives and joined terms for one pattern: about 10 ms
 MAX_REPEAT = 300
 LAST = 0x10FFFF
 HAS_BOUNDARY = (op.AT_BOUNDARY, op.AT_NON_BOUNDARY)
@@ -17,11 +17,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class UnsupportedPattern(ValueError):
-    """The pattern cannot be rewritten, or not within the limits."""
+    """The pattern cannot be rewritten within the limits."""
 
 
 class Term:
-    """One term. Equal terms are the same object, so comparing and hashing are cheap."""
+    """A regular language. Equal terms are the same object, so comparing and hashing are cheap."""
 
     __slots__ = ("kind", "number", "parts")
 
@@ -30,7 +30,7 @@ class Term:
 
 
 class Algebra:
-    """Creates each term once: equal terms are the same object."""
+    """Creates terms, each only once, so that equal terms are the same object."""
 
     def __init__(self) -> None:
         self._terms: dict[tuple, Term] = {}
@@ -54,7 +54,7 @@ class Algebra:
         return self._term("set", ranges)
 
     def after(self, first: Term, then: Term) -> Term:
-        """The concatenation of two terms."""
+        """Return the concatenation of two terms."""
         if first is self.nothing or then is self.nothing:
             return self.nothing
         if first is self.empty:
@@ -112,7 +112,7 @@ class Algebra:
         return self._term(kind, *sorted(terms, key=lambda each: each.number))
 
     def has_empty(self, term: Term) -> bool:
-        """True if the empty text belongs to a term."""
+        """Return True if a term contains the empty text."""
         kind = term.kind
         if kind in ("empty", "star"):
             return True
@@ -123,7 +123,7 @@ class Algebra:
         return kind == "not" and not self.has_empty(term.parts[0])
 
     def derivative(self, term: Term, character: int) -> Term:
-        """Term of the texts that follow a first character."""
+        """Return the derivative: what may follow `character` in the texts of a term."""
         key = (term.number, character)
         found = self._derivatives.get(key)
         if found is None:
@@ -152,7 +152,7 @@ class Algebra:
         return join([self.derivative(each, character) for each in term.parts])
 
     def borders(self) -> list[int]:
-        """First characters of the classes that no term's set divides."""
+        """Return the first characters of classes; all characters of a class behave the same."""
         found = {0}
         for term in self._terms.values():
             if term.kind == "set":
@@ -160,9 +160,9 @@ class Algebra:
         return sorted(edge for edge in found if edge <= LAST)
 
     def language(self, items: list, then: Term, *, is_start: bool | None) -> Term:
-        """Texts that begin with parsed items and continue with a text of `then`.
+        """Return the texts that start with parsed items and continue with a text of `then`.
 
-        `is_start`: True if the text begins here; None if it may.
+        `is_start`: True at the start of the text; None if this may be the start.
         """
         if not items:
             return then
@@ -239,7 +239,7 @@ class Algebra:
         return found
 
     def _tempered(self, low: int, items: list, follows: Term) -> Term:
-        """`(?:(?!X)c)*` at the end of a text: X begins at none of these characters."""
+        """Return the term of `(?:(?!X)c)*` at the end of a text: X starts at none of the c."""
         is_form = len(items) == 2 and items[0][0] is op.ASSERT_NOT and items[0][1][0] > 0
         if low or not is_form or follows is not self.empty or _asserts(items[1:]):
             raise UnsupportedPattern("look-around that is repeated")
@@ -251,7 +251,7 @@ class Algebra:
 
 
 def _start_behind(branch: Any, is_start: bool | None) -> bool | None:
-    """True if a text still begins after a branch, None if it may."""
+    """Return `is_start` after a branch: True if the branch is always empty, None if it may be."""
     if not is_start:
         return is_start
     least, most = branch.getwidth()
@@ -291,7 +291,7 @@ NEGATED = {
 
 
 def _ranges(code: Any, value: Any) -> Ranges:
-    """Characters of one parsed item."""
+    """Return the characters of one parsed item."""
     if code is op.LITERAL:
         return ((value, value),)
     if code is op.NOT_LITERAL:

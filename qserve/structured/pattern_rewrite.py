@@ -1,9 +1,9 @@
-"""Rewrite look-around in the patterns of JSON schemas into expressions that llguidance reads.
+"""Rewrites patterns of JSON schemas with look-around as expressions that llguidance can read.
 
-A pattern becomes a term over sets of characters with "and", "or" and "not", in which a look-ahead
-is an intersection. Brzozowski's derivatives turn it into an automaton, and eliminating its states
-gives a plain expression. All steps are limited. UnsupportedPattern is raised if a limit is exceeded
-or the pattern is not a regular language (a back reference).
+A pattern becomes a term with "and", "or" and "not", where a look-ahead is an intersection.
+Brzozowski's derivatives turn the term into an automaton, and state elimination turns the automaton
+into a plain expression. Each step has a limit. UnsupportedPattern is raised if a limit is exceeded,
+or if the pattern is not a regular language (because of a back reference).
 """
 
 import re
@@ -23,7 +23,7 @@ from qserve.structured.pattern_algebra import (
 MAX_PATTERN_CHARS = 1000
 MAX_STATES = 150
 MAX_RESULT_CHARS = 30_000
-MAX_WHOLE_CHARS = 2000  # above this, several short expressions are better than a long one
+MAX_WHOLE_CHARS = 2000  # beyond this length, several short expressions are tried instead
 LOOK = re.compile(r"\(\?<?[=!]|\\[bB]")
 START_LOOK = re.compile(r"\^\(\?([=!])")
 END_LOOK = re.compile(r"\(\?<([=!])((?:\\.|[^()\\])+)\)\$$")  # a look-behind at the end
@@ -36,10 +36,10 @@ def has_look_around(pattern: str) -> bool:
 
 @lru_cache(maxsize=256)
 def rewrite(patterns: tuple[str, ...], forbidden: tuple[str, ...] = ()) -> str:
-    """One anchored expression for texts that match all `patterns` and none of `forbidden`.
+    """Return one anchored expression for texts that match all `patterns` and none of `forbidden`.
 
-    Patterns are ECMAScript's and match anywhere in a text unless they are anchored. Raises
-    UnsupportedPattern, also for an expression that matches nothing.
+    Patterns are in ECMAScript's syntax, and match anywhere in a text unless they are anchored.
+    Raises UnsupportedPattern, also if no text matches.
     """
     algebra = Algebra()
     terms = [_searched(algebra, pattern) for pattern in patterns]
@@ -50,7 +50,7 @@ def rewrite(patterns: tuple[str, ...], forbidden: tuple[str, ...] = ()) -> str:
 
 @lru_cache(maxsize=256)
 def is_within(narrow: str, wide: str) -> bool:
-    """True if every text that `narrow` matches is known to match `wide`."""
+    """Return True if every text that `narrow` matches provably matches `wide`."""
     algebra = Algebra()
     try:
         outside = [_searched(algebra, narrow), algebra.negation(_searched(algebra, wide))]
@@ -60,7 +60,7 @@ def is_within(narrow: str, wide: str) -> bool:
 
 
 def without_look_around(pattern: str) -> list[str]:
-    """Plain patterns that together match the same texts as `pattern`. Raises UnsupportedPattern."""
+    """Return plain patterns; texts match `pattern` if they match all. Raises UnsupportedPattern."""
     if not has_look_around(pattern):
         return [pattern]
     try:
@@ -68,7 +68,7 @@ def without_look_around(pattern: str) -> list[str]:
         if len(whole) <= MAX_WHOLE_CHARS:
             return [whole]
     except UnsupportedPattern:
-        pass  # a part of it may still be rewritten on its own
+        pass  # rewriting parts of the pattern separately may still work
     found, rest = [], pattern
     if not _is_choice(pattern):
         while rest.startswith("^") and (look := START_LOOK.match(rest)):
@@ -84,7 +84,7 @@ def without_look_around(pattern: str) -> list[str]:
 
 
 def _is_choice(pattern: str) -> bool:
-    """True if a pattern is a choice of branches: `^` then belongs to the first branch only."""
+    """Return True if a pattern has branches at the top, so that `^` belongs only to the first."""
     try:
         return any(code is op.BRANCH for code, _ in parser.parse(JS_GROUP.sub("(?P<", pattern)))
     except (re.error, OverflowError, RecursionError) as error:
@@ -92,7 +92,7 @@ def _is_choice(pattern: str) -> bool:
 
 
 def _closing(pattern: str, start: int) -> int:
-    """End of the group whose content begins at `start`."""
+    """Return the end of the group whose content starts at `start`."""
     depth, index, is_class = 1, start, False
     while index < len(pattern):
         character = pattern[index]
@@ -111,12 +111,12 @@ def _closing(pattern: str, start: int) -> int:
 
 
 def literals(texts: list[str]) -> str:
-    """A pattern that matches exactly these texts."""
+    """Return a pattern that matches exactly these texts."""
     return f"^(?:{'|'.join(map(re.escape, texts))})$"
 
 
 def _searched(algebra: "Algebra", pattern: str) -> Term:
-    """Texts that contain a match of a pattern."""
+    """Return the term of all texts that contain a match of a pattern."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise UnsupportedPattern(f"longer than {MAX_PATTERN_CHARS} characters")
     try:
@@ -131,7 +131,7 @@ def _searched(algebra: "Algebra", pattern: str) -> Term:
 
 
 class _Automaton:
-    """States of a term: what may follow, and the characters that lead there."""
+    """Deterministic automaton of a term. States are derivatives of the term."""
 
     def __init__(self, algebra: Algebra, start: Term) -> None:
         borders = algebra.borders()
@@ -188,7 +188,7 @@ class _Automaton:
         return not any(self._accepting)
 
     def expression(self) -> str:
-        """Eliminate the states one by one, the least connected first."""
+        """Return an expression, by eliminating the states one by one, the least connected first."""
         start, end = -1, -2
         out: dict[int, dict[int, str]] = {start: {self._start: ""}, end: {}}
         for state, edges in enumerate(self._edges):

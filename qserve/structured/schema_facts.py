@@ -1,4 +1,4 @@
-"""Facts about a JSON schema: its types, its values, and schemas that it excludes."""
+"""Facts about a JSON schema: its types, its values, and whether it is disjoint from another."""
 
 import json
 from itertools import combinations
@@ -13,7 +13,7 @@ ANNOTATIONS = frozenset(
     }
 )
 MAX_VALUES = 64
-MAX_HOPS = 32  # length of a chain of references
+MAX_HOPS = 32  # maximum length of a chain of references
 
 Schema = dict[str, Any] | bool
 
@@ -27,7 +27,7 @@ class Recursive(Unsupported):
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """Replace the local reference of a schema by its target. Raises Unsupported."""
+    """Return a schema with its own local reference replaced by the target. Raises Unsupported."""
     for _ in range(MAX_HOPS):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -40,7 +40,7 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def lookup(reference: Any, root: Schema) -> Schema:
-    """Schema that a local reference names. Raises Unsupported."""
+    """Return the schema that a local reference points to. Raises Unsupported."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise Unsupported("a reference to another document")
     found: Any = root
@@ -56,7 +56,7 @@ def lookup(reference: Any, root: Schema) -> Schema:
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """Types that a schema's own keywords allow; "number" implies "integer"."""
+    """Return the types that a schema's own keywords allow. "number" implies "integer"."""
     if not isinstance(schema, dict):
         return ALL_TYPES if schema else frozenset()
     found = ALL_TYPES
@@ -69,7 +69,7 @@ def types_of(schema: Schema) -> frozenset[str]:
 
 
 def own_values(schema: Schema) -> list | None:
-    """Values of `const` or `enum`."""
+    """Return the values of `const` or `enum`; None if there is neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -88,7 +88,7 @@ def _types_of_value(value: Any) -> frozenset[str]:
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """True if JSON values are equal: 1 equals 1.0, but not true."""
+    """Return True if two JSON values are equal. 1 equals 1.0, but not true."""
     if isinstance(first, dict | list) or isinstance(second, dict | list):
         return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
     return first == second and isinstance(first, bool) == isinstance(second, bool)
@@ -103,7 +103,7 @@ def distinct(values: list) -> list:
 
 
 def finite_values(schema: Schema, root: Schema) -> list | None:
-    """All values of a schema if they are few, else None."""
+    """Return all values of a schema if it has few, else None."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict):
         return None
@@ -132,7 +132,7 @@ def finite_values(schema: Schema, root: Schema) -> list | None:
 
 
 def are_disjoint(branches: list[Schema], root: Schema) -> bool:
-    """True if it is easy to prove that no value matches two of the schemas."""
+    """Return True if simple checks prove that no value matches two of the schemas."""
     try:
         schemas = [resolved(each, root) for each in branches]
         return all(_is_disjoint(a, b, root, 4) for a, b in combinations(schemas, 2))

@@ -1,4 +1,4 @@
-"""Negation of a JSON schema, in keywords without `not`."""
+"""Negation: negates a JSON schema without the keyword `not`."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from qserve.structured.schema_facts import (
     types_of,
 )
 
-MAX_PARTS = 4096  # of one schema
-# keyword -> (its type, the opposite keyword, an offset to its value)
+MAX_PARTS = 4096  # maximum number of schemas negated for one document
+# keyword -> (type, opposite keyword, offset to add to the value)
 CONTRARY = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -33,16 +33,16 @@ CONTRARY = {
 
 
 class Negation:
-    """Negates schemas of one document."""
+    """Negates schemas within one document, `root`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._num_parts = 0
 
     def of(self, schema: Schema, base: Schema, names: tuple[str, ...] = ()) -> Schema:
-        """Schema of the values of `base` that do not match `schema`; it may be narrower.
+        """Return a schema of values of `base` that do not match `schema`. It may be too narrow.
 
-        `names`: references on the way here. Raises Unsupported, and Recursive for a reference that
+        `names`: references followed so far. Raises Unsupported, and Recursive for a reference that
         contains itself.
         """
         if not isinstance(schema, dict):
@@ -64,7 +64,7 @@ class Negation:
     def _parts(
         self, keyword: str, value: Any, base: Schema, types: frozenset[str], names: tuple[str, ...]
     ) -> list[Schema]:
-        """Alternatives that each contradict one keyword."""
+        """Return alternative schemas that each contradict one keyword."""
         if keyword in CONTRARY:
             kind, contrary, change = CONTRARY[keyword]
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -124,7 +124,7 @@ class Negation:
     def _other_types(stated: Any, types: frozenset[str]) -> list[Schema]:
         stated = {stated} if isinstance(stated, str) else set(stated)
         if stated & {"number", "integer"}:
-            # no grammar expresses "a number that is not an integer"
+            # A grammar cannot express "a number that is not an integer".
             stated |= {"number", "integer"}
         left = types - stated
         if "number" in left:

@@ -1,9 +1,9 @@
-"""Rewrite JSON schemas into keywords that llguidance reads.
+"""Rewrites JSON schemas to the keywords that llguidance supports.
 
 `if`, `not`, `contains`, `uniqueItems`, `dependentRequired`, `propertyNames` and others become
-alternatives (`anyOf`) and intersections (`allOf`). A rewritten schema never allows what the
-original forbids, though it may allow less. A keyword that cannot be rewritten within the limits is
-dropped with a warning.
+alternatives (`anyOf`) and intersections (`allOf`). A rewritten keyword never allows a value that
+the original forbids, but it may forbid more. A keyword that cannot be rewritten within the limits
+is dropped with a warning.
 """
 
 import json
@@ -21,9 +21,9 @@ from qserve.structured.schema_facts import Unsupported, are_disjoint, finite_val
 from qserve.structured.schema_negation import Negation
 from qserve.structured.schema_values import bound_numbers_, in_python, patterns_of, rewrite_texts_
 
-MAX_NODES = 20_000  # schemas within the result
-MAX_BRANCHES = 130  # alternatives for one keyword
-MAX_CHOICES = 64  # combinations of alternatives in one schema
+MAX_NODES = 20_000  # maximum number of schemas within the result
+MAX_BRANCHES = 130  # maximum number of alternatives for one keyword
+MAX_CHOICES = 64  # maximum number of combinations of alternatives in one schema
 MAX_WARNINGS = 8
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 SCHEMAS = ("items", "additionalProperties", "additionalItems")
@@ -34,10 +34,10 @@ Schema = dict[str, Any] | bool
 
 @lru_cache(maxsize=64)
 def enforceable(text: str) -> tuple[str, tuple[str, ...]]:
-    """Rewrite a schema's JSON text; also return what is not enforced.
+    """Rewrite the JSON text of a schema. Returns the text, and warnings on dropped keywords.
 
-    A malformed schema stays unchanged: the library reports the error. Raises Unsupported for a
-    schema that becomes too large, and for a recursive `not`.
+    A malformed schema is returned unchanged; llguidance will report the error. Raises Unsupported
+    for a schema that becomes too large, and for a recursive `not`.
     """
     rewriter = _Rewriter(json.loads(text))
     try:
@@ -50,7 +50,7 @@ def enforceable(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 class _Rewriter:
-    """Rewriting of one schema."""
+    """Rewrites one schema, `root`."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class _Rewriter:
         )
 
     def schema(self, schema: Schema, path: str) -> Schema:
-        """Rewrite a schema; `path` is its position in the original."""
+        """Return a rewritten schema. `path`: its position in the original."""
         if not isinstance(schema, dict):
             return schema
         self._num_nodes += 1
@@ -116,7 +116,7 @@ class _Rewriter:
         return schema
 
     def _add(self, schema: dict, path: str, extras: list[Schema]) -> None:
-        """Intersect a schema with others, unless there are too many combinations."""
+        """Intersect a schema with others, as long as there are not too many combinations."""
         extras = [each for each in extras if each not in (True, {})]
         if not extras:
             return
@@ -140,7 +140,7 @@ class _Rewriter:
         self._condition({name: schema.pop(name, True) for name in names}, schema, extras)
 
     def _condition(self, stated: dict, base: dict, extras: list[Schema]) -> None:
-        """Add a condition on the values of `base`."""
+        """Append to `extras` an `if` condition on values of `base`, as alternatives."""
         condition, then = stated.get("if", True), stated.get("then", True)
         otherwise = stated.get("else", True)
         if then is True and otherwise is True:
@@ -150,9 +150,7 @@ class _Rewriter:
         extras.append({"anyOf": [each for each in branches if each is not False]})
 
     def _merge_conditions(self, schema: dict, path: str, extras: list[Schema]) -> None:
-        """Merge conditions on the values of one property into one choice, instead of 2^n
-        combinations.
-        """
+        """Merge n conditions on the same property into one choice, instead of 2^n combinations."""
         parts = schema["allOf"]
         if not isinstance(parts, list):
             raise Unsupported("no list")
@@ -170,10 +168,10 @@ class _Rewriter:
         for part in parts:
             is_condition = isinstance(part, dict) and part.keys() <= {"if", "then", "else"}
             try:
-                # Here its choices multiply with those of the other conditions.
+                # These choices multiply with the choices of other conditions.
                 self._condition(part if is_condition and "if" in part else {}, schema, extras)
             except Unsupported:
-                is_condition = False  # its own schema gets the warning
+                is_condition = False  # rewriting the part itself will add the warning
             if not is_condition:
                 kept.append(part)
         schema["allOf"] = kept
@@ -181,11 +179,11 @@ class _Rewriter:
             del schema["allOf"]
 
     def _choice(self, name: str, cases: list[tuple[list, dict]], base: dict) -> Schema | None:
-        """Conditions on the values of one property as alternatives; None if they are not."""
+        """Return conditions on one property as alternatives; None if that is impossible."""
         known = [value for values, _ in cases for value in values]
         if len(cases) < 2 or len(known) != len({json.dumps(each) for each in known}):
             return None
-        # Conditions that do not require the property hold if it is absent.
+        # Conditions that do not require the property are true if it is absent.
         of_absent = [
             part["then"] for _, part in cases if name not in part["if"].get("required", ())
         ]
@@ -401,7 +399,7 @@ class _Rewriter:
 
 
 def _all(*schemas: Schema) -> Schema:
-    """The intersection of schemas."""
+    """Return the intersection of schemas."""
     if any(each is False for each in schemas):
         return False
     parts = [each for each in schemas if each not in (True, {})]
@@ -416,14 +414,14 @@ def _check_count(count: int) -> None:
 
 
 def _optional(schema: dict) -> list[str]:
-    """Optional properties of an object."""
+    """Return the names of an object's optional properties."""
     required = schema.get("required", ())
     named = schema.get("properties") or {}
     return [name for name, each in named.items() if name not in required and each is not False]
 
 
 def _discriminator(part: Schema) -> tuple[str | None, list]:
-    """Property whose values alone decide a condition, and these values."""
+    """Return the property that a condition tests, and the values; (None, []) if it tests more."""
     if not isinstance(part, dict) or {"if", "then"} != part.keys() or part["then"] is False:
         return None, []
     condition = part["if"]

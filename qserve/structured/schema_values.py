@@ -1,4 +1,4 @@
-"""Texts and numbers of a JSON schema: patterns without look-around, limited lengths."""
+"""Rewrites patterns and formats of strings, and limits numbers, in one schema."""
 
 import re
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from qserve.structured.string_formats import (
     UNCHECKED,
 )
 
-# Numbers get a limited length: a weak model repeats a digit until its token limit.
+# Limits on the length of numbers: a weak model would repeat a digit up to its token limit.
 MAX_INTEGER, MAX_NUMBER, FRACTION = 10**18 - 1, 10**15, 1e-9
 BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k<)")
 
 
 def rewrite_texts_(schema: dict, warn: Callable[[str, str], None]) -> None:
-    """Replace the patterns and formats of one schema; `warn` gets a keyword and the reason."""
+    """Replace the patterns and formats of one schema. `warn`: called with keyword and reason."""
     found = []
     if isinstance(pattern := schema.pop("pattern", None), str):
         try:
@@ -75,10 +75,10 @@ def bound_numbers_(schema: dict) -> None:
 
 
 def _with_format(patterns: list[str], name: str) -> list[str]:
-    """Patterns of a text and of its format.
+    """Return the patterns of a string, with those of its format.
 
-    The format email together with another pattern is too much for the library: only one of the two
-    is used.
+    The format email together with another pattern is too complex for llguidance, so only one of the
+    two is used.
     """
     if not patterns or name != EMAIL:
         return [*patterns, *PATTERNS.get(name, ())]
@@ -96,7 +96,7 @@ def _first_number(schema: dict, *keywords: str) -> float | None:
 
 
 def patterns_of(names: Schema) -> list[str]:
-    """Patterns that together express `propertyNames`. Raises Unsupported."""
+    """Return patterns for `propertyNames`; a name fits if it matches all. Raises Unsupported."""
     if not isinstance(names, dict):
         raise Unsupported("not a form of names")
     found, least, most = [], names.get("minLength", 0), names.get("maxLength", "")

@@ -1,6 +1,6 @@
-"""Formats of JSON strings: expressions for those whose length or range llguidance leaves open."""
+"""Patterns for formats of JSON strings whose length or range llguidance does not limit."""
 
-# A year is 0001 to 9999; 29 February exists in leap years only.
+# Years are 0001 to 9999. 29 February exists only in leap years.
 _YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _OF_4 = r"(?:0[48]|[2468][048]|[13579][26])"
 _DATE = (
@@ -12,7 +12,7 @@ _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-# RFC 3339's durations; each number has at most nine digits.
+# Durations of RFC 3339, with numbers of at most nine digits.
 _N = "[0-9]{1,9}"
 _CLOCK = rf"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _DAYS = rf"(?:{_N}D|{_N}M(?:{_N}D)?|{_N}Y(?:{_N}M(?:{_N}D)?)?)"
@@ -21,7 +21,7 @@ _PLAIN = "[A-Za-z0-9_+-]+"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _EMAIL_LENGTH = "^[^@]{1,64}@[^@]{1,189}$"
 
-# Patterns that must all match.
+# Format -> patterns, which must all match.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),
     "date-time": (f"^{_DATE}[Tt]{_TIME}$",),
@@ -36,7 +36,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "base64url": ("^[A-Za-z0-9_-]*$",),
 }
 EMAIL = "email"
-# E-mail addresses of letters, digits and _ + - only: without a limit, and with one.
+# E-mail addresses with only letters, digits and _ + -: without limits of length, and with them.
 PLAIN_EMAIL = (
     rf"^{_PLAIN}(?:\.{_PLAIN})*@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{{2,}}$",
     (
@@ -46,7 +46,7 @@ PLAIN_EMAIL = (
 )
 # Formats that llguidance implements.
 OTHERS_OF_LIBRARY = frozenset({"hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"})
-# Formats that restrict no text: annotations of OpenAPI and pydantic for people and other programs.
+# Formats that do not restrict the text: annotations of OpenAPI and pydantic.
 UNCHECKED = frozenset(
     {"int32", "int64", "float", "double", "password", "binary", "byte", "path", "file-path"}
 )

@@ -1,12 +1,12 @@
-"""Structural tags: free text that contains tags with a format, such as tool calls.
+"""Structural tags: free text with tagged parts in a format, such as tool calls.
 
-Two notations are read, vLLM's older one and xgrammar's `triggered_tags`:
+Two notations are accepted, vLLM's older one and xgrammar's `triggered_tags`:
 
     {"structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}], "triggers": ["<f="]}
     {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [{"type": "tag", "begin":
      "<f=a>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
 
-After a trigger in the text, one of the tags that begin with it must follow.
+When the text contains a trigger, it must continue as one of the tags that begin with the trigger.
 """
 
 import json
@@ -24,14 +24,14 @@ CONTENTS = {"json_schema": "json_schema", "regex": "pattern", "const_string": "v
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
     begin: str
-    kind: str  # kind of content, one of CONTENTS
+    kind: str  # type of the content, key of CONTENTS
     content: Any
     end: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuralTag:
-    """Tags and triggers. Raises ParameterError unless each tag begins with exactly one trigger."""
+    """Tags and triggers. Raises ParameterError unless each tag starts with exactly one trigger."""
 
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
@@ -43,19 +43,19 @@ class StructuralTag:
             if not 1 <= len(values) <= MAX_TAGS:
                 raise _wrong(f"expected 1 to {MAX_TAGS} {name}, found {len(values)}")
         if not all(self.triggers):
-            raise _wrong("expected no empty trigger")
+            raise _wrong("expected triggers that are not empty")
         for tag in self.tags:
             self.trigger_of(tag)
 
     def trigger_of(self, tag: Tag) -> int:
-        """Index of the trigger with which a tag begins."""
+        """Return the index of the trigger that a tag starts with."""
         found = [i for i, text in enumerate(self.triggers) if tag.begin.startswith(text)]
         if len(found) != 1:
             raise _wrong(f"{tag.begin!r:.100} begins with {len(found)} of the triggers, expected 1")
         return found[0]
 
     def lark(self, body_of: Callable[[Tag], str]) -> str:
-        """The grammar; `body_of` gives the rule of a tag's content."""
+        """Return the grammar. `body_of`: returns Lark of a tag's content."""
         some = " | ".join(f"tag_{number}" for number in range(len(self.tags)))
         many = "+" if self.at_least_one else "*"
         start = f"({some}){many} rest"

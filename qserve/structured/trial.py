@@ -1,4 +1,4 @@
-"""TrialCompiler: compiles grammars in processes with limits, to check if they can be used."""
+"""TrialCompiler: test-compiles grammars in a process with limits on memory and time."""
 
 import contextlib
 import select
@@ -21,20 +21,20 @@ from qserve.text.load_tokenizer import load_tokenizer
 
 # Limits of one grammar. A schema with 3000 properties takes 2.5 s and 13 MiB.
 MAX_CPU_SECONDS = 4.0
-MAX_WORK_BYTES = 128 * 2**20  # during compilation
-MAX_COMPILED_BYTES = 64 * 2**20  # of the compiled grammar
-# Wall-clock limits, for a busy machine and for a stopped process.
+MAX_WORK_BYTES = 128 * 2**20  # memory during compilation
+MAX_COMPILED_BYTES = 64 * 2**20  # size of the compiled grammar
+# Wall-clock limits, in case the machine is busy or the process is stopped.
 MAX_WALL_SECONDS = 40.0
 MAX_START_SECONDS = 60.0
-POLL_SECONDS = 0.1  # interval of the check if a request still waits
+POLL_SECONDS = 0.1  # interval of the check whether a request still waits
 
 
 class CancelledTrial(Exception):
-    """No request waits for the verdict."""
+    """The trial was cancelled: no request waits for its result."""
 
 
 class TrialCompiler:
-    """Trial process of one model's vocabulary, started on first use."""
+    """Controls the trial process for one model's vocabulary. The process starts on first use."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
@@ -44,10 +44,10 @@ class TrialCompiler:
         self._is_closed = False
 
     def compile(self, params: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> Compiled:
-        """Compile a grammar once within the limits. Thread-safe; blocks.
+        """Compile a grammar within the limits. Thread-safe; blocks.
 
-        Raises ParameterError if the grammar cannot be used, BusyError if there is no verdict,
-        CancelledTrial once `is_wanted` returns False.
+        Raises ParameterError if the grammar cannot be used, BusyError if the process gives no
+        result, CancelledTrial once `is_wanted` returns False.
         """
         for _ in range(2):  # the process may have been killed since the last grammar
             ours, theirs = socket.socketpair()
@@ -61,9 +61,10 @@ class TrialCompiler:
             if last is not None and not isinstance(last, Begun):
                 return _verdict(params, last)
             if time.monotonic() - started > MAX_WALL_SECONDS:
-                self._replace(process)  # it may be stopped
+                self._replace(process)  # the process may be stopped by a signal
                 break
-            # A killed process closes its sockets before `poll` sees its end.
+            # If the trial process is alive, a limit ended the fork. A killed process closes its
+            # sockets before `poll` reports its end.
             if last is not None and process.poll() is None:
                 raise refusal(
                     params,
@@ -74,7 +75,7 @@ class TrialCompiler:
         raise BusyError(FIELD, "the grammar could not be compiled in time", "try again later")
 
     def close(self) -> None:
-        """Stop the process and its compilations; no grammar can be compiled afterwards."""
+        """Stop the process and its compilations. No grammar can be compiled afterwards."""
         with self._lock:
             self._is_closed = True
             self._end()
@@ -85,9 +86,7 @@ class TrialCompiler:
         params: StructuredOutputsParams,
         is_wanted: Callable[[], bool],
     ) -> Begun | Compiled | TrialRefused | None:
-        """Send the grammar and wait for the verdict. Return the last message before the other end
-        closed; None if there was none.
-        """
+        """Send the grammar and wait for the result. Returns the last message, None without any."""
         most = MAX_WALL_SECONDS + MAX_START_SECONDS
         deadline = time.monotonic() + most
         ours.settimeout(most)
@@ -108,9 +107,9 @@ class TrialCompiler:
         return last
 
     def _hand_over(self, theirs: socket.socket) -> subprocess.Popen | None:
-        """Pass a job's socket to the process.
+        """Pass a job's socket to the process. Returns the process.
 
-        None: the process was gone; the next call starts another.
+        Returns None if the process is gone; the next call will start a new one.
         """
         with self._lock:
             if self._is_closed:
@@ -154,13 +153,13 @@ class TrialCompiler:
 
 
 def tokenizer_text(folder: str) -> str:
-    """The model's tokenizer in the JSON of the tokenizers library. Raises InputError."""
+    """Return the model's tokenizer in the format of tokenizer.json. Raises InputError."""
     path = Path(folder) / "tokenizer.json"
     if path.exists():
         return path.read_text(encoding="utf-8")
     backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if backend is None:
-        raise InputError(FIELD, "the model's tokenizer is not one of the tokenizers library")
+        raise InputError(FIELD, "requires a tokenizer of the library tokenizers (a tokenizer.json)")
     return backend.to_str()
 
 

@@ -11,16 +11,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to the process: the vocabulary, and the limits of one grammar."""
 
     tokenizer_path: str  # path of a tokenizer.json
-    tokenizer: str  # its text if the model has no such file, else empty
+    tokenizer: str  # content of the tokenizer.json if the model has no such file, else ""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_bytes: int  # in addition to the vocabulary's memory
+    max_bytes: int  # memory in addition to the vocabulary's
     cpu_seconds: float
     wall_seconds: float
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a fork: its limits are in force. If nothing follows, they ended the compilation."""
+    """From a fork: its limits are set. If no message follows, a limit ended the compilation."""
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -32,7 +32,7 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TrialRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a fork: the grammar cannot be used. The fields are an InputError's."""
+    """From a fork: the grammar cannot be used. The fields are those of InputError."""
 
     subject: str
     problem: str
@@ -40,10 +40,10 @@ class TrialRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def encode(message: Any) -> bytes:
-    """Payload of a message's frame."""
+    """Encode a message as the payload of a frame."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """Decode a message. Raises msgspec.ValidationError for any other kind."""
+    """Decode a message of a given class. Raises msgspec.ValidationError for other messages."""
     return msgspec.msgpack.decode(payload, type=kind)

@@ -1,12 +1,11 @@
-"""Trial process: `python -m qserve.structured.trial_process --fd N`, with N a connected Unix
-socket.
+"""The trial process: `python -m qserve.structured.trial_process --fd N`, N a connected Unix socket.
 
-It compiles each grammar in a separate fork that exits afterwards. Kernel limits bound the fork's
-memory and time, and all its memory returns to the system. The process reads the model's vocabulary
-once; forks share it. It exits when its client is gone.
+The process forks for each grammar. The fork compiles the grammar and exits. Kernel limits bound the
+fork's memory and time, and all its memory returns to the system. The process reads the model's
+vocabulary once, and forks share it. It exits when its client closes the socket.
 
-It has one thread and does not use numpy: a fork copies no other threads, and must not wait for
-locks that they held.
+The process has one thread and does not use numpy, which starts threads. A fork does not copy other
+threads, and would wait forever for the locks that they held.
 """
 
 import argparse
@@ -29,13 +28,14 @@ from qserve.structured.heap import live_bytes, return_free_memory
 from qserve.structured.params import StructuredOutputsParams
 from qserve.structured.trial_messages import Begun, Compiled, Setup, TrialRefused
 
-# Stack size of a fork; the engine's threads, which compile the grammar afterwards, have 2 to 8 MiB.
+# Stack size of a fork. It is less than the 2 to 8 MiB of the engine's threads, which compile the
+# grammar afterwards.
 STACK_BYTES = 2**20
 NICENESS = 10  # the engine's steps have priority
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fork for each grammar until the client is gone. Returns the exit code."""
+    """Fork for each grammar, until the client closes the socket. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="qserve.structured.trial_process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     connection = socket.socket(fileno=parser.parse_args(argv).fd)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         setup = trial_messages.decode(frames.receive(connection), Setup)
         tokenizer = _tokenizer(setup)
         os.nice(NICENESS)
-        return_free_memory()  # a fork's limit counts only the memory that it adds
+        return_free_memory()  # so that forks cannot use freed memory beyond their limit
         gc.freeze()
         while True:
             data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -68,7 +68,7 @@ def _tokenizer(setup: Setup) -> object:
 def _run_fork(
     connection: socket.socket, job: socket.socket, setup: Setup, tokenizer: object
 ) -> None:
-    """Answer one job and end the process in any case."""
+    """Run one job in a fork, and end the fork in any case."""
     try:
         connection.close()
         params = trial_messages.decode(frames.receive(job), StructuredOutputsParams)
@@ -83,7 +83,7 @@ def _run_fork(
 
 
 def _limit(setup: Setup) -> None:
-    """Set kernel limits that end this process if it takes too much."""
+    """Set kernel limits on this process's memory, CPU time and wall time."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = size + setup.max_bytes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -96,7 +96,7 @@ def _limit(setup: Setup) -> None:
 
 
 def _end_with_client(job: socket.socket, ends: bool) -> None:
-    """Make the kernel end this process when the client closes its end of the job's socket."""
+    """Set whether the kernel ends this process when the client closes the job's socket."""
     flags = fcntl.fcntl(job, fcntl.F_GETFL)
     if ends:
         fcntl.fcntl(job, fcntl.F_SETOWN, os.getpid())
@@ -112,7 +112,7 @@ def _answer(
         return _compile(params, setup, tokenizer)
     except InputError as error:
         return TrialRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
-    except BaseException as error:  # a panic of the library is not an Exception
+    except BaseException as error:  # a panic of llguidance is not an Exception
         error = refusal(params, f"{type(error).__name__}: {one_line(error)}")
         return TrialRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
 

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, streamed text."""
+"""Tokenizer, chat template, and incremental detokenization."""

@@ -1,9 +1,9 @@
-"""ChatPrompt: a rendered conversation in which texts of messages cannot create control tokens.
+"""ChatPrompt: a rendered conversation whose messages cannot create control tokens.
 
-A control token, such as <|im_end|>, tells the model who speaks. The chat template writes it as
-text, and a message may contain the same text. Each such text in a message is therefore replaced by
-a mark before the template runs, and encoded as plain text afterwards. Text without marks is encoded
-as in transformers.
+Control tokens, such as <|im_end|>, separate the messages of different roles. The chat template
+writes a control token as text, and a message may contain the same text. So ChatPrompt replaces such
+texts in messages by marks before it runs the template, and later encodes the marked texts as plain
+text. Text without marks is encoded as in transformers.
 """
 
 import re
@@ -14,20 +14,20 @@ from typing import Any, Protocol
 
 from formats.errors import InputError
 
-# Private-use characters, which have no meaning for any tokenizer.
+# Private-use characters of Unicode, which have no meaning for any tokenizer.
 BLANK, MARK_START, MARK_END = "\ue000", "\ue001", "\ue002"
 MARK = re.compile(f"{MARK_START}[0-9.]+{MARK_END}")
-# Keys of a message, its parts and its calls whose values the template may compare or check.
-NOT_TEXT = ("role", "type")  # one of a few values
-IDS = ("id", "tool_call_id")  # any text, but equal ids must stay equal
-ARGUMENTS = "arguments"  # of a call: all its values are text
+# Keys in messages, parts and calls whose values the template may compare or check.
+NOT_TEXT = ("role", "type")  # the values are fixed words
+IDS = ("id", "tool_call_id")  # the values are any text, but equal ids must stay equal
+ARGUMENTS = "arguments"  # key of a call's arguments, where all values are text
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 
 
 class Encoder(Protocol):
-    """Methods of Tokenizer that are used here."""
+    """The attributes of Tokenizer that ChatPrompt uses."""
 
     control_pattern: re.Pattern | None
     control_ids: frozenset[int]
@@ -39,10 +39,10 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """Text of the template, created by `ChatPrompt.render`."""
+    """The rendered text of a conversation. Create it with `ChatPrompt.render`."""
 
-    text: str  # marks replace the texts of control tokens in messages
-    marks: dict[str, str]  # mark -> the text it stands for
+    text: str  # in texts of messages, control tokens are replaced by marks
+    marks: dict[str, str]  # mark -> original text
 
     @classmethod
     def render(
@@ -53,7 +53,7 @@ class ChatPrompt:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> "ChatPrompt":
-        """Run the template. Raises InputError if messages change its control tokens."""
+        """Run the template. Raises InputError if messages change the template's control tokens."""
         pattern = encoder.control_pattern
         if pattern is None:
             return cls(text=render(messages), marks={})
@@ -65,7 +65,7 @@ class ChatPrompt:
         _check_plain(tools, pattern, "tools")
         for message in messages:
             for call in message.get("tool_calls", ()):
-                # In arguments only the values may contain them: a template may look for keys.
+                # Keys of arguments must not contain control tokens: a template may look them up.
                 _check_plain(_keys(call), pattern, "messages.tool_calls")
         nonce, names = secrets.randbelow(10**18), {}
 
@@ -76,8 +76,8 @@ class ChatPrompt:
             return pattern.sub(mark, each)
 
         text = render(_map_texts(messages, marked, marked))
-        # A template may cut or join texts so that they form a control token. Its control tokens
-        # then differ from those for texts without any.
+        # A template may cut or join texts so that they form a control token. To detect this, render
+        # again with blank texts, and compare the control tokens.
         blank = render(
             _map_texts(
                 messages,
@@ -95,16 +95,16 @@ class ChatPrompt:
         return cls(text=text, marks=marks)
 
     def encode(self, encoder: Encoder) -> list[int]:
-        """Token ids: the template's control tokens stay control tokens, all else is text."""
+        """Return token ids, with control tokens only where the template wrote them."""
         if encoder.control_pattern is None:
             return encoder.encode(self.text, False)
-        pieces = encoder.control_pattern.split(self.text)  # texts and control tokens alternate
+        pieces = encoder.control_pattern.split(self.text)  # alternately texts and control tokens
         if not self.marks:
             ids = encoder.encode(self.text, False)
             num_controls = sum(token in encoder.control_ids for token in ids)
             if num_controls <= len(pieces) // 2:
                 return ids
-            # The tokenizer's normalizer made control tokens out of other characters.
+            # The tokenizer's normalizer turned other characters into control tokens.
             return self._encode_pieces(encoder, pieces, lambda piece: True)
         return self._encode_pieces(encoder, pieces, lambda piece: MARK_START in piece)
 
@@ -112,7 +112,7 @@ class ChatPrompt:
         self, encoder: Encoder, pieces: list[str], is_plain: Callable[[str], bool]
     ) -> list[int]:
         ids: list[int] = []
-        run = ""  # encoded as in transformers, between two plain pieces
+        run = ""  # text between two plain pieces, encoded as in transformers
         for index, piece in enumerate(pieces):
             if index % 2 or not is_plain(piece):
                 run += piece
@@ -125,7 +125,7 @@ class ChatPrompt:
 
 
 def control_pattern(texts: set[str]) -> re.Pattern | None:
-    """Pattern of the control tokens' texts, longest first; None if there are none."""
+    """Return a pattern for the texts of control tokens, longest first; None for no texts."""
     escaped = [re.escape(text) for text in sorted(texts, key=len, reverse=True) if text]
     return re.compile(f"({'|'.join(escaped)})") if escaped else None
 
@@ -137,9 +137,9 @@ def _map_texts(
     *,
     is_free: bool = False,
 ) -> Any:
-    """Copy messages with every user-written text changed.
+    """Copy messages, and apply `change` to texts of users, `change_id` to ids.
 
-    `is_free`: keys have no meaning, as in the arguments of a call.
+    `is_free`: the value is within a call's arguments, where keys have no special meaning.
     """
     if isinstance(value, str):
         return change(value)
@@ -158,7 +158,7 @@ def _map_texts(
 
 
 def _keys(value: Any) -> list[str]:
-    """Keys of all objects within a value."""
+    """Return the keys of all objects within a JSON value."""
     if isinstance(value, list):
         return [key for each in value for key in _keys(each)]
     if isinstance(value, dict):
@@ -167,7 +167,7 @@ def _keys(value: Any) -> list[str]:
 
 
 def _check_plain(value: Any, pattern: re.Pattern, name: str) -> None:
-    """Raise InputError if a text or key in the value is, or contains, a control token's text."""
+    """Raise InputError if a text or key in a JSON value contains a control token's text."""
     if isinstance(value, str):
         if pattern.search(value):
             raise InputError(name, "contain the text of a control token", "change the text")

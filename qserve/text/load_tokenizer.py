@@ -1,8 +1,8 @@
-"""transformers' tokenizer of a model folder, loaded without the model's classes.
+"""Loads transformers' tokenizer of a model folder, without importing the model's classes.
 
-AutoTokenizer first loads the class of the folder's config, and with it torch's compiler and more,
-which takes a second or two. If tokenizer_config.json names the tokenizer's class, only fields of a
-config are read, which a config without a class has, too.
+AutoTokenizer first imports the class of the folder's config, which imports torch's compiler and
+more, and takes a second or two. If tokenizer_config.json names the tokenizer's class, AutoTokenizer
+reads only fields of the config, so it gets a generic config instead.
 """
 
 import json
@@ -17,7 +17,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     Raises any exception of transformers and of the files' parsers.
     """
-    # Imported here: it takes seconds, while an engine process starts.
+    # Imported here, not at module level: the import takes seconds.
     from transformers import AutoTokenizer
 
     folder = model_folder(folder)
@@ -25,7 +25,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     if _names_its_class(folder):
         given["config"] = _bare_config(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
-    # of a vision-language model's processor, which knows the parts of messages that are images
+    # A vision-language model's processor has its own template, which renders image parts.
     template = _read(folder, "chat_template.json").get("chat_template")
     if isinstance(template, str):
         tokenizer.chat_template = template
@@ -38,7 +38,7 @@ def _names_its_class(folder: str | Path) -> bool:
 
 
 def _bare_config(folder: str | Path) -> Any:
-    """Fields of config.json as a bare config. None ("not given") if it is unreadable."""
+    """Return config.json as a generic config; None if it cannot be read."""
     from transformers import PreTrainedConfig
 
     values = _read(folder, "config.json")
@@ -49,7 +49,7 @@ def _bare_config(folder: str | Path) -> Any:
 
 
 def _read(folder: str | Path, name: str) -> dict:
-    """Read a JSON object; {} if the file is missing or holds no object."""
+    """Read a JSON object from a file; {} if the file is missing or has no object."""
     try:
         found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Names that a chat template reads, and errors of rendering one.
+"""Names that a chat template reads, and exceptions that rendering can raise.
 
-jinja2 takes 0.2 s to import, which an engine without a conversation never needs.
+This module imports jinja2, which takes 0.2 s. Import it only to work with chat templates.
 """
 
 import jinja2
@@ -14,11 +14,11 @@ RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
-DEFAULTS = frozenset(jinja2.Environment().globals)  # names that every template has
+DEFAULTS = frozenset(jinja2.Environment().globals)  # names that jinja2 defines in every template
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the contents of transformers' own tag {% generation %}."""
+    """Parser of transformers' tag {% generation %}: renders the tag's contents."""
 
     tags = {"generation"}
 
@@ -28,7 +28,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def names_read(template: str) -> frozenset[str]:
-    """Names that a template does not define; none if it cannot be parsed."""
+    """Return the names that a template reads and does not define; empty if it cannot be parsed."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
     try:
         tree = environment.parse(template)

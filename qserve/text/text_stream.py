@@ -1,4 +1,4 @@
-"""Streamed text of a request: incremental detokenization and stop strings."""
+"""Incremental detokenization of a request's output, and stop strings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from qserve.engine.token_event import Hypothesis, TokenEvent
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import REPLACEMENT, Tokenizer
 
-# tokens; a character has at most 4 bytes, so this is twice what can still become one
+# Tokens without text after which their bytes are given up. A character has at most 4 bytes, so this
+# is twice the largest number of tokens that can become one.
 MAX_PENDING = 8
-NUM_CONTEXT = 12  # number of prompt tokens that the first output tokens are decoded with
+NUM_CONTEXT = 12  # prompt tokens that are decoded together with the first output tokens
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, emitted as soon as later tokens cannot change it.
+    """Detokenizes a growing token sequence; emits text once later tokens cannot change it.
 
     The text of a token depends on its neighbours: a character may span several tokens, and a
-    leading space may be dropped. A window of tokens is therefore decoded, from a boundary between
-    whole characters to the end. The part of its text that was not emitted before is new. The window
-    is a few tokens long, regardless of the output's length.
+    leading space may be dropped. So a window of the last few tokens is decoded. It starts at a
+    boundary between characters, and its text that was not emitted before is new.
     """
 
     def __init__(
@@ -31,16 +31,16 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         prompt = [token for token in prompt_token_ids[-NUM_CONTEXT:] if token not in self._skipped]
         self._window, self._num_whole = self._whole_context(prompt)
-        # Part of a character at the prompt's end becomes text with the output's first bytes.
+        # If the prompt ends within a character, the output's first bytes complete the character.
         self._text = self._decode(self._window[: self._num_whole])
         self._num_shown = len(self._text)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens; return the text that became final."""
+        """Add tokens. Returns the text that is now final."""
         return "".join([self._push(token) for token in token_ids if token not in self._skipped])
 
     def flush(self) -> str:
-        """Return the text held back so far. Called when no more tokens come."""
+        """Return the text that was held back. Call it after the last token."""
         text = self._text[self._num_shown :]
         self._num_shown = len(self._text)
         return text
@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
         num_pending = len(self._window) - self._num_whole
         num_held = len(self._text) - len(self._text.rstrip(REPLACEMENT))
         if num_pending > MAX_PENDING:
-            # These bytes never became text; the last 3 may still begin a character.
+            # The bytes form no character. Only the last 3 may still begin one.
             num_held = min(num_held, 3)
         end = len(self._text) - num_held
         new = self._text[self._num_shown : end]
@@ -71,9 +71,9 @@ class IncrementalDetokenizer:
         self._num_shown = len(self._text) - num_unshown
 
     def _whole_context(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Return the longest tail of the prompt that starts with a whole character.
+        """Return the longest tail of the prompt that starts at a boundary between characters.
 
-        The second value counts the tail's tokens before a partial character at its end.
+        The second value is the number of the tail's tokens before an incomplete last character.
         """
         for end in range(len(prompt), max(len(prompt) - 4, 0), -1):
             for start in range(end):
@@ -90,26 +90,27 @@ class IncrementalDetokenizer:
 class TextDelta:
     """Text that one event adds to an output.
 
-    A stop string cuts the event's tokens after those that complete it, and ends it.
+    If a stop string ends the output, the event has only the tokens up to the stop string, and
+    finish_reason "stop".
     """
 
-    event: TokenEvent  # with log probabilities of visible tokens, or of all if requested
+    event: TokenEvent  # has log probabilities of visible tokens only, unless all are requested
     text: str
     stop_reason: str | int | None = None  # the stop string or stop token that ended the output
-    beam: Hypothesis | None = None  # the output of a beam search is one of these
+    beam: Hypothesis | None = None  # the beam, if the output is from a beam search
 
     @property
     def finish_reason(self) -> str | None:
-        """Reason if it ended the output: "stop", "length" or "error"."""
+        """Reason why the output ended: "stop", "length" or "error"; None: it continues."""
         return self.event.finish_reason
 
 
 class TextStream:
-    """Visible text of one request: detokenized, and cut at the first stop string.
+    """Detokenizes the output of one request, and cuts it at the first stop string.
 
-    Text that may be the start of a stop string is held back until this is decided. If several stop
-    strings occur, the one that is complete first ends the text, however the text was split into
-    tokens. After a stop string `finished` is true, but the engine still runs: the caller aborts the
+    Text that may start a stop string is held back until this is decided. If several stop strings
+    occur, the one that is complete first ends the text, however the text is split into tokens.
+    After a stop string `finished` is True, but the engine still runs; the caller must abort the
     request.
     """
 
@@ -121,19 +122,19 @@ class TextStream:
         *,
         all_logprobs: bool = False,
     ) -> None:
-        """`all_logprobs`: keep those of an end token that is not shown."""
+        """`all_logprobs`: keep the log probabilities of an end token that is not shown."""
         self._all_logprobs = all_logprobs
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_token_ids, params.skip_special_tokens
         )
         self._params = params
-        self._held = ""  # not emitted: may begin a stop string
-        self._num_free = 0  # leading characters of _held that came before min_tokens
+        self._held = ""  # text that is held back, since it may start a stop string
+        self._num_free = 0  # characters of _held from before min_tokens: not searched
         self._num_tokens = 0
         self.finished = False
 
     def push(self, event: TokenEvent) -> TextDelta:
-        """Process an engine event; return the text to show for it."""
+        """Process an event of the engine. Returns the text to show."""
         if self.finished:
             event = event._replace(token_ids=(), logprobs=(), finish_reason=None)
             return TextDelta(event=event, text="")
@@ -152,7 +153,7 @@ class TextStream:
             return TextDelta(event=event, text="".join(shown))
         rest = self._detokenizer.flush()
         if event.finish_reason == "error":
-            self._held += rest  # no stop string ends a failed output
+            self._held += rest  # do not search stop strings in a failed output
         else:
             text, stop = self._take(rest)
             shown.append(text)
@@ -173,7 +174,7 @@ class TextStream:
         return TextDelta(event=event, text="".join(shown), stop_reason=stop)
 
     def _take(self, new: str) -> tuple[str, str | None]:
-        """Add text; return the text to show, and the stop string that was completed."""
+        """Add text. Returns the text to show, and the stop string that it completes, if any."""
         if not self._params.stop:
             return new, None
         self._held += new
@@ -190,7 +191,7 @@ class TextStream:
         return text, None
 
     def _first_stop(self) -> tuple[int, str] | None:
-        """End and text of the stop string that ends first in the held text; ties: the longest."""
+        """Return end and text of the stop string that ends first; the longest in case of a tie."""
         found = []
         for stop in self._params.stop:
             start = self._held.find(stop, max(0, self._num_free - len(stop) + 1))
@@ -199,7 +200,7 @@ class TextStream:
         return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
 
     def _start_of_partial_stop(self) -> int:
-        """Start of the longest tail of the held text that is a prefix of a stop string."""
+        """Return the start of the longest tail of the held text that may start a stop string."""
         longest = max(map(len, self._params.stop)) - 1
         for start in range(max(0, len(self._held) - longest), len(self._held)):
             tail = self._held[start:]

@@ -1,6 +1,6 @@
-"""Bytes of tokens that are parts of characters, from their spelling in the vocabulary.
+"""Bytes of a token, from its name in the vocabulary. Needed for tokens that are partial characters.
 
-Byte-level vocabularies (GPT-2 and later) spell each byte as one printable character. SentencePiece
+Byte-level vocabularies (GPT-2 and later) write each byte as one printable character. SentencePiece
 vocabularies with byte fallback have a token <0x..> for each byte.
 """
 
@@ -9,18 +9,18 @@ import re
 from typing import Any
 
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# e with an acute accent: two bytes, each spelled as one letter.
+# "a" and "e with an acute accent", in the byte-level alphabet and as text.
 SPELLED, MEANT = "a\u00c3\u00a9", "a\u00e9"
 
 
 def is_byte_level(backend: Any) -> bool:
-    """True if the vocabulary of a backend of the tokenizers library spells bytes."""
+    """Return True for a byte-level vocabulary. `backend`: a Tokenizer of the tokenizers library."""
     decoder = getattr(backend, "decoder", None)
     return decoder is not None and decoder.decode([SPELLED]) == MEANT
 
 
 def spelled_bytes(name: str, byte_level: bool) -> bytes | None:
-    """Bytes that a token's name spells, or None if it spells no bytes."""
+    """Return the bytes that a token's name spells; None: the name does not spell bytes."""
     if found := FALLBACK.fullmatch(name):
         return bytes([int(found[1], 16)])
     letters = _letters()
@@ -31,7 +31,10 @@ def spelled_bytes(name: str, byte_level: bool) -> bytes | None:
 
 @functools.cache
 def _letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes map to themselves, the others to U+0100 and up."""
+    """Return GPT-2's alphabet, letter -> byte.
+
+    Printable bytes are their own letters; the letters of the others are U+0100 and up.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, and the chat template of a model folder."""
+"""Tokenizer: encodes and decodes text, and renders the chat template of a model folder."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ from qserve.text.chat_prompt import ChatPrompt, control_pattern
 from qserve.text.load_tokenizer import load_tokenizer
 from qserve.text.token_bytes import is_byte_level, spelled_bytes
 
-REPLACEMENT = "\ufffd"  # decoders emit it for bytes that are not a character, or not yet
-# Names that transformers passes to a template besides the parameters of apply_chat_template.
+REPLACEMENT = "\ufffd"  # what decoders emit for invalid bytes and for incomplete characters
+# Names that transformers passes to a template, in addition to parameters of apply_chat_template.
 TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 
 
@@ -28,15 +28,16 @@ class TextError(InputError):
 
 
 class Tokenizer:
-    """Tokenizer and chat template of a model folder. Runs no code from the folder.
+    """Tokenizer and chat template of a model folder. Runs no Python code from the folder.
 
-    `folder` is the model's, `files` the one with the tokenizer's files.
+    folder: the model's folder
+    files: the folder with the tokenizer's files
 
-    `encode` and `render_chat` are safe to call from several threads.
+    `encode` and `render_chat` are thread-safe.
     """
 
     def __init__(self, folder: str | Path, files: str | Path | None = None) -> None:
-        """Load the tokenizer of a model's `folder`, or that of another folder, `files`.
+        """Load the tokenizer from the folder `files`, by default from the model's `folder`.
 
         Raises TextError.
         """
@@ -49,7 +50,7 @@ class Tokenizer:
             self._tokenizer = load_tokenizer(folder)
         # A broken file raises any exception of its parser, even a bare Exception from Rust.
         except Exception as error:
-            # For a folder without a tokenizer, transformers' message is pages long.
+            # For a folder without a tokenizer, transformers' message has several pages.
             has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
             raise TextError(
                 folder,
@@ -94,36 +95,34 @@ class Tokenizer:
 
     @staticmethod
     def _encode_with(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-        # The only method of the backend that releases the interpreter lock.
+        # encode_batch_fast is the backend's only method that releases the GIL.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     @functools.cached_property
     def special_affixes(self) -> tuple[list[int], list[int]]:
-        """The tokens that `encode` adds before and after a text."""
+        """The special tokens that `encode` adds before and after a text."""
         plain, whole = self.encode("a", False), self.encode("a", True)
         at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:at], whole[at + len(plain) :]
 
     def is_hidden(self, text: str) -> bool:
-        """Return True if `text` is a special token, which `skip_special_tokens` removes from
-        outputs.
-        """
+        """Return True if `text` is a special token, which skip_special_tokens hides."""
         return text in self._special_texts
 
     def marker_token(self, text: str) -> int | None:
-        """Id of an added token that grammars can match only by its id, else None.
+        """Return the id of an added token that a grammar must match by id; None: match the text.
 
-        llguidance matches no text that contains special tokens, nor other added tokens in angle
-        brackets, such as Qwen's <tool_call> and </think>.
+        llguidance cannot match special tokens as text, nor other added tokens in angle brackets,
+        such as Qwen's <tool_call> and </think>.
         """
         return self._marker_tokens.get(text)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Convert text to token ids without control tokens, even if the text spells some."""
+        """Convert text to token ids. Names of control tokens in the text stay ordinary text."""
         ids = self._encode_plain(text)
         if not self.control_ids.isdisjoint(ids) and self.control_pattern is not None:
-            # A model whose ordinary vocabulary contains control tokens: split their texts in two.
+            # The ordinary vocabulary contains the control token, too: split its text in two.
             cuts = [match.start() + 1 for match in self.control_pattern.finditer(text)]
             edges = zip([0, *cuts], [*cuts, len(text)], strict=True)
             ids = [token for a, b in edges for token in self._encode_plain(text[a:b])]
@@ -137,7 +136,7 @@ class Tokenizer:
         return self._encode_with(self._plain_backend, text, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Convert token ids to text, without clean-up of spaces. Unknown ids give no text."""
+        """Convert token ids to text, without clean-up of spaces. Unknown ids have no text."""
         if skip_special_tokens:
             token_ids = [token for token in token_ids if token not in self.special_token_ids]
         if self._backend is not None:
@@ -145,11 +144,14 @@ class Tokenizer:
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
-        """Token strings as the vocabulary spells them, such as Ġthe."""
+        """Return the names of tokens in the vocabulary, such as Ġthe."""
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_text(self, token: int) -> str:
-        """Text of one token after other text: at the start some decoders drop a space."""
+        """Return the text of a token that follows other text.
+
+        At the start of a text some decoders drop a space.
+        """
         text = self._token_texts.get(token)
         if text is None:
             text = self.decode([*self._before, token], skip_special_tokens=False)
@@ -157,7 +159,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token, even if it is only a part of a character."""
+        """Return the bytes of a token, also if the token is only part of a character."""
         text = self.token_text(token)
         if REPLACEMENT not in text:
             return text.encode()
@@ -171,14 +173,14 @@ class Tokenizer:
 
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:
-        """Names that the chat template reads and a request may set, such as enable_thinking."""
+        """Variables of the chat template that a request may set, such as enable_thinking."""
         from qserve.text.template_names import DEFAULTS  # imports jinja2
 
         return self._template_names() - self.reserved_settings - DEFAULTS
 
     @functools.cached_property
     def reserved_settings(self) -> frozenset[str]:
-        """Names that the server passes to the template or to transformers itself."""
+        """Variables that a request may not set: the server or transformers sets them."""
         taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters}
         return frozenset(taken | TEMPLATE_GLOBALS | {*self._tokenizer.special_tokens_map})
 
@@ -188,12 +190,12 @@ class Tokenizer:
 
     @functools.cached_property
     def reads_tools(self) -> bool:
-        """True if the chat template renders the tools passed to it."""
+        """True if the chat template renders tools."""
         return "tools" in self._template_names([{}])
 
     @property
     def template_text(self) -> str:
-        """Text of the chat template, or of all of several; empty if there is none."""
+        """Text of the chat template; of all templates if there are several; "" without one."""
         found = self._tokenizer.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
@@ -209,7 +211,7 @@ class Tokenizer:
 
     @functools.cached_property
     def needs_parts(self) -> bool:
-        """True if the chat template renders a list of parts, but not a content that is a text."""
+        """True if the chat template renders content as a list of parts, but not as a text."""
 
         def is_rendered(content: str | list[dict[str, str]]) -> bool:
             try:
@@ -223,16 +225,16 @@ class Tokenizer:
         return is_rendered([{"type": "text", "text": word}])
 
     def is_in_template(self, text: str) -> bool:
-        """Return True if a text occurs in the chat template or in one of several."""
+        """Return True if a text occurs in `template_text`."""
         return text in self.template_text
 
     def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
-        """The names that the chat template reads."""
+        """Return the names that the chat template reads."""
         from qserve.text.template_names import names_read  # imports jinja2
 
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
-        except ValueError:  # there is none, or none of several is the default
+        except ValueError:  # there is no template, or several without a default
             return frozenset()
         return names_read(template)
 
@@ -246,7 +248,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the model's chat template, in transformers' sandbox.
 
-        `template_kwargs` has names from `template_settings`; others raise ParameterError.
+        `template_kwargs`: values for variables in `template_settings`; other names raise
+        ParameterError. Raises TextError if there is no template, or if it fails.
         """
         if not self._tokenizer.chat_template:
             raise TextError("chat template", "the model has none", "send a plain prompt instead")
@@ -270,7 +273,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **template_kwargs,
             )
-        # A template fails through its own raise_exception, or like any expression.
+        # Templates fail by calling raise_exception, or by an error in an expression.
         except RENDER_ERRORS as error:
             raise TextError(
                 "messages", f"the model's chat template rejects them: {one_line(error)}"
@@ -308,15 +311,13 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of `chat_prompt`; the template itself writes the special tokens."""
+        """Return the token ids of `chat_prompt`. No special tokens are added to the template's."""
         return self.chat_prompt(
             messages, add_generation_prompt, continue_final_message, template_kwargs, tools
         ).encode(self)
 
     def _find_control_tokens(self, added: Iterable[tuple[int, Any]]) -> None:
-        """Collect the tokens that messages must not create: all special tokens but the unknown
-        token.
-        """
+        """Collect the control tokens: all special tokens except the unknown token."""
         self._marker_tokens = {
             info.content: token
             for token, info in added
@@ -338,8 +339,8 @@ def with_bad_words(
 ) -> SamplingParams:
     """Return parameters with `bad_words_token_ids`. Raises TextError for invalid Unicode.
 
-    Each word is encoded twice: as the start of a text, and after a space, which most tokenizers
-    make part of its first token.
+    Each word is encoded twice, without and with a space before it: most tokenizers make the space
+    part of the word's first token.
     """
     if not params.bad_words or params.bad_words_token_ids:
         return params

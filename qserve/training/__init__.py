@@ -1,4 +1,4 @@
-"""For training loops: the engine's operations in a transformers model; weights to a server."""
+"""For training loops: the engine's operations in transformers models; weights for a server."""
 
 from qserve.training.broadcast import WeightBroadcast
 from qserve.training.operations import use_engine_operations

@@ -1,8 +1,15 @@
-"""Attention of a transformers model by the engine's kernel of batch-invariant mode.
+"""Attention for transformers models, by the engine's attention kernel in batch-invariant mode.
 
-Forward: the kernel over paged keys, all sequences of a batch in one call, without padding.
-Backward: the gradient of torch's scaled_dot_product_attention, computed again from q, k and v.
-Legend: B sequences, T tokens of a row with padding, H heads, J KV heads, D head dim, R = B.
+Forward: the kernel for paged keys, on all sequences of a batch in one call, without padding.
+Backward: the gradient of torch's scaled_dot_product_attention, recomputed from q, k and v.
+
+Suffixes of tensor names:
+
+    B: sequences (R in the engine's structures)
+    T: tokens; of a padded row in BT, of all rows without padding in THD and TJD
+    H: heads
+    J: KV heads
+    D: head dim
 """
 
 from typing import Any
@@ -18,12 +25,12 @@ from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.choice import FIXED_ORDER
 
-NAME = "qserve"  # of the implementation, for set_attn_implementation
+NAME = "qserve"  # name of this implementation for set_attn_implementation
 PAGE_SIZE = 16
 
 
 def register() -> None:
-    """Make the implementation known to transformers."""
+    """Register this implementation in transformers."""
     AttentionInterface.register(NAME, engine_attention)
     AttentionMaskInterface.register(NAME, padding_mask)
 
@@ -33,7 +40,7 @@ def engine_attention(
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,  # [B, J, T, D]
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # [B, T], False: padding
+    attention_mask: torch.Tensor | None,  # [B, T]; False: padding
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -41,18 +48,18 @@ def engine_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it; returns [B, T, H, D] and no weights."""
+    """Compute attention, called by transformers. Returns [B, T, H, D], and None as weights."""
     _check(module, query, key, dropout, softcap, s_aux)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise InputError(
             f"{type(module).__name__} attention_mask",
             f"expected [batch, tokens], found {list(attention_mask.shape)}",
-            f"the attention {NAME!r} is causal, with padding alone",
+            f"the attention {NAME!r} supports only causal masks with padding",
         )
     if attention_mask is None:
         attention_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool)
     mask_BT = attention_mask.to(query.device)
-    # Float32Rotary makes float32, which the engine rounds to its dtype here
+    # Rotated q and k are float32 (see Float32Rotary). The engine rounds them at this point.
     q, k = query.to(value.dtype), key.to(value.dtype)
     return _Attention.apply(q, k, value, mask_BT, scaling, sliding_window), None
 
@@ -65,7 +72,7 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Mask that `engine_attention` takes: [B, T], False for padding; None: no padding."""
+    """Return the mask for `engine_attention`: [B, T], False for padding; None: no padding."""
     return attention_mask
 
 
@@ -77,7 +84,7 @@ def _check(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> None:
-    """Raise InputError for what the kernel does not compute."""
+    """Raise InputError for options that the kernel does not support."""
     kind = type(module).__name__
     for name, is_used in (
         ("dropout", dropout > 0),
@@ -99,7 +106,7 @@ def _check(
 
 
 class _Attention(torch.autograd.Function):
-    """Value of the engine's kernel, gradient of torch's attention."""
+    """The engine's kernel forward, the gradient of torch's attention backward."""
 
     @staticmethod
     def forward(
@@ -131,7 +138,7 @@ class _Attention(torch.autograd.Function):
         seen_TT = behind_TT >= 0
         if ctx.window is not None:
             seen_TT = seen_TT & (behind_TT < ctx.window)
-        # padding sees itself, since a row that sees nothing has no softmax
+        # A padding token attends to itself: without any key, softmax would be NaN.
         seen_BTT = (seen_TT & mask_BT[:, None]) | (behind_TT == 0)
         with torch.enable_grad():
             q, k, v = (each.detach().requires_grad_() for each in inputs)
@@ -145,7 +152,7 @@ class _Attention(torch.autograd.Function):
 def _paged(
     k_TJD: torch.Tensor, v_TJD: torch.Tensor, lengths: list[int]
 ) -> tuple[PagedKv, AttentionStep]:
-    """Pages of the keys and values of sequences of these lengths, and the step that reads them."""
+    """Return a paged cache with keys and values of these sequences, and a step that reads it."""
     device, (_, kv_heads, head_dim) = k_TJD.device, k_TJD.shape
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     shape = max(1, sum(counts)), PAGE_SIZE, kv_heads, head_dim

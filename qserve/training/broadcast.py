@@ -1,4 +1,4 @@
-"""WeightBroadcast: a trainer's tensors to a server by NCCL or gloo, also on another host."""
+"""WeightBroadcast: sends a trainer's tensors to a server by NCCL or gloo, also between hosts."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +16,10 @@ GROUP = "weight_update_group"
 
 
 class WeightBroadcast:
-    """A process group of this trainer and one server. Use it in a `with` block.
+    """Process group of this trainer and one server. Use it in a `with` block.
 
     The server (`qserve serve --enable-admin-routes`) connects to `address`, where this process
-    listens. After an error in the middle of an update the group must be made again.
+    listens. After an error during an update, create a new group.
     """
 
     def __init__(
@@ -34,7 +34,10 @@ class WeightBroadcast:
         name: str = GROUP,
         timeout: float = 300.0,
     ) -> None:
-        """`device`: of this process, for NCCL. Raises InputError."""
+        """Create the group, and wait until the server has joined. Raises InputError.
+
+        `device`: GPU of this process, for NCCL.
+        """
         self._url, self._key, self._timeout, self._name = url.rstrip("/"), api_key, timeout, name
         self._posts = ThreadPoolExecutor(1)
         command = JoinWeightGroup(
@@ -60,7 +63,7 @@ class WeightBroadcast:
         try:
             self._group = WeightGroup(command, 0, self._device)
         except Exception:
-            joined.result()  # its error tells more
+            joined.result()  # raises the server's error, if any, which is more precise
             raise
         joined.result()
 
@@ -79,9 +82,9 @@ class WeightBroadcast:
         digests: bool = True,
         part_bytes: int = PART_BYTES,
     ) -> str:
-        """Replace all weights of the server, part by part; returns the version.
+        """Replace all weights of the server. Returns the new version. Raises InputError.
 
-        Arguments are those of `send_weights`. Raises InputError.
+        The arguments are as in `send_weights`.
         """
         named = tensors.items() if isinstance(tensors, Mapping) else tensors
         is_first = True
@@ -105,7 +108,7 @@ class WeightBroadcast:
         return version_now
 
     def close(self) -> None:
-        """Leave the group."""
+        """Destroy the group on the server."""
         self._posts.submit(
             self._post, "/destroy_weights_update_group", {"group_name": self._name}
         ).result()

@@ -1,6 +1,6 @@
-"""Layers of a trained model that compute what the engine computes: linears and layer norms.
+"""Linear layers and layer norms for training that compute the same bits as the engine.
 
-Legend: M rows of x, N outputs, K inputs, C channels.
+Suffixes of tensor names: M rows of x, N outputs, K inputs, C channels.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from qkernels import ops
 
 
 class FixedOrderLinear(nn.Linear):
-    """nn.Linear; a row of the result has the same bits whatever the other rows are."""
+    """nn.Linear with a fixed order of sums: the bits of a row do not depend on the other rows."""
 
     @classmethod
     def from_float(cls, linear: nn.Linear) -> "FixedOrderLinear":
-        """Take over a torch Linear's own parameters."""
+        """Return a layer with the parameters of a torch Linear, not copied."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
@@ -26,13 +26,13 @@ class FixedOrderLinear(nn.Linear):
         return layer.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] to [..., N], in x's dtype, to which weight and bias are cast."""
+        """Map x [..., K] to [..., N], in x's dtype. Weight and bias are cast to this dtype."""
         bias_N = None if self.bias is None else self.bias.to(x.dtype)
         return _FixedOrder.apply(x, self.weight.to(x.dtype), bias_N)
 
 
 class _FixedOrder(torch.autograd.Function):
-    """The product and its gradients, which need no order."""
+    """The product in fixed order; the gradients have no fixed order."""
 
     @staticmethod
     def forward(
@@ -57,11 +57,11 @@ class _FixedOrder(torch.autograd.Function):
 
 
 class EngineLayerNorm(nn.LayerNorm):
-    """nn.LayerNorm of the last dim: the engine's operation forward, torch's gradient back."""
+    """nn.LayerNorm of the last dim: the engine's operation forward, torch's gradient backward."""
 
     @classmethod
     def from_float(cls, norm: nn.LayerNorm) -> "EngineLayerNorm":
-        """Take over a torch LayerNorm's own parameters."""
+        """Return a layer with the parameters of a torch LayerNorm, not copied."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.normalized_shape, layer.eps = norm.normalized_shape, norm.eps
@@ -70,14 +70,14 @@ class EngineLayerNorm(nn.LayerNorm):
         return layer.train(norm.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., C]."""
+        """Normalize x [..., C]."""
         if self.weight is None:
             return super().forward(x)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Value of the engine's operation, gradient of torch's."""
+    """The engine's operation forward, torch's gradient backward."""
 
     @staticmethod
     def forward(

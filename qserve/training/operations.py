@@ -1,7 +1,7 @@
-"""use_engine_operations: make a transformers model compute what the engine computes.
+"""use_engine_operations: makes a transformers model compute the same bits as the engine.
 
-In batch-invariant mode the log probabilities of the engine's rollouts and of the trained model are
-then the same numbers, not only close ones.
+Then the log probabilities of the trained model equal those of the engine's rollouts exactly, if the
+engine runs in batch-invariant mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from qkernels.choice import FIXED_ORDER
 from qserve.training.attention import NAME, register
 from qserve.training.layers import EngineLayerNorm, FixedOrderLinear
 
-ROTARY = "RotaryEmbedding"  # end of the names of transformers' classes
-ALIGNMENT = 64  # bytes: what torch allocates on a CPU
+ROTARY = "RotaryEmbedding"  # how the names of transformers' rotary classes end
+ALIGNMENT = 64  # bytes; alignment of memory that torch allocates on a CPU
 
 
 def use_engine_operations(
@@ -28,17 +28,18 @@ def use_engine_operations(
     *,
     ignore: Sequence[str] = ("lm_head",),
 ) -> list[str]:
-    """Change a transformers model in place; returns the names of the rounded linears.
+    """Change a transformers model in place. Returns the names of the quantized linear layers.
 
-    - Linears: TrainableQuantLinear of the scheme; those that `ignore` fits, and all without a
-      scheme, are float linears with the engine's order of sums.
-    - Attention: the engine's kernel forward, torch's attention backward.
-    - Layer norms: the engine's operation forward, torch's gradient back.
-    - Rotation: in float32. Positions: counted without padding, if `attention_mask` has any.
+    - Linear layers become TrainableQuantLinear with the scheme. Layers that match `ignore`, and all
+      layers if there is no scheme, become float layers with the engine's order of sums.
+    - Attention uses the engine's kernel forward, and torch's attention backward.
+    - Layer norms use the engine's operation forward, and torch's gradient backward.
+    - Rotary embeddings are computed in float32. Positions are counted without padding, if
+      `attention_mask` has any.
 
-    All parameters stay the same objects. RMS norms and activations stay those of transformers,
-    which have the bits of this project's on a CPU. The model must run in the engine's dtype,
-    without autocast. Raises InputError, and then changes nothing, if the model is of another kind.
+    All parameters stay the same objects. RMS norms and activations stay those of transformers; on a
+    CPU they compute the same bits as the engine's. The model must run in the engine's dtype,
+    without autocast. Raises InputError, and changes nothing, if the model is not supported.
     """
     setter = getattr(model, "set_attn_implementation", None)
     rotaries = [
@@ -47,7 +48,7 @@ def use_engine_operations(
     if setter is None or not rotaries:
         raise InputError(
             type(model).__name__,
-            "is not a model of transformers with rotary positions",
+            "is not a transformers model with rotary embeddings",
             "use qkernels.replace_linears(model, scheme, trainable=True)",
         )
     rounded: list[str] = []
@@ -65,7 +66,7 @@ def use_engine_operations(
 
 
 class Float32Rotary(nn.Module):
-    """Cosines and sines of transformers' module, not rounded to the activations' dtype."""
+    """Wraps transformers' rotary module: cosines and sines stay float32, instead of x's dtype."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -78,9 +79,9 @@ class Float32Rotary(nn.Module):
 def _prepare_call(
     model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give each token its position among the tokens that are not padding, as the engine does.
+    """Set position_ids that do not count padding, as in the engine, and disable the KV cache.
 
-    No KV cache is made: it would hold keys before they are rounded to the activations' dtype.
+    A KV cache would store keys before they are rounded to the activations' dtype.
     """
     given = {**given, "use_cache": False}
     mask_BT = args[1] if len(args) > 1 else given.get("attention_mask")
@@ -91,17 +92,17 @@ def _prepare_call(
     elif mask_BT is None and (positions_BT.diff(dim=-1) != 1).any():
         raise InputError(
             f"{type(model).__name__} position_ids",
-            "begin anew within a row: packed sequences are not supported",
-            "give each sequence a row, and attention_mask",
+            "start again within a row: packed sequences are not supported",
+            "put each sequence in a row of its own, and pass attention_mask",
         )
     return args, given
 
 
 @torch.no_grad()
 def _align(model: nn.Module) -> None:
-    """Move parameters that a file's layout left at odd addresses of the host's memory.
+    """Move CPU parameters to aligned addresses. In a mapped file they may be unaligned.
 
-    A CPU's vector products add in an order that follows the address.
+    On a CPU, the order of sums in a product depends on the alignment.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
@@ -109,7 +110,7 @@ def _align(model: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
-    """Replace the modules of exactly this class; one that has several names stays one."""
+    """Replace the modules of exactly this class. A shared module stays shared."""
     found = {
         name: each
         for name, each in model.named_modules(remove_duplicate=False)

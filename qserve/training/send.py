@@ -1,4 +1,4 @@
-"""send_weights: a trainer's tensors to a server on the same host, through shared memory."""
+"""send_weights: sends a trainer's tensors to a server on the same host, through shared memory."""
 
 import json
 import urllib.error
@@ -31,15 +31,16 @@ def send_weights(
     part_bytes: int | None = PART_BYTES,
     timeout: float = 600.0,
 ) -> str:
-    """Replace all weights of a server (`qserve serve --enable-admin-routes`); returns the version.
+    """Replace all weights of a server (`qserve serve --enable-admin-routes`).
 
-    `tensors` by the names of save_pretrained, which may be made one after the other: they are
-    shared in parts of `part_bytes`, and the server copies each part to the host. With None they are
-    shared together, and the server reads them where they are. Tensors on a GPU of the server are
-    shared by CUDA IPC, others through a file in memory. `mode` and `digests`: as in
-    /update_weights_from_disk.
+    tensors: tensors by their names in save_pretrained; or an iterable that yields (name, tensor)
+    part_bytes: size of the parts in which tensors are shared. The server copies a part to host
+        memory before the next one. None: share all tensors together, and the server does not copy
+        them
+    mode, digests: as in /update_weights_from_ipc
 
-    Raises InputError with the server's answer if it refuses; its weights then stay as they are.
+    Tensors on a GPU of the server are shared by CUDA IPC, others through a file in shared memory.
+    Returns the new version. Raises InputError if the server refuses; then its old weights stay.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     given = {"weight_version": version, "mode": mode, "digests": digests}
@@ -65,7 +66,7 @@ def post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
 
 
 def _message(data: bytes) -> str:
-    """The text of a server's error, or the start of whatever came."""
+    """Return the message in a server's error, or the start of any other reply."""
     try:
         return json.loads(data)["error"]["message"]
     except (ValueError, KeyError, TypeError):

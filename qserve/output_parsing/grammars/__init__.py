@@ -1,1 +1,1 @@
-"""Lark grammars of tool calls, for calls that must fit their schemas."""
+"""Lark grammars of tool calls, which enforce the schemas of the tools' arguments."""

@@ -1,4 +1,7 @@
-"""Lark of one call in each notation of arguments: JSON, tags, Python's literals, Gemma's braces."""
+"""Lark of one call, per notation of arguments: JSON, tags, Python literals, Gemma's braces.
+
+The functions take the CallGrammar, and index, name and schema of the tool. They return Lark.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +36,10 @@ if TYPE_CHECKING:
 
 Rule = Callable[[CallGrammar, int, str, Schema], str]
 
-# Characters of a text between single quotes that need no escape.
+# Characters that need no escape in a text between single quotes.
 UNQUOTED = r"/[^'\\\n\r]*/"
 FREE_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-# Texts that read as another type than a string.
+# JSON type -> expression of texts that cannot be read as a value of this type.
 OTHERS = {
     "null": r"~/(?i)\s*(null|none)\s*/",
     "boolean": r"~/(?i)\s*(true|false)\s*/",
@@ -47,31 +50,32 @@ OTHERS = {
 
 
 def arguments(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
-    """A JSON object."""
+    """Return Lark of the arguments as a JSON object."""
     return form.as_json(schema)
 
 
 def named_object(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
-    """{"name": ..., "arguments": {...}}"""
+    """Return Lark of {"name": ..., "arguments": {...}}."""
     opening = f'{{"name": {json.dumps(name)}, "arguments": '
     return f"{quoted(opening)} {form.as_json(schema)} {quoted('}')}"
 
 
 def bare_object(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
-    """{"name": ..., "parameters": {...}}
+    """Return Lark of {"name": ..., "parameters": {...}}.
 
-    Everything is JSON: llguidance cannot choose between JSON and a text with the same beginning.
+    One JSON rule covers the whole call: llguidance cannot choose between a JSON rule and a text
+    that start alike.
     """
     return form.as_json(call_schema({name: schema}, "parameters"))
 
 
 def bare_list(form: CallGrammar) -> str:
-    """[{"name": ..., "arguments": {...}}, ...] as JSON as a whole."""
+    """Return Lark of [{"name": ..., "arguments": {...}}, ...], as one JSON rule."""
     return form.as_json(list_schema(form.tools, "arguments", is_single=form.is_single))
 
 
 def mistral(form: CallGrammar) -> str:
-    """A list; with newer tokenizers each call begins with the marker."""
+    """Return Lark of Mistral's calls: a list, or with newer tokenizers a marker per call."""
     start = form.text("[TOOL_CALLS]")
     if form.marker_token("[ARGS]") is None:
         return f"{start} {quoted(' ')}? {bare_list(form)}"
@@ -83,12 +87,12 @@ def mistral(form: CallGrammar) -> str:
 
 
 def tagged(tags: "Tags") -> Rule:
-    """Tags around bare text."""
+    """Return the function for calls with tags around bare text."""
     return lambda form, index, name, schema: _Tagged(tags, form, index, name, schema).rule()
 
 
 class _Tagged:
-    """Rules of one tool's arguments in tags."""
+    """Defines the rules of one tool's arguments in tags."""
 
     def __init__(
         self, tags: "Tags", form: CallGrammar, index: int, name: str, schema: Schema
@@ -100,7 +104,7 @@ class _Tagged:
         self._key_end = f"{tags.key_end or '>'}{line}"
         if tags.value:
             self._key_end = f"{tags.key_end}{chr(10) * tags.is_spaced}{tags.value}"
-        # An argument may be closed by its own name.
+        # Readers accept an end tag with the argument's name, so values must not contain one.
         names = "|".join(map(escaped, self._schema.keys))
         self._reserved = tags.reserved
         self._closed = [rf"<\/({names})[^A-Za-z0-9_]"] if names else []
@@ -124,12 +128,12 @@ class _Tagged:
         return " ".join(parts)
 
     def _argument(self, key: str) -> str:
-        """Lark of one argument with its tags."""
+        """Return Lark of one argument with its tags."""
         schemas = self._schema.of(key)
         if len(schemas) != 1:
             raise Inexpressible(f"several schemas of {key!r:.40}")
         texts = _Texts()
-        values: list[str] = []  # Lark of other values
+        values: list[str] = []  # Lark of values that are written as JSON
         self._collect(key, schemas[0], texts, values)
         if not self._tags.has_types and texts.expressions:
             texts.expressions += texts.scalars
@@ -148,15 +152,15 @@ class _Tagged:
         return " | ".join(found)
 
     def _before(self, key: str, is_string: bool) -> str:
-        """Lark of the text before a value."""
+        """Return Lark of the text before a value."""
         typing = (' string="true"' if is_string else ' string="false"') * self._tags.has_types
         quote = self._tags.quote
         return self._form.text(f"{self._tags.parameter}{quote}{key}{quote}{typing}{self._key_end}")
 
     def _collect(self, key: str, schema: Any, texts: "_Texts", values: list[str]) -> None:
-        """Collect what a schema allows: texts and scalars as expressions, other values as JSON.
+        """Collect what a schema allows: expressions of texts and scalars, Lark of other values.
 
-        The library's lexer is greedy, so texts and scalars become one terminal.
+        llguidance's lexer is greedy, so texts and scalars must become one terminal.
         """
         if not isinstance(schema, Mapping) or not schema.keys() - ANNOTATIONS:
             self._add_text({}, (), texts)
@@ -214,7 +218,7 @@ class _Tagged:
             found.append(f"/{escaped(text)}/" if text else "/(?s:.{0,0})/")
 
     def _free(self) -> str:
-        """Lark of an argument with any name and any text."""
+        """Return Lark of an argument with any name and any text."""
         key = self._form.terminal(FREE_KEY)
         typing = ' string="true"' * self._tags.has_types
         before = self._form.text(f"{self._tags.parameter}{self._tags.quote}")
@@ -227,14 +231,14 @@ class _Tagged:
 
 @dataclass(slots=True)
 class _Texts:
-    """Expressions of bare texts: strings, and scalars of other types."""
+    """Expressions of values in bare text: strings, and scalars of other types."""
 
     expressions: list[str] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
     may_be_empty: bool = False
 
 
-# Scalars where a string is possible, too.
+# Expressions of scalars, for arguments that may also be strings.
 SCALARS = {
     "null": "/null/",
     "boolean": "/true|false/",
@@ -266,7 +270,7 @@ JSON_NOTATION = Notation(
 
 
 def _python_text(form: CallGrammar, schema: Schema) -> str:
-    """In double quotes as in JSON, or in single quotes."""
+    """Return Lark of a string in double quotes, as in JSON, or in single quotes."""
     try:
         inside = all_of([*text_expressions(schema), UNQUOTED])
     except Inexpressible:
@@ -293,7 +297,7 @@ PYTHON_NOTATION = Notation(
 
 
 def python(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
-    """f(a=1, b='x')"""
+    """Return Lark of f(a=1, b='x')."""
     if name in form.free:
         value = form.as_json({})
         some = f'({FREE_KEY} "=" {value} (", " {FREE_KEY} "=" {value})*)?'
@@ -318,7 +322,7 @@ def _braced_key(form: CallGrammar, key: str) -> str:
 
 
 def braced(quote: str) -> Rule:
-    """{a:"x",b:1} with another quote."""
+    """Return the function for {a:"x",b:1}, with `quote` instead of the double quotes."""
 
     def text(form: CallGrammar, schema: Schema) -> str:
         try:

@@ -1,4 +1,4 @@
-"""JSON schemas of calls that are JSON as a whole."""
+"""JSON schemas of whole calls, for formats that write calls as JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ Schema = Mapping[str, Any]
 
 
 def call_schema(tools: Mapping[str, Schema], key: str) -> dict[str, Any]:
-    """Schema of one call of one of the tools; `key`: name of its arguments field.
+    """Return the schema of a call of any of the tools. `key`: name of the field for arguments.
 
-    Each tool's schema is a definition, and its references are moved there.
+    Each tool's schema becomes a definition in `$defs`, and its references are adapted.
     """
     definitions = {
         str(index): moved_references(schema, f"#/$defs/{index}")
@@ -28,7 +28,7 @@ def call_schema(tools: Mapping[str, Schema], key: str) -> dict[str, Any]:
 
 
 def list_schema(tools: Mapping[str, Schema], key: str, *, is_single: bool) -> dict[str, Any]:
-    """Schema of a list of at least one call."""
+    """Return the schema of a list of at least one call."""
     call = call_schema(tools, key)
     definitions = {"$defs": call.pop("$defs")}
     most = {"maxItems": 1} if is_single else {}
@@ -36,7 +36,7 @@ def list_schema(tools: Mapping[str, Schema], key: str, *, is_single: bool) -> di
 
 
 def moved_references(value: Any, to: str) -> Any:
-    """Copy a schema that becomes a part of another, at the reference `to`."""
+    """Copy a schema with adapted references, for embedding in another schema at `to`."""
     if isinstance(value, list):
         return [moved_references(each, to) for each in value]
     if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Lark grammars of tool calls for llguidance, made of a row's texts and its notation.
+"""Builds Lark grammars of tool calls for llguidance from a ToolFormat: its texts and its notation.
 
-They restrict a model to complete calls with arguments that fit the tools' schemas. The readers of
-these formats accept more than the grammars do.
+The grammars restrict a model to complete calls with arguments that fit the tools' schemas. The
+readers of the formats accept more than the grammars.
 """
 
 from qserve.output_parsing.grammars.call_grammar import CallGrammar, Schema
@@ -9,19 +9,19 @@ from qserve.output_parsing.grammars.text_grammar import all_of, escaped, without
 from qserve.output_parsing.tool_format import ToolFormat
 from qserve.structured.grammar import quoted
 
-RULE = "calls"  # the rule that a grammar defines
+RULE = "calls"  # name of a grammar's top rule
 
 
 def lark(form: CallGrammar, row: ToolFormat) -> str:
-    """The grammar of an output of calls in a row's format. Raises Inexpressible."""
+    """Return the grammar of output that consists of calls in a format. Raises Inexpressible."""
     form.rules[RULE] = _calls(form, row)
     return form.lines()
 
 
 def lark_in_text(form: CallGrammar, row: ToolFormat) -> str:
-    """The grammar of free text in which all calls are in a row's format. Raises Inexpressible.
+    """Return the grammar of free text with calls in a format. Raises Inexpressible.
 
-    Formats whose calls must begin the output have either calls or text.
+    For formats whose calls must start the output, the output is either calls or text.
     """
     texts = without(_starts(form, row))
     texts += [rf"~/\s*{escaped(text)}(?s:.*)/" for text in row.starts]
@@ -37,7 +37,7 @@ def lark_in_text(form: CallGrammar, row: ToolFormat) -> str:
     elif is_token:
         form.rules[RULE] = f"({some}? {calls}){'?' if form.is_single else '*'} {some}?"
     else:
-        # The text before a call ends with the marker, which is then no part of the call.
+        # The terminal of the text before a call includes the marker, so the call's rule omits it.
         before = form.terminal(f"({all_of(texts)}) {quoted(marker)}")
         after = f"({_calls(form, row, begun=marker)})"
         form.rules[RULE] = f"({before} {after}){'?' if form.is_single else '*'} {some}?"
@@ -45,12 +45,12 @@ def lark_in_text(form: CallGrammar, row: ToolFormat) -> str:
 
 
 def _starts(form: CallGrammar, row: ToolFormat) -> list[str]:
-    """Texts that begin calls and that an ordinary text of the model can spell."""
+    """Return the start markers that have no token id, so that ordinary text could contain them."""
     return [text for text in row.markers if form.marker_token(text) is None]
 
 
 def _calls(form: CallGrammar, row: ToolFormat, begun: str = "") -> str:
-    """Lark of all calls of a row; `begun`: text at its start that is left out."""
+    """Return Lark of the calls in a format. `begun`: text at the start that was matched before."""
     if row.body.whole is not None:
         return row.body.whole(form)
     num_shared = row.num_shared
@@ -72,7 +72,7 @@ def _calls(form: CallGrammar, row: ToolFormat, begun: str = "") -> str:
     texts = form.optional if row.is_bare else form.text
     form.each(call)
     if begun and not num_shared:
-        # Each marker begins one call; more of them follow in the text.
+        # Each marker starts one call; lark_in_text repeats the text and the call.
         return f"{_joined(form.text(own.removeprefix(begun)), 'call', texts(own_end))}"
     form.rules["one"] = _joined(texts(own), "call", texts(own_end))
     left, right = (text and quoted(text) for text in (row.body.left, row.body.right))

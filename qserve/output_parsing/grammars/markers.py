@@ -1,20 +1,21 @@
-"""Lark of texts that contain markers, each of which may be a token of the model."""
+"""Lark of texts with markers. A marker may be a token that a grammar can match only by its id."""
 
 from collections.abc import Callable
 
 from qserve.output_parsing.marker_search import MARKED, TOKEN
 from qserve.structured.grammar import quoted
 
-MarkerToken = Callable[[str], int | None]  # id of a token that no text matches
+# Text of a marker -> its token id; None: the marker is ordinary text. See Tokenizer.marker_token.
+MarkerToken = Callable[[str], int | None]
 
 
 def no_token(text: str) -> int | None:
-    """The MarkerToken of a model whose markers are ordinary texts."""
+    """Return None: the MarkerToken of a model whose markers are ordinary text."""
     return None
 
 
 def lark_text(text: str, marker_token: MarkerToken) -> str:
-    """Lark of a text: tokens where the model has one that no text matches."""
+    """Return Lark of a text. Markers with a token id become token ids."""
     parts, plain = [], ""
     for piece in MARKED.split(text):
         token = marker_token(piece) if TOKEN.fullmatch(piece) else None
@@ -27,7 +28,7 @@ def lark_text(text: str, marker_token: MarkerToken) -> str:
 
 
 def first_token(text: str, marker_token: MarkerToken) -> int | None:
-    """Position of the first marker that is a token; None if there is none."""
+    """Return the position of the first marker with a token id; None if there is none."""
     for match in TOKEN.finditer(text):
         if marker_token(match[0]) is not None:
             return match.start()

@@ -1,4 +1,4 @@
-"""Lark of reasoning before a constrained text."""
+"""Lark grammars of the reasoning before a constrained answer."""
 
 from qserve.output_parsing.grammars.markers import MarkerToken, first_token, lark_text, no_token
 from qserve.output_parsing.notations import harmony
@@ -15,10 +15,10 @@ def grammar_prefix(
     marker_token: MarkerToken = no_token,
     thinks: bool = True,
 ) -> str:
-    """Lark of the reasoning before a constrained text; empty if there can be none.
+    """Return Lark of the reasoning before a constrained answer; "" if reasoning is impossible.
 
-    `thinks`: the model was trained to reason. A model that was not would be driven into reasoning
-    by a format that forbids all other words, and would not leave it.
+    `thinks`: the model was trained to reason. If it was not, reasoning is not offered: the model
+    would start it only because the grammar forbids its other words, and would never end it.
     """
     state, ends = form.opened(prompt_end)
     if state == CLOSED or (state == POSSIBLE and not thinks):
@@ -40,7 +40,7 @@ def grammar_prefix(
 
 
 def answer_opening(form: ReasoningFormat, marker_token: MarkerToken = no_token) -> str:
-    """Lark of a text between the reasoning and a constrained answer; empty if none."""
+    """Return Lark of the text between the reasoning and a constrained answer; "" if none."""
     if not form.is_harmony:
         return ""
     return f"opening: {lark_text(f'{harmony.CHANNEL}final{harmony.MESSAGE}', marker_token)}"

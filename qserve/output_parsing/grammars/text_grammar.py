@@ -1,4 +1,4 @@
-"""Lark of bare texts: string values without JSON's quotes, as tagged and braced calls have them."""
+"""Lark expressions of strings without JSON's quotes, as in tagged and braced calls."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from qserve.structured.pattern_rewrite import has_look_around, rewrite
 from qserve.structured.string_formats import PATTERNS, UNCHECKED
 
 ANY = "/(?s:.*)/"
-MAX_LENGTH = 2000  # of a text whose length a schema limits: the library counts characters in states
-# Keywords without effect on validity.
+MAX_LENGTH = 2000  # largest minLength or maxLength: llguidance needs one state per character
+# Keywords that do not affect validity.
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
     + ("$comment", "$schema", "$id", "$defs", "definitions", "contentMediaType", "contentEncoding")
@@ -29,13 +29,13 @@ MORE_FORMATS = {
 
 
 class Inexpressible(ValueError):
-    """A format cannot write all values of a schema and no others."""
+    """A grammar cannot express a schema in a format: exactly the schema's values."""
 
 
 def text_expressions(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions that a string must match all of to fit a schema.
+    """Return regular expressions; a string fits the schema if it matches all of them.
 
-    Raises Inexpressible for keywords other than those of strings.
+    Raises Inexpressible for keywords that are not about strings.
     """
     unknown = schema.keys() - KEYWORDS - ANNOTATIONS
     if unknown:
@@ -55,12 +55,12 @@ def text_expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def may_be_empty(schema: Mapping[str, Any]) -> bool:
-    """True if the empty string fits a schema for certain."""
+    """Return True if the empty string certainly fits a schema."""
     return not schema.keys() & {"pattern", "format", "minLength"}
 
 
 def anchored(pattern: str) -> str:
-    """A pattern of a JSON schema as an expression of whole texts."""
+    """Convert a `pattern` of a JSON schema, which may match anywhere, to match whole texts."""
     plain = PLAIN_ANCHORED.fullmatch(pattern)
     if plain and not has_look_around(pattern):
         return plain[1]
@@ -71,7 +71,7 @@ def anchored(pattern: str) -> str:
 
 
 def _format_patterns(schema: Mapping[str, Any]) -> Iterable[str]:
-    """Expressions of whole texts of a schema's format."""
+    """Yield expressions that match whole texts, for a schema's `format`."""
     name = schema.get("format")
     if name is None or name in UNCHECKED:
         return
@@ -83,18 +83,21 @@ def _format_patterns(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def without(texts: Iterable[str], expressions: Iterable[str] = ()) -> list[str]:
-    """Expression of texts that contain none of some texts, and nothing that expressions match."""
+    """Return an expression (in a list) of texts without any of `texts` and `expressions`."""
     found = "|".join((*map(escaped, texts), *expressions))
     return [f"~/(?s:.*)({found})(?s:.*)/"] if found else []
 
 
 def all_of(expressions: Iterable[str]) -> str:
-    """One terminal expression; a complement alone would match what is no text."""
+    """Join expressions of a terminal by "and".
+
+    ANY is always included: a complement alone would also match bytes that are not text.
+    """
     return " & ".join((ANY, *expressions))
 
 
 def escaped(text: str) -> str:
-    """Regular expression of a text."""
+    """Return the regular expression that matches exactly a text."""
     return library().regex_to_lark("".join(map(_escape, text)), "")
 
 
@@ -103,5 +106,5 @@ def _escape(char: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A constant as bare text."""
+    """Convert a constant of a schema to bare text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

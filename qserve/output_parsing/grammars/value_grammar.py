@@ -1,7 +1,7 @@
-"""ValueGrammar: Lark of values of a schema in a notation that is not JSON.
+"""ValueGrammar: Lark of a schema's values in a notation other than JSON.
 
-A schema that is made of types, properties, items, constants, alternatives and references is written
-in the notation. Another one is written as JSON, which the readers of these notations accept too.
+A schema with only types, properties, items, constants, alternatives and references gets a grammar
+in the notation. Any other schema gets a JSON grammar; the readers of these notations accept JSON.
 """
 
 import json
@@ -29,34 +29,34 @@ MAX_ITEMS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """How values are written."""
+    """How a format writes values."""
 
     null: str = "null"
     true: str = "true"
     false: str = "false"
     comma: str = ", "
-    key: Callable[["CallGrammar", str], str]  # Lark of a key, and of what separates it
-    text: Callable[["CallGrammar", Schema], str]  # Lark of a string
-    constant: Callable[["CallGrammar", str], str]  # Lark of one string
+    key: Callable[["CallGrammar", str], str]  # returns Lark of a key with its separator
+    text: Callable[["CallGrammar", Schema], str]  # returns Lark of strings that fit a schema
+    constant: Callable[["CallGrammar", str], str]  # returns Lark of one string
 
 
 class ValueGrammar:
-    """Defines rules of one tool's values in a CallGrammar."""
+    """Defines the rules for one tool's values in a CallGrammar."""
 
     def __init__(self, form: "CallGrammar", notation: Notation, root: Schema, prefix: str) -> None:
         self._form, self._notation, self._root, self._prefix = form, notation, root, prefix
         self._num_rules = 0
-        self._names: dict[int, str] = {}  # rules of the targets of references
+        self._names: dict[int, str] = {}  # id() of a reference's target -> name of its rule
 
     def value(self, schema: Any) -> str:
-        """Lark of a value."""
+        """Return Lark of a value in the notation, or else as JSON."""
         try:
             return self._value(schema)
         except Inexpressible:
             return f"({self.as_json(schema)})"
 
     def as_json(self, schema: Any) -> str:
-        """Lark of a value as JSON."""
+        """Return Lark of a value as JSON."""
         moved = moved_references(schema, ROOT)
         if not isinstance(moved, Mapping):
             return self._form.as_json(moved)
@@ -66,7 +66,7 @@ class ValueGrammar:
     def fields(
         self, keys: Sequence[str], required: Sequence[str], rule: str, field: Callable[[str], str]
     ) -> str:
-        """Lark of fields in order, separated by commas; optional ones may be absent."""
+        """Return Lark of fields in order, separated by commas; optional fields may be absent."""
         rules, name = self._form.rules, f"{self._prefix}_{rule}"
         comma = quoted(self._notation.comma)
         for place, key in enumerate(keys):
@@ -136,7 +136,7 @@ class ValueGrammar:
             raise Inexpressible("allOf")
         if word == "oneOf" and not are_disjoint(branches, self._root):
             raise Inexpressible("oneOf")
-        # The library's lexer is greedy: it cannot choose between two kinds of strings.
+        # llguidance's lexer is greedy: it cannot choose between two alternatives that are strings.
         kinds = ArgumentSchema(self._root)
         if sum("string" in kinds.kinds([each]) for each in branches) > 1:
             raise Inexpressible("several texts")
@@ -187,13 +187,13 @@ class ValueGrammar:
         return f"({quoted('{')} {fields} {quoted('}')})"
 
     def _new(self) -> int:
-        """A number that no other rule has."""
+        """Return a number for a new rule's name."""
         self._num_rules += 1
         return self._num_rules
 
 
 def target_of(root: Schema, reference: Any) -> Any:
-    """Schema that a local reference names."""
+    """Return the schema that a local reference points to. Raises Inexpressible."""
     try:
         return lookup(reference, root)
     except Unsupported as error:
@@ -201,7 +201,7 @@ def target_of(root: Schema, reference: Any) -> Any:
 
 
 def resolved_root(schema: Schema) -> Schema:
-    """The schema that a root with nothing but a reference names, else the root."""
+    """Return the target of the reference if a root schema is only a reference, else the root."""
     if schema.keys() - ANNOTATIONS == {"$ref"}:
         target = target_of(schema, schema["$ref"])
         if isinstance(target, Mapping):
@@ -210,9 +210,10 @@ def resolved_root(schema: Schema) -> Schema:
 
 
 def plain_object(schema: Schema) -> tuple[list[str], list[str]]:
-    """Names of an object's properties, and which are required.
+    """Return the names of an object's properties, and of the required ones.
 
-    Raises Inexpressible unless properties in order, without others, are all that matters.
+    Raises Inexpressible unless the schema only lists properties. The grammar will have them in this
+    order, and no other properties.
     """
     own = schema.keys() - ANNOTATIONS
     properties, required = schema.get("properties"), schema.get("required", [])

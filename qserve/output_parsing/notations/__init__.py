@@ -1,1 +1,1 @@
-"""Notations of tool calls, each a reader of characters."""
+"""Streaming readers of tool calls, one per notation."""

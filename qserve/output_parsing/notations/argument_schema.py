@@ -1,7 +1,7 @@
-"""ArgumentSchema: JSON types that a tool's schema allows for each argument.
+"""ArgumentSchema: the JSON types that a tool's schema allows for each argument.
 
-Local references, `allOf`, `anyOf`, `oneOf`, `enum` and `const` are resolved. Other keywords, such
-as `minimum`, do not affect the type and are not checked.
+It resolves local references, `allOf`, `anyOf`, `oneOf`, `enum` and `const`. It does not check other
+keywords, such as `minimum`, which do not affect the type.
 """
 
 import re
@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 Kinds = frozenset[str]
 
-# "number" always comes with "integer", since integers are numbers in JSON Schema.
+# Sets with "number" also have "integer", since integers are numbers in JSON Schema.
 ALL: Kinds = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
 NUMBER: Kinds = frozenset({"integer", "number"})
-# Keywords that apply to one type. A schema without `type` that has one implies the type.
+# JSON type -> keywords that imply this type in a schema without `type`.
 IMPLIED = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
@@ -25,23 +25,23 @@ IMPLIED = {
 MAX_CHECKS = 1000  # schemas visited to check one value
 MAX_PATTERN_CHARS = 256
 MAX_KEY_CHARS = 128  # longer keys are not matched against patterns
-MAX_REPEATS = 3  # in a pattern; the time to match is a power of this
+MAX_REPEATS = 3  # repeats in a pattern; the time to match is exponential in their number
 
 
 class ArgumentSchema:
     """Schema of a tool's arguments, for formats that write values as bare text.
 
-    `root`: JSON schema of the arguments object; any other value allows everything.
+    `root`: JSON schema of the arguments object. If `root` is not an object, anything is allowed.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root if isinstance(root, Mapping) else {}
-        self._kinds: dict[int, Kinds | None] = {}  # by the schema's id; None while it is computed
+        self._kinds: dict[int, Kinds | None] = {}  # id() of a schema -> types; None: in computation
 
     def of(self, key: str) -> list[Any]:
-        """Schemas of the argument `key`; empty if the tool does not define it.
+        """Return the schemas of the argument `key`; [] if the tool does not define it.
 
-        Any of them may apply: they come from alternatives, or from patterns that may match.
+        Any of the schemas may apply: they are alternatives, or belong to patterns that may match.
         """
         found: list[Any] = []
         for part in self._parts:
@@ -61,13 +61,13 @@ class ArgumentSchema:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Arguments that the schema names, in its order."""
+        """Names of the arguments in the schema, in order."""
         named = (part.get("properties") for part in self._parts)
         found = (key for each in named if isinstance(each, Mapping) for key in each)
         return list(dict.fromkeys(found))
 
     def kinds(self, schemas: Iterable[Any]) -> Kinds:
-        """JSON types that one of the schemas allows; string if none is stated."""
+        """Return the JSON types that any of the schemas allows; string if no type is stated."""
         stated = [self._kinds_of(schema) for schema in schemas]
         known = [kinds for kinds in stated if kinds != ALL]
         if not known:
@@ -76,15 +76,13 @@ class ArgumentSchema:
         return frozenset(extra).union(*known) or frozenset({"string"})
 
     def allows(self, schemas: Iterable[Any], value: Any) -> bool:
-        """True if one schema allows the type of a value and lists it among its
-        constants, if any.
-        """
+        """Return True if a schema allows a value's type, and the value if it lists constants."""
         budget = [MAX_CHECKS]
         return any(self._fits(schema, value, budget) for schema in schemas)
 
     @cached_property
     def _parts(self) -> list[Mapping]:
-        """The root and the schemas that it is composed of."""
+        """The root schema and the schemas that it is composed of."""
         parts: list[Mapping] = []
         seen: set[int] = set()
         waiting: list[Any] = [self._root]
@@ -102,7 +100,7 @@ class ArgumentSchema:
         return parts
 
     def _kinds_of(self, schema: Any) -> Kinds:
-        """ALL if the schema states no type, or contains itself."""
+        """Return the types that a schema allows; ALL if it states no type or contains itself."""
         if not isinstance(schema, Mapping):
             return ALL
         known = self._kinds.get(id(schema), ALL)
@@ -169,7 +167,7 @@ class ArgumentSchema:
         )
 
     def _target(self, schema: Mapping) -> Any:
-        """Target of a local `$ref`, or None."""
+        """Return the target of a schema's local `$ref`, or None."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
@@ -187,7 +185,7 @@ class ArgumentSchema:
         return found
 
     def _anchored(self, name: str) -> Any:
-        """The definition with this `$anchor`."""
+        """Return the definition with this `$anchor`, or None."""
         for place in ("$defs", "definitions"):
             found = self._root.get(place)
             for each in found.values() if isinstance(found, Mapping) else ():
@@ -214,7 +212,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _may_match(pattern: str, key: str) -> bool:
-    """Match a key against a pattern; a pattern that may take long counts as a match."""
+    """Return True if a key matches a pattern, or if the pattern might take long to match."""
     if len(pattern) > MAX_PATTERN_CHARS or len(key) > MAX_KEY_CHARS:
         return True
     num_repeats = sum(pattern.count(sign) for sign in "*+{?")

@@ -1,4 +1,4 @@
-"""Convert values that a model writes as bare text to JSON of the type in the schema."""
+"""Converts values that a model writes as bare text to JSON, with the type from the schema."""
 
 import json
 import math
@@ -16,10 +16,10 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 def typed(text: str, schema: ArgumentSchema, key: str) -> str:
-    """JSON of a bare value of the argument `key`.
+    """Convert the bare text of the argument `key` to JSON.
 
-    The order of types is null, boolean, integer, number, object, array. The first one counts that
-    the schema allows and the text can be. Any other text is a string.
+    The types null, boolean, integer, number, object, array are tried in this order. The first type
+    counts that the schema allows and the text can be read as. Otherwise the text is a string.
     """
     schemas = schema.of(key)
     kinds = schema.kinds(schemas)
@@ -36,7 +36,7 @@ def typed(text: str, schema: ArgumentSchema, key: str) -> str:
 
 
 def from_json(text: str, schema: ArgumentSchema, key: str) -> str:
-    """JSON of a value that a format says is JSON; another text is typed by the schema."""
+    """Convert the text of an argument that should be JSON; if it is not, convert it by `typed`."""
     try:
         value = json.loads(text, strict=False, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -57,7 +57,7 @@ def _boolean(text: str) -> str:
 
 
 def _integer(text: str) -> str:
-    """Also accept a number whose fraction is zero, as JSON Schema does."""
+    """Convert an integer. As in JSON Schema, a number whose fraction is zero is an integer."""
     if INTEGER.fullmatch(text):
         return json.dumps(int(text))
     number = json.loads(_number(text))
@@ -77,7 +77,7 @@ def _number(text: str) -> str:
 
 
 def _composed(kind: type) -> Callable[[str], str]:
-    """Parse JSON, or Python's notation: True, None, single quotes, tuples."""
+    """Return a reader of JSON, or of Python literals: True, None, single quotes, tuples."""
 
     def read(text: str) -> str:
         try:
@@ -92,7 +92,7 @@ def _composed(kind: type) -> Callable[[str], str]:
 
 
 def _dump(value: Any) -> str:
-    """JSON of a value; halves of a character stay escapes, since UTF-8 cannot have them."""
+    """Encode a value as JSON. Lone surrogates stay escaped, since UTF-8 cannot encode them."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return json.dumps(value, allow_nan=False) if HALVES.search(text) else text
 

@@ -1,7 +1,7 @@
 """Gemma's calls: call:f{a:<|"|>text<|"|>,n:42,ok:true,o:{k:null},l:[1,2]}
 
-Keys are bare. Texts are between two equal quotes, which are a token of their own, and have no
-escapes. JSON's notation is read, too.
+Keys have no quotes. Strings have the token <|"|> on both sides, and no escapes. JSON is accepted,
+too.
 """
 
 import json
@@ -15,16 +15,16 @@ from qserve.output_parsing.reading import BrokenCall, Emit, Reader, after_space,
 from qserve.output_parsing.tool_format import Start
 
 MAX_KEY_CHARS = 256
-MAX_DEPTH = 100  # nested brackets
-ENDS = ",]}"  # of a bare value
+MAX_DEPTH = 100  # maximum number of nested brackets
+ENDS = ",]}"  # characters that end a bare value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Braced:
-    quote: str  # before and after a text
+    quote: str  # text before and after a string
 
     def read(self, calls: Calls, start: Start) -> Reader[str]:
-        """Read the arguments of one call, whose name has been read."""
+        """Read the arguments of one call. Its name has been read."""
         if start.char != "{":
             raise BrokenCall
         schema = ArgumentSchema(calls.tools.get(start.name))
@@ -49,7 +49,7 @@ class Braced:
         return ""
 
     def _argument(self, key: str, char: str, schema: ArgumentSchema, emit: Emit) -> Reader[str]:
-        """Read the value of an argument, whose type the schema decides where it is ambiguous."""
+        """Read the value of an argument. If its type is ambiguous, the schema decides."""
         kinds = schema.kinds(schema.of(key))
         if "string" in kinds or char in "{[":
             is_text = kinds == {"string"} and bool(schema.of(key))
@@ -64,9 +64,9 @@ class Braced:
     def _value(
         self, char: str, emit: Emit, *, is_text: bool = False, depth: int = 0
     ) -> Reader[str]:
-        """Read a value; return the first character after it and white space.
+        """Read a value. Returns the first character after it that is not white space.
 
-        `is_text`: a bare value is a text, too.
+        `is_text`: read bare words and numbers as strings, too.
         """
         if depth > MAX_DEPTH:
             raise BrokenCall
@@ -110,7 +110,7 @@ class Braced:
         return (yield from after_space())
 
     def _key(self, char: str) -> Reader[tuple[str, str]]:
-        """A key, and the first character of its value."""
+        """Read a key and its colon. Returns the key, and the first character of its value."""
         key = ""
         if char in (self.quote[0], '"'):
             parts: list[str] = []
@@ -127,14 +127,14 @@ class Braced:
         return key.strip(), (yield from after_space())
 
     def _text(self, char: str, emit: Emit) -> Reader[None]:
-        """Read a text from the first character of its opening quote on."""
+        """Read a string; `char` is the first character of its opening quote."""
         if char == '"':
             return (yield from json_string(emit))
         for expected in self.quote[1:]:
             if (yield) != expected:
                 raise BrokenCall
         emit('"')
-        held = ""  # may begin the closing quote
+        held = ""  # characters that may start the closing quote
         while True:
             char = yield
             if not char:

@@ -1,10 +1,11 @@
-"""Harmony, the format of gpt-oss: messages in channels, some of them addressed to a tool.
+"""Reader of Harmony, the format of gpt-oss: messages in channels, which may be sent to a tool.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
 <|constrain|>json<|message|>{...}<|call|>
 
-The channel `analysis` is reasoning, a message to a tool is a call, all else is content. The prompt
-ends with <|start|>assistant, so an output begins inside a message's header.
+A message in the channel `analysis` is reasoning, a message to a tool is a call, and any other
+message is content. The prompt ends with <|start|>assistant, so an output starts inside a message's
+header.
 """
 
 import re
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
-OPENS = (START, CHANNEL)  # texts that begin a header
+OPENS = (START, CHANNEL)  # texts that start a header
 STOPS = (RETURN, CALL)  # tokens that end the model's turn
 MAX_HEADER_CHARS = 512
 ANALYSIS = "analysis"
@@ -42,7 +43,7 @@ def harmony(calls: Calls, start: Start) -> Reader[str]:
                 marker = yield from _segment(header.append, first)
                 first = None
                 if not marker:
-                    return ""  # cut off in a header
+                    return ""  # the output ends inside a header
                 if marker in STOPS or sum(map(len, header)) > MAX_HEADER_CHARS:
                     raise BrokenCall
                 header.append(marker)
@@ -56,7 +57,7 @@ def harmony(calls: Calls, start: Start) -> Reader[str]:
 
 
 def _message(header: str, calls: Calls) -> Reader[str]:
-    """Read a message after its header; return the marker after it."""
+    """Read a message after its header. Returns the marker after the message."""
     channel = CHANNEL_NAME.search(header)
     recipient = RECIPIENT.search(header)
     address = recipient[1] if recipient else ""
@@ -84,8 +85,8 @@ def _call(name: str, calls: Calls) -> Reader[str]:
 
 
 def _segment(emit: Emit, first: str | None = None) -> Reader[str]:
-    """Read text up to a marker; return the marker, "" at the end of the output."""
-    held = ""  # may begin a marker
+    """Read text up to a marker. Returns the marker; "" at the end of the output."""
+    held = ""  # characters that may start a marker
     char = (yield) if first is None else first
     while char:
         held += char
@@ -101,7 +102,7 @@ def _segment(emit: Emit, first: str | None = None) -> Reader[str]:
 
 
 def lark(form: "CallGrammar") -> str:
-    """One call, with which the model ends its turn."""
+    """Return Lark of one call, which ends the model's turn."""
 
     def body(index: int, name: str, schema: Any) -> str:
         opening = f"{CHANNEL}commentary to={TOOLS}{name} {CONSTRAIN}json{MESSAGE}"

@@ -1,4 +1,4 @@
-"""Calls as JSON: arguments after a name, objects with name and arguments, Mistral's format."""
+"""Readers of calls in JSON: arguments after a name, objects with name and arguments, Mistral's."""
 
 import re
 
@@ -8,14 +8,14 @@ from qserve.output_parsing.reading import BrokenCall, Reader, after_space, skip,
 from qserve.output_parsing.tool_format import Start
 
 MISTRAL = "[TOOL_CALLS]"
-ARGUMENTS = ("arguments", "parameters")  # formats differ, and models mix them up
-# fields of a call, other than content
+ARGUMENTS = ("arguments", "parameters")  # formats use either key, and models confuse them
+# keys of an object that may be a call
 KEYS = ("name", *ARGUMENTS, "type", "id", "index", "function")
-# What follows a call whose last bracket is missing: the next call, an end tag, the end of the text.
+# Characters after a call whose last bracket is missing: of the next call, of an end tag, or none.
 UNCLOSED = ("{", "<", "[", "]", ";", "")
 
-# Start of a call inside the text of a broken one: an unclosed string swallows what follows. The
-# group is the marker.
+# Start of the next call inside the text of a broken call, whose unclosed string contains the next
+# call. The group is the marker.
 HERMES_AGAIN = re.compile(r'(<tool_call>)\s*(?:\[\s*)?\{\s*"')
 LLAMA_AGAIN = re.compile(r'[\n;] ?()\{\s*"')
 MISTRAL_AGAIN = re.compile(
@@ -24,7 +24,7 @@ MISTRAL_AGAIN = re.compile(
 
 
 def arguments(calls: Calls, start: Start) -> Reader[str]:
-    """{...} after the name; nothing if the tool takes no arguments."""
+    """Read {...} after the name. It may be missing, for a tool without arguments."""
     if start.char not in ("{", "<", "`"):
         raise BrokenCall
     calls.name(start.name)
@@ -38,7 +38,7 @@ def arguments(calls: Calls, start: Start) -> Reader[str]:
 
 
 def objects(calls: Calls, start: Start) -> Reader[str]:
-    """{"name": ..., "arguments": {...}}, one or several, or a list of them."""
+    """Read one or several {"name": ..., "arguments": {...}}, or a list of them."""
     char = start.char
     if char == "[":
         return (yield from _list(calls, (yield from after_space())))
@@ -50,9 +50,9 @@ def objects(calls: Calls, start: Start) -> Reader[str]:
 
 
 def bare_objects(calls: Calls, start: Start) -> Reader[str]:
-    """{"name": ..., "parameters": {...}}, repeated. Other JSON objects are content.
+    """Read one or several {"name": ..., "parameters": {...}}. Other JSON objects are content.
 
-    Calls may be separated by semicolons, commas, white space, or nothing.
+    Between calls there may be semicolons, commas, white space, or nothing.
     """
     char = start.char
     while True:
@@ -63,7 +63,7 @@ def bare_objects(calls: Calls, start: Start) -> Reader[str]:
 
 
 def bare_list(calls: Calls, start: Start) -> Reader[str]:
-    """[{"name": ..., "arguments": {...}}, ...] without markers. Other lists are content."""
+    """Read [{"name": ..., "arguments": {...}}, ...] without markers. Other lists are content."""
     char = start.char
     if char == "[":
         char = yield from after_space()
@@ -71,12 +71,12 @@ def bare_list(calls: Calls, start: Start) -> Reader[str]:
 
 
 def required(calls: Calls, start: Start) -> Reader[str]:
-    """The list that a grammar enforces for models without a format of their own."""
+    """Read the JSON list of calls that the grammar enforces for models without a known format."""
     return (yield from _list(calls, (yield from after_space())))
 
 
 def _list(calls: Calls, char: str, *, is_strict: bool = False) -> Reader[str]:
-    """Read the objects of a list whose opening bracket has been read."""
+    """Read the objects of a list. Its opening bracket has been read."""
     while True:
         char = yield from call_object(char, calls, is_strict=is_strict, is_alone=False)
         char = yield from after_space(char, also=",")
@@ -87,7 +87,7 @@ def _list(calls: Calls, char: str, *, is_strict: bool = False) -> Reader[str]:
 
 
 def mistral(calls: Calls, start: Start) -> Reader[str]:
-    """[TOOL_CALLS] and a list; with newer tokenizers [TOOL_CALLS]name[ARGS]{...}, repeated."""
+    """Read [TOOL_CALLS] and a list; or, with newer tokenizers, [TOOL_CALLS]name[ARGS]{...} each."""
     char = start.char
     if not start.marker:
         return (yield from _list(calls, char, is_strict=True))
@@ -118,11 +118,12 @@ def mistral(calls: Calls, start: Start) -> Reader[str]:
 def call_object(
     char: str, calls: Calls, *, is_strict: bool = False, is_alone: bool = True
 ) -> Reader[str]:
-    """Read a call that begins with `char`; return the first character after it and white space.
+    """Read a call that starts with `char`. Returns the first character after it, without space.
 
-    `is_strict`: an object with an unknown name or other keys is other JSON, and so is one that
-    `is_alone` and has no arguments. One closing bracket of the object itself, outside of the
-    arguments, may be missing or superfluous.
+    is_strict: an object with an unknown name or other keys is not a call
+    is_alone: with `is_strict`, an object without arguments is not a call either
+
+    One closing bracket of the object itself, outside of the arguments, may be missing or doubled.
     """
     if char != "{":
         raise BrokenCall
@@ -148,7 +149,7 @@ def call_object(
                 calls.name(name)
                 calls.arguments("".join(held))
         elif key in ARGUMENTS and char == "n":
-            char = yield from json_value(char, len)  # null: none
+            char = yield from json_value(char, len)  # null means no arguments
         elif key in ARGUMENTS:
             if char != "{" or has_arguments:
                 raise BrokenCall

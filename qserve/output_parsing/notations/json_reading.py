@@ -1,7 +1,7 @@
-"""Streaming reader of JSON values. It follows RFC 8259 and corrects three slips of models.
+"""Streaming reader of JSON values. It follows RFC 8259, and corrects three mistakes of models.
 
-Line breaks and tabs in strings become escapes, Python's True, False and None become JSON's, and a
-comma before a closing bracket is dropped.
+It escapes line breaks and tabs in strings, converts Python's True, False and None, and drops a
+comma before a closing bracket.
 """
 
 import json
@@ -18,7 +18,7 @@ HEX = "0123456789abcdefABCDEF"
 
 
 def json_value(char: str, emit: Emit) -> Reader[str]:
-    """Read the value that begins with `char`; return the character after it."""
+    """Read the value that starts with `char`. Returns the character after the value."""
     closing: list[str] = []
     while True:
         if char in ("{", "["):
@@ -60,7 +60,7 @@ def json_value(char: str, emit: Emit) -> Reader[str]:
 
 
 def json_string(emit: Emit) -> Reader[None]:
-    """Read a string after its opening quote. Escapes are emitted whole."""
+    """Read a string after its opening quote. An escape is emitted in one piece."""
     emit('"')
     while True:
         char = yield
@@ -77,7 +77,7 @@ def json_string(emit: Emit) -> Reader[None]:
 
 
 def json_text() -> Reader[str]:
-    """Return the text of a string after its opening quote."""
+    """Read a string after its opening quote. Returns the decoded text."""
     parts: list[str] = []
     yield from json_string(parts.append)
     return json.loads("".join(parts))
@@ -99,7 +99,7 @@ def _escape() -> Reader[str]:
 
 
 def _key(char: str, emit: Emit) -> Reader[str]:
-    """Read a key and its colon; return the first character of the value."""
+    """Read a key and its colon. Returns the first character of the value."""
     if char != '"':
         raise BrokenCall
     yield from json_string(emit)

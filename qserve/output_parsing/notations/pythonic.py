@@ -1,4 +1,4 @@
-"""Calls written as a Python list of calls with literals: [get_weather(city='Paris', days=3)]"""
+"""Reader of calls in Python's notation: [get_weather(city='Paris', days=3)]."""
 
 import json
 import math
@@ -17,25 +17,25 @@ from qserve.output_parsing.reading import (
 from qserve.output_parsing.tool_format import Start
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
-WORDS |= {word: word for word in WORDS.values()}  # models mix the two languages up
+WORDS |= {word: word for word in WORDS.values()}  # models confuse Python and JSON
 # escape character -> its text
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 ESCAPES |= {"\\": "\\", "'": "'", '"': '"', "\n": ""}
-MAX_PLAIN = 64  # characters of a number
+MAX_PLAIN = 64  # maximum number of characters of a number or word
 SEPARATORS = ",;"  # between calls
 NAME = re.compile(r"[A-Za-z_][\w.-]*")
-# Start of a call inside the text of a broken one; the group is the marker.
+# Start of the next call inside the text of a broken call. The group is the marker.
 AGAIN = re.compile(r"\)\s*(?:\]\s*)?(?:[,;]\s*)?(?:\[\s*)?()[A-Za-z_][\w.-]*\(")
 CLOSING = {"[": "]", "(": ")", "{": "}"}
 QUOTES = ("'", '"')
-CODES = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits that follow
+CODES = {"x": 2, "u": 4, "U": 8}  # escape character -> number of hexadecimal digits
 
 
 def pythonic(calls: Calls, start: Start) -> Reader[str]:
-    """[f(a=1), g()], between markers or alone, or calls without brackets between markers.
+    """Read [f(a=1), g()], with or without markers around it; brackets are optional with markers.
 
-    Calls may be separated by commas, semicolons, white space, or nothing. Without
-    markers there may be several lists. A start without a marker is a call inside of a list.
+    Between calls there may be commas, semicolons, white space, or nothing. Without markers there
+    may be several lists. If `start` has no marker, the first call is inside a list.
     """
     char, is_alone = start.char, start.marker in ("", "[")
     has_brackets = char == "[" or is_alone
@@ -65,7 +65,7 @@ def pythonic(calls: Calls, start: Start) -> Reader[str]:
 
 
 def _arguments(emit: Emit) -> Reader[None]:
-    """Read keyword arguments as a JSON object; the opening bracket has been read."""
+    """Read keyword arguments, and emit a JSON object. The opening bracket has been read."""
     keys: set[str] = set()
     char = yield from after_space()
     while char != ")":
@@ -85,7 +85,7 @@ def _arguments(emit: Emit) -> Reader[None]:
 
 
 def literal_as_json(text: str) -> str:
-    """JSON of a text that is one literal. Raises ValueError for any other text."""
+    """Convert a Python literal to JSON. Raises ValueError if the text is not one literal."""
     parts: list[str] = []
     try:
         if text and read_whole(_literal(text[0], parts.append), text[1:]):
@@ -96,8 +96,8 @@ def literal_as_json(text: str) -> str:
 
 
 def _literal(char: str, emit: Emit) -> Reader[str]:
-    """Read a literal and emit it as JSON; return the character after it."""
-    closing: list[str] = []  # in Python's notation; JSON has no tuples
+    """Read a literal, and emit it as JSON. Returns the character after the literal."""
+    closing: list[str] = []  # closing brackets to come, in Python's notation
     while True:
         if char in CLOSING:
             emit("{" if char == "{" else "[")
@@ -132,9 +132,9 @@ def _literal(char: str, emit: Emit) -> Reader[str]:
 
 
 def _key(char: str, emit: Emit) -> Reader[str]:
-    """Read a dict key and its colon; return the first character of the value.
+    """Read a dict key and its colon. Returns the first character of the value.
 
-    A key that is a number or a word becomes a string, as in Python's own JSON.
+    A key that is a number or a word becomes a string, as in Python's json module.
     """
     if char in QUOTES:
         char = yield from _string(char, emit)
@@ -149,9 +149,9 @@ def _key(char: str, emit: Emit) -> Reader[str]:
 
 
 def _string(quote: str, emit: Emit) -> Reader[str]:
-    """Read a string, also a triple-quoted one; return the character after it.
+    """Read a string, which may be triple-quoted. Returns the character after it.
 
-    Line breaks are accepted in every string, since models leave them in code.
+    Line breaks are accepted in every string, since models write code with line breaks.
     """
     emit('"')
     char = yield
@@ -168,8 +168,8 @@ def _string(quote: str, emit: Emit) -> Reader[str]:
 
 
 def _text(end: str, char: str, emit: Emit) -> Reader[None]:
-    """Read the text of a string from `char` on, and the closing quotes."""
-    held = ""  # may begin the closing quotes
+    """Read the text of a string, which starts with `char`, and its closing quotes."""
+    held = ""  # characters that may start the closing quotes
     while True:
         if not char:
             raise BrokenCall
@@ -180,7 +180,7 @@ def _text(end: str, char: str, emit: Emit) -> Reader[None]:
         else:
             if char == "\\":
                 char = yield from _escape()
-            # JSON joins two escapes of halves of a character; Python does not.
+            # Keep surrogates escaped: JSON joins a pair to one character, Python does not.
             is_half = "\ud800" <= char <= "\udfff"
             text = held + char
             emit(json.dumps(text)[1:-1] if is_half else json_escaped(text))
@@ -189,7 +189,7 @@ def _text(end: str, char: str, emit: Emit) -> Reader[None]:
 
 
 def _escape() -> Reader[str]:
-    """The text of an escape after its backslash."""
+    """Read an escape after its backslash. Returns its text."""
     char = yield
     if char in CODES:
         digits = ""

@@ -1,4 +1,4 @@
-"""Source: characters of a reader with look-ahead."""
+"""Source: input of a streaming reader that needs to look ahead."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ MAX_NAME_CHARS = 256
 
 
 class Source:
-    """Characters of a reader with look-ahead: text since a mark can be read again."""
+    """Input of a streaming reader. Characters since the last `mark` can be read again."""
 
     def __init__(self) -> None:
         self._waiting: deque[str] = deque()
@@ -26,7 +26,7 @@ class Source:
         return char
 
     def until(self, end: str, stops: str = "<\n") -> Reader[str]:
-        """A name up to the character `end`. Raises BrokenCall for an impossible name."""
+        """Read a name up to the character `end`. Raises BrokenCall for an impossible name."""
         name = ""
         while (char := (yield from self.next())) != end:
             if not char or char in stops or len(name) >= MAX_NAME_CHARS:
@@ -40,7 +40,7 @@ class Source:
         self._read = []
 
     def position(self) -> int:
-        """Number of characters read since the mark."""
+        """Return the number of characters read since the mark."""
         return len(self._read)
 
     @property
@@ -49,11 +49,11 @@ class Source:
         return self._read[-1:] == [""]
 
     def read(self, position: int = 0) -> str:
-        """Text from a position after the mark on."""
+        """Return the text from a position after the mark up to the last character read."""
         return "".join(self._read[position:])
 
     def rewind(self, position: int = 0) -> None:
-        """Go back to a position after the mark."""
+        """Go back to a position after the mark, so that the text is read again."""
         self._waiting.extendleft(reversed(list(filter(None, self._read[position:]))))
         del self._read[position:]
 
@@ -62,5 +62,5 @@ class Source:
         self._waiting.appendleft(char)
 
     def rest(self) -> str:
-        """Characters that were read and put back."""
+        """Return the characters that were put back and not read again."""
         return "".join(self._waiting)

@@ -1,10 +1,10 @@
-"""Calls whose arguments are tags around bare text, typed by the tool's schema.
+"""Reader of calls with arguments as bare text in tags. The tool's schema determines the types.
 
 <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
 
-A value may contain any text, including tags. An end tag therefore ends a value only if a tag that
-can follow it is next; any other end tag is text. If the end tag is misspelt or missing, the value
-ends where the call is clearly over, so that it does not swallow the next call.
+A value may contain any text, including tags. So an end tag ends a value only if a tag follows that
+may follow a value; otherwise the end tag is text. If the end tag is misspelt or missing, the value
+ends where the call is clearly over, so that it does not include the next call.
 """
 
 import json
@@ -25,8 +25,8 @@ VALUE_END, FUNCTION_END, CALL_END = "value end", "function end", "call end"
 AFTER_VALUE = (PARAMETER, FUNCTION, CALL, FUNCTION_END, CALL_END)
 END_OF_TEXT = ""
 MAX_TAG_CHARS = 48
-MISSPELT = 4  # characters by which a misspelt end tag is known
-# The inside of an opening tag: a name in quotes or without, and DeepSeek's type of the value.
+MISSPELT = 4  # characters of an end tag that must be right if the tag is misspelt
+# The inside of an opening tag: a name with or without quotes, and DeepSeek's type of the value.
 NAMED = re.compile(
     r"""\s*(?:"([^"]*)"|'([^']*)'|([^"'\s][^"']*?))\s*(?:string="?(true|false)"?)?\s*"""
 )
@@ -34,25 +34,25 @@ NAMED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """Texts of a format's tags. Opening ones end where the name in them begins."""
+    """Texts of a format's tags. The text of an opening tag ends before the name in the tag."""
 
-    call: str  # opens all
+    call: str  # starts a call
     call_end: str
-    function: str = ""  # before the tool's name; empty: the name follows `call`
+    function: str = ""  # before the tool's name; "": the name follows `call`
     function_end: str = ""
     parameter: str  # before the argument's name
-    key_end: str = ""  # after the argument's name; empty: ">"
+    key_end: str = ""  # after the argument's name; "": ">"
     value: str = ""  # before the value, after `key_end`
     value_end: str
-    trims: bool = False  # a line break at each side of a value does not belong to it
-    # As the chat template writes calls:
-    quote: str = ""  # around names in tags
-    has_types: bool = False  # an attribute says whether a value is a string
-    is_spaced: bool = False  # line breaks between the tags
+    trims: bool = False  # True: one line break on each side is not part of the value
+    # How the chat template writes calls:
+    quote: str = ""  # quotes around names in tags
+    has_types: bool = False  # True: an attribute says if the value is a string
+    is_spaced: bool = False  # True: line breaks between the tags
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Kind of each tag."""
+        """Text of a tag -> kind of the tag."""
         found = {self.call: CALL, self.call_end: CALL_END, self.parameter: PARAMETER}
         found |= {self.function: FUNCTION, self.function_end: FUNCTION_END}
         found[self.value_end] = VALUE_END
@@ -60,22 +60,22 @@ class Tags:
 
     @cached_property
     def misspelt(self) -> dict[str, str]:
-        """Kind of each end tag by the beginning of its text: models misspell or omit the rest."""
+        """Start of an end tag -> kind of the tag. Models misspell or omit the rest of the tag."""
         ends = (self.value_end, self.function_end, self.call_end)
         starts = {_start_of(tag): tag for tag in ends if tag[:2] == "</"}
         return {start: self.kinds[tag] for start, tag in starts.items()}
 
     def may_begin(self, text: str) -> bool:
-        """True if a text may begin a tag."""
+        """Return True if a text may start a tag."""
         return any(tag.startswith(text) for tag in self.kinds)
 
     @cached_property
     def reserved(self) -> tuple[str, ...]:
-        """Texts that may end a value, or seem to."""
+        """Texts that end a value, or that a reader could take for its end."""
         return (*self.misspelt, *(tag for tag in self.kinds if tag[:2] != "</"))
 
     def read(self, calls: Calls, start: Start) -> Reader[str]:
-        """Read one call from the tool's name on."""
+        """Read one call, starting with the tool's name."""
         source = Source()
         source.put_back(start.char)
         reader = TagReader(self, source)
@@ -99,7 +99,7 @@ class Tags:
         if tag not in (CALL_END, END_OF_TEXT):
             source.rewind()
         rest = source.rest()
-        # The end tag may be cut off with the output.
+        # The output may end inside the end tag.
         return "" if self.call_end.startswith(rest.strip()) else rest
 
 
@@ -110,7 +110,7 @@ class TagReader:
         self.tags, self.source = tags, source
 
     def name(self) -> Reader[str]:
-        """The tool's name after the tag before it."""
+        """Read the tool's name."""
         if self.tags.function:
             return (yield from self._named())[0]
         name = ""
@@ -125,7 +125,10 @@ class TagReader:
         return name
 
     def key(self) -> Reader[tuple[str, str | None]]:
-        """Name of the argument after `parameter`, and DeepSeek's type: "true" for a string."""
+        """Read an argument's name after the tag `parameter`, and DeepSeek's type.
+
+        The type is "true" for a string, "false" for JSON, None in other formats.
+        """
         if not self.tags.key_end:
             return (yield from self._named())
         name = yield from self.source.until("<", stops="\n")
@@ -148,14 +151,17 @@ class TagReader:
         return match[1] or match[2] or match[3] or "", match[4]
 
     def next_tag(self) -> Reader[str | None]:
-        """Kind of the next tag after white space; None if the next text is not a tag."""
+        """Read white space and a tag. Returns the kind of the tag; None: other text follows."""
         char = yield from self.source.after_space()
         if not char:
             return END_OF_TEXT
         return (yield from self.tag_after()) if char == "<" else None
 
     def tag_after(self, key: str | None = None) -> Reader[str | None]:
-        """Kind of the tag after its "<"; `key`: the parameter that it may close by name."""
+        """Read a tag after its "<". Returns its kind, or None.
+
+        `key`: name of the argument, which an end tag may have instead of the right name.
+        """
         source, text = self.source, "<"
         while True:
             before = source.position()
@@ -184,7 +190,7 @@ class TagReader:
 
 
 class Values:
-    """Reads the arguments of one call, each from the end of its opening tag."""
+    """Reads the values of one call's arguments, each after its opening tag."""
 
     def __init__(self, reader: TagReader, calls: Calls, schema: ArgumentSchema) -> None:
         self.keys: set[str] = set()
@@ -192,9 +198,9 @@ class Values:
         self._calls, self._schema = calls, schema
 
     def read(self, key: str, is_string: str | None) -> Reader[None]:
-        """Read a value and its end tag. `is_string`: "true", or "false" for JSON.
+        """Read a value and its end tag. `is_string`: DeepSeek's type, see TagReader.key.
 
-        Strings are emitted as they arrive, others when complete.
+        Strings are emitted as they arrive, other values when complete.
         """
         if key in self.keys:
             raise BrokenCall
@@ -215,9 +221,9 @@ class Values:
         self._calls.arguments(read("".join(parts), self._schema, key))
 
     def _bare(self, key: str, emit: Emit) -> Reader[None]:
-        """Read text up to the value's end, without one line break at each side if it is trimmed."""
+        """Read text up to the value's end. With `trims`, drop one line break on each side."""
         char = yield from self._source.next()
-        line_break = ""  # dropped if an end follows
+        line_break = ""  # held back: dropped if the value ends here
         starts_line = char == "\n"
         if starts_line and self._tags.trims:
             char = yield from self._source.next()
@@ -238,7 +244,7 @@ class Values:
             char = yield from self._source.next()
 
     def _ends(self, key: str, starts_line: bool) -> Reader[bool]:
-        """After a "<": return True if the value ends here; its end tag has then been read."""
+        """Return True if the value ends at the "<" just read. Then its end tag is read, too."""
         source = self._source
         source.mark()
         try:
@@ -246,7 +252,7 @@ class Values:
             if tag == VALUE_END:
                 start = source.position()
                 found = yield from self._reader.next_tag()
-                # The next tag may be cut off with the output.
+                # The output may end inside the next tag.
                 is_cut = source.is_at_end and self._tags.may_begin(source.read(start).strip())
                 if is_cut or found in (END_OF_TEXT, *AFTER_VALUE):
                     source.rewind(start)
@@ -258,12 +264,12 @@ class Values:
         except BrokenCall:
             pass
         if source.is_at_end and self._tags.value_end.startswith(f"<{source.read()}"):
-            raise BrokenCall  # cut off in the end tag
+            raise BrokenCall  # the output ends inside the end tag
         source.rewind()
         return False
 
     def _begins_next(self, tag: str, starts_line: bool) -> Reader[bool]:
-        """True if a tag is outside of the value, whose own end tag is then missing."""
+        """Return True if a tag is not part of the value, so that the value's end tag is missing."""
         if tag == PARAMETER:
             key, _ = yield from self._reader.key()
             return starts_line and key in self._schema.keys and key not in self.keys
@@ -285,6 +291,6 @@ class Values:
 
 
 def _start_of(tag: str) -> str:
-    """Beginning of an end tag: the text before its name, and some of the name."""
+    """Return the start of an end tag: the text before its name, and letters of the name."""
     name = max(tag.rfind(":"), tag.rfind("｜"), 1) + 1
     return tag[: name + MISSPELT]

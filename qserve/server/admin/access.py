@@ -1,4 +1,4 @@
-"""Access of operators' routes to the engine: keys, bodies, parameters, commands."""
+"""Helpers of the operator routes: check the key, read body and parameters, run commands."""
 
 import asyncio
 import json
@@ -14,15 +14,15 @@ from qserve.server.http.body import small_body
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.service import Service, service_of
 
-MOST_BYTES = 65536  # of a body
-MOST_BYTES_OF_TENSORS = 2**25  # of a body that describes tensors, each in up to 1 KB
+MOST_BYTES = 65536  # maximum size of a body
+MOST_BYTES_OF_TENSORS = 2**25  # the same for a body that describes tensors, up to 1 KB per tensor
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 WAITS = "wait_for_inflight_requests"
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def operator_of(request: Request) -> Service:
-    """The service, if the request's key is an operator's. Raises ApiError."""
+    """Return the service. Raises ApiError(403) unless the request has an operator's key."""
     service = service_of(request)
     if service.keys is None or not service.keys.is_admin(request.scope):
         raise ApiError(403, "This route needs a key of --admin-api-key-file.")
@@ -30,7 +30,7 @@ def operator_of(request: Request) -> Service:
 
 
 async def operate(request: Request, command: AnyCommand) -> Outcome:
-    """Carry out a command, also if the client disconnects meanwhile. Raises ApiError."""
+    """Run a command in the engine to its end, even if the client disconnects. Raises ApiError."""
     client = operator_of(request).client
     if not client.is_alive:
         raise engine_dead(client.is_restarting)
@@ -43,17 +43,17 @@ async def operate(request: Request, command: AnyCommand) -> Outcome:
 
 
 async def decoded(request: Request, kind: type[Body]) -> Body:
-    """A body that describes tensors or groups. Raises ApiError."""
+    """Read a body that describes tensors or process groups. Raises ApiError."""
     operator_of(request)
     data = await small_body(request, MOST_BYTES_OF_TENSORS)
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"The body is not what this route takes: {error}.") from None
+        raise ApiError(400, f"The body does not fit this route: {error}.") from None
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """JSON object of a request's body; empty if there is none. Raises ApiError."""
+    """Return the JSON object in a request's body; {} if there is no body. Raises ApiError."""
     operator_of(request)
     data = await small_body(request, MOST_BYTES)
     try:
@@ -66,7 +66,7 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 def check_parameters(query: Mapping[str, str], *names: str) -> None:
-    """Refuse unknown parameters: a misspelt mode would end requests. Raises ApiError."""
+    """Raise ApiError for unknown query parameters: with a misspelt `mode`, requests would abort."""
     known = (*names, "model")
     for name in query:
         if name not in known:
@@ -75,7 +75,7 @@ def check_parameters(query: Mapping[str, str], *names: str) -> None:
 
 
 def mode_of(query: Mapping[str, Any]) -> str:
-    """The mode of a pause; vLLM's older wait_for_inflight_requests means wait."""
+    """Return the mode of a pause. vLLM's older wait_for_inflight_requests=true means "wait"."""
     default = commands.ABORT
     if flag_of(query, WAITS, default=False):
         default = commands.WAIT

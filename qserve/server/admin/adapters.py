@@ -1,6 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: 404 without --lora-folder.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter. Field names follow vLLM's.
 
-Field names follow vLLM's.
+Without --lora-folder the routes answer 404.
 """
 
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ class LoadAdapterRequest(Body):
     """The body of POST /v1/load_lora_adapter."""
 
     lora_name: Name
-    lora_path: Name  # of a folder in --lora-folder
+    lora_path: Name  # name of a subfolder of --lora-folder
     load_inplace: bool | None = None  # replace a loaded adapter of this name
 
 
@@ -45,9 +45,9 @@ routes = RouteList()
 
 @routes.post("/v1/load_lora_adapter")
 async def load_lora_adapter(request: Request) -> Response:
-    """Load an adapter and answer when it was read and checked; steps continue meanwhile.
+    """Load an adapter. The reply comes once the adapter is loaded; engine steps continue.
 
-    If the client disconnects, the load is cancelled and the next client has its turn.
+    If the client disconnects, the load is cancelled and the next waiting client has its turn.
     """
     service = service_of(request)
     asked = await _read(request, service, LoadAdapterRequest)
@@ -88,7 +88,7 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 @asynccontextmanager
 async def _turn(request: Request, service: Service) -> AsyncIterator[None]:
-    """Hold the right to change adapters, which is given to clients in turn."""
+    """Hold the lock for changing adapters. Clients get it in turn."""
     client = client_key(request.scope)
     await service.adapters.turns.take(client)
     try:

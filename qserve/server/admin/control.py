@@ -1,4 +1,4 @@
-"""POST /reset_prefix_cache, and with --profiler-config /start_profile and /stop_profile."""
+"""POST /reset_prefix_cache; with --profiler-config also POST /start_profile and /stop_profile."""
 
 import json
 
@@ -19,7 +19,7 @@ routes = RouteList()
 
 @routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Empty the prefix cache for all later requests."""
+    """Empty the prefix cache."""
     service = service_of(request)
     is_operator = (
         service.has_admin_routes
@@ -35,7 +35,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def profile_routes(config: ProfilerConfig) -> RouteList:
-    """Routes that start and stop a recording. Each answers when that is done."""
+    """Return the routes that start and stop a recording. They reply when this is done."""
     routes = RouteList()
 
     @routes.post("/start_profile")

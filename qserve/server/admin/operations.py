@@ -1,6 +1,6 @@
-"""Routes of --enable-admin-routes: pause, abort, sleep, wake, and the state of the engine.
+"""Routes of --enable-admin-routes: pause, abort, sleep, wake up, and the engine's state.
 
-vLLM's routes take query parameters, SGLang's a JSON body; both names lead to the same commands.
+The routes of vLLM take query parameters, those of SGLang a JSON body. Both run the same commands.
 """
 
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from qserve.server.admin.access import (
 from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import RouteList
 
-# SGLang's modes of /pause_generation -> ours
+# SGLang's mode of /pause_generation -> mode of the engine
 SGLANG_MODES = {"abort": commands.ABORT, "retract": commands.KEEP, "in_place": commands.KEEP}
 
 routes = RouteList()
@@ -67,7 +67,7 @@ async def is_paused(request: Request) -> Response:
 @routes.post("/abort_requests")
 @routes.post("/abort_request")
 async def abort_requests(request: Request) -> Response:
-    """End all requests; a single one ends when its client disconnects."""
+    """Abort all requests. There is no route for one request: its client disconnects instead."""
     body = await body_of(request)
     if any(body.get(name) for name in ("rid", "request_ids", "request_id")):
         raise ApiError(400, "Only all requests together can be aborted: send an empty body.")
@@ -77,7 +77,7 @@ async def abort_requests(request: Request) -> Response:
 
 @routes.post("/sleep")
 async def sleep(request: Request) -> Response:
-    """Give the device's memory back (vLLM): level 0, 1 or 2, and the mode of /pause."""
+    """Free device memory (vLLM): `level` 0, 1 or 2, `mode` as for /pause."""
     query = request.query_params
     check_parameters(query, "level", "mode", WAITS)
     level = query.get("level", "1")
@@ -89,7 +89,7 @@ async def sleep(request: Request) -> Response:
 
 @routes.post("/wake_up")
 async def wake_up(request: Request) -> Response:
-    """Bring back what the tags name (vLLM): weights, kv_cache; default: all."""
+    """Restore the `tags` weights and kv_cache, by default everything (vLLM)."""
     check_parameters(request.query_params, "tags")
     tags = request.query_params.getlist("tags")
     await operate(request, commands.WakeUp(tags=tags or None))
@@ -126,7 +126,7 @@ async def resume_memory(request: Request) -> Response:
 @routes.read("/flush_cache")
 @routes.post("/flush_cache")
 async def flush_cache(request: Request) -> Response:
-    """Empty the prefix cache for all later requests (SGLang)."""
+    """Empty the prefix cache (SGLang)."""
     client = operator_of(request).client
     if not client.is_alive:
         raise engine_dead(client.is_restarting)
@@ -136,13 +136,13 @@ async def flush_cache(request: Request) -> Response:
 
 @routes.read("/get_world_size")
 async def world_size(request: Request) -> Response:
-    """Number of engines: each joins a trainer's weight group as one rank (vLLM)."""
+    """Return the number of engines (vLLM). An engine is one rank of a trainer's weight group."""
     return json_response({"world_size": operator_of(request).num_engines})
 
 
 @routes.read("/server_info")
 async def server_info(request: Request) -> Response:
-    """vLLM's answer, as far as its trainers read it: there is no weight-transfer engine."""
+    """Return the fields of vLLM's reply that trainers read. There is no weight-transfer engine."""
     service = operator_of(request)
     state = service.client.state
     return json_response(

@@ -1,10 +1,10 @@
-"""Contents of a pickle as plain records: nothing that it names is looked up, made or called.
+"""Safe reader of pickles: returns plain records, and never imports or calls what a pickle names.
 
-The opcodes are those that Python's pickler writes in protocols 2 to 5. Loads no torch.
+It knows the opcodes that Python's pickler writes in protocols 2 to 5. Loads no torch.
 """
 
 from dataclasses import dataclass, field
-from pickletools import genops  # lists opcodes, and runs nothing
+from pickletools import genops  # lists opcodes without running them
 from typing import Any
 
 PLAIN = {
@@ -17,7 +17,7 @@ IGNORED = {"PROTO", "FRAME"}
 
 
 class PickleError(ValueError):
-    """The bytes are not such a pickle."""
+    """The bytes are not a pickle that this reader knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Name:
 
 @dataclass(slots=True)
 class Made:
-    """Result of a call that unpickling would make, and the state that it would set."""
+    """A call that unpickling would make, and the state that it would set on the result."""
 
     by: Name
     arguments: tuple[Any, ...]
@@ -41,11 +41,11 @@ class Made:
 
 
 class _Mark:
-    """Start of the items of a list, tuple or dict on the stack."""
+    """Stack marker: the items of a list, tuple or dict follow."""
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return lists, tuples, dicts, numbers, strings, bytes, Name and Made. Raises PickleError."""
+    """Return the pickled value, of built-in types, Name and Made. Raises PickleError."""
     try:
         return _Machine().run(data)
     except PickleError:
@@ -99,7 +99,7 @@ class _Machine:
             self._make(name, argument)
 
     def _make(self, name: str, argument: Any) -> None:
-        """Opcodes that name, make and change objects."""
+        """Run an opcode that names, creates or changes an object."""
         stack = self._stack
         if name == "GLOBAL":
             stack.append(Name(*argument.split(" ", 1)))

@@ -1,8 +1,8 @@
-"""Descriptions of tensors in SGLang's messages, read without running what they contain.
+"""Reads the tensor handles in SGLang's weight messages without unpickling the messages.
 
-The messages are pickles that torch.multiprocessing makes: names, and handles of memory that a
-trainer on this host shares. Only the functions and classes listed here are accepted, and none of
-them is called. Loads no torch.
+A message is a pickle by torch.multiprocessing: names of tensors, and handles of memory that a
+trainer on this host shares. The reader accepts only the functions and classes listed here, and
+calls none of them. Loads no torch.
 """
 
 import base64
@@ -18,11 +18,11 @@ from formats.errors import InputError
 from qserve.engine.control.commands import CudaMemory, SharedTensor
 from qserve.server.admin.pickle_reader import Made, Name, read_pickle
 
-FLATTENED = "flattened_bucket"  # load_format of one tensor of bytes that holds several
-HEADER_BYTES = 64  # before the contents of torch's files in memory
+FLATTENED = "flattened_bucket"  # load_format: several tensors packed into one tensor of bytes
+HEADER_BYTES = 64  # header of torch's shared-memory files, before the contents
 MEMORY = "/dev/shm"
 MESSAGE = "serialized_named_tensors"
-# bytes of an element, by torch's names
+# torch dtype -> bytes per element
 ITEM_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
@@ -39,9 +39,9 @@ FILE = Name(REDUCTIONS, "rebuild_storage_filename")
 DESCRIPTOR = Name(REDUCTIONS, "rebuild_storage_fd")
 SIZE = Name("torch", "Size")
 PART = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
-# what reading a message of another form can raise
+# exceptions that a malformed message can cause
 _BROKEN = (TypeError, ValueError, LookupError, AttributeError, RecursionError, msgspec.MsgspecError)
-# a message for each rank's copy of one tensor
+# classes that hold one message per rank, each with a copy of the same tensor
 COPIES = tuple(
     Name(f"sglang.srt.model_executor.{module}", "LocalSerializedTensor")
     for module in ("model_runner", "model_runner_components.weight_updater")
@@ -50,17 +50,17 @@ COPIES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
-    """A tensor in shared memory; `offset` and `stride` in elements of the dtype."""
+    """A tensor in shared memory. `offset` and `stride` count elements."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    path: str = ""  # of a file in memory
-    cuda: dict[str, Any] | None = None  # fields of CudaMemory, instead of the file
+    path: str = ""  # shared-memory file
+    cuda: dict[str, Any] | None = None  # fields of CudaMemory, for a GPU tensor
 
     def named(self, name: str) -> SharedTensor:
-        """Return the description under a name. Raises InputError if a stride does not fit."""
+        """Return the SharedTensor with this name. Raises InputError for a non-contiguous file."""
         given = {"name": name, "dtype": self.dtype, "shape": list(self.shape)}
         if self.cuda is not None:
             place = {"tensor_offset": self.offset, "stride": list(self.stride)}
@@ -71,7 +71,7 @@ class _Tensor:
         return SharedTensor(**given, path=self.path, offset=offset)
 
     def part(self, start: int, dtype: str, shape: tuple[int, ...]) -> "_Tensor":
-        """Return the tensor that begins at a byte of this one, which has bytes."""
+        """Return the tensor that starts at byte `start` of this uint8 tensor."""
         first, item = self.offset + start, ITEM_BYTES[dtype]
         if self.dtype != "uint8" or first % item:
             raise InputError(MESSAGE, f"a {dtype} tensor begins at byte {first} of {self.dtype}")
@@ -86,9 +86,9 @@ class _Tensor:
 
 
 def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
-    """Read a message, in base64. Raises InputError.
+    """Return the tensors in a base64 message. Raises InputError.
 
-    `load_format`: None for pairs of a name and a tensor; "flattened_bucket".
+    load_format: None for (name, tensor) pairs, or "flattened_bucket"
     """
     if load_format not in (None, FLATTENED):
         raise InputError("load_format", f"expected {FLATTENED} or none, found {load_format!r:.60}")
@@ -113,14 +113,14 @@ def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
 
 
 def _part(whole: _Tensor, found: Made) -> SharedTensor:
-    """One tensor of a tensor of bytes."""
+    """Return one tensor of a flattened bucket."""
     _check(found, PART)
     start, dtype, shape = (found.state[name] for name in ("start_idx", "dtype", "shape"))
     return whole.part(start, _dtype(dtype), _sizes(shape)).named(_text(found.state["name"]))
 
 
 def _tensor(found: object) -> _Tensor:
-    """A tensor; of copies for each rank the first, since each has all values."""
+    """Return a tensor. If each rank has a copy of it, read the first: all copies are equal."""
     if isinstance(found, Made) and found.by in COPIES:
         found = read_pickle(found.state["values"][0])
     if not isinstance(found, Made):
@@ -130,7 +130,7 @@ def _tensor(found: object) -> _Tensor:
 
 
 def _of_gpu(cls: object, shape: object, stride: object, offset: int, *rest: Any) -> _Tensor:
-    """Arguments of torch's rebuild_cuda_tensor."""
+    """Return a GPU tensor from the arguments of torch's rebuild_cuda_tensor."""
     (_, dtype, device, handle, storage_bytes, storage_offset, _) = rest[:7]
     (counter, counter_offset, event, has_event) = rest[7:]
     return _Tensor(
@@ -152,7 +152,7 @@ def _of_gpu(cls: object, shape: object, stride: object, offset: int, *rest: Any)
 
 
 def _of_file(cls: object, storage: Made, metadata: tuple) -> _Tensor:
-    """Arguments of torch's rebuild_tensor, for a storage in a file in memory."""
+    """Return a CPU tensor in a shared-memory file from the arguments of torch's rebuild_tensor."""
     _check(storage, TYPED_STORAGE)
     (file, dtype), (offset, shape, stride, _) = storage.arguments, metadata
     _check(file, FILE)
@@ -167,7 +167,7 @@ def _of_file(cls: object, storage: Made, metadata: tuple) -> _Tensor:
 
 
 def _check(found: Made, *expected: Name) -> None:
-    """Raise InputError unless an object is made by one of these."""
+    """Raise InputError unless one of the `expected` functions makes the object."""
     if found.by in expected:
         return
     remedy = "send tensors that torch.multiprocessing shares"

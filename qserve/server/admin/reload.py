@@ -1,4 +1,4 @@
-"""SIGHUP: read the files of API keys and the adapters of --lora-modules again."""
+"""SIGHUP: reload the API key files and the adapters of --lora-modules."""
 
 import asyncio
 import contextlib
@@ -10,20 +10,20 @@ from formats.errors import InputError
 from qserve.server.service import Service
 
 logger = logging.getLogger(__name__)
-CLIENT = "SIGHUP"  # whose turn it is to change adapters
+CLIENT = "SIGHUP"  # client name of a reload in ServedAdapters.turns
 
 
 async def reload_settings(service: Service) -> None:
-    """Read settings again. What cannot be read stays as it is; running requests go on.
+    """Reload API keys and adapters. If a reload fails, the old keys or weights stay in use.
 
-    An adapter that a request uses keeps its old weights until that request has finished.
+    Running requests continue. They keep an adapter's old weights until they finish.
     """
     if service.keys is not None:
         try:
             service.keys.reload()
             logger.info("SIGHUP: %d API keys are valid", len(service.keys.digests))
         except InputError as error:
-            logger.error("SIGHUP: the API keys stay as they are: %s", error)
+            logger.error("SIGHUP: cannot reload the API keys, the old keys stay valid: %s", error)
     adapters = service.adapters
     await adapters.turns.take(CLIENT)
     try:
@@ -33,20 +33,20 @@ async def reload_settings(service: Service) -> None:
             lora = adapters.next_request(name, path)
             problem = await service.client.load_adapter(lora)
             if problem:
-                logger.error("SIGHUP: the adapter %s stays as it is: %s", name, problem)
+                logger.error("SIGHUP: cannot reload the adapter %s: %s", name, problem)
                 continue
             adapters.add(lora)
-            logger.info("SIGHUP: the adapter %s was loaded again", name)
+            logger.info("SIGHUP: the adapter %s was reloaded", name)
     finally:
         adapters.turns.give_back(CLIENT)
 
 
 @contextlib.contextmanager
 def on_hangup() -> Iterator[Callable[[Sequence[Service]], None]]:
-    """Read settings again at SIGHUP, one signal after the other.
+    """Reload settings at each SIGHUP, one signal after the other.
 
-    Yields a function that takes the services once they are loaded. Signals that come before count
-    then: they must not end a server that loads.
+    Yields a function; call it with the services once they are loaded. A signal that arrives earlier
+    is handled at that time, and does not end the server.
     """
     loop, turn = asyncio.get_running_loop(), asyncio.Lock()
     tasks: set[asyncio.Task] = set()
@@ -62,7 +62,7 @@ def on_hangup() -> Iterator[Callable[[Sequence[Service]], None]]:
         nonlocal is_missed
         if not known:
             is_missed = True
-            logger.info("SIGHUP: settings are read again once the models are loaded")
+            logger.info("SIGHUP: the settings will be reloaded once the models are loaded")
             return
         task = loop.create_task(reload())
         tasks.add(task)

@@ -1,4 +1,4 @@
-"""AdminSettings: flags of the routes for operators. Loads no torch."""
+"""AdminSettings: flags of the operator routes. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from qserve.command_line.setting import setting
 WAIT, REFUSE = "wait", "refuse"
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: a class may have one such base only
+@dataclass(frozen=True, kw_only=True)  # no slots: of several base classes only one may have slots
 class AdminSettings:
-    """Access to the routes for operators, and the treatment of requests during a pause."""
+    """Access to the operator routes, and what happens to requests during a pause."""
 
     enable_admin_routes: bool = setting(
         False,
@@ -18,12 +18,12 @@ class AdminSettings:
     )
     admin_api_key_file: str | None = setting(
         None,
-        "file with API keys, one per line, for the routes of --enable-admin-routes; no other key"
-        " may use these, and these keys may use all routes; default: every API key may",
+        "file with API keys, one per line, for the routes of --enable-admin-routes; other keys get"
+        " 403 there, and these keys may use all routes; default: every API key may use all routes",
     )
     paused_requests: str = setting(
         WAIT,
-        "what requests get while the model is paused or asleep; wait: their turn when generation"
-        " resumes; refuse: 503 with Retry-After",
+        "what happens to requests while the model is paused or asleep; wait: they wait until"
+        " generation resumes; refuse: they get 503 with Retry-After",
         (WAIT, REFUSE),
     )

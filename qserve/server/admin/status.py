@@ -15,7 +15,7 @@ routes = RouteList()
 
 @routes.read("/health")
 async def health(request: Request) -> Response:
-    """200 while all engines are alive, else 503."""
+    """Reply 200 while all engines are alive, else 503."""
     for service in services_of(request):
         if not service.client.is_alive:
             return engine_dead(service.client.is_restarting).response
@@ -24,13 +24,13 @@ async def health(request: Request) -> Response:
 
 @routes.route("/ping", (*READ, "POST"))
 async def ping(request: Request) -> Response:
-    """/health under SageMaker's name."""
+    """Reply as /health does. SageMaker uses this name."""
     return await health(request)
 
 
 @routes.read("/ready")
 async def ready(request: Request) -> Response:
-    """200 while requests are accepted: the engine is alive and the server is not stopping."""
+    """Reply 200 while the server accepts requests: engine alive, not paused, not stopping."""
     for service in services_of(request):
         if service.is_stopping():
             raise ApiError(503, "The server is stopping.")
@@ -46,14 +46,14 @@ async def version(request: Request) -> Response:
 
 @routes.read("/load")
 async def load(request: Request) -> Response:
-    """Number of outputs running or queued, which --max-num-queued-reqs limits."""
+    """Return the number of running and queued outputs, which --max-num-queued-reqs limits."""
     held = [service.admission.held for service in services_of(request)]
     return json_response({"server_load": sum(num_outputs for num_outputs, _ in held)})
 
 
 @routes.read("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics, also while the engine is dead."""
+    """Return Prometheus metrics, also while the engine is dead."""
     headers = {"Content-Type": CONTENT_TYPE_LATEST}
     pages = {each.model_name: each.metrics.page() for each in services_of(request)}
     if len(pages) == 1:

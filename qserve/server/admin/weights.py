@@ -1,7 +1,7 @@
-"""Routes of --enable-admin-routes: new weights and their digests.
+"""Routes of --enable-admin-routes: update weights, and get their digests.
 
-The names and bodies are SGLang's and vLLM's. Messages with pickled tensors are read as
-descriptions (pickled_tensors.py); what cannot be read so is refused by name.
+Names and bodies follow SGLang and vLLM. Pickled tensors are never unpickled: pickled_tensors.py
+reads their memory handles, and refuses a message with anything else.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ BY_FOLDER = (
     "share the tensors with POST /update_weights_from_ipc (qserve.training.send_weights), broadcast"
     " them (/init_weights_update_group), or POST /update_weights_from_disk"
 )
-# Routes of other servers that are not served -> what to do instead
+# vLLM's routes that this server lacks -> what to do instead
 NOT_HERE = {
     "/init_weight_transfer_engine": BY_FOLDER,
     "/start_weight_update": BY_FOLDER,
     "/update_weights": BY_FOLDER,
     "/finish_weight_update": BY_FOLDER,
 }
-RELOAD = "reload_weights"  # the one method of /collective_rpc
+RELOAD = "reload_weights"  # the only method that /collective_rpc accepts
 DEFAULT_GROUP = "weight_update_group"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
@@ -40,7 +40,7 @@ routes = RouteList()
 
 @routes.post("/update_weights_from_disk")
 async def update_weights_from_disk(request: Request) -> Response:
-    """Replace the weights by those of a folder or hub name (SGLang's fields, and `mode`)."""
+    """Replace the weights by those of a model folder or hub name. SGLang's fields, and `mode`."""
     body = await body_of(request)
     if body.get("flush_cache") is False:
         raise ApiError(400, "flush_cache: new weights always drop the prefix cache.", "flush_cache")
@@ -60,14 +60,14 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of /update_weights_from_ipc: tensors in memory that a trainer on this host shares."""
+    """Body of /update_weights_from_ipc: tensors in shared memory of a trainer on this host."""
 
     tensors: list[commands.SharedTensor]
-    is_last: bool = True  # False: a part; the engine copies it and waits for the last one
-    is_first: bool = False  # drop parts that came before, of an update that did not end
+    is_last: bool = True  # False: more tensors follow; the engine copies these and waits
+    is_first: bool = False  # drop tensors of an earlier update that was not completed
     weight_version: str | int | None = None
     mode: str = WAIT
-    digests: bool = True  # compute them now; later they cannot be
+    digests: bool = True  # compute digests now; the tensors cannot be read again later
 
 
 @routes.post("/update_weights_from_ipc")
@@ -103,12 +103,12 @@ class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of SGLang's bodies that bring tensors, and what follows `abort_all_requests`."""
+    """Common fields of bodies with tensors: SGLang's, then our own from `is_last` on."""
 
     weight_version: str | int | None = None
     abort_all_requests: bool = False
-    is_last: bool | None = None  # None: if all tensors of the model have come
-    is_first: bool = False  # drop parts that came before, of an update that did not end
+    is_last: bool | None = None  # None: true once all tensors of the model have arrived
+    is_first: bool = False  # drop tensors of an earlier update that was not completed
     mode: str | None = None
     digests: bool = True
 
@@ -125,14 +125,14 @@ class BroadcastPart(Part, frozen=True, kw_only=True):
 class SerializedPart(Part, frozen=True, kw_only=True):
     """Body of /update_weights_from_tensor. New weights always drop the prefix cache."""
 
-    serialized_named_tensors: Annotated[list[str], msgspec.Meta(min_length=1)]  # of each rank
+    serialized_named_tensors: Annotated[list[str], msgspec.Meta(min_length=1)]  # one per rank
     load_format: str | None = None
     selector: str = "all"
 
 
 @routes.post("/init_weights_update_group")
 async def init_weights_update_group(request: Request) -> Response:
-    """Join a trainer's process group; it answers when all members have joined."""
+    """Join a trainer's process group. The reply comes when all members have joined."""
     body = await decoded(request, NewGroup)
     command = commands.JoinWeightGroup(
         name=body.group_name,
@@ -156,7 +156,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
 
 @routes.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(request: Request) -> Response:
-    """Receive tensors that the trainer broadcasts; the last ones replace the weights."""
+    """Receive tensors that the trainer broadcasts; with the last of them replace the weights."""
     body = await decoded(request, BroadcastPart)
     broadcast = commands.BroadcastWeights(
         group=body.group_name, names=body.names, dtypes=body.dtypes, shapes=body.shapes
@@ -167,9 +167,9 @@ async def update_weights_from_distributed(request: Request) -> Response:
 
 @routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: Request) -> Response:
-    """Copy tensors that a trainer on this host shares; the last ones replace the weights.
+    """Copy tensors that a trainer on this host shares; with the last of them replace the weights.
 
-    The message of each rank has all values, so the first is read.
+    Each rank's message has whole tensors, so only the first message is read.
     """
     body = await decoded(request, SerializedPart)
     if body.selector == "draft":
@@ -185,7 +185,7 @@ async def update_weights_from_tensor(request: Request) -> Response:
 
 
 async def _take_part(request: Request, received: commands.ReceiveWeights, body: "Part") -> Response:
-    """Receive a part of an update, and replace the weights if it is the last."""
+    """Receive some tensors of an update; after the last ones, replace the weights."""
     mode = mode_of({"mode": body.mode or (commands.ABORT if body.abort_all_requests else WAIT)})
     outcome = await operate(request, received)
     message = f"Received {outcome.num_tensors} tensors; the weights are unchanged."
@@ -205,7 +205,7 @@ async def _take_part(request: Request, received: commands.ReceiveWeights, body: 
 
 @routes.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Response:
-    """vLLM's reload_weights: from the folder `weights_path`, by default the model's."""
+    """Run vLLM's reload_weights: from the folder `weights_path`, by default the model's folder."""
     body = await body_of(request)
     method, given = body.get("method"), body.get("kwargs") or {}
     if method != RELOAD or not isinstance(given, dict):
@@ -217,7 +217,7 @@ async def collective_rpc(request: Request) -> Response:
 
 @routes.read("/weights/digest")
 async def weights_digest(request: Request) -> Response:
-    """Digest of each tensor and of all, as `formats.weight_digest` computes them."""
+    """Return the `formats.weight_digest` of each tensor, and a digest of all."""
     outcome = await operate(request, commands.GetDigests())
     return json_response(
         {

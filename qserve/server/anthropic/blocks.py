@@ -1,6 +1,7 @@
-"""Content blocks of an answer, built from the pieces of its text, and their stream events.
+"""Builds the content blocks of an Anthropic reply, and their stream events, from parsed output.
 
-Indices count from 0 without gaps, and one block is open at a time: clients rely on both.
+Clients rely on two properties: block indices count from 0 without gaps, and one block is open at a
+time.
 """
 
 import json
@@ -21,16 +22,16 @@ SIGNATURE = "unsigned"
 
 @dataclass(slots=True, kw_only=True)
 class ContentBlocks:
-    """Blocks of one answer: call `take` with each piece, then `end`."""
+    """Content blocks of one reply: call `take` with each piece, then `end`."""
 
-    parsing: ParseSettings | None  # for the form of call ids
-    omits_thinking: bool = False  # thinking blocks have no text
-    revokes: bool = False  # a broken call becomes text; a stream cannot revoke what it sent
+    parsing: ParseSettings | None  # determines the form of tool call ids
+    omits_thinking: bool = False  # True: thinking blocks have no text
+    revokes: bool = False  # True: a broken call becomes text; False for streams, which sent it
     done: list[dict[str, Any]] = field(default_factory=list)
     num_calls: int = 0  # complete calls
     _open: dict[str, Any] | None = None
-    _space: str = ""  # white space that text may follow
-    _arguments: str = ""  # of the open call
+    _space: str = ""  # held-back white space: dropped unless text follows
+    _arguments: str = ""  # arguments of the open call
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece."""
@@ -58,7 +59,7 @@ class ContentBlocks:
                 yield self._delta("thinking_delta", thinking=text)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the events after the last piece. An answer has text or a call."""
+        """Yield the events after the last piece. A reply without text and calls gets empty text."""
         yield from self._close()
         if all(block["type"] == THINKING for block in self.done):
             yield from self._begin({"type": TEXT, "text": ""})
@@ -70,7 +71,7 @@ class ContentBlocks:
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
         if self._kind != TEXT:
-            # Between calls, and after reasoning, models write line breaks that are no text.
+            # Models write line breaks between calls and after reasoning: not a text block.
             self._space += text
             if not self._space.strip():
                 return
@@ -110,7 +111,7 @@ class ContentBlocks:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call; of one that was cut at the token limit the complete values."""
+    """Parse a call's arguments. If the token limit cut them, return the complete values."""
     try:
         found = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

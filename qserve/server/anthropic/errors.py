@@ -1,7 +1,7 @@
-"""Errors as Anthropic's clients expect them: envelope, types, statuses and the request id.
+"""Errors in the form of Anthropic's API: envelope, types, statuses and the request id.
 
-One middleware converts every error of the server, also those of other middleware and of the
-framework, so that routes raise the same ApiError for all APIs.
+One middleware converts all errors, also errors of other middleware and of the framework. So routes
+raise the same ApiError for every API.
 """
 
 import json
@@ -15,7 +15,7 @@ from qserve.server.http.errors import INTERNAL, ApiError
 PREFIX = "/v1/messages"
 VERSION_HEADER = b"anthropic-version"
 OVERLOADED, TIMEOUT = 529, 504
-# status of an ApiError: the status that Anthropic's clients expect
+# status of an ApiError -> status that Anthropic's clients expect
 STATUSES = {408: TIMEOUT, 503: OVERLOADED}
 TYPES = {
     401: "authentication_error",
@@ -29,7 +29,7 @@ TYPES = {
 
 
 def envelope(status: int, message: str, request_id: str) -> dict:
-    """Anthropic's error object for a status of ours."""
+    """Return Anthropic's error object for the status of an ApiError."""
     status = STATUSES.get(status, status)
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {
@@ -40,12 +40,12 @@ def envelope(status: int, message: str, request_id: str) -> dict:
 
 
 def error_event(error: ApiError, request_id: str) -> dict:
-    """The event that ends a stream after an error."""
+    """Return the event that ends a stream after an error."""
     return envelope(error.status, error.short_message, request_id)
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """True if the request is for the Messages API, or its client is one of Anthropic's."""
+    """Return True for paths of the Messages API, and for the header of Anthropic's clients."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     return (
         path == PREFIX
@@ -110,7 +110,7 @@ async def _send_error(
 
 
 def _message_of(status: int, body: bytes) -> str:
-    """The message in an error body of ours."""
+    """Return the message in an error body of this server, or a default for the status."""
     try:
         return json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError):

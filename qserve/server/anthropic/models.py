@@ -1,4 +1,4 @@
-"""Anthropic's list of models: the answer to GET /v1/models with the header anthropic-version."""
+"""Model list in Anthropic's form: the reply to GET /v1/models with the header anthropic-version."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -10,7 +10,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 
 
 def model_list(service: Service, query: dict[str, str]) -> dict[str, Any]:
-    """One page of the models' names and the loaded adapters. Raises ApiError(400)."""
+    """Return one page of the list of model names and loaded adapters. Raises ApiError(400)."""
     names = [*service.model_names, *service.adapters.of_name]
     start, end = 0, len(names)
     if "after_id" in query:
@@ -30,7 +30,7 @@ def model_list(service: Service, query: dict[str, str]) -> dict[str, Any]:
 
 
 def model_info(service: Service, name: str) -> dict[str, Any]:
-    """One model. Raises ApiError(404)."""
+    """Return the description of one model. Raises ApiError(404)."""
     service.model.check_name(name)
     most = service.client.max_model_len
     return {

@@ -15,13 +15,13 @@ from qserve.server.requests.job import Job
 from qserve.text.text_stream import TextDelta
 from qserve.text.tokenizer import Tokenizer
 
-START_SECONDS = 5.0  # until a stream begins, even if the prompt is still queued or being computed
+START_SECONDS = 5.0  # a stream starts within this time, even if the prompt is queued or in prefill
 PING = {"type": "ping"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageReply:
-    """The message object and its stream events."""
+    """Builds the message object of a reply, and its stream events."""
 
     job: Job
     model: str
@@ -71,7 +71,7 @@ class MessageReply:
 
     @property
     def _answers(self) -> bool:
-        """False if the request only fills the prefix cache (max_tokens: 0)."""
+        """True unless the request only fills the prefix cache (max_tokens: 0)."""
         return self.job.repeated["max_tokens"] > 0
 
     def _blocks(self, *, revokes: bool = False) -> ContentBlocks:
@@ -111,7 +111,7 @@ class MessageReply:
             is_full = len(output.token_ids) < self.job.repeated["max_tokens"]
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif output.finish_reason == "abort":
-            reason = "pause_turn"  # clients send the message back for its rest
+            reason = "pause_turn"  # asks the client to send the message back, to continue it
         elif sequence is not None:
             reason = "stop_sequence"
         else:
@@ -119,10 +119,10 @@ class MessageReply:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, output: Output, *, with_details: bool) -> dict[str, Any]:
-        """Token counts. Cached tokens of the prompt count separately, as in Anthropic's API."""
+        """Return token counts. As in Anthropic's API, input_tokens excludes cached tokens."""
         usage: dict[str, Any] = {
             "input_tokens": self.job.num_prompt_tokens - output.facts.num_cached,
-            "cache_creation_input_tokens": 0,  # what clients pay for; caching is automatic here
+            "cache_creation_input_tokens": 0,  # billed by Anthropic; caching is automatic here
             "cache_read_input_tokens": output.facts.num_cached,
             "output_tokens": len(output.token_ids) if self._answers else 0,
         }
@@ -137,7 +137,7 @@ class MessageReply:
 
 
 def _parsed(parser: OutputParser | None, delta: TextDelta) -> list[Piece]:
-    """Pieces that are complete with a delta's text."""
+    """Return the pieces that a delta completes."""
     if parser is None:
         return [Piece(CONTENT, delta.text)] if delta.text else []
     pieces = parser.push(delta.text)
@@ -147,7 +147,7 @@ def _parsed(parser: OutputParser | None, delta: TextDelta) -> list[Piece]:
 
 
 async def _soon(deltas: Deltas) -> AsyncGenerator[TextDelta | None, None]:
-    """Yield the deltas; first None if there is none within START_SECONDS."""
+    """Yield the deltas. Yield None first if no delta arrives within START_SECONDS."""
     first = asyncio.ensure_future(anext(deltas))
     try:
         done, _ = await asyncio.wait({first}, timeout=START_SECONDS)

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and the models in Anthropic's form."""
+"""POST /v1/messages and /v1/messages/count_tokens, and GET /v1/models in Anthropic's form."""
 
 import functools
 from collections.abc import AsyncGenerator
@@ -46,14 +46,14 @@ async def _events(prepared: PreparedRequest, reply: MessageReply) -> AsyncGenera
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of a conversation, outside of the event loop."""
+    """Count the tokens of a conversation, in a worker process."""
     service = service_of(request)
     content = await prepare_body(request, service, client_key(request.scope), "count_tokens")
     return LargeResponse([content])
 
 
 class AnthropicRoute(CountedRoute):
-    """A route for requests with the header anthropic-version; others try the next route."""
+    """A route that matches only requests with the header anthropic-version."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] == "http" and any(name == VERSION_HEADER for name, _ in scope["headers"]):

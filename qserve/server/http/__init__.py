@@ -1,1 +1,1 @@
-"""HTTP itself: connections, limits, middleware, bodies, event streams, errors."""
+"""The HTTP layer: connections, limits, middleware, request bodies, event streams, errors."""

@@ -16,23 +16,23 @@ from qserve.server.http.errors import ApiError
 OPEN = {"/health", "/ready", "/ping"}  # health probes
 PAGES = {"/", "/docs"}  # static; a browser that opens one sends no key
 BEARER = b"Bearer "
-KEY_DIGEST = "key_digest"  # name in a request's state
+KEY_DIGEST = "key_digest"  # key in the request's state
 
 
 class Keys:
-    """API keys of a server. `reload` reads their files again."""
+    """API keys of a server."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises InputError for unreadable keys."""
+        """Read the keys. Raises InputError if a file cannot be read."""
         self._config = config
         self.reload()
 
     def __bool__(self) -> bool:
-        """True if requests need a key."""
+        """Return True if requests need a key."""
         return bool(self.digests)
 
     def reload(self) -> None:
-        """Read all keys. Raises InputError; then the keys are as before."""
+        """Read all keys again. If a file cannot be read, keep the old keys and raise InputError."""
         path = self._config.admin_api_key_file
         admins = () if path is None else _keys_of("--admin-api-key-file", path)
         keys = load_keys(self._config)
@@ -40,16 +40,16 @@ class Keys:
         self._admins = {_digest(BEARER + key.encode()).hex() for key in admins or keys}
 
     def is_admin(self, scope: Scope) -> bool:
-        """True if a request's key may be used for the routes of operators."""
+        """Return True if the request's key may use the operator routes."""
         return scope.get("state", {}).get(KEY_DIGEST) in self._admins
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 unless a header has a key of the server.
+    """ASGI middleware that answers 401 unless the request has a valid API key.
 
-    The header is exactly `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients
-    send it. Some of these send both, one of them outdated: one valid key is enough. Its digest
-    becomes the `key_digest` of the request's state.
+    The key is in the header `Authorization: Bearer KEY`, or in `x-api-key: KEY` as Anthropic's
+    clients send it. Some of these clients send both, one with an outdated key, so one valid key is
+    enough. The middleware stores the key's digest as `key_digest` in the request's state.
     """
 
     def __init__(self, app: ASGIApp, keys: "Keys") -> None:
@@ -76,7 +76,7 @@ class RequireKey:
         return scope["method"] != "OPTIONS" and path not in OPEN | PAGES
 
     def _valid_digest(self, scope: Scope) -> bytes | None:
-        """Digest of the valid key of a request, if it has one."""
+        """Return the digest of the request's valid key; None if it has none."""
         found = None
         for header, prefix in ((b"authorization", b""), (b"x-api-key", BEARER)):
             given = [value for name, value in scope["headers"] if name == header]
@@ -91,10 +91,9 @@ class RequireKey:
 
 
 def key_digest(scope: Scope) -> str:
-    """A digest of a request's API key; the key itself goes to no other process.
+    """Return a digest of a request's API key, for use in other processes instead of the key.
 
-    Without keys of its own the server takes the one that a client sends, since a proxy may have
-    checked it.
+    If the server has no keys, any key that the client sends counts: a proxy may have checked it.
     """
     found = scope.get("state", {}).get(KEY_DIGEST)
     if found is not None:
@@ -107,7 +106,7 @@ def key_digest(scope: Scope) -> str:
 
 
 def load_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Keys from the command line, the file and the environment. Raises InputError."""
+    """Return the keys from the command line, the file and the environment. Raises InputError."""
     keys = list(config.api_key)
     if config.api_key_file is not None:
         keys += _keys_of("--api-key-file", config.api_key_file)
@@ -118,7 +117,7 @@ def load_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
 
 
 def _keys_of(flag: str, file: str) -> list[str]:
-    """Keys of a file. Raises InputError."""
+    """Return the keys in a file. Raises InputError."""
     path = Path(file)
     try:
         lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The body of a JSON request, read within limits of size, time, count and memory."""
+"""Reads the body of a JSON request, with limits on size, time, number of values, and memory."""
 
 import asyncio
 from typing import Protocol
@@ -8,19 +8,19 @@ from starlette.requests import ClientDisconnect, Request
 from qserve.server.http.clients import Budget, Hold
 from qserve.server.http.errors import ApiError, ClientGone
 
-# Counted characters outside of strings, the limit, and the name of what they begin or separate.
+# Characters to count outside of JSON strings, their limit, and what they begin or separate.
 LIMITS = (
     (b"[{", 2**15, "lists and objects"),
     (b":", 2**15, "fields"),
     (b",", 2**20, "values"),
 )
-SLICE_BYTES = 2**15  # scanned in at most 1 ms, whatever they hold
+SLICE_BYTES = 2**15  # takes at most 1 ms to scan, whatever the content
 _COUNTED = b"".join(characters for characters, *_ in LIMITS)
 _SKIPPED = bytes(set(range(256)) - set(_COUNTED + b'"'))
 
 
 async def small_body(request: Request, most_bytes: int) -> bytes:
-    """The body of an operator's request. Raises ApiError(413)."""
+    """Return the body of an operator's request. Raises ApiError(413)."""
     data = b""
     async for piece in request.stream():
         data += piece
@@ -30,19 +30,19 @@ async def small_body(request: Request, most_bytes: int) -> bytes:
 
 
 class BodyScan:
-    """Counts what a JSON body holds while it arrives, before any of it is parsed.
+    """Counts the values of a JSON body while the body arrives, before anything is parsed.
 
-    Parsing costs by the number of values, not by bytes: 7 MB of one text parse in 8 ms, of unknown
-    fields in 330 ms. For a body that is not JSON the counts mean nothing.
+    The time to parse depends on the number of values, not of bytes: 7 MB of one text take 8 ms,
+    7 MB of unknown fields 330 ms. If the body is not JSON, the counts have no meaning.
     """
 
     def __init__(self) -> None:
         self._counts = [0] * len(LIMITS)
         self._in_text = False
-        self._half_escape = False  # the last piece ended with a backslash that escapes
+        self._half_escape = False  # the last piece ended inside an escape, after the backslash
 
     def feed(self, data: bytes) -> None:
-        """Count the next piece. Raises ApiError(400) when there is too much of something."""
+        """Count the next piece. Raises ApiError(400) once a count exceeds its limit."""
         if self._half_escape:
             data, self._half_escape = b"\\" + data, False
         if b"\\" in data:
@@ -59,19 +59,19 @@ class BodyScan:
                 raise ApiError(400, f"expected at most {limit} {what} in a body.")
 
 
-BODY_SECONDS = 120.0  # until a body must be complete
+BODY_SECONDS = 120.0  # time limit for receiving a body
 
 
 class BodyLimits(Protocol):
-    """The part of Service that reading a body needs."""
+    """The attributes of Service that Body uses."""
 
     max_body_bytes: int
-    bodies: Budget  # bytes of bodies that are being received or prepared
+    bodies: Budget  # bytes of bodies that are in memory
     scanning: asyncio.Lock
 
 
 class Body:
-    """Holds the memory of a body inside a `with` block."""
+    """Context manager: reserves memory for a request's body and releases it at the end."""
 
     def __init__(self, request: Request, client: str, limits: BodyLimits) -> None:
         self._request, self._client, self._limits = request, client, limits
@@ -87,11 +87,15 @@ class Body:
     async def read(self) -> bytearray:
         """Return the whole body. Raises ApiError.
 
-        415: not plain JSON; 413: too long; 408: too slow; 400: too many values; 503: no room.
+        413: too long
+        415: not JSON, or compressed
+        408: too slow
+        400: too many values
+        503: all memory for bodies is in use
         """
         headers = self._request.headers
-        # A page of another site may send other content types, or none, without a CORS preflight. A
-        # server without API keys would answer it.
+        # A web page of another site may send other content types, or none, without a CORS
+        # preflight, and a server without API keys would answer.
         kind = headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             found = repr(kind[:100]) if kind else "none"
@@ -114,7 +118,7 @@ class Body:
     async def _receive(self) -> bytearray:
         body, scan = bytearray(), BodyScan()
         async for chunk in self._request.stream():
-            # uvicorn reads and drops the rest, so a client that is still sending sees the error.
+            # uvicorn drops the rest of the body, so a client that is still sending gets the error.
             self._check_length(len(body) + len(chunk))
             hold = self._limits.bodies.take(self._client, len(chunk))
             if hold is None:

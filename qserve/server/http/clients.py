@@ -1,7 +1,7 @@
-"""Clients of a server, who share it fairly: identity, turns, budgets, admission.
+"""Fair sharing of a server between clients: identity, turns, budgets, admission.
 
-The identity is a digest of the address, which names no person. It is not the API key, since all
-clients may use the same key. A client cannot have many addresses.
+A client is identified by a digest of its address, so that no address is stored. The API key would
+not do: all clients may use the same key, whereas a client cannot easily have many addresses.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from starlette.types import Scope
 
 from qserve.server.http.errors import ApiError
 
-# The owner of an IPv6 address usually has all 2**64 of its network.
+# The owner of an IPv6 address usually owns all 2**64 addresses of its /64 network.
 IPV6_NETWORK_BITS = 64
 
 
 def client_key(scope: Scope) -> str:
-    """Name of a connection's client, the same for all of its connections."""
+    """Return the id of a connection's client, the same for all connections of the client."""
     host = (scope.get("client") or ("",))[0]
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        network = host  # a proxy may send any text
+        network = host  # not an address: a proxy may send any text
     else:
         if address.version == 6 and address.ipv4_mapped is None:
             network = str(ipaddress.ip_network((int(address), IPV6_NETWORK_BITS), strict=False))
@@ -35,19 +35,19 @@ def client_key(scope: Scope) -> str:
 
 
 class Turns:
-    """Semaphore of `width` slots: round-robin over clients, in order of arrival within a client.
+    """Semaphore with `width` slots, round-robin over clients, first come first served per client.
 
-    If there are several slots, one client never holds all of them.
+    If `width` is more than 1, one client never holds all slots.
     """
 
     def __init__(self, width: int) -> None:
         self._num_free = width
         self._most_of_one = max(1, width - 1)
         self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future]] = {}  # by client; the first client is next
+        self._waiting: dict[str, deque[asyncio.Future]] = {}  # by client, in order of their turns
 
     async def take(self, client: str) -> None:
-        """Wait for a slot. The caller must give it back."""
+        """Wait for a slot. The caller must call `give_back`."""
         slot = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(slot)
         self._hand_out()
@@ -61,7 +61,7 @@ class Turns:
             raise
 
     def give_back(self, client: str) -> None:
-        """Pass a slot to the next waiting client."""
+        """Release a slot; the next waiting client gets it."""
         self._num_free += 1
         self._held[client] -= 1
         if not self._held[client]:
@@ -88,20 +88,20 @@ class Turns:
             del self._waiting[client]
 
 
-RESERVE = 8  # the reserve is the limit divided by this
+RESERVE = 8  # one part in RESERVE of a budget is reserved
 
 
 class Budget:
-    """Counts amounts that clients hold. An eighth is reserved for clients that hold nothing else.
+    """Limit on the total amount that clients hold. An eighth is reserved for clients with nothing.
 
-    The rest is first come, first served. A client may hold more than the limit if nothing of the
-    rest is held, so that no request is refused forever.
+    The other seven eighths, the common part, are first come, first served. If nothing of the common
+    part is held, a client may hold any amount, so that no request is refused forever.
     """
 
     def __init__(self, limit: int) -> None:
         self._reserve = limit // RESERVE
         self._common = limit - self._reserve
-        self._held: Counter[str] = Counter()  # by client, without the reserve
+        self._held: Counter[str] = Counter()  # client -> amount of the common part
         self._held_of_reserve = 0
         self._num_common = 0
 
@@ -110,7 +110,7 @@ class Budget:
         return self._num_common + self._held_of_reserve
 
     def take(self, client: str, amount: int) -> "Hold | None":
-        """Hold an amount until it is given back; None if there is no room."""
+        """Take an amount, until `Hold.give_back`. Returns None if the budget is exhausted."""
         if not self._num_common or self._num_common + amount <= self._common:
             self._num_common += amount
             self._held[client] += amount
@@ -140,25 +140,25 @@ class Hold:
 
 
 class Admission:
-    """Counts running and queued work. Requests beyond the limits get 503, which clients retry.
+    """Limits running and queued work. Requests beyond the limits get 503, which clients retry.
 
-    An idle server accepts any request, so that none is refused forever. One client cannot take all
-    of the capacity: see Budget.
+    An idle server accepts any request, so that no request is refused forever. One client cannot
+    take the whole capacity: see Budget.
     """
 
     def __init__(self, max_outputs: int, max_tokens: int) -> None:
         self._budgets = (Budget(max_outputs), Budget(max_tokens))
-        # called with the index in `held` of the exceeded limit
+        # called with the index (in `held`) of the limit that was exceeded
         self.on_rejection: Callable[[int], None] = lambda index: None
 
     @property
     def held(self) -> tuple[int, int]:
-        """Number of outputs, and of tokens in their prompts."""
+        """Number of running and queued outputs, and of prompt tokens of these outputs."""
         return tuple(budget.held for budget in self._budgets)
 
     @contextmanager
     def admit(self, client: str, num_outputs: int, num_tokens: int) -> Iterator[None]:
-        """Hold outputs and prompt tokens inside the block. Raises ApiError(503)."""
+        """Count outputs and prompt tokens inside the `with` block. Raises ApiError(503)."""
         held, holds = self.held, []
         try:
             for index, amount in enumerate((num_outputs, num_tokens)):

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's envelope, bounded in size, without internals."""
+"""Error replies to clients: OpenAI's envelope, bounded in size, without internal details."""
 
 import logging
 
@@ -11,10 +11,10 @@ from starlette.responses import Response
 from formats.errors import InputError
 from qserve.errors import BusyError, ParameterError
 
-MAX_MESSAGE = 1000  # characters; a client's own text in a reply must not make it large
+MAX_MESSAGE = 1000  # characters; a message may quote the client's text, which may be long
 MAX_PARAM = 100
 
-# The names of OpenAI's API.
+# status -> error type in OpenAI's API
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,16 +23,16 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-RETRY_SECONDS = 5  # clients retry a 503 after this time at the earliest
+RETRY_SECONDS = 5  # Retry-After of a 503
 
 INTERNAL = "Internal server error."
-CLIENT_GONE = 499  # status in logs and metrics of a request whose client disconnected
+CLIENT_GONE = 499  # status in logs and metrics if the client disconnected
 
 logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """A reply other than success. `param` names the request's field that is at fault."""
+    """An error reply. `param` names the faulty field of the request."""
 
     def __init__(
         self,
@@ -89,17 +89,17 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 def generation_failed() -> ApiError:
-    """The error of a request that would fail again on a working engine."""
+    """Return the error for a request that would fail again, on a working engine."""
     return ApiError(
         500,
         "The generation failed: the model returned no valid probabilities (NaN) for this request,"
         " and would again. See the server's log; `qserve inspect` finds broken weights.",
-        headers={"x-should-retry": "false"},  # OpenAI's clients repeat a 500 otherwise
+        headers={"x-should-retry": "false"},  # by default OpenAI's clients retry a 500
     )
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Convert any exception to a client's error; internals go to the log only."""
+    """Convert any exception to an ApiError. Unexpected exceptions are logged, not shown."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ParameterError):
@@ -120,7 +120,7 @@ def json_response(
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Give every failure of the app the envelope, those of the framework too."""
+    """Register handlers that put every error, also the framework's, into OpenAI's envelope."""
 
     async def from_exception(request: Request, error: Exception) -> Response:
         return as_api_error(error).response
@@ -130,7 +130,7 @@ def add_error_handlers(app: Starlette) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response
 
     async def internal(request: Request, error: Exception) -> Response:
-        # The framework raises the error again once this is sent, and the web server logs it.
+        # The framework re-raises the error after this reply, and the web server logs it.
         return ApiError(500, INTERNAL).response
 
     async def nobody(request: Request, error: ClientGone) -> Response:
@@ -144,6 +144,6 @@ def add_error_handlers(app: Starlette) -> None:
 
 
 def _shorten(text: str, limit: int) -> str:
-    # A lone surrogate cannot be written as UTF-8.
+    # Lone surrogates cannot be encoded as UTF-8.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 3] + "..."

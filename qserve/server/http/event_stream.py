@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client disconnects."""
+"""Server-sent events, and work that is cancelled when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 from qserve.server.http.errors import ApiError, ClientGone, as_api_error
 
 Result = TypeVar("Result")
-PING_SECONDS = 10.0  # without an event, after which a stream sends its ping
+PING_SECONDS = 10.0  # a stream without events for this time sends its ping
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`. Cancels it and raises ClientGone if the client disconnects."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientGone."""
     task, watch = asyncio.create_task(work), asyncio.create_task(_until_disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -35,10 +35,10 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Chunks as server-sent events, ended by [DONE] unless the events are named.
+    """Response that sends chunks as server-sent events, then [DONE] unless the events are named.
 
-    An error before the first chunk is a plain HTTP error; a later one is an event. Each chunk is
-    fetched after the previous one was written, so a slow reader slows only its own stream.
+    An error before the first chunk becomes an HTTP error; a later error becomes an event. The next
+    chunk is fetched after the previous one is written, so a slow reader slows only its own stream.
     """
 
     def __init__(
@@ -50,9 +50,11 @@ class EventStream(Response):
         ping: dict | None = None,
         error: Callable[[ApiError], dict] = lambda error: error.envelope,
     ) -> None:
-        """`are_named`: each event has its `type` as name, and there is no [DONE].
+        """Prepare the stream.
 
-        `ping`: event that is sent while no other comes. `error`: makes the event of an error.
+        are_named: an event's name is its `type`, and [DONE] is not sent
+        ping: event to send after PING_SECONDS without another event
+        error: returns the event for an error
         """
         headers = {"Cache-Control": "no-cache"} | (headers or {})
         super().__init__(media_type="text/event-stream", headers=headers)
@@ -61,7 +63,7 @@ class EventStream(Response):
         self._event = _named_event if are_named else _event
         self._end = b"" if are_named else b"data: [DONE]\n\n"
         self._ping, self._error = ping, error
-        self._last_event = 0.0  # time of the event loop
+        self._last_event = 0.0  # by the event loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,7 +102,7 @@ class EventStream(Response):
             yield self._error(as_api_error(error))
 
     async def _send_pings(self, send: Send) -> None:
-        """Send the ping whenever PING_SECONDS pass without an event: clients give up otherwise."""
+        """Send a ping after PING_SECONDS without an event, so that clients do not time out."""
         loop = asyncio.get_running_loop()
         self._last_event = loop.time()
         while True:

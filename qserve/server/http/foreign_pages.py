@@ -1,9 +1,9 @@
-"""Protection of a server without API keys against web pages of other sites.
+"""Protects a server without API keys against web pages of other sites.
 
-A browser sends requests for any page that its user opens, also to addresses that only the user
-can reach. The header `Origin` names the page's site. A site can also point its own name at the
-address of this server (DNS rebinding); the browser then treats the page as this server's, and only
-the name in `Host` differs. Without keys, other origins are therefore refused, and so are host names
+A web page can make its visitor's browser send requests, also to addresses that only the visitor can
+reach. The header `Origin` names the page's site. A site can also point its own name at the address
+of this server (DNS rebinding). Then the browser takes the page for one of this server, and only the
+name in `Host` reveals the attack. So a server without keys refuses other origins, and host names
 that a site on the internet could have.
 """
 
@@ -19,8 +19,8 @@ from qserve.server.http.api_key import OPEN
 from qserve.server.http.errors import ApiError
 
 ANY = "*"
-# Domains without sites on the internet: RFC 6761, RFC 6762, RFC 8375, and the one that ICANN
-# reserves for private use. Kubernetes' cluster.local is one of them.
+# Domains without sites on the internet, by RFC 6761, RFC 6762, RFC 8375 and ICANN (.internal).
+# They include Kubernetes' cluster.local.
 PRIVATE_DOMAINS = (".localhost", ".local", ".home.arpa", ".internal")
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:@/]*)(?::([0-9]*))?")
 DEFAULT_PORTS = {"http": "80", "https": "443"}
@@ -29,11 +29,11 @@ DEFAULT_PORTS = {"http": "80", "https": "443"}
 class RefuseForeignPages:
     """ASGI middleware that answers 403 to pages of other origins and to unknown host names.
 
-    Health probes are exempt: they return no data, and load balancers send names of their own.
+    Health probes are exempt: they return no data, and load balancers may send any host name.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """`hosts`: names of this server; `*.example.com` means all subdomains."""
+        """Set the host names to accept (`*.example.com`: all subdomains) and the origins."""
         self._app = app
         self._hosts = {host.lower().rstrip(".") for host in hosts}
         self._origins = {origin.lower() for origin in origins}
@@ -61,13 +61,13 @@ class RefuseForeignPages:
         origin = headers.get(b"origin")
         if origin is None or self._allows(origin):
             return None
-        # Browsers set this header and pages cannot. Plain HTTP from other machines lacks it.
+        # Only browsers can set this header. Over plain HTTP, they send it to localhost only.
         if headers.get(b"sec-fetch-site") == "same-origin":
             return None
         scheme, _, authority = origin.partition("://")
         default = DEFAULT_PORTS.get(scheme)
         name, its_port = _split(authority)
-        # A proxy may terminate HTTPS for this server, so the schemes may differ.
+        # A proxy may terminate TLS for this server, so the schemes may differ.
         if name == host and (its_port or default) == (port or default) and default and name:
             return None
         return ApiError(
@@ -81,7 +81,7 @@ class RefuseForeignPages:
 
     def _knows(self, host: str) -> bool:
         name = host.rstrip(".")
-        # Names without a dot, such as those of containers, resolve on the local network only.
+        # Names without a dot, such as container names, resolve on the local network only.
         if "." not in name and ":" not in name:
             return True
         if name.endswith(PRIVATE_DOMAINS) or name in self._hosts or ANY in self._hosts:
@@ -93,7 +93,7 @@ class RefuseForeignPages:
 
 
 def hosts_of(config: ServerConfig) -> tuple[str, ...]:
-    """Names of this server: the machine's, --host and --allowed-hosts."""
+    """Return the host names of this server: the machine's, --host and --allowed-hosts."""
     if config.uds is not None:  # browsers cannot reach it, and a proxy may forward any name
         return (ANY,)
     return (socket.gethostname(), config.host, *config.allowed_hosts)

@@ -1,6 +1,6 @@
-"""Middlewares for the head of a request: root path, form of the target, size, framing, name.
+"""Middleware for the head of a request: root path, target, size, framing, request id.
 
-All run before routing.
+All of it runs before routing.
 """
 
 import re
@@ -11,17 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qserve.server.http.errors import ApiError
 
-MAX_HEAD_BYTES = 2**14  # the parser has no limit for a head that comes in one piece
-LINE_BYTES = 4  # of a header's line, in addition to name and value
-# Absolute form of a target: http://host:port/path
+MAX_HEAD_BYTES = 2**14  # the parser does not limit a head that arrives in one piece
+LINE_BYTES = 4  # bytes of a header line besides name and value: colon, space, CR, LF
+# Absolute form of a request target: http://host:port/path
 ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 
 
 class UnderPath:
-    """ASGI middleware for --root-path: sets `root_path`, and prefixes each path as ASGI demands.
+    """ASGI middleware for --root-path: sets `root_path`, and adds the prefix to paths without it.
 
-    It accepts requests of proxies that keep the prefix and of proxies that strip it. The prefix
-    without a trailing slash is redirected, since a browser resolves relative links from there.
+    So proxies may keep the prefix or strip it. The prefix without a trailing slash is redirected to
+    the one with it, since browsers resolve relative links from there.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -44,9 +44,9 @@ class UnderPath:
 
 
 class OriginForm:
-    """ASGI middleware that reads absolute-form targets, as RFC 9112 demands of every server.
+    """ASGI middleware that accepts absolute-form request targets, which RFC 9112 requires.
 
-    The target's authority takes the place of the Host header.
+    The target's authority replaces the Host header.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -67,10 +67,10 @@ class OriginForm:
 
 
 class CheckHead:
-    """ASGI middleware that refuses heads that are too long or have two lengths (smuggling).
+    """ASGI middleware that refuses heads that are too long or allow request smuggling.
 
-    With both Content-Length and Transfer-Encoding a proxy may use the other one of the two, and
-    mistake the rest of the body for another client's request.
+    If a request has both Content-Length and Transfer-Encoding, a proxy may follow the other of the
+    two headers, and take the rest of the body for another client's request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -103,10 +103,9 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class NameRequests:
-    """ASGI middleware: the header X-Request-Id of a request, or a new name, is its answer's.
+    """ASGI middleware that sets the reply's X-Request-Id: the request's, or a new one.
 
-    A name that is too long or holds other signs than REQUEST_ID goes nowhere: a new one takes its
-    place, as proxies do it.
+    An id that does not match REQUEST_ID (too long, or other characters) is replaced by a new one.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 protocol with limits on connections, idle clients and slow readers.
 
-A client's mistake gets a reply where one is possible, and at most one line in the log.
+A client's mistake gets a reply if possible, and at most one line in the log.
 """
 
 import asyncio
@@ -19,30 +19,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.server.http.errors import ApiError
 
-IDLE_SECONDS = 30.0  # for the head of a request, and between two requests
-UNREAD_SECONDS = 120.0  # until a client that reads nothing is disconnected
-LINGER_SECONDS = 5.0  # for which the rest of an answered request is read and dropped
+IDLE_SECONDS = 30.0  # time limit for the head of a request, and between two requests
+UNREAD_SECONDS = 120.0  # a client that reads nothing for this time is disconnected
+LINGER_SECONDS = 5.0  # after a reply, the rest of the request is read and dropped for this time
 # First and longest interval between probes of a half-closed client.
 FIRST_PROBE_SECONDS, MAX_PROBE_SECONDS = 0.05, 5.0
-HALF_CLOSED_SECONDS = 5.0  # for the answer to a half-closed HTTP/1.0 client
-REFUSED_SECONDS = 2.0  # for the request of a client that will be refused
-NUM_REFUSED = 32  # connections that get 503; further ones are closed without a reply
-# For the engine's and the workers' sockets, logs, listeners and libraries' files.
+HALF_CLOSED_SECONDS = 5.0  # time limit for the reply to a half-closed HTTP/1.0 client
+REFUSED_SECONDS = 2.0  # a client that will be refused must send its request within this time
+NUM_REFUSED = 32  # open connections that get 503; further ones are closed without a reply
+# File descriptors for sockets of engine and workers, logs, listeners and files of libraries.
 RESERVED_DESCRIPTORS = 64
 FEWEST_CONNECTIONS = 16
-# Connections accepted in one call. They are counted only afterwards.
+# Connections that one call accepts. They are counted only after the call.
 ACCEPTED_AT_ONCE = 16
 KERNEL_QUEUE = 2048
 TCP_CLOSE = 7  # state of a reset connection: the first byte of Linux' struct tcp_info
-# Each chunk of a body costs some 15 us, whatever its size, and a read brings up to 256 KiB.
-SMALL_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")  # of less than 256 bytes
-NUM_SMALL_CHUNKS = 64  # in one read
+# A chunk of a body takes about 15 us, whatever its size, and one read returns up to 256 KiB.
+SMALL_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")  # header of a chunk below 256 bytes
+NUM_SMALL_CHUNKS = 64  # allowed in one read
 
 logger = logging.getLogger(__name__)
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of file descriptors to the hard limit; returns it."""
+    """Raise this process's soft limit of file descriptors to the hard limit. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -51,7 +51,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(asked: int | None, descriptors: int) -> int:
-    """Maximum number of open connections: the setting, capped by the file descriptors."""
+    """Return the maximum number of open connections: `asked`, capped by the file descriptors."""
     if descriptors == resource.RLIM_INFINITY:
         descriptors = sys.maxsize
     room = max(FEWEST_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS - NUM_REFUSED)
@@ -60,12 +60,12 @@ def max_connections(asked: int | None, descriptors: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Connections:
-    """State that all connections of a server share."""
+    """State shared by all connections of a server."""
 
     limit: int
     # Connections without a complete request, oldest first. A dict keeps order and removes quickly.
     waiting: "dict[HttpProtocol, None]" = field(default_factory=dict)
-    num_refused: int = 0  # open connections that are or will be answered with 503
+    num_refused: int = 0  # open connections that got 503 or will get it
 
 
 class HttpProtocol(H11Protocol):
@@ -128,9 +128,9 @@ class HttpProtocol(H11Protocol):
         self._look_at_request()
 
     def eof_received(self) -> bool:
-        """Keep a half-closed connection open while its client may wait for an answer.
+        """Keep a half-closed connection open while the client may wait for a reply.
 
-        TLS connections close as a whole.
+        TLS connections cannot be half-closed.
         """
         if self.scheme == "https" or not self._owes_answer:
             return False
@@ -143,7 +143,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def _owes_answer(self) -> bool:
-        """Return True if a whole request has come and its answer is not complete."""
+        """True if a whole request has arrived and its reply is not complete."""
         cycle = self.cycle
         return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
@@ -153,7 +153,7 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
         if not self.transport.is_closing():
             self._await_request()
-            self._look_at_request()  # a pipelined request may be there
+            self._look_at_request()  # a pipelined request may have arrived
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -170,9 +170,9 @@ class HttpProtocol(H11Protocol):
         self._reply(ApiError(status, f"expected an HTTP/1.1 request: {error or msg}."))
 
     def _is_reset(self) -> bool:
-        """Return True if the client has reset the connection and will read no answer.
+        """Return True if the client has reset the connection, and so will not read a reply.
 
-        Data that it sent before can still be read, and would start useless work.
+        Data sent before the reset can still be read, and would start useless work.
         """
         connection = self.transport.get_extra_info("socket")
         if connection.family == socket.AF_UNIX or sys.platform != "linux":
@@ -180,10 +180,10 @@ class HttpProtocol(H11Protocol):
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE
 
     def _probe_client(self, seconds: float) -> None:
-        """Check whether a half-closed client is still there, now and again after `seconds`.
+        """Check whether a half-closed client is still connected, now and again after `seconds`.
 
-        A client that has closed its socket looks the same, but its system answers any data with a
-        reset. Every HTTP/1.1 client skips an interim response.
+        A client that closed its socket looks half-closed, too, but its system answers any data with
+        a reset. The probe is an interim response, which every HTTP/1.1 client skips.
         """
         if self._is_reset():
             self.transport.abort()
@@ -195,7 +195,7 @@ class HttpProtocol(H11Protocol):
         )
 
     def _await_request(self) -> None:
-        """Wait for the next request; until it is complete the connection may be closed."""
+        """Wait for the next request. Until it is complete, this connection may be closed."""
         _cancel(self._idle_timer)
         self._shared.waiting.pop(self, None)
         self._shared.waiting[self] = None
@@ -210,12 +210,12 @@ class HttpProtocol(H11Protocol):
             self._shared.waiting.pop(self, None)
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request, else refuse this one."""
+        """Close the connection that has waited longest for a request; refuse this one if none."""
         shared = self._shared
         oldest = next(iter(shared.waiting))
         if oldest is not self:
             oldest.transport.abort()
-            # connection_lost is called later; others may be accepted before.
+            # connection_lost is called later; more connections may be accepted until then.
             shared.waiting.pop(oldest, None)
             self.connections.discard(oldest)
         elif shared.num_refused >= NUM_REFUSED:
@@ -242,7 +242,7 @@ class HttpProtocol(H11Protocol):
         self.transport.abort()
 
     def _reply(self, error: ApiError) -> None:
-        """Answer without a route if no answer has begun, and close the connection."""
+        """Send an error, unless a reply has begun, and close the connection."""
         _cancel(self._idle_timer)
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
@@ -253,10 +253,11 @@ class HttpProtocol(H11Protocol):
 
 
 class _LingeringTransport:
-    """Transport that lets the client read its answer before the connection ends.
+    """Transport that lets the client read the reply before the connection closes.
 
-    Closing a socket with unread bytes makes the kernel send a reset, and the client loses what it
-    has not read. So the sending side is closed first, and incoming data is dropped for a while.
+    If a socket is closed with unread input, the kernel sends a reset and the client loses the part
+    of the reply that it has not read. So `close` shuts down the sending side first, and incoming
+    data is dropped for LINGER_SECONDS.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
@@ -285,7 +286,7 @@ class _LingeringTransport:
 
 
 def raw_reply(error: ApiError) -> bytes:
-    """Bytes of an error response that closes the connection."""
+    """Return the bytes of an error response that closes the connection."""
     response = error.response
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers]
@@ -299,10 +300,10 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm: a chunk would wait up to 40 ms for the acknowledgement before it.
+    """Disable Nagle's algorithm, which delays a chunk up to 40 ms, until the last one is confirmed.
 
-    asyncio does this only for sockets that state their protocol, which those of an inherited
-    listener may not.
+    asyncio does so only for sockets whose `proto` is TCP. Sockets of an inherited listener may
+    have none.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

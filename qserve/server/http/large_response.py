@@ -1,7 +1,7 @@
-"""Responses of megabytes, encoded and written in pieces.
+"""Responses of several megabytes, encoded and written in pieces.
 
-Encoding megabytes in one call holds the GIL, and writing them in one call blocks the event loop:
-meanwhile no stream gets its tokens.
+Encoding megabytes in one call would hold the GIL, and writing them in one call would block the
+event loop. Streams of other requests would stall meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 PIECE_BYTES = 2**16
-FEW = 16  # longest list whose items are encoded one by one, since each may be large
+FEW = 16  # lists up to this length are encoded item by item, since items may be large
 
 
 class LargeResponse(Response):
-    """JSON response, written piece by piece as fast as the client reads it."""
+    """JSON response, written in pieces as fast as the client reads."""
 
     def __init__(
         self, pieces: Sequence[bytes], headers: dict[str, str] | None = None, status: int = 200
@@ -41,7 +41,7 @@ class LargeResponse(Response):
 def json_pieces(content: Any) -> list[bytes]:
     """Encode a value as JSON in pieces of about PIECE_BYTES. NumPy arrays become lists of numbers.
 
-    Call it in a thread: other threads run between two pieces.
+    Call this function in a thread: other threads can run between two pieces.
     """
     found: list[bytes] = []
     parts, size = [], 0
@@ -80,12 +80,12 @@ def _is_short_list(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """An array as lists of numbers; items of a long list may hold arrays, too."""
+    """Return an array as nested lists. Items of long lists may be arrays, too."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _in_slices(items: Sequence[Any] | np.ndarray) -> Iterator[bytes]:
-    """Encode a long list; each part holds as many items as make about a piece."""
+    """Encode a long list, in parts of about PIECE_BYTES."""
     start, count, opening = 0, FEW, b"["
     while start < len(items):
         some = items[start : start + count]

@@ -1,4 +1,4 @@
-"""The listening socket: an address or a Unix socket, with or without TLS."""
+"""The listening socket: TCP or a Unix socket; and the check of TLS files."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from qserve.config import ServerConfig
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises InputError."""
+    """Return a socket that is bound and does not listen yet. Raises InputError."""
     if config.uds is not None:
         return _bind_path(config.uds)
     try:
@@ -27,7 +27,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def address(listener: socket.socket, *, tls: bool) -> str:
-    """URL of a listening socket."""
+    """Return the URL of a listening socket."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -43,9 +43,9 @@ def address_error(address: str, error: Exception) -> InputError:
 
 
 def remove(path: str | None) -> None:
-    """Remove the file of a Unix socket, if the server listened on one.
+    """Remove the file of the server's Unix socket. None: the server listened on TCP.
 
-    The argument is the path, since the closed socket no longer has it.
+    The argument is a path because a closed socket no longer knows its path.
     """
     if path is not None:
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def remove(path: str | None) -> None:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Raise InputError for certificates that cannot be used."""
+    """Raise InputError if the TLS certificates cannot be used."""
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config, name) is not None:
@@ -77,7 +77,7 @@ def _bind_path(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
-            os.unlink(path)  # left by a server that was killed
+            os.unlink(path)  # a server that was killed has left it
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -10,7 +10,7 @@ from qserve.server.http.api_key import KEY_DIGEST
 from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError
 
-MAX_BUCKETS = 10_000  # beyond it, full buckets are dropped, which has no effect on their clients
+MAX_BUCKETS = 10_000  # beyond this number full buckets are dropped; a new bucket is full as well
 SECONDS = 60.0
 
 
@@ -21,10 +21,9 @@ class _Bucket:
 
 
 class LimitRate:
-    """ASGI middleware that answers 429 to a POST beyond `limit` per minute.
+    """ASGI middleware that answers 429 if a client sends more than `limit` POSTs per minute.
 
-    Each client has a token bucket of `limit` requests. RequireKey runs before it, so every key is
-    valid here.
+    Each client has a token bucket of `limit` requests. RequireKey runs first, so keys are valid.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class LimitRate:
         return client_key(scope)
 
     def _take(self, client: object) -> float:
-        """Take one request from a client's bucket. Returns the seconds to wait, else 0."""
+        """Take one request from a client's bucket. Returns 0, or seconds to wait if it is empty."""
         now, speed = self._now(), self._limit / SECONDS
         if client not in self._buckets and len(self._buckets) >= MAX_BUCKETS:
             self._forget_full(now, speed)

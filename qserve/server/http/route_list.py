@@ -1,4 +1,4 @@
-"""Lists of routes, filled by decorators, and the middleware that counts responses by route."""
+"""Lists of routes, filled by decorators; middleware that counts responses by route."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qserve.server.http.errors import CLIENT_GONE, ApiError
 
 READ = ("GET", "HEAD")
-METRICS = "metrics"  # in a request's scope: those of its model, if the server has several
+METRICS = "metrics"  # key in a request's scope: metrics of its model, if there are several
 UNROUTED = "none"  # no route matched, or the request was refused before routing
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,7 +26,7 @@ class CountedRoute(Route):
 
 
 class RouteList(list[CountedRoute]):
-    """Routes of one topic; the first that matches answers."""
+    """Routes of one topic. The first route that matches a request handles it."""
 
     def route(self, path: str, methods: Sequence[str]) -> Callable[[Handler], Handler]:
         """Register the decorated function for a path."""
@@ -45,7 +45,7 @@ class RouteList(list[CountedRoute]):
 
 
 class ResponseMetrics(Protocol):
-    """The part of Metrics that counts responses."""
+    """The method of Metrics that CountResponses uses."""
 
     def count_response(self, method: str, handler: str, status: int) -> None: ...
 
@@ -53,7 +53,7 @@ class ResponseMetrics(Protocol):
 class CountResponses:
     """ASGI middleware that counts each request once, by route and response status.
 
-    `metrics` are those of the first model; requests to another count there.
+    `metrics` belong to the first model. Requests to another model count in that model's metrics.
     """
 
     def __init__(self, app: ASGIApp, metrics: ResponseMetrics) -> None:
@@ -76,21 +76,21 @@ class CountResponses:
             await self._app(scope, receive, counting)
         except Exception:
             if status is None:
-                # the framework sends this answer outside of this middleware
+                # the framework sends the error reply outside of this middleware
                 self._count(scope, 500)
             raise
         if status is None:
             self._count(scope, CLIENT_GONE)
 
     def _count(self, scope: Scope, status: int) -> None:
-        # The router sets it. Its path has parameter names instead of the client's values.
+        # The router sets "route". The route's path has parameter names instead of values.
         path = getattr(scope.get("route"), "path", None)
         metrics = scope.get(METRICS, self._metrics)
         metrics.count_response(scope["method"], path or UNROUTED, status)
 
 
 def refusing(routes: Sequence[Route], reason: str) -> list[CountedRoute]:
-    """Routes with the same paths and methods that answer 404 with a reason."""
+    """Return routes with the same paths and methods that answer 404 with a reason."""
 
     async def refuse(_: Request) -> Response:
         raise ApiError(404, reason)

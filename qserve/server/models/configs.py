@@ -1,4 +1,4 @@
-"""Settings of each model of a server. Loads no torch."""
+"""Settings per model, for a server of several models. Loads no torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from qserve.config import EngineConfig, ServerConfig
 from qserve.server.admin.settings import REFUSE
 from qserve.server.models.settings import SLEEP, SPLIT
 
-# Settings of the server that a model may have for itself; so may all of the engine.
+# Server settings that may differ between models. All engine settings may.
 OF_A_MODEL = (
     *("served_model_name", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
     *("chat_special_tokens", "structured_output_strict", "check"),
@@ -27,10 +27,11 @@ class ModelConfig(NamedTuple):
 
 
 def model_configs(engine: EngineConfig, server: ServerConfig) -> list[ModelConfig]:
-    """Settings of all models, the first one's first. Raises InputError.
+    """Return the settings of all models, in the order of the command line. Raises InputError.
 
-    Engines start one after the other, and each counts the memory of those before it as used. So
-    with the sharing "split" the utilization of an engine includes that of its predecessors.
+    Engines start one after the other, and an engine counts the memory of earlier engines as used.
+    So with --memory-sharing split, an engine's gpu_memory_utilization includes the shares of the
+    engines before it.
     """
     names = [engine.model, *server.more_models]
     own = _own_settings(server.model_settings, names)
@@ -52,12 +53,14 @@ def model_configs(engine: EngineConfig, server: ServerConfig) -> list[ModelConfi
 
 
 def _own_settings(path: str | None, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Each model's own settings. Raises InputError."""
+    """Read --model-settings: return each model's settings. Raises InputError."""
     found: Mapping[str, Any] = {} if path is None else config_file.read_mapping(path)
     for name, settings in found.items():
         if name not in names:
             raise InputError(
-                path, f"{name} is none of the models {', '.join(names)}", "write it as typed"
+                path,
+                f"{name} is none of the models {', '.join(names)}",
+                "write the name as on the command line",
             )
         if not isinstance(settings, dict | None):
             raise InputError(f"{path}: {name}", "expected a mapping of flags to values")
@@ -80,7 +83,7 @@ def _check(server: ServerConfig, names: list[str], own: Mapping[str, dict[str, A
     if len(names) == 1:
         return
     if len(set(names)) < len(names):
-        raise InputError("MODEL", "a model is named twice", "name each once")
+        raise InputError("MODEL", "a model is given twice", "give each model once")
     if server.served_model_name:
         raise InputError(
             "--served-model-name", "does not work with several models", "use --model-settings"
@@ -104,13 +107,13 @@ def _check(server: ServerConfig, names: list[str], own: Mapping[str, dict[str, A
         if UTILIZATION in own[name]:
             raise InputError(
                 f"{server.model_settings}: {name}",
-                f"{UTILIZATION} is one for all models with --memory-sharing sleep",
+                f"{UTILIZATION} is the same for all models with --memory-sharing sleep",
                 "set it on the command line",
             )
 
 
 def _shares(total: float, own: list[dict[str, Any]]) -> list[float]:
-    """Each model's share of the memory: its own, or an equal part of the rest."""
+    """Return each model's share of the memory: its own setting, or an equal part of the rest."""
     given = [settings.get(UTILIZATION) for settings in own]
     rest = total - sum(share for share in given if share is not None)
     missing = given.count(None)
@@ -130,7 +133,7 @@ def _check_names(models: list[ModelConfig]) -> None:
             if name in seen:
                 raise InputError(
                     f"model name {name}",
-                    f"is that of {seen[name]} and of {engine.model}",
+                    f"is used for both {seen[name]} and {engine.model}",
                     "give one of them a served-model-name in --model-settings",
                 )
             seen[name] = engine.model

@@ -1,4 +1,4 @@
-"""SelectModel: finds the model of each request on a server of several models."""
+"""SelectModel: middleware that finds a request's model, on a server of several models."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from qserve.server.models.turns import ModelTurns
 from qserve.server.service import SERVICE, Service
 
 JSON = "application/json"
-# Routes that need no engine, so that a sleeping model answers them
+# Routes that need no engine, so they work while the model sleeps
 WITHOUT_ENGINE = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/reset_prefix_cache"}
-WITHOUT_MODEL = ("/v1/conversations",)  # prefixes of routes for all models
+WITHOUT_MODEL = ("/v1/conversations",)  # prefixes of routes that do not depend on a model
 
 
 class _Named(msgspec.Struct):
-    """The field of a body that names the model. Its value is not decoded."""
+    """The field `model` of a body, not decoded."""
 
     model: msgspec.Raw = msgspec.Raw()
 
@@ -32,7 +32,7 @@ _DECODER = msgspec.json.Decoder(_Named)
 
 
 def named_service(services: Sequence[Service], name: str) -> Service:
-    """Service of a model or adapter. Raises ApiError(404)."""
+    """Return the Service of a model or adapter by name. Raises ApiError(404)."""
     for service in services:
         if name in service.model_names or name in service.adapters.of_name:
             return service
@@ -46,10 +46,10 @@ def named_service(services: Sequence[Service], name: str) -> Service:
 
 
 class SelectModel:
-    """ASGI middleware that sets the Service of a request's scope.
+    """ASGI middleware that puts the Service of the request's model into the scope.
 
-    The query parameter `model` names it, or the field of that name in a JSON body, which is read
-    here and read again by the route.
+    The model is named by the query parameter `model`, or by the field `model` of a JSON body. The
+    middleware reads the body, and replays it for the route.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SelectModel:
         operator_paths: frozenset[str],
         turns: ModelTurns | None = None,
     ) -> None:
-        """`operator_paths`: routes of operators, which name the model in the query."""
+        """`operator_paths`: operator routes, which need the query parameter `model`."""
         self._app, self._services, self._turns = app, tuple(services), turns
         self._operator_paths = operator_paths
 
@@ -76,7 +76,7 @@ class SelectModel:
         except ClientGone:
             return
         if body is not None:
-            # The body has been received: what follows is the client's leaving.
+            # The body has been received, so the next message is the client's disconnect.
             leaving = asyncio.ensure_future(receive())
             receive = _replay(body, leaving)
         else:
@@ -97,13 +97,13 @@ class SelectModel:
     async def _find(
         self, scope: Scope, path: str, receive: Receive
     ) -> tuple[Service, bytes | None]:
-        """Service of a request, and its body if it was read. Raises ApiError."""
+        """Return the Service of a request, and the body if it was read. Raises ApiError."""
         named = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("model")
         if named:
             return named_service(self._services, named[0]), None
         if path in self._operator_paths:
             names = " or ".join(f"?model={each.model_name}" for each in self._services)
-            raise ApiError(400, f"This server has several models: add {names}.", "model")
+            raise ApiError(400, f"This server has several models: add {names} to the URL.", "model")
         first = self._services[0]
         request = Request(scope, receive)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -125,7 +125,7 @@ class SelectModel:
     async def _turn(
         self, service: Service | None, leaving: asyncio.Future[Message] | None
     ) -> AsyncIterator[None]:
-        """Keep the model awake inside the block. Raises _TurnError, ClientGone."""
+        """Keep the model awake inside the `with` block. Raises _TurnError and ClientGone."""
         if self._turns is None or service is None:
             yield
             return
@@ -156,7 +156,7 @@ class _TurnError(Exception):
 
 
 def _replay(body: bytes, leaving: asyncio.Future[Message]) -> Receive:
-    """Return a `receive` that gives the body first, then the client's leaving."""
+    """Return a `receive` that returns the body, then the client's disconnect."""
     is_read = False
 
     async def receive() -> Message:

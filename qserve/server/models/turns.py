@@ -1,4 +1,4 @@
-"""ModelTurns: models that share one device's memory; all but one sleep."""
+"""ModelTurns: several models share one device's memory; one is awake, the others sleep."""
 
 import asyncio
 import logging
@@ -14,24 +14,25 @@ logger = logging.getLogger(__name__)
 
 
 class Sleeper(Protocol):
-    """The part of an engine's client that turns need."""
+    """The method of an engine's client that ModelTurns uses."""
 
     async def operate(self, command: AnyCommand) -> tuple[Outcome, str]: ...
 
 
 async def fall_asleep(client: Sleeper, name: str) -> None:
-    """Move a model's weights to the host and free its pages. Raises InputError."""
+    """Move a model's weights to host memory and free its KV pages. Raises InputError."""
     _, problem = await client.operate(Sleep(level=1, mode=WAIT))
     if problem:
         raise InputError(name, f"cannot sleep: {problem}", "serve it with --memory-sharing split")
 
 
 class ModelTurns:
-    """Turns of several models on one device. Use it on one event loop only.
+    """Decides which of several models on one device is awake. Use it on one event loop only.
 
-    A request for the model that is awake starts immediately. A request for another model waits
-    until the running requests have finished; then the models change. While one waits, the model
-    that is awake takes new requests for `seconds` after it woke up.
+    A request for the awake model starts immediately. A request for another model waits until the
+    running requests have finished; then the awake model goes to sleep and the other one wakes up.
+    While such a request waits, the awake model accepts new requests only until `seconds` after its
+    wake-up.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ModelTurns:
         awake: int | None = 0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`awake`: index of the model that is awake."""
+        """`awake`: index of the model that is awake now; None: all sleep."""
         self._clients, self._seconds, self._clock = clients, seconds, clock
         self._awake = awake
         self._woken_at = clock()
@@ -51,7 +52,7 @@ class ModelTurns:
         self._change: asyncio.Task[None] | None = None
 
     async def enter(self, index: int) -> None:
-        """Wait until a model is awake. The caller must call `leave`. Raises ApiError(503)."""
+        """Wait until a model is awake. Then the caller must call `leave`. Raises ApiError(503)."""
         if self._is_open(index):
             self._num_running += 1
             return
@@ -73,14 +74,14 @@ class ModelTurns:
         self._advance()
 
     def _is_open(self, index: int) -> bool:
-        """True if a new request for a model may start now."""
+        """Return True if a new request for a model may start now."""
         if self._change is not None or index != self._awake:
             return False
         others_wait = any(each != index for each in self._waiting)
         return not others_wait or self._clock() - self._woken_at < self._seconds
 
     def _advance(self) -> None:
-        """Give the device to the model that has waited longest, if nothing runs."""
+        """If no request is running, wake up the model whose requests have waited longest."""
         if self._num_running or self._change is not None or not self._waiting:
             return
         index = next(iter(self._waiting))
@@ -115,10 +116,10 @@ class ModelTurns:
         self._advance()
 
     async def _operate(self, index: int, command: AnyCommand) -> str:
-        """Carry out a command; returns what went wrong."""
+        """Run a command in a model's engine. Returns the problem, or ""."""
         try:
             return (await self._clients[index].operate(command))[1]
-        except Exception as error:  # of a dead engine, which also ends the server
+        except Exception as error:  # the engine is dead, which also stops the server
             logger.warning("%s failed: %s", type(command).__name__, one_line(error))
             return one_line(error)
 

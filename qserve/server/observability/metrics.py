@@ -1,7 +1,8 @@
 """Prometheus metrics of the server and its engine.
 
-A metric with the meaning of one of vLLM's has its name, after a prefix of our own. Labels hold the
-served model's name, routes, statuses and fixed reasons, so clients cannot add label values.
+A metric with the same meaning as in vLLM has vLLM's name, with the prefix qserve instead of vllm.
+Label values are the served model's name, routes, statuses and fixed reasons, so clients cannot
+create new ones.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from qserve.server.http.clients import Admission
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("outputs", "prompt_tokens")  # in the order of Admission.held
 
-# read from the engine's last report
+# gauges that are read from the engine's last report: name -> (help text, value)
 GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "num_requests_running": ("Outputs in the running set.", lambda r: r.num_running),
     "num_requests_waiting": ("Outputs waiting in the engine's queue.", lambda r: r.num_waiting),
@@ -48,9 +49,9 @@ GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
         lambda r: r.is_sleeping,
     ),
 }
-# Older names of vLLM that its dashboards and its production stack still read. They exist with the
-# prefix vllm only. The value is the current name, or None for a metric that is always 0 (nothing
-# is swapped to the CPU).
+# vLLM's older metric names, which its dashboards and its production stack still read. They are
+# served with the prefix vllm only. The value is the current name; None: the metric is always 0,
+# since nothing is swapped to the CPU.
 OLD_GAUGES = {
     "gpu_cache_usage_perc": "kv_cache_usage_perc",
     "cpu_cache_usage_perc": None,
@@ -61,7 +62,7 @@ OLD_COUNTERS = {
     "gpu_prefix_cache_hits": "prefix_cache_hits",
 }
 OLD_HISTOGRAMS = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
-# methods with a label of their own: a client can send any other word
+# methods that become label values; a client may send any other word as a method
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # in the order of Admission.held
 ADMITTED = {
@@ -154,13 +155,13 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """All metrics of one server. Use them on its event loop only."""
+    """All metrics of one model. Use them on the server's event loop only."""
 
     def __init__(self, model_name: str, prefix: str = "qserve") -> None:
         self._prefix = prefix
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        # A folder's name may have bytes that are not UTF-8.
+        # A folder's name may contain bytes that are not UTF-8.
         self._model = model_name.encode(errors="replace").decode()
         self._report = EngineReport()
         is_vllm = prefix == "vllm"
@@ -228,13 +229,16 @@ class Metrics:
         return generate_latest(self._registry)
 
     def watch_admission(self, admission: Admission) -> None:
-        """Add gauges of what is admitted, read whenever the page is made."""
+        """Add gauges of admitted outputs and tokens, read whenever the page is rendered."""
         for index, (name, text) in enumerate(ADMITTED.items()):
             self._make(Gauge, name, text).set_function(lambda i=index: admission.held[i])
         admission.on_rejection = lambda index: self._rejected[index].inc()
 
     def describe_cache(self, config: EngineConfig) -> None:
-        """Add a gauge of 1 whose labels are the KV cache's settings. Needs the first report."""
+        """Add a gauge of 1 whose labels are the settings of the KV cache.
+
+        Call this method after the first report, which has the number of pages.
+        """
         labels = {
             "model_name": self._model,
             "block_size": str(config.block_size),
@@ -263,7 +267,7 @@ class Metrics:
         self._counters["engine_restarts"].inc()
 
     def take_report(self, report: EngineReport) -> None:
-        """Add the engine's report on a step."""
+        """Update the metrics from the engine's report on a step."""
         self._report = report
         if report.num_step_tokens:
             self._histograms["iteration_tokens_total"].observe(report.num_step_tokens)
@@ -290,7 +294,7 @@ class Metrics:
     def output(
         self, arrived: float, num_prompt_tokens: int, max_tokens: int | None
     ) -> "OutputMeter":
-        """Meter of one output: a context manager around its lifetime."""
+        """Return the meter of one output: a context manager around its lifetime."""
         if max_tokens is not None:
             self._histograms["request_params_max_tokens"].observe(max_tokens)
         return OutputMeter(self, arrived, num_prompt_tokens)
@@ -304,13 +308,13 @@ class Metrics:
         self._histograms["request_max_num_generation_tokens"].observe(num_tokens)
 
     def count_response(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request, in our metric and in FastAPI's instrumentator's."""
+        """Count a reply in our metric, and in that of prometheus-fastapi-instrumentator."""
         self._responses.labels(handler, str(status)).inc()
         method = method if method in METHODS else "other"
         self._response_classes.labels(method, f"{status // 100}xx", handler).inc()
 
     def observe(self, name: str, value: float) -> None:
-        """Add a value to one of HISTOGRAMS and to its older name."""
+        """Add a value to a histogram in HISTOGRAMS, and to its copy under the older name."""
         self._histograms[name].observe(value)
         if name in self._older_histograms:
             self._older_histograms[name].observe(value)
@@ -343,25 +347,26 @@ class _AdaptersInfo(Collector):
 
 
 class OutputMeter:
-    """Times one output of the engine, and counts it once when it ends.
+    """Measures the times of one output, and counts the output when it ends.
 
-    An output whose block is left early counts as aborted, unless `reason` was set before.
+    Use it as a context manager. If the block ends early, the output counts as aborted, unless
+    `reason` was set before.
     """
 
     def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived, self._num_prompt_tokens = arrived, num_prompt_tokens
-        self._first: float | None = None  # when the first token came
-        self._last: float | None = None  # when the last token came
+        self._first: float | None = None  # arrival time of the first token
+        self._last: float | None = None  # arrival time of the latest token
         self._num_tokens = 0
         self._facts = RequestFacts()
         self.reason = "abort"  # one of REASONS
 
     def take(self, event: TokenEvent) -> None:
-        """Take an event of the engine on its arrival."""
+        """Record an event of the engine. Call this method when the event arrives."""
         count = len(event.token_ids)
         if not count:
-            if event.pooled:  # no token follows, so its prompt is counted here
+            if event.pooled:  # a pooling request has no tokens, so count its prompt here
                 self._count_prompt(event)
             return
         now, metrics = time.perf_counter(), self._metrics
@@ -390,14 +395,14 @@ class OutputMeter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):  # cancellation and closing are no Exception
+        if isinstance(error, Exception):  # not CancelledError or GeneratorExit
             self.reason = "error"
         self._metrics._finished[self.reason].inc()
         if self.reason in ("stop", "length") and self._last is not None:
             self._observe_whole()
 
     def _observe_whole(self) -> None:
-        """Observe a finished output."""
+        """Add a finished output to the histograms."""
         latency, decode = self._last - self._arrived, self._last - self._first
         # The engine's clock starts at submission, shortly after the request's arrival.
         inference = max(0.0, latency - self._facts.queue_seconds)

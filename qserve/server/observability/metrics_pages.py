@@ -1,14 +1,14 @@
-"""Join the metrics of several engines in one page: a label names the engine of each sample."""
+"""Joins several pages of metrics in one; a label names the page of each sample."""
 
 from collections.abc import Mapping
 
 
 def join_pages(pages: Mapping[str, str], label: str) -> str:
-    """Join pages in Prometheus' text format, by the value that `label` gets in each.
+    """Join pages in Prometheus' text format. `pages`: value of `label` -> page.
 
-    Samples that have the label keep theirs.
+    Samples that already have the label keep their value.
     """
-    heads: dict[str, list[str]] = {}  # family -> its comment lines
+    heads: dict[str, list[str]] = {}  # metric family -> comment lines
     samples: dict[str, list[str]] = {}
     for value, page in pages.items():
         family = ""
@@ -27,7 +27,7 @@ def join_pages(pages: Mapping[str, str], label: str) -> str:
 
 
 def _labelled(line: str, label: str, value: str) -> str:
-    # A label's value may contain spaces and braces; a name contains neither.
+    # Label values may contain spaces and braces; metric names contain neither.
     brace, space = line.find("{"), line.find(" ")
     has_labels = 0 <= brace < space
     if has_labels and any(f'{before}{label}="' in line for before in "{,"):

@@ -1,6 +1,7 @@
 """OpenTelemetry tracing: one span per request that runs on the engine.
 
-Names follow vLLM's. The packages are an extra (`tracing`), imported where the flag asks for them.
+Names follow vLLM's. OpenTelemetry is an optional dependency (extra `tracing`), imported only if
+--otlp-traces-endpoint is set.
 """
 
 import asyncio
@@ -20,16 +21,16 @@ HEADERS = ("traceparent", "tracestate")
 
 
 class RequestSpan:
-    """Span of a running request. Without a tracer nothing is recorded."""
+    """Span of a running request. Without a span, the methods do nothing."""
 
     def __init__(self, span: Any = None, started: float = 0.0) -> None:
         self._span, self._started = span, started
-        self._first = self._last = 0.0  # seconds from its start to its first and last tokens
+        self._first = self._last = 0.0  # seconds from the start to the first and the latest token
         self._queue_seconds = 0.0
         self.num_tokens = 0  # generated so far
 
     def take(self, num_tokens: int, queue_seconds: float) -> None:
-        """Count tokens that are about to be sent, of an output that waited so long in the queue."""
+        """Count tokens that are about to be sent. `queue_seconds`: time in the engine's queue."""
         if self._span is None or not num_tokens:
             return
         self._last = time.perf_counter() - self._started
@@ -61,7 +62,7 @@ class Tracing:
     """Creates and exports spans. `close` exports the rest."""
 
     def __init__(self, provider: Any = None) -> None:
-        """`provider`: a TracerProvider; None: nothing is traced."""
+        """`provider`: a TracerProvider; None: tracing is off."""
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("qserve")
 
@@ -71,7 +72,7 @@ class Tracing:
 
     @contextmanager
     def request(self, job: Job, model: str) -> Iterator[RequestSpan]:
-        """Context manager with the span of a request."""
+        """Open the span of a request, and end it after the `with` block."""
         if self._tracer is None:
             yield RequestSpan()
             return
@@ -90,10 +91,10 @@ class Tracing:
         try:
             yield counted
         except (GeneratorExit, asyncio.CancelledError):
-            span.set_status(Status(StatusCode.ERROR, "the client left"))
+            span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
             raise
         except Exception as error:
-            # Other errors may contain private data.
+            # The text of other errors may contain private data.
             reason = error.message if isinstance(error, ApiError) else type(error).__name__
             span.set_status(Status(StatusCode.ERROR, reason))
             raise
@@ -101,7 +102,7 @@ class Tracing:
             counted.end()
 
     def close(self) -> None:
-        """Export the remaining spans; takes a few seconds at most."""
+        """Export the remaining spans. This takes at most a few seconds."""
         if self._provider is not None:
             self._provider.shutdown()
 

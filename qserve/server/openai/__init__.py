@@ -1,1 +1,1 @@
-"""The endpoints of OpenAI, vLLM, Cohere and Jina: replies and routes."""
+"""Routes and replies of the OpenAI, vLLM, Cohere and Jina APIs."""

@@ -1,7 +1,7 @@
-"""Steps that endpoints share: read the body, prepare its job, run the job, reply.
+"""Steps that all generating endpoints share: read the body, prepare a job, run the job, reply.
 
-The header `x-ignored-fields` names fields without effect. `x-warnings` names values that were read
-differently from how they were written, and constraints that are not enforced. Both are logged.
+The reply header `x-ignored-fields` names request fields without effect. `x-warnings` reports values
+that the server changed, and constraints that are not enforced. Both are logged.
 """
 
 import logging
@@ -35,7 +35,7 @@ WARNINGS_HEADER = "x-warnings"
 MAX_NAMES = 32
 MAX_WARNINGS = 8
 MAX_WARNING_CHARS = 200  # per warning
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # of fields that a header may name
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # field names that may appear in a header
 NOT_IN_HEADERS = re.compile(r"[^ -~]|;")  # ; separates warnings
 OTHERS = "..."
 Rewrite = Callable[[bytearray], Awaitable[bytes | bytearray]]
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request whose body has become a job, ready to run."""
+    """A request with its job, ready to run."""
 
     request: Request
     service: Service
-    client: str  # the tenant, see http/clients.py
+    client: str  # tenant, see http/clients.py
     job: Job
-    headers: dict[str, str]  # of the reply
+    headers: dict[str, str]  # headers of the reply
 
     @property
     def reply_fields(self) -> dict[str, Any]:
-        """Arguments of every kind of reply."""
+        """Constructor arguments that all reply classes share."""
         return {
             "job": self.job,
             "model": self.service.name_for(self.job),
@@ -64,7 +64,7 @@ class PreparedRequest:
 
     @property
     def fingerprint(self) -> str | None:
-        """The system_fingerprint of the reply: of the model and the job's adapter."""
+        """The system_fingerprint of the reply, for the model with the job's adapter."""
         lora = self.job.handling.lora
         name = None if lora is None else lora.lora_name
         return self.service.client.state.fingerprint_of(name) or None
@@ -78,9 +78,9 @@ class PreparedRequest:
         reply: Callable[[list[Output]], dict[str, Any]],
         keep: Callable[[dict[str, Any]], Awaitable[str | None]] | None = None,
     ) -> Response:
-        """Run the job to its end and answer with the JSON that `reply` makes of its outputs.
+        """Run the job to its end, and return the response with the JSON `reply(outputs)`.
 
-        `keep`: stores the content before the client gets it; returns a warning if that fails.
+        `keep`: stores the reply before it is sent, and returns a warning if it cannot.
         """
         work = generation.run(self.service, self.client, self.job)
         outputs = await while_connected(self.request.receive, work)
@@ -89,19 +89,20 @@ class PreparedRequest:
             content = await run(self.client, reply, outputs)
             headers = headers | one_warning(await keep(content))
             return await run(self.client, lambda: LargeResponse(json_pieces(content), headers))
-        # In a thread: encoding log probabilities of many outputs or many vectors takes seconds.
+        # In a thread, since encoding vectors or log probabilities of many outputs takes seconds.
         return await run(self.client, lambda: LargeResponse(json_pieces(reply(outputs)), headers))
 
 
 async def prepare(request: Request, route: str, rewrite: Rewrite | None = None) -> PreparedRequest:
-    """Read a request's body and prepare its job; `route` is a key of JOBS. Raises ApiError.
+    """Read a request's body and prepare its job. Raises ApiError.
 
-    `rewrite`: makes another body of the client's before it is prepared.
+    route: a key of JOBS
+    rewrite: changes the body before it is prepared
     """
     service, client = service_of(request), client_key(request.scope)
     timeout = deadline_seconds(request.headers, service.request_timeout)
     job = await prepare_body(request, service, client, route, timeout, rewrite)
-    request.state.request_id = job.name  # which the body may have stated
+    request.state.request_id = job.name  # the body may set the id
     headers = reply_headers(job, priority_counts=service.priority_counts)
     return PreparedRequest(
         request=request, service=service, client=client, job=job, headers=headers
@@ -116,10 +117,11 @@ async def prepare_body(
     timeout: float | None = None,
     rewrite: Rewrite | None = None,
 ) -> Job | bytes:
-    """Read a body and prepare it; `route` is a key of JOBS or ANSWERS. Raises ApiError.
+    """Read a request's body and prepare its job, or its whole reply in bytes. Raises ApiError.
 
-    `timeout`: seconds that a job's answer may take, from the end of the body on. `rewrite`: see
-    `prepare`.
+    route: a key of JOBS or ANSWERS
+    timeout: seconds from the arrival of the body to the end of the reply
+    rewrite: changes the body before it is prepared
     """
     if service.is_stopping():
         raise ApiError(503, "The server is stopping.", headers={"Connection": "close"})
@@ -144,7 +146,7 @@ async def prepare_body(
 
 
 async def answer(request: Request, route: str, kind: type[Reply]) -> Response:
-    """Answer a request that generates text, whole or as a stream of chunks."""
+    """Reply to a request that generates text, with one object or a stream of chunks."""
     prepared = await prepare(request, route)
     reply = kind(**prepared.reply_fields, fingerprint=prepared.fingerprint)
     if prepared.job.streams:
@@ -163,7 +165,7 @@ async def _chunks(prepared: PreparedRequest, reply: Reply) -> AsyncGenerator[dic
                 if opening is not None:
                     yield opening
             counts.add(index, delta)
-            # Also sent for tokens whose text is held back: clients count and time chunks as tokens.
+            # Send a chunk also for tokens whose text is held back: clients time chunks as tokens.
             if delta.text or delta.event.token_ids or delta.finish_reason is not None:
                 yield reply.chunk(index, delta, counts)
     if prepared.job.streams_usage:
@@ -171,7 +173,7 @@ async def _chunks(prepared: PreparedRequest, reply: Reply) -> AsyncGenerator[dic
 
 
 def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float | None:
-    """Time limit of a request in seconds; None: no limit. Raises ApiError(400)."""
+    """Return the time limit of a request in seconds; None: no limit. Raises ApiError(400)."""
     text = headers.get(TIMEOUT_HEADER)
     if text is None:
         return limit
@@ -187,7 +189,7 @@ def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float |
 
 
 def reply_headers(job: Job, *, priority_counts: bool) -> dict[str, str]:
-    """Headers that report ignored fields and warnings of a job."""
+    """Return headers with the ignored fields and warnings of a job."""
     ignored = list(job.ignored)
     if job.handling.priority and not priority_counts:
         ignored.append("priority")
@@ -195,7 +197,7 @@ def reply_headers(job: Job, *, priority_counts: bool) -> dict[str, str]:
 
 
 def one_warning(warning: str | None) -> dict[str, str]:
-    """The header of a warning that arises with the reply; none for None."""
+    """Return the header for a warning that arises with the reply; {} for None."""
     if warning is None:
         return {}
     return {WARNINGS_HEADER: NOT_IN_HEADERS.sub("?", warning)[:MAX_WARNING_CHARS]}

@@ -32,7 +32,7 @@ class ChatReply(Reply):
 
     def _opening(self, index: int) -> dict | None:
         parsing = self.job.parsing
-        # A whole reply has no content next to required calls either.
+        # As in a whole reply, content is null if the message must be a call.
         is_call = parsing is not None and parsing.is_call
         return {"delta": {"role": "assistant", "content": None if is_call else ""}}
 
@@ -43,7 +43,7 @@ class ChatReply(Reply):
         return {"delta": {} if is_bare_end else {"content": delta.text}}
 
     def _parsed(self, index: int, delta: TextDelta) -> dict:
-        """Fields of a delta whose text is parsed."""
+        """Return the fields of a delta for parsed text."""
         if index not in self.parsers:
             self.parsers[index] = OutputParser(self.job.parsing)
         pieces = self.parsers[index].push(delta.text)
@@ -53,7 +53,7 @@ class ChatReply(Reply):
         fields = delta_fields(pieces, self.job.parsing)
         if "tool_calls" in fields:
             self.called.add(index)
-        # Empty while the kind of the text is undecided; an empty content would count as content.
+        # No fields while the parser has not decided what the text is; "" would count as content.
         return fields
 
     def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
@@ -66,7 +66,7 @@ class ChatReply(Reply):
     def _of_prompt(self, outputs: list[Output]) -> dict:
         told = self._told_of_prompt(0, outputs[0])
         found = {} if told is None else {"prompt_logprobs": told}
-        if self.job.returns_token_ids:  # vLLM has them here; completions have them in choices
+        if self.job.returns_token_ids:  # as in vLLM; completions have them in each choice
             found["prompt_token_ids"] = self.job.prompt_of(0)
         return found
 

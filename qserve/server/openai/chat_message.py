@@ -1,4 +1,4 @@
-"""Fields of chat messages and deltas that come from parsed text."""
+"""Converts parsed output to fields of chat messages and deltas."""
 
 import secrets
 import string
@@ -7,13 +7,13 @@ from qserve.output_parsing.output_parser import Message, ParseSettings
 from qserve.output_parsing.pieces import ARGUMENTS, CONTENT, NAME, REASONING, Piece
 
 LETTERS = string.ascii_letters + string.digits
-MISTRAL_ID = 9  # characters, which its chat template demands of ids in the history
+MISTRAL_ID = 9  # characters of a call id that Mistral's chat template requires
 
 
 def new_call_id(parsing: ParseSettings, name: str = "", index: int = 0) -> str:
-    """A unique id for a tool call; clients refer to calls by it.
+    """Return a unique id for a tool call. Clients use it to refer to the call.
 
-    `name`, `index`: the call's, for models that see the id again and wrote it so themselves.
+    `name` and `index` of the call are part of the id for models that write such ids themselves.
     """
     if parsing.tool_parser == "kimi_k2" and name:
         return f"functions.{name}:{parsing.num_calls_before + index}"
@@ -23,7 +23,7 @@ def new_call_id(parsing: ParseSettings, name: str = "", index: int = 0) -> str:
 
 
 def message_fields(found: Message, parsing: ParseSettings) -> dict:
-    """Fields of a whole message."""
+    """Return the fields of a whole message."""
     fields: dict = {"content": found.content}
     if parsing.reasoning_parser is not None:
         fields["reasoning_content"] = found.reasoning or None
@@ -41,7 +41,7 @@ def message_fields(found: Message, parsing: ParseSettings) -> dict:
 
 
 def delta_fields(pieces: list[Piece], parsing: ParseSettings) -> dict:
-    """Fields of one delta's pieces; each call has one entry."""
+    """Return the fields of a delta. `tool_calls` has one entry per call."""
     fields: dict = {}
     calls: dict[int, dict] = {}
     for kind, text, index in pieces:

@@ -36,7 +36,7 @@ class CompletionReply(Reply):
     def _format(
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
     ) -> dict:
-        # The fields that are read here are equal for all choices.
+        # The parameters used here are equal for all choices.
         prompt, params = self.job.prompt_of(index), self.job.params[0]
         if index not in self.offsets:
             self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)

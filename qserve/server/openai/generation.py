@@ -1,6 +1,6 @@
-"""Run a job: one engine request per choice, whose text is yielded as it arrives.
+"""Runs a job: one engine request per choice, and yields the text as it arrives.
 
-`client` is the tenant of the job. Closing a generator early aborts its requests in the engine.
+`client` is the tenant of the job. If a generator is closed early, its engine requests are aborted.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from qserve.text.text_stream import TextDelta, TextStream
 
 logger = logging.getLogger(__name__)
 
-Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # each with the index of its choice
+Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # (index of the choice, delta)
 
 
 @dataclass(slots=True, kw_only=True)
 class Output:
-    """One finished choice: the sum of its deltas."""
+    """One choice: the sum of its deltas."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -45,15 +45,15 @@ class Output:
     facts: RequestFacts = RequestFacts()
     pieces: list[str] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # number of tokens up to the end of each piece
-    token_ids: list[int] = field(default_factory=list)  # hidden ones included
+    token_ids: list[int] = field(default_factory=list)  # includes tokens without text
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
-    pooled: bytes = b""  # vectors of the prompt, where asked for
-    beam: Hypothesis | None = None  # it is one of a beam search
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not requested
+    pooled: bytes = b""  # float32 result of a pooling request
+    beam: Hypothesis | None = None  # the beam, for a beam search
 
     @property
     def parts(self) -> Iterator[tuple[str, int]]:
-        """The text in pieces, each with its number of tokens."""
+        """Pieces of the text, each with its number of tokens."""
         starts = (0, *self.ends)
         for text, start, end in zip(self.pieces, starts, self.ends, strict=False):
             yield text, end - start
@@ -74,7 +74,7 @@ class Output:
 
 
 async def run(service: Service, client: str, job: Job) -> list[Output]:
-    """Return all finished choices. Raises ApiError, and RefusedError if the engine refuses one."""
+    """Return all finished choices. Raises ApiError; RefusedError if the engine refuses a choice."""
     outputs = [Output() for _ in range(job.num_choices)]
     async with aclosing(deltas(service, client, job)) as stream:
         async for index, delta in stream:
@@ -83,7 +83,7 @@ async def run(service: Service, client: str, job: Job) -> list[Output]:
 
 
 async def deltas(service: Service, client: str, job: Job) -> Deltas:
-    """Yield the deltas of all choices as they arrive. Raises as `run` does."""
+    """Yield the deltas of all choices as they arrive. Raises the errors of `run`."""
     lengths = [0] * job.num_choices
     with service.admission.admit(client, job.num_outputs, job.num_engine_tokens):
         service.metrics.count_request(job.params[0].n)
@@ -99,10 +99,10 @@ async def deltas(service: Service, client: str, job: Job) -> Deltas:
 
 
 async def _in_time(job: Job, stream: Deltas) -> Deltas:
-    """Yield the same deltas; raise ApiError(408) when the deadline has passed.
+    """Pass the deltas on; raise ApiError(408) when the deadline is exceeded.
 
-    The deadline applies to waits for the engine. The time a client takes to read is limited
-    elsewhere.
+    The deadline limits the time of the engine. http_protocol.py limits the time that a client takes
+    to read.
     """
     end = None
     if job.arrival.timeout is not None:
@@ -125,13 +125,14 @@ async def _in_time(job: Job, stream: Deltas) -> Deltas:
 
 
 async def _share_prompt_logprobs(job: Job, stream: Deltas) -> Deltas:
-    """Yield the same deltas; the first one of each choice has its prompt's log probabilities.
+    """Pass the deltas on; add the prompt's log probabilities to each choice's first delta.
 
-    Only the first choice of a prompt computes them. Deltas of the others wait for them.
+    The engine computes them only for the first choice of a prompt. Deltas of the other choices wait
+    until they are known.
     """
     per_prompt = job.params[0].n
     found: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt
-    begun: set[int] = set()  # choices whose first delta was yielded
+    begun: set[int] = set()  # choices with at least one delta yielded
     held: dict[int, list[tuple[int, TextDelta]]] = {}  # by prompt
     async with aclosing(stream):
         async for index, delta in stream:
@@ -161,7 +162,7 @@ async def _choices(service: Service, client: str, job: Job) -> Deltas:
             async for item in stream:
                 yield item
         return
-    # Each choice has at most one delta here; later events of the engine are merged before it.
+    # Each choice has at most one delta waiting here; later events of the engine are merged first.
     inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
     tasks: list[asyncio.Task] = []
     runs = (run_one(service, client, job, index) for index in range(num_runs))
@@ -184,14 +185,14 @@ async def _choices(service: Service, client: str, job: Job) -> Deltas:
 
 
 async def _start(tasks: list[asyncio.Task], inbox: asyncio.Queue, runs: Iterable[Deltas]) -> None:
-    """Start the choices one per iteration of the event loop: there may be a thousand."""
+    """Start the choices, one per iteration of the event loop, since there may be a thousand."""
     for run_of_one in runs:
         tasks.append(asyncio.create_task(_feed(inbox, run_of_one)))
         await asyncio.sleep(0)
 
 
 async def _feed(inbox: asyncio.Queue, run_of_one: Deltas) -> None:
-    """Put one choice's deltas into the inbox, then None, or the error that ended it."""
+    """Put one choice's deltas into the inbox, then None, or the exception that ended the choice."""
     try:
         async with aclosing(run_of_one) as stream:
             async for item in stream:
@@ -211,7 +212,7 @@ def _events(
     params: SamplingParams,
     meter: OutputMeter,
 ) -> AsyncIterator[TokenEvent]:
-    """Events of one choice from the engine."""
+    """Submit one choice to the engine, and return its events."""
     return service.client.generate(
         f"{job.key}-{index}",
         prompt,
@@ -237,12 +238,12 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
                     meter.reason = delta.finish_reason
                     break
                 yield index, delta
-    # The engine request has ended by now, even if the client is slow to read this delta.
+    # Yield the last delta after the engine request has ended: the client may be slow to read it.
     yield index, delta
 
 
 async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas:
-    """Yield the beams of one prompt, each as one delta, when all have finished."""
+    """Run the beam search of one prompt; at its end yield one delta per beam."""
     first = number * job.params[0].n
     prompt, params = job.choice(first)
     with service.metrics.output(job.arrival.time, len(prompt), params.max_tokens) as meter:

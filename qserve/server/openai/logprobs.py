@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of OpenAI's two endpoints and of vLLM."""
+"""Log probabilities in the formats of chat completions, of completions, and of vLLM."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,15 +6,15 @@ from qserve.engine.token_event import TokenLogprobs
 from qserve.text.text_stream import IncrementalDetokenizer
 from qserve.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # vLLM's number for minus infinity, which JSON lacks
+LOWEST = -9999.0  # vLLM's substitute for minus infinity, which JSON lacks
 
 Token = tuple[int, TokenLogprobs | None]  # None: the first token of a prompt
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], *, as_ids: bool = False) -> dict:
-    """The `logprobs` of a chat's choice; `as_ids`: tokens are named by their ids.
+    """Return the `logprobs` of a chat choice. `as_ids`: name tokens token_id:N.
 
-    The name of a token that is part of a character has escapes for its bytes, as at OpenAI.
+    A token that is part of a character is named by its escaped bytes, as OpenAI does.
     """
 
     def entry(token: int, logprob: float) -> dict:
@@ -37,11 +37,15 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> dict:
-    """The `logprobs` of a completion's choice whose tokens begin at the characters `offsets`.
+    """Return the `logprobs` of a completion choice.
 
-    The alternatives of a token are keyed by name and always include the token itself. A part of a
-    character is named by its bytes, as at OpenAI. If two tokens have one name, the one that was
-    drawn keeps it, or else the likelier; the other is named by its id. `as_ids`: all are.
+    offsets: character offset of each token in the text
+    as_ids: name all tokens token_id:N
+
+    The dict of a token's alternatives has token names as keys, and always includes the token. A
+    token that is part of a character is named by its bytes, as OpenAI does. If two tokens have the
+    same name, the sampled token keeps the name, otherwise the likelier one; the other token is
+    named token_id:N.
     """
 
     def name_of(token: int) -> str:
@@ -74,7 +78,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], most: int
 ) -> list[dict | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt itself and its alternatives, by id."""
+    """Return vLLM's `prompt_logprobs`: per prompt token a dict with the token and alternatives."""
     entries: list[dict | None] = []
     for token, each in zip(prompt, found, strict=True):
         if each is None:
@@ -96,7 +100,7 @@ def prompt_logprobs(
 
 
 def cut(found: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
-    """Return `found` with at most this many alternatives."""
+    """Return `found` with at most `most` alternatives."""
     if found is None:
         return None
     return found._replace(
@@ -109,7 +113,7 @@ def _alternatives(found: TokenLogprobs) -> Iterable[tuple[int, float]]:
 
 
 def by_id(token: int) -> str:
-    """Name of a token in vLLM's form token_id:N."""
+    """Return a token's name in vLLM's form token_id:N."""
     return f"token_id:{token}"
 
 
@@ -126,9 +130,9 @@ def _finite(logprob: float) -> float:
 
 
 class TextOffsets:
-    """Where in an output's text its tokens begin; it takes them one after the other.
+    """Computes the character offset of each token in the text of an output.
 
-    The bytes of one character may be several tokens: each of these begins where the character does.
+    Several tokens may form one character. They have the same offset, the character's.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class TextOffsets:
         self._num_chars = 0
 
     def take(self, token: int) -> int:
-        """The characters before a token."""
+        """Add the next token, and return the number of characters before it."""
         before = self._num_chars
         self._num_chars += len(self._detokenizer.push((token,)))
         return before

@@ -1,4 +1,4 @@
-"""GET /v1/models: the model's names and the loaded adapters."""
+"""GET /v1/models: the names of the models and of the loaded adapters."""
 
 from typing import Any
 

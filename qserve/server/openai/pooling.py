@@ -22,7 +22,7 @@ async def embeddings(request: Request) -> Response:
 
 @routes.post("/v2/embed")
 async def embed(request: Request) -> Response:
-    """Cohere's endpoint for embeddings."""
+    """Reply in the form of Cohere's embedding endpoint."""
     return await _answer(request, "embed", pooling_replies.embed)
 
 

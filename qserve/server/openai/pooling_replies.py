@@ -1,4 +1,4 @@
-"""Replies with vectors and scores, as dicts and arrays."""
+"""Builds replies with vectors, scores and labels, as dicts and arrays."""
 
 import base64
 import time
@@ -12,12 +12,12 @@ from qserve.server.http.errors import ApiError
 from qserve.server.openai.generation import Output
 from qserve.server.requests.job import Job
 
-# Limit of a reply in decimal, where a number takes about 20 bytes; in base64 it takes 5.
+# Limit of a decimal reply, where a number takes about 20 bytes. In base64 a number takes 5 bytes.
 MAX_NUMBERS = 2**22
 
 
 def embeddings(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of /v1/embeddings. Raises ApiError."""
+    """Build the reply of /v1/embeddings. Raises ApiError if it would be too large."""
     _check_size(job, outputs)
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(job, output, prompt)}
@@ -27,7 +27,7 @@ def embeddings(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
 
 
 def pooling(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of /pooling. Raises ApiError."""
+    """Build the reply of /pooling. Raises ApiError if it would be too large."""
     _check_size(job, outputs)
     data = [
         {"object": "pooling", "index": index, "data": _vector(job, output, prompt)}
@@ -37,7 +37,7 @@ def pooling(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
 
 
 def classes(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of /classify, as vLLM writes it."""
+    """Build the reply of /classify, with vLLM's fields."""
     data, labels = [], job.repeated["labels"]
     for index, (output, prompt) in enumerate(zip(outputs, job.prompts, strict=True)):
         found = _vector(job, output, prompt)
@@ -48,7 +48,7 @@ def classes(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
 
 
 def embed(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of Cohere's /v2/embed."""
+    """Build the reply of Cohere's /v2/embed."""
     vectors = [np.frombuffer(output.pooled, "<f4") for output in outputs]
     kinds = job.repeated["embedding_types"]
     found = {kind: [_EMBEDDINGS[kind](each) for each in vectors] for kind in kinds}
@@ -65,11 +65,11 @@ def embed(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
 
 
 def _signs(vector: np.ndarray) -> np.ndarray:
-    """Signs of a vector's numbers, eight per byte, the first in the highest bit."""
+    """Pack the signs of a vector's numbers, eight per byte, the first in the highest bit."""
     return np.packbits(vector > 0)
 
 
-# by Cohere's name for the type
+# Cohere's embedding type -> conversion of a float32 vector
 _EMBEDDINGS = {
     "float": lambda vector: vector.tolist(),
     "base64": lambda vector: base64.b64encode(vector.tobytes()).decode(),
@@ -79,7 +79,7 @@ _EMBEDDINGS = {
 
 
 def scores(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of /score."""
+    """Build the reply of /score."""
     data = [
         {"object": "score", "index": index, "score": score}
         for index, score in enumerate(_scores(job, outputs))
@@ -88,7 +88,7 @@ def scores(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
 
 
 def ranking(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
-    """The reply of /rerank: best first; ties keep the order of the request."""
+    """Build the reply of /rerank: best document first; ties keep the order of the request."""
     found = enumerate(_scores(job, outputs))
     best = sorted(found, key=lambda each: -each[1])[: job.repeated["top_n"]]
     documents = job.repeated["documents"]

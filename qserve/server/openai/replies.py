@@ -1,4 +1,4 @@
-"""The parts of completion and chat replies that are alike, whole and in stream chunks."""
+"""Base class of completion and chat replies, whole and in stream chunks; token counts."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -24,10 +24,10 @@ def usage(
     facts: Collection[RequestFacts] = (),
     num_reasoning: int | None = None,
 ) -> dict:
-    """OpenAI's usage object.
+    """Return OpenAI's usage object.
 
-    `facts`: of each choice, for its draft tokens. `num_reasoning`: reasoning tokens; None: the
-    output is not parsed for reasoning.
+    facts: one per choice; they have the numbers of accepted and rejected draft tokens
+    num_reasoning: reasoning tokens; None: the output is not parsed for reasoning
     """
     accepted = sum(each.num_accepted for each in facts)
     rejected = sum(each.num_rejected for each in facts)
@@ -48,22 +48,22 @@ def usage(
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Token counts over all choices so far."""
+    """Token counts of a reply so far, over all choices."""
 
     parsing: ParseSettings | None = None
-    num_tokens: int = 0  # generated
+    num_tokens: int = 0  # generated tokens
     facts: dict[int, RequestFacts] = field(default_factory=dict)  # by choice index
     reasoning: dict[int, ReasoningTokens | HarmonyTokens | None] = field(default_factory=dict)
 
     @property
     def num_reasoning(self) -> int | None:
-        """Reasoning tokens; None: the output is not parsed for reasoning."""
+        """Number of reasoning tokens; None: the output is not parsed for reasoning."""
         if self.parsing is None or self.parsing.reasoning_parser is None:
             return None
         return sum(each.count for each in self.reasoning.values() if each is not None)
 
     def add_reasoning(self, index: int, text: str, num_tokens: int) -> None:
-        """Count the reasoning in a piece of a choice's text of `num_tokens` tokens."""
+        """Count the reasoning tokens in a piece of a choice's text, which has `num_tokens`."""
         if self.parsing is None:
             return
         if index not in self.reasoning:
@@ -80,7 +80,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Base of CompletionReply and ChatReply: state of one reply and the fields that are alike."""
+    """Base of CompletionReply and ChatReply: the state of one reply, and the common fields."""
 
     job: Job
     model: str
@@ -88,10 +88,10 @@ class Reply:
     fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # by choice, if log probabilities are requested
+    # choice index -> text offsets, if log probabilities are requested
     offsets: dict[int, TextOffsets] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # choices with at least one chunk sent
-    parsers: dict[int, OutputParser] = field(default_factory=dict)  # of streamed choices
+    parsers: dict[int, OutputParser] = field(default_factory=dict)  # by index of streamed choices
     called: set[int] = field(default_factory=set)  # streamed choices with tool calls
     told: set[int] = field(default_factory=set)  # choices whose prompt logprobs were sent
 
@@ -122,7 +122,7 @@ class Reply:
         return reply | self._of_prompt(outputs)
 
     def opening(self, index: int, first: TextDelta, so_far: Counts) -> dict | None:
-        """Return the chunk before a choice's first text, if any. `first`: the delta after it."""
+        """Return the chunk before a choice's first text, if any. `first`: the first delta."""
         fields = self._opening(index)
         if not fields:
             return None
@@ -160,14 +160,14 @@ class Reply:
         return chunk | {"usage": None} if self.job.streams_usage else chunk
 
     def _token_ids(self, index: int, token_ids: Sequence[int], *, opens: bool) -> dict:
-        """Token ids of a choice if requested; the first chunk also has the prompt's."""
+        """Return a choice's token ids, if requested. The first chunk also has the prompt's ids."""
         if not self.job.returns_token_ids:
             return {}
         prompt = self.job.prompt_of(index)
         return {"token_ids": list(token_ids), "prompt_token_ids": prompt if opens else None}
 
     def _logprobs(self, index: int, part: Output | TokenEvent) -> dict | None:
-        """OpenAI's log probabilities; None if not requested, and in a chunk without tokens."""
+        """Return OpenAI's log probabilities; None if not requested or in an empty chunk."""
         is_empty_chunk = isinstance(part, TokenEvent) and not part.logprobs
         of_prompt = None
         if self.job.echoed and index not in self.told:
@@ -178,7 +178,7 @@ class Reply:
         return self._format(index, tokens, of_prompt)
 
     def _told_of_prompt(self, index: int, output: Output) -> list[dict | None] | None:
-        """`prompt_logprobs` of a choice; None: not requested."""
+        """Return the `prompt_logprobs` of a choice; None: not requested."""
         most = self.job.prompt_logprobs
         if most is None or output.prompt_logprobs is None:
             return None
@@ -186,19 +186,19 @@ class Reply:
         return prompt_logprobs(self.tokenizer, prompt, output.prompt_logprobs, most)
 
     def _of_choice_prompt(self, index: int, output: Output) -> dict:
-        """Fields of a choice about its prompt."""
+        """Return a choice's fields about its prompt."""
         return {}
 
     def _of_chunk(self, choice: dict) -> dict:
-        """Fields of a chunk besides its choice."""
+        """Return a chunk's fields besides its choice."""
         return {}
 
     def _of_prompt(self, outputs: list[Output]) -> dict:
-        """Fields of the reply about its prompt."""
+        """Return the reply's fields about the prompt."""
         return {}
 
     def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
-        """Fields about the end of a choice; `fields`: its other fields in this reply or chunk."""
+        """Return a choice's finish_reason and similar fields. `fields`: its other fields."""
         ending = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if part.beam is None:
             return ending

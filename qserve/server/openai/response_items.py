@@ -1,4 +1,4 @@
-"""Items of a response (messages, reasoning, tool calls), whole and as stream events."""
+"""Builds the items of a response (messages, reasoning, tool calls), and their stream events."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ TokensOfPiece = tuple[Piece, Sequence[Token]]
 class TokenPieces:
     """Splits an output's text into pieces as it arrives, and assigns tokens to content pieces.
 
-    Tokens whose text a parser holds back are kept for the piece that it becomes. Tokens of
-    reasoning, calls and markers belong to no message.
+    If the parser holds text back, the tokens of this text wait for the piece that it becomes part
+    of. Tokens of reasoning, calls and markers are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: OutputParser | None) -> None:
@@ -27,9 +27,9 @@ class TokenPieces:
     def push(
         self, text: str, tokens: Iterable[Token], *, ending: str | None
     ) -> Iterator[TokensOfPiece]:
-        """Take the next text and its tokens; yield the pieces that are now complete.
+        """Add the next text with its tokens; yield the pieces that are now complete.
 
-        `ending`: the finish reason, if the text is the last.
+        `ending`: finish reason, if this is the last text; else None.
         """
         self._waiting += tokens
         if self._parser is None:
@@ -45,7 +45,7 @@ class TokenPieces:
             self._waiting = []
 
     def _take(self, content: str) -> list[Token]:
-        """Take the kept tokens of this text; tokens before it are markers."""
+        """Remove and return the waiting tokens of `content`. Tokens before it are markers."""
         texts = [self._tokenizer.token_text(token) for token, _ in self._waiting]
         start = max(0, "".join(texts).find(content))
         end, place, taken, num_done = start + len(content), 0, [], 0
@@ -61,12 +61,12 @@ class TokenPieces:
 
 
 def entries(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict]:
-    """Log probabilities as in a message's part, with the bytes of each token."""
+    """Return log probabilities as a message's content part has them, with bytes per token."""
     return chat_logprobs(tokenizer, tokens)["content"]
 
 
 def without_bytes(found: Sequence[dict]) -> list[dict]:
-    """Log probabilities as in stream events."""
+    """Return log probabilities as stream events have them."""
     return [
         {
             "token": told["token"],
@@ -83,25 +83,25 @@ def without_bytes(found: Sequence[dict]) -> list[dict]:
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 MESSAGE, CALL = "message", "function_call"
 PREFIXES = {MESSAGE: "msg_", REASONING: "rs_", CALL: "fc_"}
-# items with text: the type of their part, which is also in their events' names
+# item type -> type of its content part, which is also part of the event names
 TEXTS = {MESSAGE: "output_text", REASONING: "reasoning_text"}
 KINDS = {CONTENT: MESSAGE, REASONING: REASONING}
 
 
 @dataclass(slots=True, kw_only=True)
 class Item:
-    """One item while its text arrives."""
+    """One item of a response. Its text may still grow."""
 
     kind: str
     number: int  # index within the response
-    name: str = ""  # of the called tool
+    name: str = ""  # name of the called tool
     call_id: str = ""
-    text: str = ""  # for a call: its arguments
-    logprobs: list[dict] = field(default_factory=list)  # of a message, if requested
+    text: str = ""  # arguments, if the item is a call
+    logprobs: list[dict] = field(default_factory=list)  # for a message, if requested
     status: str = IN_PROGRESS
 
     def fields(self, key: str) -> dict[str, Any]:
-        """The item in its current state. `key` makes its id unique."""
+        """Return the item's JSON object in its current state. `key` makes the id unique."""
         common = {"id": PREFIXES[self.kind] + key, "type": self.kind, "status": self.status}
         if self.number:
             common["id"] += f"-{self.number}"
@@ -124,7 +124,7 @@ class Items:
     """All items of a response in order. `key` makes ids unique."""
 
     key: str
-    call_ids: Any = None  # ParseSettings, for the form of call ids; None: no calls
+    call_ids: Any = None  # ParseSettings, which determine the form of call ids; None: no calls
     done: list[Item] = field(default_factory=list)
     _open: Item | None = None
 
@@ -133,9 +133,10 @@ class Items:
         return [item.fields(self.key) for item in self.done]
 
     def add_whole(self, found: Message, status: str, logprobs: list[dict]) -> None:
-        """Add the items of a whole text; `status` is the last item's.
+        """Add the items of a whole output.
 
-        `logprobs`: of the message.
+        status: status of the last item; the others are completed
+        logprobs: log probabilities of the message
         """
         parts = [(REASONING, found.reasoning)] if found.reasoning else []
         if found.content or not found.calls:
@@ -154,13 +155,13 @@ class Items:
     def take(
         self, piece: Piece, logprobs: Sequence[dict] = ()
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events of a piece: names and fields. `logprobs`: of the piece's tokens."""
+        """Yield the events of a piece as (name, fields). `logprobs`: of the piece's tokens."""
         kind, text, _ = piece
         if kind == NAME:
             yield from self.close()
             yield from self._begin(CALL, text)
         elif kind == BROKEN:
-            yield from self.close(INCOMPLETE)  # what was sent cannot be revoked
+            yield from self.close(INCOMPLETE)  # events that were sent cannot be revoked
         elif kind == ARGUMENTS:
             yield from self._add(text, "function_call_arguments.delta")
         else:
@@ -171,7 +172,7 @@ class Items:
             yield from self._add(text, f"{TEXTS[kind]}.delta", logprobs)
 
     def end(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events after the last piece; a response has at least one item."""
+        """Yield the events after the last piece. A response has at least one item."""
         if self._open is None and not self.done:
             yield from self._begin(MESSAGE)
         yield from self.close(status)

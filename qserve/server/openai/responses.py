@@ -1,6 +1,6 @@
-"""POST /v1/responses: the reply, whole and as a stream of events, and the route.
+"""POST /v1/responses: the route, and the reply as one object or as a stream of events.
 
-With --response-store the request may refer to stored items, and the response is stored.
+With --response-store a request may refer to stored items, and the response is stored.
 """
 
 import time
@@ -43,13 +43,13 @@ routes = RouteList()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseReply:
-    """The response object and its stream events."""
+    """Builds the response object, and its stream events."""
 
     job: Job
     model: str
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
-    stored: dict[str, Any] = field(default_factory=dict)  # fields about what is stored
+    stored: dict[str, Any] = field(default_factory=dict)  # StoredRequest.fields
 
     def whole(self, outputs: list[Output]) -> dict:
         """Return the whole reply."""
@@ -63,7 +63,7 @@ class ResponseReply:
         return self._response(output, items.fields)
 
     def _logprobs(self, output: Output) -> list[dict]:
-        """Log probabilities of a whole output's message, assigned piece by piece."""
+        """Return the log probabilities of the message in a whole output."""
         tokens = list(zip(output.token_ids, output.logprobs, strict=False))
         if not tokens:
             return []
@@ -110,7 +110,7 @@ class ResponseReply:
         return Items(key=self.job.name, call_ids=self.job.parsing)
 
     def _response(self, output: Output | None, items: list[dict]) -> dict:
-        """The response object; `output` is None before the first token."""
+        """Return the response object. `output`: None before the first token."""
         (params,) = self.job.params
         status = _status(output)
         reason = None
@@ -152,7 +152,7 @@ class ResponseReply:
             counts.add_reasoning(0, text, num_tokens)
         return {
             "input_tokens": num_prompt,
-            # OpenAI counts cache writes that a client requests; here caching is automatic.
+            # OpenAI counts cache writes that a client requests. Here caching is automatic.
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": counts.num_reasoning or 0},
@@ -198,5 +198,5 @@ async def _events(
     async with aclosing(prepared.deltas()) as deltas:
         async for event in reply.events(deltas):
             if keep is not None and event["type"] in ENDINGS:
-                await keep(event["response"])  # a client may refer to it once it has this event
+                await keep(event["response"])  # before the event: the client may then refer to it
             yield event

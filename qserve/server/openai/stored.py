@@ -1,4 +1,4 @@
-"""Routes of stored responses and conversations: 404 without --response-store."""
+"""Routes for stored responses and conversations. Without --response-store they answer 404."""
 
 import secrets
 from collections.abc import Callable
@@ -116,7 +116,7 @@ async def _json(
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Response:
-    """Answer with the JSON of an operation on the client's records."""
+    """Reply with the JSON that an operation on the client's records returns."""
     return LargeResponse([await _run(request, operation, *arguments, **options)])
 
 
@@ -133,7 +133,7 @@ async def _run(
 
 
 async def _read(request: Request, kind: type[AnyStored]) -> AnyStored:
-    """Read a body under the server's limits. Raises ApiError."""
+    """Read a request's body, within the server's limits. Raises ApiError."""
     service, client = service_of(request), client_key(request.scope)
     with Body(request, client, service) as body:
         content = await body.read()

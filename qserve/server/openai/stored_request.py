@@ -1,4 +1,4 @@
-"""StoredRequest: a request for a response that reads stored items, and is stored itself."""
+"""StoredRequest: reads the stored items that a request refers to, and stores the response."""
 
 import logging
 import re
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class StoredRequest:
-    """Call `expand` with the body, and `keep` with the finished response."""
+    """One request with --response-store: call `expand` with the body, then `keep` at the end."""
 
     service: Service
     store: ResponseStore
     client: str
     owner: str  # digest of the client's API key
-    num_history: int = 0  # stored items before those of the body
+    num_history: int = 0  # number of stored items that `expand` put before the body's items
     _input: StoredInput | None = None
     _items: list[dict[str, Any]] = field(default_factory=list)
 
     async def expand(self, body: bytes | bytearray) -> bytes | bytearray:
-        """The body with all items that it refers to. Raises ApiError.
+        """Return the body with all stored items that it refers to. Raises ApiError.
 
-        A body that is invalid stays as it is: its validation names the problem.
+        An invalid body is returned unchanged; its validation will report the problem.
         """
         run = self.service.preparation.run
         found = self._input = await run(self.client, stored_input, body)
@@ -60,14 +60,14 @@ class StoredRequest:
         if num_bytes + len(body) > limit:
             raise ApiError(
                 400,
-                f"The stored conversation has {num_bytes} bytes: expected at most {limit} together"
-                " with the body.",
+                f"The stored conversation has {num_bytes} bytes; conversation and body may have"
+                f" at most {limit} bytes together.",
                 "input",
             )
         return await run(self.client, found.body, history, referred)
 
     def renamed(self, error: ApiError) -> ApiError:
-        """An error about an item of the input, with its index in the client's body."""
+        """Return an error with item indices as in the client's body, without the history."""
 
         def own(match: re.Match) -> str:
             return f"input.{max(0, int(match[1]) - self.num_history)}"
@@ -78,7 +78,7 @@ class StoredRequest:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of the response about what is stored."""
+        """Fields of the response object about storage."""
         found = self._input
         if found is None:
             return {}
@@ -91,9 +91,9 @@ class StoredRequest:
         return fields
 
     async def keep(self, response: dict[str, Any]) -> str | None:
-        """Store a finished response. If that fails, the client still gets its response.
+        """Store a finished response. Returns None, or a warning if the store fails.
 
-        Then `store` becomes false, and a warning is returned.
+        If the store fails, the client still gets the response, with `store` set to false.
         """
         found = self._input
         if found is None or not (found.stores or found.conversation):

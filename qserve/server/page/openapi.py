@@ -1,6 +1,6 @@
 """The OpenAPI document, /openapi.json.
 
-It is generated from the request models; ranges and unions are added here.
+pydantic generates the schemas from the request models. This module adds ranges and unions.
 """
 
 import functools
@@ -74,7 +74,7 @@ from qserve.server.requests.unsupported import TABLES
 
 NULL = {"type": "null"}
 PATH_NAMES = re.compile(r"\{(\w+)\}")  # parameters in a path
-POOLED = "input to pool"  # distinguishes this `input` from the one of a response
+POOLED = "input to pool"  # key for the `input` of pooling requests, unlike that of responses
 _TEXT = {"type": "string", "minLength": 1}
 STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
@@ -92,7 +92,11 @@ def _array(items: dict, low: int, high: int) -> dict:
 
 
 def _parts(kinds: tuple[str, ...], further: tuple[str, ...] = ()) -> dict:
-    """Text, or parts with a `text`; a part of a type in `further` has a field of that name."""
+    """Return the schema of a text, or of parts of the given types.
+
+    kinds: types of parts with a field `text`
+    further: types of parts with a field of the same name as the type
+    """
     names = [(list(kinds), "text"), *(([name], name) for name in further)]
     parts = [
         {
@@ -107,7 +111,7 @@ def _parts(kinds: tuple[str, ...], further: tuple[str, ...] = ()) -> dict:
 
 
 def _parts_with_media(*media: dict) -> dict:
-    """Text, or parts of which some are images or videos."""
+    """Return the schema of a text, or of parts that include images or videos."""
     text, parts = _parts(INPUT_KINDS)["anyOf"]
     return {"anyOf": [text, parts | {"items": {"anyOf": [parts["items"], *media]}}]}
 
@@ -146,7 +150,7 @@ _RESPONSE_VIDEO = {
 
 
 def _pictured(message: dict, *media: dict) -> dict:
-    """A message of a user, which may have images or videos."""
+    """Return the schema of a user's message, which may have images or videos."""
     own = {"role": {"const": USER}, "content": _parts_with_media(*media)}
     return message | {"properties": message["properties"] | own}
 
@@ -164,7 +168,7 @@ def _message(kinds: tuple[str, ...]) -> dict:
 
 
 def _chat_message() -> dict:
-    """A message; messages of the assistant and of tools need no content."""
+    """Return the schema of a message. Messages of the assistant and of tools need no content."""
     message = _message(INPUT_KINDS)
     message["properties"] |= {
         "tool_call_id": {"type": ["string", "null"]},
@@ -199,7 +203,7 @@ def _tool_choice() -> dict:
 
 
 def _response_item() -> dict:
-    """A message, a tool call, or a tool's output."""
+    """Return the schema of an input item: a message, a tool call, or a tool's output."""
     call_id = {"type": "string"}
     called = {"call_id": call_id, "name": {"type": "string"}, "arguments": {"type": "string"}}
     output = {"call_id": call_id, "output": {"anyOf": [_parts(INPUT_KINDS), NULL]}}
@@ -224,7 +228,7 @@ def _response_tool_choice() -> dict:
 
 
 def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
-    """Constraints of fields beyond their types. Null is also allowed, except for REQUIRED."""
+    """Return field name -> schema with constraints. Null is also allowed, except for REQUIRED."""
     tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
     to_pool = {"anyOf": [_TEXT, tokens | {"minItems": 1}]}
     return {
@@ -232,7 +236,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
         "chat_template_kwargs": {
             "type": "object",
             "maxProperties": MAX_TEMPLATE_SETTINGS,
-            "description": "What the model's chat template reads, such as enable_thinking.",
+            "description": "Variables for the model's chat template, such as enable_thinking.",
         },
         "frequency_penalty": _number(-2, 2),
         POOLED: {"anyOf": [*to_pool["anyOf"], _array(to_pool, 1, MAX_INPUTS)]},
@@ -283,7 +287,7 @@ _DOCUMENT = {
 }
 _TEXTS = {"anyOf": [_TEXT, _array(_DOCUMENT, 1, MAX_INPUTS)]}
 
-# constraints that differ on one route
+# schemas of fields that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (EmbeddingRequest, "dimensions"): _integer(1),
     (PoolingRequest, "dimensions"): _integer(1),
@@ -304,15 +308,15 @@ FORMS_OF: dict[tuple[type[Body], str], dict] = {
     ),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
-# fields whose form is the one that pydantic makes of the request model
+# fields that keep the schema that pydantic generates
 OWN_FORMS = {
     (body, name)
     for body in (CountTokensRequest, MessagesRequest)
     for name in ("messages", "tools", "tool_choice", "max_tokens")
 }
-# unsupported fields by route, which may only have values without effect
+# route -> unsupported fields, which may only have values without effect
 NEUTRAL = TABLES | {ResponsesRequest.route: REFUSED}
-# fields of a response that need --response-store
+# fields of /v1/responses that need --response-store
 STORED = {
     "previous_response_id": {"type": ["string", "null"]},
     "conversation": {
@@ -325,7 +329,7 @@ STORED = {
 
 
 def _one_of(*groups: tuple[str, ...]) -> dict:
-    """Require one group of fields; those of the others must be absent or null."""
+    """Return a schema that requires one group of fields; other groups must be absent or null."""
     fields = {name for group in groups for name in group}
     forms = [
         {
@@ -338,7 +342,7 @@ def _one_of(*groups: tuple[str, ...]) -> dict:
     return {"oneOf": forms}
 
 
-# exactly one of these fields must be present and not null
+# request models with alternative fields: exactly one alternative must be present and not null
 ALTERNATIVES: dict[type[Body], dict] = {
     TokenizeRequest: {
         "oneOf": [
@@ -360,7 +364,7 @@ REQUIRED = {"documents", "query", "input", "messages", "prompt", "tokens"}
 
 @functools.cache
 def document(max_model_len: int, vocab_size: int) -> dict:
-    """The OpenAPI document of a server whose model has these limits."""
+    """Return the OpenAPI document for a model with these limits."""
     forms = _forms(max_model_len, vocab_size)
     paths: dict[str, dict] = {}
     for (path, method), (summary, body, streams, errors) in ROUTES.items():
@@ -402,7 +406,7 @@ def document(max_model_len: int, vocab_size: int) -> dict:
 
 
 def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
-    """Schemas of a body and its parts: the models', with the constraints above."""
+    """Return the schemas of a request model and its parts, with the constraints of this module."""
     found = body.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {}
     for name, schema in found["properties"].items():
@@ -444,14 +448,14 @@ def _operation(method: str, path: str) -> str:
 
 def _answer(path: str, streams: bool) -> dict:
     if path in EMPTY_ROUTES:
-        return {"description": "Yes."}
+        return {"description": "Success."}
     if path == "/v1/models":
         links = {"model": {"operationId": _operation("get", "/v1/models/{name}")} | FIRST_MODEL}
         content = {"application/json": {"schema": MODELS}}
         return {"description": "The models.", "content": content, "links": links}
     if path in TEXT_ROUTES:
-        return {"description": "The page.", "content": {"text/plain": {}}}
-    return {"description": "The answer.", "content": ANY | (STREAM if streams else {})}
+        return {"description": "A text.", "content": {"text/plain": {}}}
+    return {"description": "The reply.", "content": ANY | (STREAM if streams else {})}
 
 
 def _error(path: str, status: int) -> dict:

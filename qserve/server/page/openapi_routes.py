@@ -1,4 +1,4 @@
-"""Table of the routes in the OpenAPI document, and the forms of their errors."""
+"""Table of the routes in the OpenAPI document, and the schemas of their errors."""
 
 from qserve.server.admin.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from qserve.server.anthropic.errors import PREFIX as ANTHROPIC
@@ -104,7 +104,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
     ("/v1/responses/{id}", "get"): ("Return a stored response.", None, False, OF_STORED),
     ("/v1/responses/{id}", "delete"): ("Delete a stored response.", None, False, OF_STORED),
     ("/v1/responses/{id}/input_items", "get"): (
-        "List the items that a stored response was made from.",
+        "List the input items of a stored response.",
         None,
         False,
         OF_STORED,
@@ -200,7 +200,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
         OF_BODIES,
     ),
     ("/v1/models", "get"): (
-        "List the model's names and the loaded adapters.",
+        "List the names of the models and of the loaded adapters.",
         None,
         False,
         (401,),
@@ -220,5 +220,5 @@ EMPTY_ROUTES = (*OPEN_ROUTES, "/reset_prefix_cache")
 
 
 def error_schema(path: str) -> str:
-    """Name of the schema of a route's errors."""
+    """Return the name of the error schema of a route."""
     return "AnthropicError" if path.startswith(ANTHROPIC) else "Error"

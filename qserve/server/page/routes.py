@@ -21,7 +21,7 @@ routes = RouteList()
 
 @routes.read("/openapi.json")
 async def openapi(request: Request) -> Response:
-    # The request models of all APIs are loaded when the document is first asked for.
+    # Imports the request models of all APIs, so only when the document is first requested.
     from qserve.server.page.openapi import document
 
     root, client = request.scope.get("root_path", ""), service_of(request).client
@@ -41,7 +41,7 @@ async def docs(request: Request) -> Response:
 
 @functools.cache
 def _page(name: str) -> Response:
-    """Return a page whose policy allows only its own script and style, and calls to this server."""
+    """Return a page. Its security policy allows its inline script and style, and this server."""
     text = (FOLDER / name).read_text()
     hashes = {"script": "", "style": ""}
     for kind, content in INLINE.findall(text):

@@ -1,1 +1,1 @@
-"""Where bodies become jobs: on the event loop, in threads, in worker processes."""
+"""Converts request bodies to jobs, on the event loop, in threads or in worker processes."""

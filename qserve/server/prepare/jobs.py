@@ -1,4 +1,4 @@
-"""Tables of the functions that prepare bodies, by route."""
+"""Tables: route -> function that prepares a request body."""
 
 from collections.abc import Callable
 
@@ -19,20 +19,20 @@ from qserve.server.requests.tokenize import detokenize_answer, tokenize_answer
 
 
 def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/messages. Its request models are loaded with the first one."""
+    """Return the job of a body of /v1/messages. Imports the request models on the first call."""
     from qserve.server.requests.anthropic import messages
 
     return messages.messages_job(model, body, arrival)
 
 
 def count_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
-    """The answer to a body of /v1/messages/count_tokens, loaded as above."""
+    """Return the reply to a body of /v1/messages/count_tokens. Imports like `messages_job`."""
     from qserve.server.requests.anthropic import messages
 
     return messages.count_tokens_answer(model, body)
 
 
-# routes that run on the engine; the functions raise ApiError and InputError
+# Routes that run on the engine. The functions raise ApiError and InputError.
 JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, Arrival], Job]] = {
     "completions": completion_job,
     "chat": chat_job,
@@ -45,7 +45,7 @@ JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, Arrival], Job]] = {
     "score": score_job,
     "rerank": rerank_job,
 }
-# routes without the engine: the functions return the JSON, and raise the same errors
+# Routes that do not need the engine. The functions return the JSON reply; same errors.
 ANSWERS: dict[str, Callable[[ServedModel, bytes | bytearray], bytes]] = {
     "count_tokens": count_tokens_answer,
     "tokenize": tokenize_answer,

@@ -1,4 +1,4 @@
-"""Images and videos of requests on one server: the limits, or why they are refused."""
+"""MediaAccess: whether a server takes images and videos, with which limits, or why it refuses."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from qserve.server.prepare.worker_messages import LoadTokenizer, Setup
 from qserve.server.requests.served_model import TEXT_ONLY
 from qserve.text.tokenizer import Tokenizer
 
-# The refusal of a process that takes no images, on a server whose other processes do.
+# Refusal in a process that takes no images, while other processes of the server take them.
 IN_OTHER_PROCESSES = (
     'takes images and videos only in a part whose "type" is written without escapes'
 )
 
 
 class EngineFacts(Protocol):
-    """Facts about a running engine."""
+    """The attributes of an engine's client that MediaAccess uses."""
 
     @property
     def media_kinds(self) -> tuple[str, ...]: ...
@@ -30,9 +30,9 @@ class EngineFacts(Protocol):
 
 
 class MediaAccess(NamedTuple):
-    limits: MediaLimits | None  # None: images are refused
-    refusal: str = TEXT_ONLY  # after the model's name
-    kinds: tuple[str, ...] = ("image",)  # of media that the model takes
+    limits: MediaLimits | None  # None: images and videos are refused
+    refusal: str = TEXT_ONLY  # error text, after the model's name
+    kinds: tuple[str, ...] = ("image",)  # media types that the model takes
 
     @classmethod
     def of(cls, engine: EngineFacts, settings: MediaSettings) -> "MediaAccess":
@@ -53,7 +53,7 @@ class MediaAccess(NamedTuple):
         return [WorkerClient(load, own, arguments) for _ in range(number)]
 
     def reader(self, tokenizer: Tokenizer) -> MediaReader | None:
-        """A reader for this process; None: images are refused."""
+        """Return a reader of media for this process; None: images are refused."""
         if self.limits is None:
             return None
         return MediaReader(tokenizer.folder, tokenizer.encode, self.limits, self.kinds)

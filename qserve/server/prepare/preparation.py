@@ -1,11 +1,14 @@
-"""Preparation turns bodies into jobs: clients take turns, long bodies leave the event loop.
+"""Preparation: converts request bodies to jobs. Clients take turns.
 
-Parsing and templates hold the GIL, so a thread helps only for short bodies. Longer bodies go to a
-worker process; the shortest are prepared by the caller, since a thread switch would take longer
-than the work. If the model has a chat template, requests that may run it go to a worker process of
-their own, whatever their length: a template may never terminate, and a process can be killed.
-Bodies with images or videos go to further processes, which may wait for other servers and decode
-large files.
+Where a body is prepared depends on its size and content:
+
+- on the event loop: up to SHORT_BYTES, since a thread switch would take longer than the work
+- in a thread: up to LARGE_BYTES; longer bodies would hold the GIL too long
+- in a worker process: longer bodies
+- in a second worker process, whatever the size: requests that may run the model's chat template,
+  since a template may never terminate, and a process can be killed
+- in media worker processes: bodies with images or videos, since they may wait for other servers and
+  decode large files
 """
 
 import asyncio
@@ -20,9 +23,9 @@ from qserve.server.prepare.worker import VIDEO_TYPES
 from qserve.server.requests.job import Arrival, Job
 from qserve.server.requests.served_model import ServedModel
 
-SHORT_BYTES = 2**11  # preparing takes 0.1 to 0.6 ms, 4 ms in the worst case found
-LARGE_BYTES = 2**15  # 32 KiB make 2,000 short messages, which take 15 ms to prepare
-# Beginnings of each type of a part with an image or a video, as it is in JSON.
+SHORT_BYTES = 2**11  # takes 0.1 to 0.6 ms to prepare, 4 ms in the worst case found
+LARGE_BYTES = 2**15  # 2,000 short messages, which take 15 ms to prepare
+# How the types of content parts with an image or a video begin in JSON.
 MEDIA_TYPES = (b'"image', b'"input_image"', *VIDEO_TYPES)
 NUM_THREADS = 3  # one client can use two
 
@@ -30,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Worker(Protocol):
-    """The part of WorkerClient that Preparation uses."""
+    """The methods of WorkerClient that Preparation uses."""
 
     async def prepare(
         self,
@@ -46,7 +49,7 @@ class Worker(Protocol):
 
 
 class Preparation:
-    """Prepares bodies and runs other work. Without workers it uses threads and the caller."""
+    """Prepares bodies, and runs other work in threads. Worker processes are optional."""
 
     def __init__(
         self,
@@ -54,9 +57,11 @@ class Preparation:
         renderer: Worker | None = None,
         media: Sequence[Worker] = (),
     ) -> None:
-        """`worker` takes large bodies, `renderer` those that may run the chat template.
+        """Use these worker processes.
 
-        `media` take bodies with images or videos, one each.
+        worker: for large bodies
+        renderer: for bodies that may run the chat template
+        media: for bodies with images or videos, one body at a time each
         """
         self._worker, self._renderer = worker, renderer
         self.take_media(media)
@@ -64,14 +69,14 @@ class Preparation:
         self._short, self._long, self._rendered = Turns(NUM_THREADS), Turns(1), Turns(1)
 
     def take_media(self, workers: Sequence[Worker]) -> None:
-        """Give bodies with images or videos to these workers, one each. Before the first body."""
+        """Set the workers for bodies with images or videos. Call it before the first body."""
         self._media, self._idle = workers, list(workers)
         self._seen = Turns(max(1, len(workers)))
 
     async def prepare(
         self, client: str, model: ServedModel, route: str, body: bytes | bytearray, arrival: Arrival
     ) -> Job | bytes:
-        """Prepare a body; `route` is a key of JOBS (gives a Job) or ANSWERS (gives the JSON).
+        """Prepare a body. Returns a Job if `route` is in JOBS, the JSON reply if it is in ANSWERS.
 
         Raises ApiError and InputError.
         """
@@ -99,19 +104,19 @@ class Preparation:
         arrival: Arrival,
         adapters: Mapping[str, LoRARequest],
     ) -> Job | bytes:
-        worker = self._idle.pop()  # there is one for each turn
+        worker = self._idle.pop()  # not empty: there are as many workers as turns
         try:
             return await worker.prepare(route, body, arrival, adapters)
         finally:
             self._idle.append(worker)
 
     async def ready(self) -> None:
-        """Wait until chats can be rendered. Raises the error of a worker's start."""
+        """Wait until workers can render chats and read media. Raises a worker's start error."""
         for worker in filter(None, (self._renderer, *self._media)):
             await worker.ready()
 
     async def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         for worker in filter(None, (self._worker, self._renderer, *self._media)):
             await worker.close()
 
@@ -126,19 +131,19 @@ class Preparation:
 def prepare(
     model: ServedModel, route: str, body: bytes | bytearray, arrival: Arrival
 ) -> Job | bytes:
-    """Prepare a body in this thread. Raises ApiError and InputError."""
+    """Prepare a body in the calling thread. Raises ApiError and InputError."""
     if route in ANSWERS:
         return ANSWERS[route](model, body)
     return JOBS[route](model, body, arrival)
 
 
 def has_media(body: bytes | bytearray) -> bool:
-    """Return True if a body may have a part with an image or a video."""
+    """Return True if a body may contain an image or a video."""
     return any(each in body for each in MEDIA_TYPES)
 
 
 async def _in_turn(turns: Turns, client: str, start: Callable[[], Awaitable[Result]]) -> Result:
-    """Run work when it is the client's turn. If the client disconnects, the work keeps its slot."""
+    """Run work in the client's turn. If the caller is cancelled, the work continues in its slot."""
     await turns.take(client)
     task = asyncio.ensure_future(start())
     task.add_done_callback(lambda _: turns.give_back(client))

@@ -1,4 +1,4 @@
-"""The server's end of a worker process, which prepares bodies."""
+"""WorkerClient: starts a worker process, which prepares request bodies, and talks to it."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ from qserve.server.prepare.worker_messages import (
 )
 from qserve.server.requests.job import Arrival, Job
 
-CPU_SECONDS = 10.0  # processor time for a body, and more for each MiB of it
+CPU_SECONDS = 10.0  # limit of CPU time for a body, in addition to the limit per MiB
 CPU_SECONDS_PER_MIB = 6.0
-VIDEO_TYPES = (b'"video', b'"input_video"')  # beginnings of a part's type, in JSON
+VIDEO_TYPES = (b'"video', b'"input_video"')  # how the types of video parts begin in JSON
 PREPARE_SECONDS = 120.0  # wall-clock limit for one body
 START_SECONDS = 120.0
-MAX_GROWTH = 128 * 2**20  # bytes of growth after which a process is replaced
+MAX_GROWTH = 128 * 2**20  # a process that has grown by more bytes is replaced
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Child:
-    """A process that has loaded its tokenizer."""
+    """A worker process that has loaded its tokenizer."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
@@ -51,7 +51,7 @@ class _Child:
         return _resident(self.process.pid) - self.first_bytes > MAX_GROWTH
 
     async def end(self) -> int:
-        """Kill the process. Returns its exit code, its own if it had ended before."""
+        """Kill the process, if it still runs. Returns its exit code."""
         self.writer.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
@@ -64,7 +64,7 @@ class WorkerClient:
     def __init__(
         self, load: LoadTokenizer, setup: asyncio.Future[Setup], arguments: Sequence[str] = ()
     ) -> None:
-        """The process loads its tokenizer, then waits for `setup`.
+        """Start the process, which loads its tokenizer and then waits for `setup`.
 
         `arguments`: extra command-line arguments of the process.
         """
@@ -72,7 +72,7 @@ class WorkerClient:
         self._current = asyncio.create_task(self._start())
 
     async def ready(self) -> None:
-        """Wait until the process accepts bodies. Raises the error of its start."""
+        """Wait until the process accepts bodies. Raises the process's start error."""
         await asyncio.shield(self._current)
 
     async def prepare(
@@ -82,7 +82,10 @@ class WorkerClient:
         arrival: Arrival,
         adapters: Mapping[str, LoRARequest],
     ) -> Job | bytes:
-        """Return the job of a body, or the whole answer; one call at a time. Raises ApiError."""
+        """Return the job of a body, or the JSON reply. Raises ApiError.
+
+        Only one call may run at a time.
+        """
         seconds = CPU_SECONDS + CPU_SECONDS_PER_MIB * len(body) / 2**20
         limits = (await asyncio.shield(self._setup)).media
         if limits is not None and any(each in body for each in VIDEO_TYPES):
@@ -127,7 +130,7 @@ class WorkerClient:
         return content if isinstance(answer, Answered) else answer.job
 
     async def close(self) -> None:
-        """Kill the process; it holds no state."""
+        """Kill the process. It has no state to save."""
         self._current.cancel()
         with contextlib.suppress(Exception, asyncio.CancelledError):
             await (await self._current).end()
@@ -150,7 +153,7 @@ class WorkerClient:
         return _Child(process=process, reader=reader, writer=writer, first_bytes=first)
 
     async def _replace(self, child: _Child) -> None:
-        """Start another process: Python does not return all freed memory to the system."""
+        """Start a new process, since Python does not return all freed memory to the system."""
         logger.debug(
             "Replacing the worker process: it grew by more than %d MiB", MAX_GROWTH // 2**20
         )
@@ -159,7 +162,7 @@ class WorkerClient:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if the system does not report it."""
+    """Return the resident memory of a process in bytes; 0 if the system does not report it."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):

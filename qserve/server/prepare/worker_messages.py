@@ -1,4 +1,4 @@
-"""Messages between the server and its worker processes, sent as qserve.processes.frames."""
+"""Messages between the server and its worker processes, in frames of qserve.processes.frames."""
 
 import msgspec
 
@@ -11,14 +11,14 @@ from qserve.server.requests.served_model import TEXT_ONLY
 
 
 class LoadTokenizer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the worker, first: load the tokenizer while the engine loads the model."""
+    """First message to the worker: load the tokenizer, while the engine loads the model."""
 
     folder: str
     tokenizer_folder: str | None = None  # default: folder
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the worker, second, when the model is loaded: a ServedModel without its tokenizer."""
+    """Second message to the worker, once the model is loaded: ServedModel without its tokenizer."""
 
     names: tuple[str, ...]
     defaults: dict[str, float]
@@ -29,35 +29,35 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reasoning_parser: str | None
     structured_output_strict: bool
     media: MediaLimits | None = None  # None: images and videos are refused
-    media_kinds: tuple[str, ...] = ()  # that the model takes
+    media_kinds: tuple[str, ...] = ()  # media types that the model takes
     without_media: str = TEXT_ONLY
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the worker: prepare the body in the next frame. One at a time."""
+    """To the worker: prepare the body in the next frame. One body at a time."""
 
-    route: str  # one of JOBS or ANSWERS
+    route: str  # key of JOBS or ANSWERS
     arrival: Arrival
-    adapters: dict[str, LoRARequest]  # current ones
-    seconds: float  # limit of processor time; the process is killed beyond it
+    adapters: dict[str, LoRARequest]  # adapters that are loaded now
+    seconds: float  # limit of CPU time; the process is killed beyond it
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the worker, once: it accepts bodies now."""
+    """From the worker, once: the worker accepts bodies now."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the worker."""
+    """From the worker: the job of a body."""
 
     job: Job
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the worker: the next frame is the JSON of the whole answer."""
+    """From the worker: the next frame is the JSON reply to the client."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the worker: the body is invalid. The fields are an ApiError's."""
+    """From the worker: the body is invalid. The fields are those of ApiError."""
 
     status: int
     message: str
@@ -80,7 +80,7 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 
 
 def decode(payload: bytes, direction: object) -> ToWorker | FromWorker:
-    """Decode a message; `direction` is ToWorker or FromWorker. Raises MessageError."""
+    """Decode a message. `direction`: ToWorker or FromWorker. Raises MessageError."""
     try:
         return _decoders[direction].decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

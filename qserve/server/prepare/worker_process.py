@@ -1,8 +1,8 @@
-"""The worker process: makes jobs of bodies that are large or run the model's chat template.
+"""The worker process: converts bodies to jobs if they are large or run the model's chat template.
 
 The server starts it as `python -m qserve.server.prepare.worker_process --fd N`. A chat template is
-a program from the model's folder, which may take any time and memory. Both are limited here; a
-limit ends only this process. The process ends when the server is gone.
+a program from the model's folder, which may need any amount of time and memory. This process limits
+both; beyond a limit only this process dies. The process exits when the server's socket closes.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from qserve.server.prepare.worker_messages import (
 from qserve.server.requests.served_model import ServedModel
 from qserve.text.tokenizer import Tokenizer
 
-MORE_MEMORY = 4 * 2**30  # bytes of address space in addition to the loaded tokenizer's
+MORE_MEMORY = 4 * 2**30  # bytes of address space for bodies, after the tokenizer is loaded
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Answer requests until the server is gone. Returns the exit code."""
+    """Prepare bodies until the server closes the socket. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="qserve.server.prepare.worker_process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     logs.add_arguments(parser)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _limit_memory() -> None:
-    """Limit this process's address space; a MemoryError becomes a refusal."""
+    """Limit this process's address space. `_answer` turns a MemoryError into a 400."""
     try:
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
@@ -77,7 +77,7 @@ def _served(tokenizer: Tokenizer, setup: Setup) -> ServedModel:
     media = None
     if setup.media is not None:
         media = MediaReader(tokenizer.folder, tokenizer.encode, setup.media, setup.media_kinds)
-        media.load()  # its address space is not counted as that of a body
+        media.load()  # before the memory limit is set, so that it does not count
     return ServedModel(
         names=setup.names,
         tokenizer=tokenizer,
@@ -94,7 +94,7 @@ def _served(tokenizer: Tokenizer, setup: Setup) -> ServedModel:
 
 
 def _answer(model: ServedModel, message: Prepare, body: bytes) -> bytes:
-    """Return the frames of the answer to one body."""
+    """Return the frames of the reply to one Prepare message."""
     model = replace(model, adapters=message.adapters)
     try:
         made = prepare(model, message.route, body, message.arrival)

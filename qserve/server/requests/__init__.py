@@ -1,1 +1,1 @@
-"""Request models, and the jobs that their fields become."""
+"""Request models of all APIs, and their conversion to jobs."""

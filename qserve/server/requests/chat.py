@@ -1,4 +1,4 @@
-"""The job of POST /v1/chat/completions, and of requests that other endpoints convert to a chat."""
+"""Jobs of POST /v1/chat/completions, and of other APIs' requests after conversion to a chat."""
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +26,16 @@ from qserve.server.requests.tool_use import AUTO, NAMED, NONE, REQUIRED, ToolUse
 from qserve.structured.params import StructuredOutputsParams
 from qserve.text.tokenizer import Tokenizer
 
-NUM_END_TOKENS = 16  # of the prompt, searched for the start and end of reasoning
+NUM_END_TOKENS = 16  # prompt tokens at the end that are searched for reasoning markers
 BROKEN_ARGUMENTS = "not a JSON object, read as {}"
 SYSTEM = ("system", "developer")
 USER, TOOL = "user", "tool"
-# Templates without an effort may still turn thinking on and off. As in vLLM, any effort but
-# "none" turns it on.
+# Template variables that turn thinking on and off, for templates without reasoning_effort. As in
+# vLLM, any effort except "none" turns thinking on.
 SWITCHES = ("enable_thinking", "thinking")
 NO_EFFORT = "none"
 KWARGS = "chat_template_kwargs"
-# fields of a chat that do not work with images and videos: the reason
+# chat fields that do not work with images and videos -> reason
 NOT_WITH_MEDIA = {
     "truncate_prompt_tokens": "would cut images and videos",
     "use_beam_search": "runs on text only",
@@ -44,14 +44,14 @@ NOT_WITH_MEDIA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTokens:
-    """Tokens of a conversation, and the media items among them."""
+    """Token ids of a conversation, and the media items at their positions."""
 
     ids: list[int]
     media: tuple[MediaItem, ...] = ()
 
 
 def chat_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
+    """Return the job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
     return chat_request_job(
         model,
@@ -75,11 +75,14 @@ def chat_request_job(
     renamed: Mapping[str, str] | None = None,
     repeated: dict[str, Any] | None = None,
 ) -> Job:
-    """The job of a chat's fields. Raises ApiError and InputError.
+    """Return the job of a chat request. Raises ApiError and InputError.
 
-    `broken_arguments`: fields with a call's arguments that are not a JSON object.
-    `is_cut`: drop the beginning of a conversation that does not fit.
-    `renamed`: a chat's field names and their names in the body, for ignored fields.
+    prefix: start of the request id
+    ignored: fields of the body without effect
+    broken_arguments: fields with arguments of an earlier call that are not a JSON object
+    is_cut: drop the beginning of a conversation that does not fit the context
+    renamed: chat field -> name in the body, for reporting ignored fields
+    repeated: fields that the reply repeats
     """
     params = checked_params(model, request, 1)
     use = tool_use(request, model)
@@ -118,9 +121,10 @@ def chat_request_job(
 def _parsing(
     model: ServedModel, use: ToolUse, prompt: list[int], is_own: bool, num_calls: int
 ) -> ParseSettings | None:
-    """Settings for parsing the output's text; None: all text is content.
+    """Return the settings for parsing the output; None: all text is content.
 
-    `is_own`: calls are in the model's own format. `num_calls`: those of the conversation so far.
+    is_own: calls are in the model's own format
+    num_calls: number of tool calls in the conversation so far
     """
     parser = (model.auto_tool_parser or HARMONY) if is_own else None
     if parser is None and use.mode == NONE and model.reasoning_parser is None:
@@ -140,7 +144,7 @@ def _parsing(
 def _with_tokens(
     model: ServedModel, parsing: ParseSettings, params: SamplingParams
 ) -> SamplingParams:
-    """Parameters with which the parser sees its markers, and the model's turn ends."""
+    """Return parameters that keep the parser's markers in the text, and stop at its end markers."""
     tokenizer = model.tokenizer
     if any(map(tokenizer.is_hidden, parsing.markers)):
         params = replace(params, skip_special_tokens=False)
@@ -152,7 +156,7 @@ def _with_tokens(
 def _behind_reasoning(
     model: ServedModel, parsing: ParseSettings, form: StructuredOutputsParams
 ) -> StructuredOutputsParams:
-    """A form that follows the model's reasoning."""
+    """Return a grammar that applies only after the model's reasoning."""
     token = model.tokenizer.marker_token
     return replace(
         form,
@@ -169,9 +173,9 @@ def chat_tokens(
     checks_length: bool = True,
     known: ReadMedia | None = None,
 ) -> ChatTokens:
-    """Tokens of a conversation before truncation. Raises ApiError and InputError.
+    """Render and tokenize a conversation, without truncation. Raises ApiError and InputError.
 
-    `known`: see MediaReader.prepare.
+    `known`: media that were read before, see MediaReader.prepare.
     """
     urls = _checked_urls(model, request)
     continues = bool(request.continue_final_message)
@@ -206,7 +210,10 @@ def chat_tokens(
 
 
 def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[MediaUrl]:
-    """URLs of all media. Raises ApiError for a model or a field that works with text only."""
+    """Return the URLs of all media.
+
+    If there are media, raises ApiError if the model or a field of the request takes text only.
+    """
     urls = []
     for index, message in enumerate(request.messages):
         for number, part in enumerate(message.content or ()):
@@ -215,12 +222,12 @@ def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[Me
                 urls.append(MediaUrl(part.kind, part.media_url))
     for name, reason in NOT_WITH_MEDIA.items() if urls else ():
         if getattr(request, name) not in (None, False):
-            raise ApiError(400, f"{name}: {reason}. Remove it, or these.", name)
+            raise ApiError(400, f"{name}: {reason}. Remove {name}, or the images and videos.", name)
     return urls
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for a template that reads lists of parts only."""
+    """Return a message whose content is a list of parts, for templates that require this."""
     content = message["content"]
     if not isinstance(content, str):
         return message
@@ -228,9 +235,9 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the name that gpt-oss's template reads.
+    """Return a message with its reasoning in the field `thinking`, which gpt-oss's template reads.
 
-    The template takes either reasoning or content next to calls, and prefers none.
+    A message with calls keeps its content instead: the template accepts only one of the two.
     """
     reasoning = message.get("reasoning_content")
     if not reasoning or (message["content"] and "tool_calls" in message):
@@ -241,12 +248,12 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
 def _cut_chat_tokens(
     model: ServedModel, request: ChatCompletionRequest, use: ToolUse
 ) -> ChatTokens:
-    """Tokens of a conversation, shortened so that its answer fits.
+    """Tokenize a conversation, shortened so that prompt and max_tokens fit the context.
 
-    Without max_tokens the answer needs one token. Raises ApiError and InputError.
+    Without max_tokens, one output token must fit. Raises ApiError and InputError.
     """
     asked = request.max_completion_tokens or request.max_tokens or 1
-    found: dict[int, ChatTokens] = {}  # by number of messages
+    found: dict[int, ChatTokens] = {}  # number of messages -> tokens
     known: ReadMedia = {}
 
     def tokens_of(messages: list[Message]) -> ChatTokens:
@@ -263,34 +270,35 @@ def _cut_chat_tokens(
 
     kept = most_that_fit(request.messages, fits)
     if len(kept) not in found:
-        # The shortest conversation was not tried, or is too long for any answer.
+        # The shortest conversation was not tried before, or is too long for any output.
         return tokens_of(kept)
     return found[len(kept)]
 
 
 def can_go(roles: Sequence[str]) -> list[list[int]]:
-    """The groups of messages that may be dropped, by index, the first to drop first.
+    """Return groups of message indices that may be dropped, in the order in which to drop them.
 
-    OpenAI's `truncation: "auto"` drops single items from the beginning. Chat templates refuse half
-    of an exchange, so here a group is a user's message with the answers to it, and after the last
-    user's message a call with its outputs. System messages, the last message of a user and the last
-    message always stay.
+    OpenAI's `truncation: "auto"` drops single items from the beginning. Chat templates refuse an
+    incomplete exchange, so groups are dropped as a whole. A group is a user message with the
+    replies to it; after the last user message, a call with its outputs. System messages, the last
+    user message and the last message are never dropped.
     """
     said = [place for place, role in enumerate(roles) if role not in SYSTEM]
     users = [at for at, place in enumerate(said) if roles[place] == USER]
-    last = users[-1] if users else -1  # index into `said`; later messages form groups of their own
+    last = users[-1] if users else -1  # index into `said`; groups after it have no user message
     starts = {0, *users} if users else set()
     starts |= {at for at in range(last + 1, len(said)) if roles[said[at]] != TOOL}
     edges = [*sorted(starts), len(said)]
     groups = [said[a:b] for a, b in pairwise(edges) if a != last]
-    # The last message is the one to answer: the user's, or else the last group stays.
+    # The model replies to the last message: the last user message, or else the last group.
     return groups if last == len(said) - 1 else groups[:-1]
 
 
 def most_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) -> list[Any]:
-    """Drop as few groups as necessary; if nothing fits, return the shortest conversation.
+    """Return the messages without as few groups as necessary.
 
-    `fits` is called O(log n) times for n messages.
+    If nothing fits, return the shortest conversation. `fits` is called O(log n) times for n
+    messages.
     """
     groups = can_go([message.role for message in messages])
 
@@ -305,7 +313,7 @@ def most_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) ->
 
 
 def template_variables(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Variables for the template. Raises ApiError for two different efforts."""
+    """Return the template's variables. Raises ApiError if two different efforts are given."""
     given = _given_settings(request, tokenizer)
     effort = request.reasoning_effort
     if effort is not None and given.get(EFFORT, effort) != effort:
@@ -319,9 +327,9 @@ def template_variables(request: ChatCompletionRequest, tokenizer: Tokenizer) -> 
 
 
 def unread_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> list[str]:
-    """Names of fields that are set and that the template does not read.
+    """Return the names of fields that are set although the template does not read them.
 
-    They are ignored: clients send the same ones to every model.
+    These fields are ignored, not refused: clients send the same fields to every model.
     """
     given, effort = _given_settings(request, tokenizer), request.reasoning_effort
     asked = request.chat_template_kwargs or {}
@@ -331,9 +339,9 @@ def unread_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> lis
 
 
 def _given_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Settings in `chat_template_kwargs` that the template reads.
+    """Return the variables in `chat_template_kwargs` that the template reads.
 
-    Raises ApiError for the server's own names, and for values a template could loop over.
+    Raises ApiError for names that the server sets, and for values that a template could loop over.
     """
     given = {}
     for name, value in (request.chat_template_kwargs or {}).items():
@@ -349,7 +357,7 @@ def _given_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dic
 
 
 def _of_effort(effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Template variables that express a reasoning effort."""
+    """Return the template variables for a reasoning effort."""
     if effort is None:
         return {}
     meanings = {EFFORT: effort} | dict.fromkeys(SWITCHES, effort != NO_EFFORT)

@@ -1,4 +1,4 @@
-"""The job of POST /v1/completions."""
+"""Jobs of POST /v1/completions."""
 
 from qserve.server.requests.generation_job import checked_params, encode, fitted, generation_job
 from qserve.server.requests.generation_params import form_param, form_warnings, output_form
@@ -8,7 +8,7 @@ from qserve.server.requests.served_model import ServedModel
 
 
 def completion_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/completions. Raises ApiError and InputError."""
+    """Return the job of a body of /v1/completions. Raises ApiError and InputError."""
     request = parse(body, CompletionRequest)
     params = checked_params(model, request, len(request.prompt))
     special = request.add_special_tokens is not False

@@ -1,4 +1,4 @@
-"""Parts of a message's content: text, images, videos, an earlier answer's refusal or reasoning."""
+"""Parts of a message's content: text, images, videos, refusals and reasoning of earlier replies."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -10,20 +10,20 @@ REFUSAL = "refusal"
 ASSISTANT = "assistant"
 INPUT_KINDS = ("text", "input_text", "output_text")  # types of text parts
 USER, TOOL = "user", "tool"
-# types of image parts -> the field with the URL, which may be an object with a `url`
+# type of an image part -> fields that may have the URL, or an object with a `url`
 IMAGE_FIELDS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "image": ("url", "image"),
 }
-# types of video parts of a chat -> the field with the URL, as above
+# type of a video part -> fields that may have the URL, or an object with a `url`
 VIDEO_FIELDS = {
     "video_url": ("video_url",),
     "input_video": ("video_url",),
     "video": ("url", "video"),
 }
-DETAILS = ("auto", "low", "high", "original")  # of an image; without effect
-# types of other parts that clients know -> what to send instead
+DETAILS = ("auto", "low", "high", "original")  # `detail` of an image; has no effect
+# types of parts in other servers' APIs -> what to send instead
 OTHER_MEDIA = {
     "input_audio": "send its text",
     "audio_url": "send its text",
@@ -32,14 +32,14 @@ OTHER_MEDIA = {
     "file": "send its text, or its pages as images",
     "image_embeds": "send the image",
 }
-# Types of reasoning parts, and the field with the text.
-# Anthropic encrypts the text of the last one, so a model cannot see it.
+# Type of a reasoning part -> field with the text. Redacted text is encrypted by Anthropic, so the
+# model cannot read it.
 THINKING = "thinking"
 REASONING_FIELDS = {THINKING: THINKING, "reasoning": "text", "redacted_thinking": None}
 
 
 def _refusal(value: Any) -> Any:
-    """Convert a refusal part, whose text has its own field, to the common form."""
+    """Convert a refusal part to the common form: the text in `text`."""
     if not isinstance(value, dict) or value.get("type") != REFUSAL:
         return value
     if not isinstance(value.get(REFUSAL), str):
@@ -122,10 +122,10 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str
-    text: str  # empty for an image or a video
+    text: str  # "" for an image or a video
     image_url: str | None = None
     video_url: str | None = None
-    detail: str | None = None  # of an image
+    detail: str | None = None  # detail of an image
 
     @property
     def is_image(self) -> bool:
@@ -133,21 +133,21 @@ class Part(BaseModel):
 
     @property
     def kind(self) -> str:
-        """One of media.KINDS, or text."""
+        """One of media.KINDS, or "text"."""
         if self.is_image:
             return "image"
         return "video" if self.type in VIDEO_FIELDS else "text"
 
     @property
     def media_url(self) -> str | None:
-        """The URL of an image or a video."""
+        """URL of the image or video; None for other parts."""
         if self.is_image:
             return self.image_url
         return self.video_url if self.kind == "video" else None
 
     @property
     def has_detail(self) -> bool:
-        """True if it asks for a certain quality of an image, which has no effect."""
+        """True if the part sets an image's `detail`, which has no effect."""
         return self.is_image and self.detail not in (None, "auto")
 
 
@@ -180,5 +180,5 @@ def check_parts_of_role(role: str, parts: Sequence[Part] | None) -> None:
             )
         if role != ASSISTANT and part.type in (REFUSAL, THINKING):
             raise PydanticCustomError(
-                "part", f"expected parts of type {part.type} in messages of role assistant alone"
+                "part", f"expected parts of type {part.type} only in messages of role assistant"
             )

@@ -1,4 +1,4 @@
-"""The part of a job that completions and chats share: parameters, lengths, choices."""
+"""Common code of completion and chat jobs: parameters, prompt lengths, choices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,14 +18,14 @@ from qserve.server.requests.served_model import ServedModel
 from qserve.structured.params import StructuredOutputsParams
 from qserve.text.tokenizer import with_bad_words
 
-MAX_CHOICES = 1024  # outputs of one request, over all its prompts
+MAX_CHOICES = 1024  # maximum number of outputs of one request, over all its prompts
 
 
 class PromptTooLong(ApiError):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """The prompt fills the model's context and leaves no room for output."""
 
     def __init__(self, limit: int, length: int, *, is_at_least: bool = False) -> None:
-        """`length`: tokens of the prompt, or `is_at_least` a lower bound of their number."""
+        """`length`: number of prompt tokens; with `is_at_least` a lower bound of it."""
         found = f"at least {length}" if is_at_least else f"{length}"
         super().__init__(
             400,
@@ -39,7 +39,7 @@ class PromptTooLong(ApiError):
 def checked_params(
     model: ServedModel, request: GenerationRequest, num_prompts: int
 ) -> SamplingParams:
-    """Parameters before any prompt is encoded, for an empty context. Raises ApiError."""
+    """Return the parameters for an empty context, before prompts are encoded. Raises ApiError."""
     model.check_name(request.model)
     for name in ("max_tokens", "max_completion_tokens"):
         asked = getattr(request, name)
@@ -69,7 +69,7 @@ def checked_params(
 def encode(
     model: ServedModel, text: str, add_special_tokens: bool, request: GenerationRequest
 ) -> list[int]:
-    """The tokens of a text. Raises ApiError if its length alone says that it cannot fit."""
+    """Tokenize a text. Raises ApiError without tokenizing if the text is certainly too long."""
     check_length(model, text, request)
     return model.tokenizer.encode(text, add_special_tokens)
 
@@ -77,7 +77,10 @@ def encode(
 def fitted(
     model: ServedModel, request: GenerationRequest, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """The prompts, truncated as asked. Raises ApiError for one that is empty or leaves no room."""
+    """Apply truncate_prompt_tokens to the prompts.
+
+    Raises ApiError for a prompt that is empty, or that leaves no room for output.
+    """
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         if len(prompt) >= model.max_model_len:
@@ -104,9 +107,13 @@ def generation_job(
     repeated: dict[str, Any] | None = None,
     media: tuple[MediaItem, ...] = (),
 ) -> Job:
-    """The job of `fitted` prompts. Raises ApiError and InputError.
+    """Return the job of prompts from `fitted`. Raises ApiError and InputError.
 
-    `params`: for an empty context. `form`: constraint of the output. `media`: of the only prompt.
+    prefix: start of the request id
+    params: parameters for an empty context; max_tokens is reduced for each prompt
+    form: grammar of the output
+    echoed: texts of the prompts, if the reply repeats them
+    media: media items; then there is only one prompt
     """
     search = beam_search(request, form)
     if form is not None:
@@ -160,7 +167,7 @@ def _truncate(model: ServedModel, request: GenerationRequest, prompt: list[int])
 
 
 def check_length(model: ServedModel, text: str, request: GenerationRequest) -> None:
-    """Refuse a text that is too long for any tokenization, before the cost of tokenizing."""
+    """Raise PromptTooLong for a text that is certainly too long, without tokenizing it."""
     if request.truncate_prompt_tokens is not None:
         return
     at_least = len(text) // model.tokenizer.max_token_chars

@@ -1,4 +1,4 @@
-"""Parameters of a generation from the fields of a request: sampling, beam search, output form."""
+"""Reads the fields of a request for sampling, beam search and the grammar of the output."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from qserve.server.requests.served_model import ServedModel
 from qserve.structured.grammar import check_grammar, unenforced
 from qserve.structured.params import FIELD, StructuredOutputsParams, as_structured_outputs
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
-# sampling fields without effect in a beam search, which takes the likeliest tokens
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chats may fill the context
+# sampling fields without effect in a beam search, which does not sample
 WITHOUT_EFFECT = ("temperature", "top_p", "top_k", "min_p", "seed")
-# fields that cannot be combined with beam search: the values without effect
+# fields that beam search does not support -> values that are accepted, since they have no effect
 NOT_IN_SEARCH: dict[str, tuple] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -30,11 +30,11 @@ NOT_IN_SEARCH: dict[str, tuple] = {
     "bad_words": ([],),
     "stop": ([],),
 }
-# fields that require beam search: the values without effect
+# fields that require beam search -> values that are accepted without it
 ONLY_IN_SEARCH: dict[str, tuple] = {"length_penalty": (1,), "early_stopping": (False,)}
 BEST_OF = (
-    "best_of: requires use_beam_search, where it is the number of beams. Otherwise use n and choose"
-    " among the choices."
+    "best_of: requires use_beam_search, where it is the number of beams. Without beam search set n"
+    " and pick one of the choices."
 )
 RESPONSE_FORMAT = "response_format"
 FORM_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -45,7 +45,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters for a prompt that leaves `room` tokens. Raises ParameterError.
 
-    A field that the request does not state has the model's default, or else OpenAI's.
+    A field that the request omits gets the model's default, or else OpenAI's.
     """
     _check_limits(request)
     max_tokens, logprobs, prompt_logprobs = request.max_tokens, None, request.prompt_logprobs
@@ -67,7 +67,7 @@ def sampling_params(
         if max_tokens is None:
             max_tokens = COMPLETION_MAX_TOKENS
         if request.echo and (logprobs is not None or max_tokens == 0):
-            # An echo includes the prompt's; max_tokens: 0 is useful only with them.
+            # An echo has log probabilities of the prompt; max_tokens: 0 is useful only with them.
             prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
     fields = {
         name: getattr(request, name)
@@ -98,7 +98,7 @@ def sampling_params(
 
 
 def _check_limits(request: GenerationRequest) -> None:
-    """Raise ParameterError for values that Python programs may give and clients may not."""
+    """Raise ParameterError for values beyond the server's limits, which SamplingParams accepts."""
     temperature = request.temperature
     if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
         raise ParameterError("temperature", f"expected 0 to {MAX_TEMPERATURE}, found {temperature}")
@@ -112,10 +112,9 @@ def _check_limits(request: GenerationRequest) -> None:
 def beam_search(
     request: GenerationRequest, form: StructuredOutputsParams | None = None
 ) -> BeamSearchParams | None:
-    """Read vLLM's beam search fields; None: no beam search.
+    """Read vLLM's beam search fields; None: no beam search. Raises ApiError and ParameterError.
 
-    `n` beams are returned of `best_of`, which is `n` where it is not set. Raises ApiError and
-    ParameterError.
+    The search has `best_of` beams, by default `n`, and returns the best `n` of them.
     """
     if not request.use_beam_search:
         _check_no_search(request)
@@ -152,7 +151,7 @@ def beam_search(
 
 
 def ignored_in_search(request: GenerationRequest) -> list[str]:
-    """Names of fields that are set and have no effect in a beam search."""
+    """Return the names of fields that are set and have no effect in a beam search."""
     if not request.use_beam_search:
         return []
     return [name for name in WITHOUT_EFFECT if getattr(request, name) is not None]
@@ -168,9 +167,9 @@ def _check_no_search(request: GenerationRequest) -> None:
 
 
 def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Read the form and run the checks that take milliseconds; None: any text.
+    """Read the grammar of the output, and run its fast checks; None: any text.
 
-    Raises ApiError(400), and InputError where llguidance is not installed.
+    Raises ApiError(400), and InputError if llguidance is not installed.
     """
     asked, form = request.response_format, None
     if asked is not None:
@@ -190,16 +189,16 @@ def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
 
 
 def form_param(request: GenerationRequest) -> str:
-    """Name of the field with the form."""
+    """Return the name of the field with the grammar."""
     return RESPONSE_FORMAT if request.structured_outputs is None else FIELD
 
 
 def form_warnings(
     model: ServedModel, form: StructuredOutputsParams | None, param: str
 ) -> list[str]:
-    """Keywords of a form that are not enforced, each with its field.
+    """Return a warning for each keyword of the grammar that is not enforced.
 
-    Raises ApiError(400) where the server refuses such forms.
+    With --structured-output-strict, raises ApiError(400) instead.
     """
     found = [f"{param}: {each}" for each in (unenforced(form) if form else ())]
     if found and model.structured_output_strict:
@@ -213,7 +212,7 @@ def form_warnings(
 
 
 def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Read OpenAI's field. Schemas are always enforced, whatever `strict` says."""
+    """Read OpenAI's response_format. Schemas are always enforced, whatever `strict` is."""
     kind = asked.get("type")
     if kind not in FORM_TYPES:
         known = ", ".join(FORM_TYPES)

@@ -1,6 +1,6 @@
-"""Job: a request's body made into prompts of tokens and sampling parameters.
+"""Job: the prompts, parameters and options of a request, made from its body.
 
-Making one blocks (parsing, the chat template, tokenizing), so routes have it prepared.
+Making a job takes time (parsing, chat template, tokenizing), so routes leave it to Preparation.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ from qserve.server.requests.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Facts about a request that its body does not state."""
+    """Facts about a request that are not in its body."""
 
     time: float  # time.perf_counter() when the body had been read
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    is_named: bool = False  # by a header, which takes precedence over the body
-    timeout: float | None = None  # seconds from `time` on that the answer may take
-    trace_headers: dict[str, str] = field(default_factory=dict)  # the trace it belongs to
-    key_digest: str = ""  # of its API key, where KV pages are shared within a key only
+    is_named: bool = False  # True: `name` is from a header, which takes precedence over the body
+    timeout: float | None = None  # seconds after `time` until the deadline; None: no deadline
+    trace_headers: dict[str, str] = field(default_factory=dict)  # headers with the trace context
+    key_digest: str = ""  # digest of the API key, with --cache-salt-by-key; else ""
 
     def named(self, from_body: str | None) -> str:
-        """Name of the request: the header's, else the body's, else a new one."""
+        """Return the request's name: the header's, else the body's, else a new one."""
         return self.name if self.is_named or from_body is None else from_body
 
     def salted(self, handling: Handling) -> Handling:
-        """Return `handling` with this key's cache salt, if only requests of a key share pages."""
+        """Return `handling` with a cache salt for the API key, with --cache-salt-by-key."""
         if not self.key_digest:
             return handling
         digest = hashlib.sha256(f"{self.key_digest}{handling.cache_salt}".encode())
@@ -42,19 +42,19 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Prompts and their parameters. Choices are numbered prompt by prompt, n of each."""
+    """Prompts, parameters and options of a request. Choices are numbered prompt by prompt."""
 
-    prefix: str  # of the reply's id
-    name: str  # of the request: the client's, or a new one
-    key: str  # of the engine's requests: no two jobs share it
+    prefix: str  # start of the reply's id
+    name: str  # request's name: from the client, or a new one
+    key: str  # start of the ids of the engine's requests; unique per job
     arrival: Arrival
     prompts: list[list[int]]
     params: list[SamplingParams] = field(default_factory=list)
     # texts of the prompts, if the reply echoes them
     echoed: list[str] = field(default_factory=list)
     streams: bool = False
-    streams_usage: bool = False  # in a last chunk of its own
-    streams_usage_always: bool = False  # in each chunk
+    streams_usage: bool = False  # the stream ends with a usage chunk
+    streams_usage_always: bool = False  # each chunk has the usage so far
     prompt_logprobs: int | None = None  # alternatives per prompt token in the reply
     returns_token_ids: bool = False
     parsing: ParseSettings | None = None  # None: all text is content
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        """The id of the reply."""
+        """Id of the reply."""
         return f"{self.prefix}{self.name}"
 
     @property
@@ -88,36 +88,36 @@ class Job:
 
     @property
     def num_engine_tokens(self) -> int:
-        """Prompt tokens sent to the engine: each prompt counts once per output."""
+        """Number of prompt tokens that the engine gets: each prompt counts once per output."""
         if self.handling.beam_search is not None:
             return self.num_prompt_tokens
         return self.num_prompt_tokens * self.params[0].n
 
     def num_cached(self, of_choices: Mapping[int, RequestFacts]) -> int:
-        """Cached prompt tokens, each prompt counted once: those that its first output found.
+        """Return the number of cached prompt tokens, counted for the first choice of each prompt.
 
-        The other outputs also find the pages that the first one computed.
+        The other choices do not count: they also find the pages that the first one computed.
         """
         firsts = range(0, self.num_choices, self.params[0].n)
         return sum(of_choices[index].num_cached for index in firsts if index in of_choices)
 
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
-        """Prompt and parameters of one choice; the first of a prompt reports prompt_logprobs."""
+        """Return prompt and parameters of a choice. A prompt's first choice has prompt_logprobs."""
         prompt, repeat = divmod(index, self.params[0].n)
         params = self.params[prompt]
         return self.prompts[prompt], params.choice(repeat)
 
     def prompt_of(self, index: int) -> list[int]:
-        """Prompt of one choice, without the cost of making its parameters."""
+        """Return the prompt of a choice. Cheaper than `choice`, which makes parameters."""
         return self.prompts[index // self.params[0].n]
 
     def echo(self, index: int) -> str:
-        """Text of the prompt that a choice's reply echoes."""
+        """Return the prompt text that the reply repeats before a choice; "" without echo."""
         return self.echoed[index // self.params[0].n] if self.echoed else ""
 
 
 def new_key(prefix: str) -> str:
-    """A key for a job's requests to the engine."""
+    """Return a new `Job.key`."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 

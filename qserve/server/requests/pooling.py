@@ -1,4 +1,4 @@
-"""Request models and jobs of the endpoints for vectors and scores."""
+"""Request models and jobs of the endpoints for embeddings, pooling, classes and scores."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -31,8 +31,8 @@ from qserve.server.requests.protocol import (
 from qserve.server.requests.served_model import ServedModel
 from qserve.text.tokenizer import REPLACEMENT
 
-MAX_INPUTS = 2048  # OpenAI's
-# vLLM's other names for the two sides of a score
+MAX_INPUTS = 2048  # OpenAI's limit
+# vLLM's alternative names for the two texts of a score
 PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 
 
@@ -49,12 +49,12 @@ def _inputs(value: Any) -> list[str | list[int]]:
         if not isinstance(item, str) and not is_ids:
             raise PydanticCustomError("input", f"expected {PROMPT_FORMS}")
         if not item:
-            raise PydanticCustomError("input", "expected no empty input")
+            raise PydanticCustomError("input", "expected an input that is not empty")
     return value
 
 
 def _text_of(value: Any) -> Any:
-    """Text of a document: the string, or the field `text` of an object."""
+    """Return a document's text, which may be in the field `text` of an object."""
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         return value["text"]
     return value
@@ -62,7 +62,7 @@ def _text_of(value: Any) -> Any:
 
 def _not_empty(value: str) -> str:
     if not value:
-        raise PydanticCustomError("text", "expected no empty text")
+        raise PydanticCustomError("text", "expected a text that is not empty")
     return value
 
 
@@ -78,7 +78,7 @@ def _some(value: list[str]) -> list[str]:
 
 def _top_n(value: int | None) -> int | None:
     if value is not None and value < 0:
-        raise PydanticCustomError("top_n", "expected 0, for all, or more")
+        raise PydanticCustomError("top_n", "expected 1 or more, or 0 for all")
     return value
 
 
@@ -90,7 +90,7 @@ MaybeTexts = Annotated[
 
 
 class PooledRequest(Body):
-    """Fields that all these requests have. None: not set."""
+    """Fields that all pooling requests have. None: not set."""
 
     model: str | None = None
     request_id: Annotated[str | None, AfterValidator(check_request_id)] = None
@@ -101,12 +101,12 @@ class PooledRequest(Body):
 
 
 class InputRequest(PooledRequest):
-    """Fields of requests with inputs or with the messages of one conversation."""
+    """Fields of requests that have inputs, or the messages of one conversation."""
 
     input: Annotated[Any, AfterValidator(_inputs)] = None
     messages: Annotated[list[Message] | None, ONE_ERROR, at_most(MAX_MESSAGES, "messages")] = None
-    add_generation_prompt: bool | None = None  # for messages, like the next
-    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None  # only with messages
+    continue_final_message: bool | None = None  # only with messages
     add_special_tokens: bool | None = None
 
 
@@ -131,7 +131,7 @@ class PoolingRequest(EmbeddingRequest):
 
 def _limit(value: int | None) -> int | None:
     if value is not None and value < 0:
-        raise PydanticCustomError("limit", "expected 0, for no limit, or more tokens")
+        raise PydanticCustomError("limit", "expected a number of tokens, or 0 for no limit")
     return value
 
 
@@ -139,9 +139,9 @@ TokenLimit = Annotated[int | None, AfterValidator(_limit)]
 
 
 class ScoreRequest(PooledRequest):
-    """The body of POST /score: one text with each of several, or pair by pair.
+    """The body of POST /score. Scores one text against each of several texts, or pairs of texts.
 
-    The two sides go by any of the names in PAIR_NAMES.
+    The two sides have any of the names in PAIR_NAMES.
     """
 
     text_1: MaybeTexts = None
@@ -155,7 +155,7 @@ class ScoreRequest(PooledRequest):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """Texts of both sides. Raises ApiError(400) unless exactly one pair of fields is set."""
+        """The texts of both sides. Raises ApiError(400) unless exactly one pair is set."""
         given = {name for pair in PAIR_NAMES for name in pair if getattr(self, name) is not None}
         for first, second in PAIR_NAMES:
             if given == {first, second}:
@@ -198,21 +198,23 @@ class EmbedRequest(PooledRequest):
         at_most(4, "types"),
     ] = None
     output_dimension: int | None = None
-    max_tokens: TokenLimit = None  # of each text
+    max_tokens: TokenLimit = None  # limit per text
     truncate: Literal["NONE", "START", "END"] | None = None
 
     @property
     def all_texts(self) -> list[str]:
-        """Texts, one per vector. Raises ApiError(400) if there are none."""
+        """The texts, one per vector. Raises ApiError(400) if there are none."""
         if bool(self.texts) == bool(self.inputs):
-            raise ApiError(400, "texts: expected either texts or inputs, at least one.", "texts")
+            raise ApiError(
+                400, "texts: expected either texts or inputs, with at least one item.", "texts"
+            )
         if self.texts:
             return self.texts
         return ["\n".join(part.text for part in each.content) for each in self.inputs]
 
 
 TASKS = {None: None, "embed": None, "token_embed": ALL, "classify": LABELS}
-# unsupported fields of other servers: the values without effect
+# unsupported fields of other servers -> values that are accepted, since they have no effect
 UNSUPPORTED = {
     "embedding_types": (),
     "images": ([],),
@@ -222,7 +224,7 @@ UNSUPPORTED = {
     "activation": (),
     "use_activation": (True,),
 }
-# Cohere's input types: the names that models use for the prompt before such an input
+# Cohere's input type -> names that models use for the prompt of such inputs
 PROMPT_NAMES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
@@ -230,14 +232,14 @@ PROMPT_NAMES = {
 
 
 def embedding_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/embeddings. Raises ApiError and InputError."""
+    """Return the job of a body of /v1/embeddings. Raises ApiError and InputError."""
     request = read(body, EmbeddingRequest)
     config = _embedder(model, request)
     return _vectors_job(model, request, config, _params(request), "embd-", arrival)
 
 
 def pooling_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /pooling. Raises ApiError and InputError."""
+    """Return the job of a body of /pooling. Raises ApiError and InputError."""
     request = read(body, PoolingRequest)
     config = _checked(model, request)
     params = replace(_params(request), kind=TASKS[request.task])
@@ -245,7 +247,7 @@ def pooling_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -
 
 
 def classify_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /classify. Raises ApiError and InputError."""
+    """Return the job of a body of /classify. Raises ApiError and InputError."""
     request = read(body, ClassifyRequest)
     config = _checked(model, request)
     params = PoolingParams(kind=LABELS)
@@ -253,7 +255,7 @@ def classify_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) 
 
 
 def embed_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of Cohere's /v2/embed. Raises ApiError and InputError."""
+    """Return the job of a body of Cohere's /v2/embed. Raises ApiError and InputError."""
     request = read(body, EmbedRequest)
     config = _embedder(model, request)
     params = config.complete(PoolingParams(dimensions=request.output_dimension))
@@ -280,14 +282,14 @@ def embed_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> 
 
 
 def score_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /score. Raises ApiError and InputError."""
+    """Return the job of a body of /score. Raises ApiError and InputError."""
     request = read(body, ScoreRequest)
     pairs = scoring.pairs(*request.sides)
     return _pairs_job(model, request, pairs, "score-", arrival, {})
 
 
 def rerank_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /rerank. Raises ApiError and InputError."""
+    """Return the job of a body of /rerank. Raises ApiError and InputError."""
     request = read(body, RerankRequest)
     pairs = [(request.query, document) for document in request.documents]
     repeated = {
@@ -317,7 +319,7 @@ def _vectors_job(
 
 
 def _prompts(model: ServedModel, request: InputRequest, config: PoolingConfig) -> list[list[int]]:
-    """Tokens of each input, or of a conversation rendered by the chat template."""
+    """Tokenize the inputs, or the conversation as the chat template renders it."""
     if (request.input is None) == (request.messages is None):
         raise ApiError(400, "input: expected either input or messages.", "input")
     if request.messages is None:
@@ -353,7 +355,7 @@ def _pairs_job(
     arrival: Arrival,
     repeated: dict[str, Any],
 ) -> Job:
-    """A prompt per pair for a reranker; per distinct text for an embedding model."""
+    """Return the job for scores: a prompt per pair (reranker), or per distinct text (embedder)."""
     config = _checked(model, request)
     if not (config.is_reranker or config.is_embedder):
         raise ApiError(
@@ -380,7 +382,7 @@ def _pairs_job(
 
 
 def _shortened(model: ServedModel, text: str, limit: int) -> str:
-    """The first tokens of a text, as text."""
+    """Return the text of the first `limit` tokens of a text."""
     tokens = model.tokenizer.encode_plain(text)
     if len(tokens) <= limit:
         return text
@@ -388,7 +390,7 @@ def _shortened(model: ServedModel, text: str, limit: int) -> str:
 
 
 def _embedder(model: ServedModel, request: PooledRequest) -> PoolingConfig:
-    """`_checked` for an embedding model."""
+    """Do `_checked`, and raise ApiError unless the model is an embedding model."""
     config = _checked(model, request)
     if not config.is_embedder:
         raise ApiError(
@@ -400,7 +402,7 @@ def _embedder(model: ServedModel, request: PooledRequest) -> PoolingConfig:
 
 
 def _checked(model: ServedModel, request: PooledRequest) -> PoolingConfig:
-    """Check the request before encoding; returns the model's pooling configuration."""
+    """Check a request before its texts are encoded. Returns the model's pooling configuration."""
     model.check_name(request.model)
     unsupported.refuse(request.model_extra, UNSUPPORTED)
     check_truncation(model, request.truncate_prompt_tokens)
@@ -418,7 +420,7 @@ def _job(
 ) -> Job:
     longest, kept = model.max_model_len - 1, request.truncate_prompt_tokens
     if kept is not None:
-        # Keep the start, unlike for generation, and the tokens that the tokenizer appends.
+        # Unlike generation, keep the start, and the special tokens that the tokenizer appends.
         room = longest if kept == -1 else kept
         prompts = [_cut(prompt, room, model.tokenizer.special_affixes) for prompt in prompts]
     for prompt in prompts:
@@ -459,9 +461,9 @@ def _cut(
     *,
     from_start: bool = False,
 ) -> list[int]:
-    """Cut a prompt to its start, or its end.
+    """Cut a prompt to `room` tokens at its end, or at its start with `from_start`.
 
-    The tokenizer's special tokens around it are kept if there is room.
+    The tokenizer's special tokens at the cut side are kept if there is room.
     """
     if len(prompt) <= room:
         return prompt

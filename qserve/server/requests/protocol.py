@@ -1,6 +1,6 @@
 """Request models of completions and chats, and the validation of bodies.
 
-Types are strict: "5" is not a number. SamplingParams and sampling.py check numeric ranges.
+Types are strict: "5" is not a number. SamplingParams and generation_params.py check numeric ranges.
 """
 
 import json
@@ -44,22 +44,22 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # per message
 MAX_NAME_CHARS = 256
-# Text is held back and searched for stop strings: strings, characters of one, and of all.
+# The server holds text back to search it for stop strings, so it limits their number, the
+# characters of one, and the characters of all.
 MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_ALL_STOP_CHARS = 32, 1024, 4096
 MAX_TEMPERATURE = 2
 MAX_TEMPLATE_SETTINGS = 64
-# Names of requests go into logs and headers.
 EFFORT = "reasoning_effort"
-# OpenAI's values, passed to templates unchanged.
+# OpenAI's values, which chat templates get unchanged.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TOOL = "tool"
-# Roles are passed to the template unchanged, so only these are allowed.
+# The chat template gets roles unchanged, so only these are allowed.
 ROLES = ("system", "developer", "user", ASSISTANT, TOOL)
-# Roles whose messages need no content: an answer may be cut, or have only calls or reasoning.
+# Roles whose messages may be empty: a reply may be cut, or have only calls or reasoning.
 MAY_BE_EMPTY = (ASSISTANT, TOOL)
 WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
-ONE_ERROR = FailFast()  # one error for a list of a million wrong items
-# pydantic's error types for a wrong type
+ONE_ERROR = FailFast()  # stop at the first error: a list may have a million wrong items
+# pydantic's error type -> expected type, in our words
 EXPECTED = {
     "bool_type": A_FLAG,
     "dict_type": AN_OBJECT,
@@ -89,7 +89,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if not is_text and not isinstance(prompt, list):
             raise PydanticCustomError("prompt", f"expected {PROMPT_FORMS}")
         if not prompt:
-            raise PydanticCustomError("prompt", "expected no empty prompt")
+            raise PydanticCustomError("prompt", "expected a prompt that is not empty")
         if not is_text and any(type(token) is not int for token in prompt):
             raise PydanticCustomError("prompt", "expected token ids to be integers")
     return value
@@ -97,7 +97,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 def _not_empty(value: str | None) -> str | None:
     if value == "":
-        raise PydanticCustomError("text", "expected no empty text")
+        raise PydanticCustomError("text", "expected a text that is not empty")
     return value
 
 
@@ -139,7 +139,7 @@ def check_request_id(value: str | None) -> str | None:
 
 
 def at_most(limit: int, what: str) -> BeforeValidator:
-    """Validator of a length that runs before the items are validated."""
+    """Return a validator of a value's length, which runs before its items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str | list | dict) and len(value) > limit:
@@ -152,7 +152,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    # Unknown fields are kept, to be looked up in the tables of unsupported.py.
+    # Keep unknown fields: unsupported.py refuses or ignores them.
     model_config = ConfigDict(strict=True, extra="allow")
 
 
@@ -168,10 +168,10 @@ class Message(Body):
     ] = None
     name: Annotated[str | None, at_most(MAX_NAME_CHARS, "characters")] = None
     tool_calls: Annotated[list[ToolCall] | None, ONE_ERROR, at_most(MAX_CALLS, "calls")] = None
-    tool_call_id: str | None = None  # the call that a message of role tool answers
-    reasoning_content: str | None = None  # of an earlier answer, for templates that use it
-    reasoning: str | None = None  # vLLM's newer name for it
-    refusal: str | None = None  # the text of an earlier answer instead of its content
+    tool_call_id: str | None = None  # for role tool: id of the call with this output
+    reasoning_content: str | None = None  # reasoning of an earlier reply, if the template uses it
+    reasoning: str | None = None  # vLLM's newer name of reasoning_content
+    refusal: str | None = None  # text of an earlier reply, instead of `content`
 
     @model_validator(mode="after")
     def _check_parts(self) -> "Message":
@@ -180,7 +180,7 @@ class Message(Body):
 
     @property
     def is_refusal(self) -> bool:
-        """True if `refusal` is the message's text, which only the assistant's messages have."""
+        """True if the message's text is in `refusal`, which counts for role assistant only."""
         return self.refusal is not None and self.role == ASSISTANT
 
     @property
@@ -189,7 +189,7 @@ class Message(Body):
 
     @property
     def all_reasoning(self) -> str | None:
-        """Reasoning of an earlier answer, from either field or from parts."""
+        """Reasoning of an earlier reply, from either field or from content parts."""
         for text in (self.reasoning_content, self.reasoning):
             if text is not None:
                 return text
@@ -198,9 +198,10 @@ class Message(Body):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; texts are joined by newlines, as in vLLM.
+        """The message as chat templates expect it.
 
-        With images or videos its content is a list of parts, and theirs have no URL.
+        The content is one text; several texts are joined by newlines, as in vLLM. If there are
+        images or videos, the content is a list of parts, without URLs.
         """
         parts = [part for part in self.content or () if part.type != THINKING]
         content: str | list[dict[str, str]]
@@ -234,7 +235,8 @@ class GenerationRequest(Body):
     priority: int | None = None
     cache_salt: CacheSalt = None
     n: int | None = None
-    use_beam_search: bool | None = None  # see generation_params.py, also for the next three
+    # generation_params.py reads the next four fields
+    use_beam_search: bool | None = None
     best_of: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -246,12 +248,13 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None  # checked by SamplingParams
-    response_format: dict[str, Any] | None = None  # see generation_params.py, also for the next
+    # generation_params.py reads the next two fields
+    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    # A chat's newer name for max_tokens. OpenAI's completions lack it and would use 16.
+    # Newer name of max_tokens in chats. OpenAI's completions ignore it and generate 16 tokens.
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
@@ -294,7 +297,7 @@ class GenerationRequest(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that are set and have no effect."""
+        """Names of fields that the request sets and that have no effect."""
         table = unsupported.TABLES[self.route]
         found = [name for name in unsupported.WITHOUT_EFFECT if getattr(self, name) is not None]
         found += unsupported.unknown(self.model_extra, table)
@@ -327,14 +330,15 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Effort | None = None  # see chat.py, also for the next
+    # chat.py reads the next two fields
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
     ] = None
 
     @property
     def broken_arguments(self) -> list[str]:
-        """Fields with a call's arguments that are not a JSON object."""
+        """Names of fields with arguments of an earlier call that are not a JSON object."""
         return [
             f"messages.{index}.tool_calls.{number}.function.arguments"
             for index, message in enumerate(self.messages)
@@ -344,7 +348,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that are set and have no effect."""
+        """Names of fields that the request sets and that have no effect."""
         of_messages = {
             name: None
             for message in self.messages
@@ -368,7 +372,7 @@ def read(body: bytes | bytearray, kind: type[AnyBody]) -> AnyBody:
     except PydanticError as error:
         if not WHOLE_FLOAT.search(body):
             raise _api_error(error) from None
-    # 580.0 and 58e1 are integers in JSON, and for a JSON schema of type integer.
+    # In JSON, and in JSON schemas of type integer, 580.0 and 58e1 are integers.
     try:
         numbers = json.loads(body, parse_float=_whole)
         return kind.model_validate_json(json.dumps(numbers))
@@ -384,14 +388,14 @@ def _whole(text: str) -> int | float:
 
 
 def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
-    """`read`, and check combinations of fields. Raises ApiError(400)."""
+    """Read a body like `read`, and check combinations of fields. Raises ApiError(400)."""
     request = read(body, kind)
     _check(request)
     return request
 
 
 def validate(fields: dict[str, Any], kind: type[Request]) -> Request:
-    """`parse` for a dict of fields."""
+    """Validate a dict of fields as `parse` validates a body. Raises ApiError(400)."""
     try:
         request = kind.model_validate(fields)
     except PydanticError as error:
@@ -401,7 +405,7 @@ def validate(fields: dict[str, Any], kind: type[Request]) -> Request:
 
 
 def _check(request: GenerationRequest) -> None:
-    """Check combinations of fields and refuse unsupported fields."""
+    """Raise ApiError(400) for unsupported fields, and for combinations that do not work."""
     is_chat = isinstance(request, ChatCompletionRequest)
     unsupported.refuse(request.model_extra, unsupported.TABLES[request.route])
     if request.stream_options is not None and not request.stream:
@@ -426,7 +430,7 @@ def _check(request: GenerationRequest) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Check each message. Raises ApiError(400)."""
+    """Raise ApiError(400) for an empty list of messages, and for an invalid message."""
     if not messages:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(messages):

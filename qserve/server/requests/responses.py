@@ -1,4 +1,4 @@
-"""Request model and job of POST /v1/responses, which becomes a chat's job."""
+"""Request model of POST /v1/responses, and its conversion to a chat request and a job."""
 
 import re
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,7 +28,7 @@ from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_fields import MAX_TOOLS, Function, read_arguments
 from qserve.server.requests.tool_use import NAMED_FORM as CHATS_FORM
 
-# Chat fields that OpenAI's Responses API lacks; they have the same meaning here.
+# Chat fields that OpenAI's Responses API lacks. Here they are accepted with the same meaning.
 PASSED_ON = (
     *("model", "request_id", "user", "service_tier", "temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
@@ -37,7 +37,7 @@ PASSED_ON = (
     *("skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
     *("chat_template_kwargs", "priority", "stream", "structured_outputs"),
 )
-# unsupported fields: the values without effect, besides null
+# unsupported fields -> values besides null that are accepted, since they have no effect
 REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "background": (False,),
     "best_of": (1,),
@@ -59,11 +59,11 @@ REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
 }
-# Fields without effect that OpenAI's reply repeats.
+# Fields that have no effect, and that the reply repeats, as OpenAI's does.
 ECHOED = ("max_tool_calls", "prompt_cache_key", "safety_identifier")
 LOGPROBS = "message.output_text.logprobs"
-# Accepted values of `include`. All but the first belong to tools, parts and stores that this
-# server lacks, so they add nothing.
+# Accepted values of `include`. Only the first has an effect: the others are about tools and content
+# that this server lacks.
 INCLUDABLE = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -74,7 +74,7 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-# fields of an earlier answer's items, which clients send back
+# fields of a reply's items, which clients send back without effect
 ITEM_FACTS: dict[str, tuple] = {"id": (), "status": ()}
 NOT_STORED = "send the conversation as input, or start the server with --response-store"
 HINTS = unsupported.HINTS | {
@@ -130,7 +130,7 @@ class InputMessage(Body):
 
 
 class CallItem(Body):
-    """A tool call of an earlier answer; the chat model checks its fields."""
+    """A tool call of an earlier reply. The chat model checks its fields."""
 
     type: Literal["function_call"]
     call_id: str
@@ -152,13 +152,13 @@ class CallOutput(Body):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer, which is not said again."""
+    """Reasoning of an earlier reply. It is not part of the prompt."""
 
     type: Literal["reasoning"]
 
 
 def _kind_of(item: Any) -> str:
-    """Kind of an item; a message may omit its type."""
+    """Return the type of an item. Messages may omit their type."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else ""
 
@@ -168,7 +168,7 @@ def _stated(item: Any) -> Any:
         raise PydanticCustomError(
             "item",
             "expected the item itself, found a reference, which needs a server started with"
-            " --response-store. Clients that send references send items with store: false",
+            " --response-store. Clients that send references send whole items with store: false",
         )
     return item
 
@@ -190,7 +190,7 @@ InputItem = Annotated[
 
 
 class TextFormat(Body):
-    """OpenAI puts a schema's name and body next to its type here."""
+    """Format of the text. Unlike a chat's response_format, name and schema are next to the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -211,7 +211,7 @@ class ResponseTool(Function):
 
 
 class HostedTool(Body):
-    """A tool that OpenAI's servers run, or a group of tools. It is skipped next to functions."""
+    """A tool that OpenAI's servers run, or a group of tools. Ignored if there are functions."""
 
     type: str
 
@@ -231,7 +231,7 @@ class Reasoning(Body):
 
 
 class ResponsesRequest(Body):
-    """The body of POST /v1/responses; the chat model checks the fields of PASSED_ON."""
+    """The body of POST /v1/responses."""
 
     route: ClassVar[str] = "responses"
 
@@ -268,7 +268,7 @@ class ResponsesRequest(Body):
 
     @property
     def broken_arguments(self) -> list[str]:
-        """Fields with a call's arguments that are not a JSON object."""
+        """Names of fields with arguments of an earlier call that are not a JSON object."""
         return [
             f"input.{index}.arguments"
             for index, item in enumerate(self.input)
@@ -277,7 +277,7 @@ class ResponsesRequest(Body):
 
     @property
     def parts(self) -> list[tuple[str, ResponsePart]]:
-        """All parts of messages and outputs, each with its path in the body."""
+        """All content parts of messages and tool outputs, each with its path in the body."""
         fields = {"message": "content", "function_call_output": "output"}
         return [
             (f"input.{index}.{fields[item.type]}.{number}", part)
@@ -288,7 +288,7 @@ class ResponsesRequest(Body):
 
     @property
     def functions(self) -> list[tuple[int, ResponseTool]]:
-        """Tools that the client runs, each with its index in the body. Raises ApiError(400)."""
+        """The tools that the client runs, each with its index in the body. Raises ApiError(400)."""
         tools = [*enumerate(self.tools or ())]
         found = [(index, tool) for index, tool in tools if isinstance(tool, ResponseTool)]
         if tools and not found:
@@ -315,7 +315,7 @@ class ResponsesRequest(Body):
         return validate(fields | self._tool_fields(), ChatCompletionRequest)
 
     def _tool_fields(self) -> dict[str, Any]:
-        """OpenAI puts a tool's name and schema next to its type here."""
+        """Return the chat's fields for tools. A chat puts name and schema under `function`."""
         if not self.tools:
             is_neutral = self.tool_choice in (None, "none", "auto")
             return {} if is_neutral else {"tool_choice": _chats_choice(self.tool_choice)}
@@ -331,7 +331,7 @@ class ResponsesRequest(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that are set and have no effect."""
+        """Names of fields that the request sets and that have no effect."""
         table = dict.fromkeys((*REFUSED, *PASSED_ON))
         of_items = {
             name: None
@@ -359,7 +359,7 @@ class ResponsesRequest(Body):
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Convert items to chat messages; calls join the assistant's message before them."""
+    """Convert items to chat messages. Calls join the assistant's message before them, if any."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, ReasoningItem):
@@ -383,7 +383,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def _chats_part(part: ResponsePart) -> dict[str, Any]:
-    """Convert a part to a chat's form."""
+    """Convert a content part to the chat's form."""
     if part.media_url is None:
         return {"type": "text", "text": part.text}
     kind = f"{part.kind}_url"
@@ -391,7 +391,7 @@ def _chats_part(part: ResponsePart) -> dict[str, Any]:
 
 
 def _chats_choice(choice: Any) -> Any:
-    """Convert a tool choice to a chat's form."""
+    """Convert a tool_choice to the chat's form."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return _named(choice)
     if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
@@ -414,11 +414,11 @@ NAMED_FORM = '{"type": "function", "name": ...}'
 
 
 def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/responses. Raises ApiError and InputError."""
+    """Return the job of a body of /v1/responses. Raises ApiError and InputError."""
     try:
         request = read(body, ResponsesRequest)
     except ApiError as error:
-        # Remove pydantic's name for the kind of item from the path.
+        # Remove pydantic's tags (types of items and tools) from the path.
         message, param = (
             TAG_OF_TOOL.sub(r"\1", TAG_OF_ITEM.sub(r"\1", text or ""))
             for text in (error.message, error.param)
@@ -473,7 +473,7 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
             model,
             chat,
             arrival,
-            prefix="resp_",  # as OpenAI writes it: clients look for it
+            prefix="resp_",  # OpenAI's prefix, which clients look for
             ignored=(*chat.ignored, *request.ignored),
             broken_arguments=request.broken_arguments,
             is_cut=is_cut,
@@ -481,7 +481,7 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
             repeated=repeated,
         )
     except ApiError as error:
-        # A chat's tool has a `function`; a response's has not.
+        # Name the field as in the body: tools.N, not the chat's tools.N.function.
         def own(match: re.Match) -> str:
             index = int(match[1])
             return f"tools.{functions[index][0] if index < len(functions) else index}"

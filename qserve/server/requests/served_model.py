@@ -1,4 +1,4 @@
-"""Facts about the served model that preparing a job requires."""
+"""ServedModel: facts about the served model that are needed to prepare a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,26 +9,27 @@ from qserve.server.http.errors import ApiError
 from qserve.text.tokenizer import Tokenizer
 
 TEXT_ONLY = "reads text only. Remove the image, or use a vision-language model"
-OTHER_FORMS = {"video": "frames of it as images"}  # of media that a model does not take
+# media type that a model may not take -> what to send instead
+OTHER_FORMS = {"video": "frames of it as images"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    names: tuple[str, ...]  # accepted in requests
+    names: tuple[str, ...]  # model names that requests may use
     tokenizer: Tokenizer
     defaults: dict[str, float]  # sampling fields from generation_config.json
     max_model_len: int
     vocab_size: int
-    chat_special_tokens: bool = False  # control tokens in messages are encoded as such
+    chat_special_tokens: bool = False  # --chat-special-tokens
     auto_tool_parser: str | None = None  # one of TOOL_PARSERS, for tool_choice: auto
     reasoning_parser: str | None = None  # one of REASONING_PARSERS
     structured_output_strict: bool = False  # refuse schemas that cannot be enforced
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # by name
     media: MediaReader | None = None  # None: images and videos are refused
-    without_media: str = TEXT_ONLY  # the reason and the remedy, after the model's name
+    without_media: str = TEXT_ONLY  # error text if media are refused, after the model's name
 
     def check_name(self, name: str | None) -> None:
-        """Raise ApiError(404) for a model that is not served. None means the served model."""
+        """Raise ApiError(404) unless a model or adapter has this name. None: the served model."""
         if name is not None and name not in self.names and name not in self.adapters:
             known = ", ".join(map(repr, (*self.names, *self.adapters)))
             raise ApiError(
@@ -38,7 +39,7 @@ class ServedModel:
             )
 
     def check_takes(self, param: str, kind: str = "image") -> None:
-        """Raise ApiError(400) if a kind of media is refused. `param`: field with the first one."""
+        """Raise ApiError(400) if the model does not take this media type. `param`: its field."""
         if self.media is None:
             why = self.without_media.replace(TEXT_ONLY, TEXT_ONLY.replace("image", kind))
             raise ApiError(400, f"{param}: the model {self.names[0]!r} {why}.", param)
@@ -50,5 +51,5 @@ class ServedModel:
             )
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """The adapter of a name; None: the base model."""
+        """Return the adapter with this name; None: the name means the base model."""
         return None if name is None else self.adapters.get(name)

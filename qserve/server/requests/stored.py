@@ -1,4 +1,4 @@
-"""Requests about stored responses and conversations: bodies, pages, and references to them."""
+"""Requests for stored responses and conversations: bodies, page limits, references to items."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from qserve.server.http.errors import ApiError
 from qserve.server.requests.protocol import ONE_ERROR, Body, at_most, read
 from qserve.server.requests.responses import TAG_OF_ITEM, InputItem
 
-MAX_ITEMS = 20  # of one body; OpenAI's limit
+MAX_ITEMS = 20  # items of one body, OpenAI's limit
 MAX_PAGE = 100
 MAX_METADATA = 16
 REFERENCE = "item_reference"
@@ -42,7 +42,7 @@ AnyStored = TypeVar("AnyStored", bound=Body)
 
 
 def read_stored(body: bytes | bytearray, kind: type[AnyStored]) -> AnyStored:
-    """Read a body. Raises ApiError(400) whose path has no pydantic tags of items."""
+    """Read a body. Raises ApiError(400); its field path has no pydantic tags."""
     try:
         return read(body, kind)
     except ApiError as error:
@@ -52,7 +52,7 @@ def read_stored(body: bytes | bytearray, kind: type[AnyStored]) -> AnyStored:
 
 
 def item_fields(items: list[InputItem] | None) -> list[dict[str, Any]]:
-    """Validated items as JSON objects."""
+    """Convert validated items to JSON objects."""
     return [item.model_dump(exclude_none=True) for item in items or ()]
 
 
@@ -65,17 +65,17 @@ def page_limit(query: Mapping[str, str], default: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class StoredInput:
-    """The references of a body of /v1/responses, and its own items."""
+    """The items and references in a body of /v1/responses."""
 
-    fields: dict[str, msgspec.Raw]  # of the body, without the references
-    previous: str | None = None  # id of the response that it continues
+    fields: dict[str, msgspec.Raw]  # the body's other fields
+    previous: str | None = None  # id of the response to continue
     conversation: str | None = None
     stores: bool = True
     items: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def references(self) -> list[str]:
-        """Ids of items that the input names instead of containing them."""
+        """Ids of items that the input only refers to."""
         return [
             item["id"]
             for item in self.items
@@ -83,7 +83,7 @@ class StoredInput:
         ]
 
     def body(self, history: list[bytes], referred: Mapping[str, bytes]) -> bytes:
-        """The body without references: the stored items come before its own."""
+        """Return the body with references resolved, and with the history before its own items."""
         self.items = [
             msgspec.json.decode(referred[item["id"]])
             if item.get("type") == REFERENCE and item.get("id") in referred
@@ -95,9 +95,9 @@ class StoredInput:
 
 
 def stored_input(body: bytes | bytearray) -> StoredInput | None:
-    """Read the references of a body; None for a body that is invalid in other ways.
+    """Read the items and references in a body. Raises ApiError(400) for an invalid reference.
 
-    Raises ApiError(400).
+    Returns None if the body is invalid in another way.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -114,7 +114,9 @@ def stored_input(body: bytes | bytearray) -> StoredInput | None:
         conversation = conversation.get("id")
     for name, value in (("previous_response_id", previous), ("conversation", conversation)):
         if value is not None and not isinstance(value, str):
-            raise ApiError(400, f"{name}: expected the id of a stored one.", name)
+            raise ApiError(
+                400, f"{name}: expected the id of a stored response or conversation.", name
+            )
     if previous is not None and conversation is not None:
         raise ApiError(
             400, "previous_response_id and conversation cannot both be set.", "conversation"

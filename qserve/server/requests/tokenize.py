@@ -1,6 +1,6 @@
-"""Answers of /tokenize and /detokenize, which need no engine.
+"""Replies of /tokenize and /detokenize, which do not need the engine.
 
-They may be megabytes long, so the JSON is made in the process that encodes the text.
+A reply may have megabytes, so its JSON is encoded in the process that tokenizes the text.
 """
 
 from typing import Annotated, Any
@@ -14,15 +14,15 @@ from qserve.server.requests.protocol import ONE_ERROR, Body, ChatCompletionReque
 from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_use import tool_use
 
-MAX_TOKENS = 2**20  # per answer: about 20 MB with the tokens' names
+MAX_TOKENS = 2**20  # per reply: about 20 MB with token_strs
 
 
 class TokenizeRequest(Body):
-    """The body of POST /tokenize: a prompt, or a chat's messages with a chat's fields."""
+    """The body of POST /tokenize: a prompt, or messages and other fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None  # validated as a chat's
+    messages: list[Any] | None = None  # validated by ChatCompletionRequest
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -35,7 +35,7 @@ class DetokenizeRequest(Body):
 
 
 def tokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
-    """JSON with the tokens and, if requested, their names. Raises ApiError and InputError."""
+    """Return JSON with token ids and, if requested, token_strs. Raises ApiError and InputError."""
     request = read(body, TokenizeRequest)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -58,7 +58,7 @@ def tokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
 
 
 def detokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
-    """JSON with the text. Raises ApiError and InputError."""
+    """Return JSON with the text. Raises ApiError and InputError."""
     request = read(body, DetokenizeRequest)
     model.check_name(request.model)
     _check_count(len(request.tokens), "tokens")

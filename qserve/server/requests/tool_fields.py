@@ -1,7 +1,7 @@
-"""Tools of a chat's body, and the calls in its history.
+"""Fields for the tools of a chat, and for the tool calls in its history.
 
-A call of the history was written by a model, and a client can only send it again. So its name, id
-and arguments are taken as they are; arguments that are no JSON object are read as an empty one.
+A model wrote the calls in the history, and the client can only send them back. So their names, ids
+and arguments are not checked. Arguments that are not a JSON object are read as {}.
 """
 
 import json
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 MAX_TOOLS = 1024
 MAX_CALLS = 1024  # per message
 MAX_ARGUMENT_CHARS = 2**20
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # of a callable tool
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # name of a tool
 
 
 def _name(value: str) -> str:
@@ -34,9 +34,9 @@ def _arguments(value: Any) -> Any:
 
 
 def read_arguments(value: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """Parse the arguments of a call; {} for an empty text; None: not a JSON object.
+    """Parse the arguments of a call. Returns {} for an empty text, None if it is not an object.
 
-    Line breaks and other control characters inside strings are accepted.
+    Control characters inside strings, such as line breaks, are accepted.
     """
     if isinstance(value, dict):
         return value
@@ -83,7 +83,7 @@ class Function(Part):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Schema of the arguments; for a tool without one, an empty object."""
+        """JSON schema of the arguments. A tool without `parameters` takes an empty object."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object"} | self.parameters
@@ -112,7 +112,7 @@ class CalledFunction(Part):
 
     @cached_property
     def object(self) -> dict[str, Any] | None:
-        """The arguments; None: not a JSON object."""
+        """The arguments; None: the text is not a JSON object."""
         return read_arguments(self.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Tools that a chat may or must call, for the template and the grammar."""
+"""ToolUse: the tools that a chat may or must call, for the chat template and the grammar."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from qserve.structured.params import StructuredOutputsParams
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 CHOICE = "tool_choice"
 NAMED_FORM = '{"type": "function", "function": {"name": ...}}'
-# At most one space: a weak model would emit line breaks until its token limit.
+# At most one space, since a weak model would generate line breaks up to the token limit.
 WHITESPACE = " "
 MODES = (NONE, AUTO, REQUIRED)
 
@@ -37,7 +37,7 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the arguments by tool name."""
+        """Tool name -> JSON schema of the arguments."""
         return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
 
     @property
@@ -46,7 +46,7 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """True if a tool has to be called."""
+        """True if the model must call a tool."""
         return self.mode in (REQUIRED, NAMED)
 
     @property
@@ -55,11 +55,11 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """True if a tool that the model may call asks for arguments that fit its schema."""
+        """True if a tool has `strict: true`: its arguments must fit the schema."""
         return any(tool.function.strict for tool in self.tools)
 
     def ignored(self, model: ServedModel, form: StructuredOutputsParams | None) -> list[str]:
-        """Names of fields without effect. `form`: constraint of the output."""
+        """Return the names of fields without effect. `form`: grammar of the output."""
         if self.is_forced:
             return ["response_format"] * self.has_form
         if self.mode != AUTO:
@@ -68,9 +68,9 @@ class ToolUse:
         return found + ["tools.function.strict"] * (self.is_strict and form is None)
 
     def form(self, model: ServedModel) -> StructuredOutputsParams:
-        """Constraint for required calls: in the model's own format, or as JSON.
+        """Return the grammar for required calls, in the model's own format or as JSON.
 
-        JSON serves models without a known format, and schemas that the format cannot express.
+        JSON is for models without a known format, and for schemas that the format cannot express.
         Raises ApiError for schemas that cannot be compiled.
         """
         for name in self.schemas:
@@ -85,8 +85,9 @@ class ToolUse:
             raise ApiError(400, f"tools: {error.problem}.", "tools") from None
 
     def strict_form(self, model: ServedModel) -> StructuredOutputsParams | None:
-        """Constraint for calls that the model may make if a tool is strict: free text, and calls
-        with arguments that fit; None: no tool is strict, or the format cannot express its schema.
+        """Return the grammar for tool_choice auto with strict tools: free text, and valid calls.
+
+        None: no tool is strict, or the model's format cannot express the schema.
         """
         if self.mode != AUTO or not self.is_strict:
             return None
@@ -103,7 +104,7 @@ class ToolUse:
         rules: Callable[[CallGrammar, ToolFormat], str],
         free: frozenset[str] = frozenset(),
     ) -> StructuredOutputsParams | None:
-        """`form` with calls in the model's own format instead, or None."""
+        """Return `form` with the grammar of the model's own format; None if that is impossible."""
         row = tool_format(model)
         if row is None:
             return None
@@ -115,7 +116,7 @@ class ToolUse:
         return own
 
     def _grammar(self, model: ServedModel, free: frozenset[str]) -> CallGrammar:
-        """Building blocks of a grammar. `free`: names of tools that take any arguments."""
+        """Return the building blocks of a grammar. `free`: names of tools with any arguments."""
         row = tool_format(model)
         is_single = self.is_single or self.mode == NAMED or (row is not None and row.only_one)
         anything = {"type": "object"}
@@ -130,7 +131,7 @@ class ToolUse:
         )
 
     def choice(self, asked: StructuredOutputsParams, model: ServedModel) -> StructuredOutputsParams:
-        """Constraint for either the requested form or calls in the model's format.
+        """Return the grammar for the requested form, or else calls in the model's format.
 
         Raises ApiError for schemas that cannot be compiled.
         """
@@ -148,9 +149,9 @@ class ToolUse:
         return form
 
     def _is_held(self, tool: Tool, model: ServedModel) -> bool:
-        """True if a grammar can hold a tool's arguments to their schema.
+        """Return True if a grammar can enforce the schema of a tool's arguments.
 
-        Raises ApiError if it cannot and the tool is strict.
+        If it cannot and the tool is strict, raises ApiError.
         """
         name, row = tool.function.name, TOOL_PARSERS[model.auto_tool_parser]
         try:
@@ -177,10 +178,10 @@ class ToolUse:
 
 
 def tool_format(model: ServedModel) -> ToolFormat | None:
-    """The format in which a model writes calls; None: unknown."""
+    """Return the format in which the model writes calls; None: unknown."""
     if model.auto_tool_parser is not None:
         return TOOL_PARSERS[model.auto_tool_parser]
-    # Its reasoning and its answer have the same format as its calls.
+    # A model with reasoning in Harmony's format also writes its calls in this format.
     reasoning = REASONING_PARSERS.get(model.reasoning_parser)
     return TOOL_PARSERS[HARMONY] if reasoning is not None and reasoning.is_harmony else None
 
@@ -190,7 +191,7 @@ def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
     tools = request.tools
     if tools is not None and not tools:
         raise ApiError(
-            400, "tools: expected at least one tool. Otherwise leave the field out.", "tools"
+            400, "tools: expected at least one tool. Add a tool, or omit the field.", "tools"
         )
     mode, names = _mode(request.tool_choice, AUTO if tools else NONE)
     if not tools:
@@ -204,7 +205,7 @@ def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
             raise ApiError(400, f"{param}.name: duplicate name {name}.", f"{param}.name")
         known[name] = tool
         try:
-            # Checks size and depth; a grammar is compiled only for required calls.
+            # Checks size and depth only. A grammar is compiled only for required or strict calls.
             StructuredOutputsParams(json=tool.function.schema_of_arguments)
         except ParameterError as error:
             param = f"{param}.parameters"
@@ -240,7 +241,7 @@ def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
 
 
 def _mode(choice: Any, default: str) -> tuple[str, list[str] | None]:
-    """The mode of tool choice, and the allowed names; None: all tools."""
+    """Return the mode of a tool_choice, and the names of the allowed tools; None: all tools."""
     if choice is None:
         return default, None
     if isinstance(choice, str) and choice in MODES:

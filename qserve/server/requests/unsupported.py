@@ -1,15 +1,15 @@
 """Tables of unsupported request fields.
 
-Setting one to a value that would change the result is an error, since silently ignoring it would
-give a wrong answer. The error names the alternative if there is one. Unknown fields and fields
-without effect are accepted and named in the reply header `x-ignored-fields`.
+A request that sets one to a value that would change the result is refused, since the result would
+silently be wrong. The error names the alternative if there is one. Unknown fields and fields
+without effect are accepted, and the reply header `x-ignored-fields` lists them.
 """
 
 from typing import Any
 
 from qserve.server.http.errors import ApiError
 
-# field: the values without effect, besides null
+# field -> values besides null that are accepted, since they have no effect
 COMMON: dict[str, tuple] = {
     "guided_choice": (),
     "guided_grammar": (),
@@ -22,9 +22,9 @@ COMMON: dict[str, tuple] = {
     "repetition_detection": (),
     "thinking_token_budget": (),
 }
-# names in other servers and older versions: the equivalent here
+# field of another server or an older vLLM -> equivalent here
 _INSTEAD = {
-    "beam_width": "use_beam_search with n, and best_of for more beams than answers",
+    "beam_width": "use_beam_search with n, and best_of for more beams than choices",
     "ebnf": 'structured_outputs: {"grammar": ...}',
     "grammar": 'structured_outputs: {"grammar": ...}',
     "guided_choice": 'structured_outputs: {"choice": ...}',
@@ -44,7 +44,7 @@ _INSTEAD = {
     "regex": 'structured_outputs: {"regex": ...}',
     "repeat_penalty": "repetition_penalty",
     "return_logprob": "logprobs",
-    "sampling_params": "its fields, each by itself",
+    "sampling_params": "its fields as fields of the body",
     "stop_regex": "stop",
     "structural_tag": 'structured_outputs: {"structural_tag": ...}',
     "top_logprobs_num": "top_logprobs",
@@ -73,10 +73,10 @@ CHAT = COMMON | {
     "suffix": ("",),
     "web_search_options": (),
 }
-# by route name
+# route name -> table
 TABLES = {"completions": COMPLETION, "chat": CHAT}
 MESSAGE = {"function_call": ()}
-# supported fields that are validated but have no effect
+# fields that are validated but have no effect
 WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 
 
@@ -86,7 +86,7 @@ def refuse(
     prefix: str = "",
     hints: dict[str, str] = HINTS,
 ) -> None:
-    """Raise ApiError for the first unsupported field with a value that would have an effect."""
+    """Raise ApiError for the first unsupported field whose value would have an effect."""
     fields = fields or {}
     for name, value in fields.items():
         if name not in table or value is None or _is_neutral(value, table[name]):
@@ -98,13 +98,13 @@ def refuse(
 
 
 def unknown(fields: dict[str, Any] | None, table: dict[str, tuple]) -> list[str]:
-    """Names of unknown fields that are set."""
+    """Return the names of fields that are set and not in `table`."""
     fields = fields or {}
     return [name for name, value in fields.items() if name not in table and value is not None]
 
 
 def _is_neutral(value: object, neutral: tuple) -> bool:
-    # 0 == False, but logprobs: 0 and logprobs: false have different meanings.
+    # Compare types, too: 0 == False, but logprobs: 0 and logprobs: false differ in meaning.
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )

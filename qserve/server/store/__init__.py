@@ -1,1 +1,1 @@
-"""Responses and conversations in a SQLite file, for clients that refer to them by id."""
+"""Response store: responses and conversations in a SQLite file, which clients refer to by id."""

@@ -1,7 +1,7 @@
-"""Database: the SQLite file of the response store, opened, bounded and written in transactions.
+"""Database: the SQLite file of the response store, its schema, its limits and its transactions.
 
 A record is a response or a conversation. It has an owner (a digest of the client's API key), a JSON
-body and items. Every statement names the owner, so that no client reaches another one's records.
+body and items. Every statement names the owner, so no client can access another client's records.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from qserve.server.store.errors import StoreError
 
 APPLICATION_ID = 0x71737276  # "qsrv"
 VERSION = 1
-BUSY_SECONDS = 5.0  # for a lock of another process
-RECORD_BYTES = 256  # of a record in addition to its texts
-EVICTED_AT_ONCE = 64  # expired records that one write deletes at most
+BUSY_SECONDS = 5.0  # how long to wait for a lock of another process
+RECORD_BYTES = 256  # overhead of a record, in addition to its texts
+EVICTED_AT_ONCE = 64  # maximum number of expired records that one write deletes
 SCHEMA = """
 CREATE TABLE records (
     owner TEXT NOT NULL,
@@ -62,20 +62,20 @@ END;
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of what is kept."""
+    """Limits of the store."""
 
-    num_bytes: int  # of all records
-    seconds: float  # since the last use of a record
+    num_bytes: int  # maximum size of all records
+    seconds: float  # a record expires this long after its last use
 
 
 class Database:
-    """One connection. Use it from one thread at a time."""
+    """One connection to the SQLite file. Use it from one thread at a time."""
 
     def __init__(self, path: str, bounds: Bounds) -> None:
-        """Open the file, or create it for its owner alone. Raises InputError."""
+        """Open the file, or create it, readable only by its owner. Raises InputError."""
         self.path, self._bounds = path, bounds
         try:
-            # SQLite would create the file with the permissions of the umask.
+            # SQLite would create the file with permissions by the umask.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             os.chmod(path, 0o600)
             self._connection = sqlite3.connect(
@@ -90,7 +90,7 @@ class Database:
     def _open(self) -> None:
         run = self._connection.execute
         run("PRAGMA foreign_keys = ON")
-        run("PRAGMA recursive_triggers = ON")  # for the records that REPLACE deletes
+        run("PRAGMA recursive_triggers = ON")  # REPLACE must fire the delete trigger
         run("PRAGMA secure_delete = ON")
         run("PRAGMA synchronous = NORMAL")
         (application,) = run("PRAGMA application_id").fetchone()
@@ -124,7 +124,7 @@ class Database:
         return self._connection.execute(statement, values).fetchone()
 
     def run(self, statement: str, *values: object) -> int:
-        """Execute a statement; returns the number of changed rows."""
+        """Execute a statement. Returns the number of changed rows."""
         return self._connection.execute(statement, values).rowcount
 
     def run_each(self, statement: str, rows: list[tuple]) -> None:
@@ -132,27 +132,27 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All statements inside the block take effect, or none of them."""
+        """Run the `with` block as a transaction: an exception rolls all its statements back."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            # SQLite has rolled back already after some errors, such as a full disk.
+            # After some errors, such as a full disk, SQLite has already rolled back.
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
 
     @property
     def cutoff(self) -> float:
-        """Records that were last used before this time have expired."""
+        """Records last used before this time have expired."""
         return time.time() - self._bounds.seconds
 
     def make_room(self, owner: str, record: str, num_bytes: int) -> None:
-        """Delete expired records, then others until a record of this size fits.
+        """Delete expired records, then more records until a record of this size fits.
 
-        The next record to go is the least recently used one of the owner that has the most bytes.
-        Call it inside of the transaction that writes the record. Raises StoreError.
+        The victim is the least recently used record of the owner with the most bytes. Call this
+        method inside the transaction that writes the record. Raises StoreError.
         """
         if num_bytes > self._bounds.num_bytes:
             raise StoreError(
@@ -187,7 +187,7 @@ class Database:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """The statements of a script; those of a trigger contain semicolons."""
+    """Yield the statements of a script. Trigger definitions contain semicolons."""
     statement = ""
     for line in script.strip().splitlines():
         statement += line + "\n"

@@ -1,22 +1,22 @@
-"""Errors of the response store, as its operator and as clients see them."""
+"""Errors of the response store: the log for the operator, and the reply to the client."""
 
 import logging
 import sqlite3
 
 from qserve.server.http.errors import ApiError
 
-# No retry helps: the operator has to act.
+# Retrying does not help until the operator acts.
 NO_RETRY = {"x-should-retry": "false"}
 
 logger = logging.getLogger(__name__)
 
 
 class StoreError(ApiError):
-    """The store cannot do what a request needs."""
+    """The response store cannot serve a request."""
 
 
 def as_store_error(error: sqlite3.Error, path: str) -> StoreError:
-    """Convert SQLite's error. The log names the file; clients do not see its path."""
+    """Convert an error of SQLite. The log names the file; the client does not see its path."""
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
     logger.error("The response store %s failed: %s (%s)", path, error, name)
     if name.startswith("SQLITE_FULL"):
@@ -38,5 +38,5 @@ def as_store_error(error: sqlite3.Error, path: str) -> StoreError:
 
 
 def not_found(kind: str, name: str, param: str | None = None) -> ApiError:
-    """The error for an id that this client does not have."""
+    """Return the error for an id that this client has not stored."""
     return ApiError(404, f"The {kind} {name[:100]!r} does not exist, or has expired.", param)

@@ -1,10 +1,10 @@
-"""Items as they are stored: each with a type, an id and, where the type has one, a status."""
+"""Completes items for the store: each gets a type, an id and, except reasoning, a status."""
 
 import secrets
 from typing import Any
 
 ID_BYTES = 24
-# type of an item: the prefix of its id
+# item type -> prefix of the id
 PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
@@ -15,7 +15,7 @@ PART_TYPES = {"assistant": "output_text"}
 
 
 def stored_item(item: dict[str, Any], *, keeps_id: bool = True) -> dict[str, Any]:
-    """Complete an item of a client: add its type, id and status; a text becomes a part."""
+    """Return a client's item with type, id and status. A text becomes a list of one part."""
     kind = item.get("type", "message")
     found = {"type": kind, **item}
     if not keeps_id or not isinstance(found.get("id"), str):

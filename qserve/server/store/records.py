@@ -1,6 +1,7 @@
-"""Operations on responses, conversations and their items, each in one transaction.
+"""Records: operations on responses, conversations and their items.
 
-They run in the store's thread. Bodies and items are JSON objects.
+An operation that writes is one transaction. Operations run in the store's thread. Bodies and items
+are JSON objects.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ Item = tuple[str, bytes]  # id and JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The part of a list that a client asks for."""
+    """The page of a list that a client requests."""
 
     after: str | None = None
     limit: int = 20
@@ -35,7 +36,7 @@ def encoded(items: Sequence[dict[str, Any]]) -> list[Item]:
 
 
 class Records:
-    """Records of a database."""
+    """Operations on the records of a database. `owner`: digest of the client's API key."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -62,7 +63,7 @@ class Records:
                 )
 
     def response(self, owner: str, name: str) -> bytes:
-        """JSON of a response. Raises ApiError(404)."""
+        """Return the JSON of a response. Raises ApiError(404)."""
         body = self._body(owner, name, RESPONSE)
         items = self._database.rows(
             "SELECT body FROM items WHERE owner = ? AND record = ? AND is_output ORDER BY position",
@@ -78,21 +79,24 @@ class Records:
             self._database.run("DELETE FROM records WHERE owner = ? AND id = ?", owner, name)
 
     def history(self, owner: str, previous: str) -> list[bytes]:
-        """Items of a response and of all that it continues, oldest first. Raises ApiError(404)."""
+        """Return the items of a response and of the responses before it, oldest first.
+
+        Raises ApiError(404).
+        """
         names = self._chain(owner, previous)
         found = [item for name in names for item in self._items(owner, name)]
         self._touch(owner, names)
         return found
 
     def conversation_items(self, owner: str, name: str) -> list[bytes]:
-        """Items of a conversation. Raises ApiError(404)."""
+        """Return the items of a conversation. Raises ApiError(404)."""
         self._body(owner, name, CONVERSATION)
         found = self._items(owner, name)
         self._touch(owner, [name])
         return found
 
     def items_by_id(self, owner: str, names: Collection[str]) -> dict[str, bytes]:
-        """The stored items among these ids."""
+        """Return id -> JSON for those of the ids that are stored."""
         found = {}
         for name in names:
             row = self._database.row(
@@ -103,7 +107,7 @@ class Records:
         return found
 
     def input_items(self, owner: str, name: str, page: Page) -> bytes:
-        """Page of everything that a response was made from. Raises ApiError."""
+        """Return a page of a response's input, with the responses before it. Raises ApiError."""
         earlier = self._chain(owner, name)[:-1]
         items = [item for each in earlier for item in self._named_items(owner, each)]
         return _page_of([*items, *self._named_items(owner, name, outputs=False)], page)
@@ -111,7 +115,7 @@ class Records:
     def create_conversation(
         self, owner: str, name: str, metadata: dict[str, str], items: Sequence[dict[str, Any]]
     ) -> bytes:
-        """JSON of the new conversation."""
+        """Create a conversation. Returns its JSON."""
         body = {
             "id": name,
             "object": "conversation",
@@ -123,7 +127,7 @@ class Records:
         return msgspec.json.encode(body)
 
     def conversation(self, owner: str, name: str) -> bytes:
-        """JSON of a conversation. Raises ApiError(404)."""
+        """Return the JSON of a conversation. Raises ApiError(404)."""
         return self._body(owner, name, CONVERSATION)
 
     def update_conversation(self, owner: str, name: str, metadata: dict[str, str]) -> bytes:
@@ -138,19 +142,19 @@ class Records:
         return body
 
     def add_items(self, owner: str, name: str, items: Sequence[dict[str, Any]]) -> bytes:
-        """Append items to a conversation. Returns the list of them. Raises ApiError."""
+        """Append items to a conversation. Returns the JSON list of these items. Raises ApiError."""
         added = encoded(items)
         with self._database.transaction():
             self._append(owner, name, added, [])
         return _page_of(added, Page(limit=len(added) or 1, order=ASCENDING))
 
     def page(self, owner: str, name: str, page: Page) -> bytes:
-        """Page of a conversation's items. Raises ApiError."""
+        """Return a page of a conversation's items. Raises ApiError."""
         self._body(owner, name, CONVERSATION)
         return _page_of(self._named_items(owner, name), page)
 
     def item(self, owner: str, name: str, item: str) -> bytes:
-        """JSON of an item of a conversation. Raises ApiError(404)."""
+        """Return the JSON of an item of a conversation. Raises ApiError(404)."""
         self._body(owner, name, CONVERSATION)
         row = self._database.row(
             "SELECT body FROM items WHERE owner = ? AND record = ? AND id = ?", owner, name, item
@@ -198,7 +202,7 @@ class Records:
         self._insert(owner, name, last + 1, given, output)
 
     def _grow(self, owner: str, name: str, num_bytes: int) -> None:
-        """Change the size of a record, make room for it, and mark it as used now."""
+        """Make room for a record to grow by `num_bytes`, and update its size and time of use."""
         (size,) = self._database.row(
             "SELECT num_bytes FROM records WHERE owner = ? AND id = ?", owner, name
         )
@@ -218,7 +222,7 @@ class Records:
         self._database.run_each("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _body(self, owner: str, name: str, kind: str) -> bytes:
-        """Body of a record that has not expired. Raises ApiError(404)."""
+        """Return the body of a record. Raises ApiError(404) if it is missing or has expired."""
         row = self._database.row(
             "SELECT body FROM records WHERE owner = ? AND id = ? AND used >= ?",
             *(owner, name, self._database.cutoff),
@@ -229,7 +233,10 @@ class Records:
         return row[0]
 
     def _chain(self, owner: str, last: str) -> list[str]:
-        """Ids of the responses that one continues, oldest first, and its own. Raises ApiError."""
+        """Return the ids of the responses before `last`, oldest first, then `last`.
+
+        Raises ApiError(404).
+        """
         names: list[str] = []
         name: str | None = last
         while name is not None and name not in names:
@@ -251,7 +258,7 @@ class Records:
         return names[::-1]
 
     def _touch(self, owner: str, names: Sequence[str]) -> None:
-        """Mark records as used now, if the file can be written: reading needs no free space."""
+        """Mark records as used now. Do nothing if the file cannot be written: reads must work."""
         now = time.time()
         with contextlib.suppress(sqlite3.OperationalError), self._database.transaction():
             for name in names:
@@ -275,7 +282,7 @@ def _size(items: list[Item]) -> int:
 
 
 def _page_of(items: list[Item], page: Page) -> bytes:
-    """JSON of one page of items. Raises ApiError(400) for an unknown `after`."""
+    """Return the JSON of one page of items. Raises ApiError(400) for an unknown `after`."""
     if page.order == DESCENDING:
         items = items[::-1]
     if page.after is not None:

@@ -1,13 +1,13 @@
-"""StoreSettings: flags of the store of responses. Loads no torch."""
+"""StoreSettings: flags of the response store. Loads no torch."""
 
 from dataclasses import dataclass
 
 from qserve.command_line.setting import setting
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: a class may have one such base only
+@dataclass(frozen=True, kw_only=True)  # no slots: of several base classes only one may have slots
 class StoreSettings:
-    """File and bounds of stored responses and conversations."""
+    """File and limits of the response store."""
 
     response_store: str | None = setting(
         None,
@@ -16,10 +16,10 @@ class StoreSettings:
     )
     response_store_bytes: int = setting(
         2**30,
-        "maximum bytes that --response-store keeps; beyond it the API key with the most bytes loses"
-        " its least recently used responses",
+        "maximum size of --response-store in bytes; beyond it the least recently used responses of"
+        " the API key with the most bytes are deleted",
         low=2**12,
     )
     response_store_days: float = setting(
-        30.0, "days after the last use until --response-store drops a response", low=0.001
+        30.0, "days after which --response-store deletes a response that is not used", low=0.001
     )

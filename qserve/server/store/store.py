@@ -1,4 +1,4 @@
-"""ResponseStore: the store as the event loop uses it. All work happens in one thread."""
+"""ResponseStore: the asynchronous interface of the response store. One thread does all work."""
 
 import asyncio
 import sqlite3
@@ -42,6 +42,6 @@ class ResponseStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Finish running operations and close the file."""
+        """Finish all operations, and close the file."""
         self._thread.shutdown()
         self._database.close()

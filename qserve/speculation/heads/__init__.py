@@ -1,1 +1,1 @@
-"""Draft heads in the engine: EAGLE, EAGLE-3, Medusa and MTP."""
+"""Draft heads: EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa and MTP."""

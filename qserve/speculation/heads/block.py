@@ -1,9 +1,18 @@
 """DFlash and DSpark heads (arXiv 2602.06036, 2607.05147): a block of drafts in one pass.
 
-The context is the target's auxiliary hidden states: projected once, they are the keys and values of
-each layer. A block is the newest token, then mask tokens; its rows see the context and each other.
-Legend: T rows of the step, C hidden size, D requests that draft, B rows of a block, K drafts, L
-layers, J KV heads, V vocabulary.
+The context is the target's auxiliary hidden states. They are projected once to the keys and values
+of all layers. A block consists of the newest token and mask tokens. Its rows attend to the context
+and to each other.
+
+Suffixes of tensor names:
+
+    T: rows of the step
+    C: hidden size
+    D: requests that draft
+    B: rows of a block
+    K: drafts
+    V: vocabulary
+    U: draft vocabulary
 """
 
 import logging
@@ -34,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlockHead(torch.nn.Module):
-    """Maps the target's states to keys and values, and rows of a block to states."""
+    """Projects the target's states to keys and values, and computes the rows of a block."""
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class BlockHead(torch.nn.Module):
         parts = split_heads(self.context_kv(normed_TC, plan), heads, self.config.head_dim)
         pairs = zip(parts[::2], parts[1::2], strict=True)
         for attention, (k, v), cache in zip(self.attentions, pairs, caches, strict=True):
-            # the keys are passed as queries, too: a block brings its own later
+            # The operation needs queries, too, so pass the keys: only blocks have queries, later.
             ops.rope_write_kv_(
                 k,
                 k,
@@ -90,7 +99,7 @@ class BlockHead(torch.nn.Module):
             )
 
     def forward(self, step: DraftStep, num_rows: int) -> torch.Tensor:
-        """Input of the output matrix for each row of a block, [B, D, C]."""
+        """Return the input of the output matrix for each row of a block, [B, D, C]."""
         tokens_D = step.tokens_D
         first_1DC = functional.embedding(tokens_D, self.embedding)[None]
         rest = self.mask.expand(num_rows - 1, len(tokens_D), -1)
@@ -110,7 +119,7 @@ class BlockHead(torch.nn.Module):
         return read.view(x_BDC.shape)
 
     def draft(self, step: DraftStep) -> torch.Tensor:
-        """Drafts int64 [D, K]."""
+        """Return the drafts, int64 [D, K]."""
         first = 0 if self.config.samples_anchor else 1
         read_KDC = self(step, first + step.num_drafts)[first:]
         K, D, _ = read_KDC.shape
@@ -126,7 +135,7 @@ class BlockHead(torch.nn.Module):
 
 
 def folded_rows(num_rows: int, group: int) -> int:
-    """Rows of a block that attention computes as one: their heads are those of a decode at most."""
+    """Return how many rows of a block attention can compute as one decode row with more heads."""
     fits = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * group <= DECODE_MAX_ROWS]
     return max(fits, default=1)
 
@@ -134,11 +143,11 @@ def folded_rows(num_rows: int, group: int) -> int:
 class BlockDrafter:
     """Drafts a block. See DeviceDrafter."""
 
-    # A key depends on the target's states of its own position.
+    # A key depends only on the target's states at its own position.
     looks_ahead = reads_images = False
 
     def __init__(self, head: BlockHead, taps: tuple[int, ...]) -> None:
-        """`taps`: layers of the auxiliary hidden states."""
+        """`taps`: indices of the target's layers, see DeviceDrafter."""
         self.head, self.taps, self.attentions = head, taps, head.attentions
         self.places_after = 0 if head.config.samples_anchor else 1
 
@@ -150,7 +159,7 @@ class BlockDrafter:
 
 
 def build(context: BuildContext) -> BlockDrafter:
-    """Build from a folder in any of its layouts. Raises InputError or CheckpointError."""
+    """Build the drafter from a folder in any known layout. Raises InputError or CheckpointError."""
     folder = open_head(context, context.config.method)
     config = folder.config
     check_fits(config, context)
@@ -158,7 +167,7 @@ def build(context: BuildContext) -> BlockDrafter:
     if wanted > config.most_drafts:
         raise InputError(
             "--speculative-config num_speculative_tokens",
-            f"expected at most {config.most_drafts}, the drafts of a block of"
+            f"expected at most {config.most_drafts}, since the head has blocks of"
             f" {config.block_size} rows, found {wanted}",
         )
     taps = config.taps(context.target.config.num_layers)
@@ -176,7 +185,7 @@ def build(context: BuildContext) -> BlockDrafter:
 
 
 def load_head(weights: HeadWeights, config: BlockConfig, rotary: Rotary) -> BlockHead:
-    """Load the head, with the target's embedding and output matrix if it lacks its own."""
+    """Load the head. It uses the target's embedding and output matrix if it has none."""
     eps = config.norm_eps
 
     def norm(name: str) -> Norm:
@@ -211,17 +220,17 @@ def load_head(weights: HeadWeights, config: BlockConfig, rotary: Rotary) -> Bloc
         ),
         markov=load_markov(weights, config),
     )
-    for leaf in ("weight", "bias"):  # adaptive depth decides instead (speculation/depth.py)
+    for leaf in ("weight", "bias"):  # unused: speculation/depth.py chooses the number of drafts
         weights.skip(f"{names.CONFIDENCE}.{leaf}")
     weights.audit()
     return head
 
 
 def _window(weights: HeadWeights, layer: int) -> int | None:
-    """Keys that a row of one layer sees.
+    """Return the attention window of a layer; None: no window.
 
-    Without causality it is counted from the end of the block. Where all layers of the target have
-    windows, older pages are freed.
+    Without causality, the window is counted from the end of the block. If all layers of the target
+    have windows, older pages are freed, so the window is at most the target's longest.
     """
     config: BlockConfig = weights.folder.config
     seen, kept = config.attentions[layer], weights.context.target.config.longest_window
@@ -233,14 +242,14 @@ def _window(weights: HeadWeights, layer: int) -> int | None:
 
 
 def _mask(weights: HeadWeights, config: BlockConfig, embedding_VC: torch.Tensor) -> torch.Tensor:
-    """The embedding of a mask token [C]."""
+    """Return the embedding of the mask token, [C]."""
     if weights.has(names.MASK_EMBEDDING) and config.kind == "dflash":
         return weights.tensor(names.MASK_EMBEDDING).view(-1)
-    weights.skip(names.MASK_EMBEDDING)  # DSpark files may have one that is not used
+    weights.skip(names.MASK_EMBEDDING)  # DSpark files may have an unused one
     if config.mask_token_id >= len(embedding_VC):
         raise CheckpointError(
             f"{weights.folder.folder}: config.json mask_token_id",
-            f"expected a token of the {len(embedding_VC)} that have an embedding, found"
+            f"expected a token id below {len(embedding_VC)}, the size of the embedding, found"
             f" {config.mask_token_id}",
             "use a head that was trained for this model",
         )

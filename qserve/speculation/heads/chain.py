@@ -1,8 +1,15 @@
-"""Chain of drafts from a head with keys and values: the drafter of EAGLE, EAGLE-3 and MTP.
+"""ChainDrafter: drafts one token after the other with a head. For EAGLE, EAGLE-3 and MTP.
 
-Row i holds the state of position i and the token of position i + 1, at position i; its output
-predicts the token of position i + 2. Legend: T tokens of the step, D requests that draft, K drafts,
-C hidden size, V vocabulary.
+Row i of the head has position i; its inputs are the state of position i and the token of position
+i + 1. Its output predicts the token of position i + 2.
+
+Suffixes of tensor names:
+
+    T: tokens of the step
+    D: requests that draft
+    K: drafts
+    C: hidden size
+    V: vocabulary
 """
 
 from collections.abc import Sequence
@@ -17,12 +24,12 @@ from qserve.speculation.draft_step import DraftStep
 
 
 class ChainHead(Protocol):
-    """Interface of a head that drafts a chain."""
+    """Interface of a head that drafts one token after the other."""
 
-    attentions: Sequence[Attention]  # of its layers, in order
+    attentions: Sequence[Attention]  # attention of the head's layers, in order
 
     def start(self, step: DraftStep) -> torch.Tensor:
-        """The first state [T, C] of each of the step's rows, from the model's own states."""
+        """Return the first state of each row of the step, [T, C], from the model's states."""
 
     def __call__(
         self,
@@ -31,17 +38,18 @@ class ChainHead(Protocol):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values.
+        """Run the head, and write the rows' keys and values.
 
-        `step.embeds` replaces embeddings of some tokens.
+        Returns (recurrent state, input of `logits`), [T, C] each. `step.embeds` replaces the
+        embeddings of some tokens.
         """
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """Logits [D, V] over the model's vocabulary."""
+        """Return logits over the model's vocabulary, [D, V]."""
 
 
 class ChainDrafter:
-    """Drafts a chain. See DeviceDrafter."""
+    """Drafts one token after the other. See DeviceDrafter."""
 
     looks_ahead = True
     places_after = 0
@@ -54,8 +62,10 @@ class ChainDrafter:
         reads_images: bool = False,
         ropes: AxisRopes | None = None,
     ) -> None:
-        """`taps`: layers of the auxiliary hidden states. `ropes`: of a head that was trained on
-        positions of three axes.
+        """Use a head.
+
+        taps: indices of the target's layers, see DeviceDrafter
+        ropes: for a head that was trained with positions of three axes
         """
         self.head, self.taps, self.attentions = head, taps, head.attentions
         self.reads_images, self._ropes = reads_images, ropes
@@ -65,9 +75,9 @@ class ChainDrafter:
 
 
 def chain(head: ChainHead, step: DraftStep, *, reads_images: bool) -> torch.Tensor:
-    """Drafts int64 [D, K].
+    """Return the drafts, int64 [D, K].
 
-    The first pass covers all of the step's rows: it overwrites, from the model's true states, the
+    The first pass runs all rows of the step with the model's true states. Its keys overwrite the
     keys that earlier drafts left in the pages.
     """
     batch = step.first_batch(reads_images=reads_images)

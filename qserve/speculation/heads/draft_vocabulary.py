@@ -1,6 +1,6 @@
-"""Output of a head over its draft vocabulary, spread to the target's.
+"""DraftOutput: logits of a head over its draft vocabulary, and their mapping to the target's.
 
-Legend: D rows, C hidden size, V the target's vocabulary, U draft vocabulary.
+Suffixes of tensor names: D rows, C hidden size, V target's vocabulary, U draft vocabulary.
 """
 
 import torch
@@ -12,20 +12,20 @@ from qserve.speculation.heads.loading import HeadWeights
 
 
 class DraftOutput(torch.nn.Module):
-    """A head's output matrix, or the target's, and the target's tokens of its rows."""
+    """Output matrix of a head (or the target's), and the target's token id of each of its rows."""
 
     def __init__(
         self,
         head: Linear,
-        target_ids_U: torch.Tensor | None,  # None: draft ids are the target's
+        target_ids_U: torch.Tensor | None,  # None: draft ids equal the target's ids
         vocab_size: int,
         *,
         factor: float = 1.0,
-        cap: float = 0.0,  # 0: none
+        cap: float = 0.0,  # 0: no soft cap
     ) -> None:
         super().__init__()
         self.head, self.factor, self.cap = head, factor, cap
-        columns_V = None  # the draft id of each of the target's tokens
+        columns_V = None  # target's token id -> draft id, or -1
         if target_ids_U is not None:
             columns_V = target_ids_U.new_full((vocab_size,), -1, dtype=torch.int32)
             columns_V[target_ids_U] = torch.arange(
@@ -34,7 +34,7 @@ class DraftOutput(torch.nn.Module):
         self.register_buffer("columns", columns_V)
 
     def forward(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """Logits [D, U] over the draft vocabulary."""
+        """Return logits over the draft vocabulary, [D, U]."""
         logits_DU = self.head(read_DC)
         if self.factor != 1:
             logits_DU = logits_DU * self.factor
@@ -43,7 +43,7 @@ class DraftOutput(torch.nn.Module):
         return logits_DU
 
     def spread(self, logits_DU: torch.Tensor) -> torch.Tensor:
-        """Logits [D, V] over the target's vocabulary, -inf for tokens that the head lacks."""
+        """Map logits to the target's vocabulary, [D, V]; -inf for tokens that the head lacks."""
         if self.columns is None:
             return logits_DU
         return ops.spread_logits(logits_DU, self.columns)
@@ -52,7 +52,7 @@ class DraftOutput(torch.nn.Module):
     def load(
         cls, weights: HeadWeights, config: LayersConfig, *, factor: float = 1.0, cap: float = 0.0
     ) -> "DraftOutput":
-        """Load the head's own matrix and tables, or use the target's matrix."""
+        """Load the head's output matrix and id tables. Without its own, use the target's matrix."""
         has_own = weights.folder.has_linear("lm_head")
         return cls(
             weights.linear("lm_head") if has_own else weights.context.target.head,

@@ -1,7 +1,9 @@
-"""The EAGLE head (arXiv 2401.15077; EAGLE-2 has the same weights), which drafts a chain.
+"""The EAGLE head (arXiv 2401.15077; EAGLE-2 has the same weights). ChainDrafter runs it.
 
-Its first layer has no norm before attention, and there is no final norm: the target's output matrix
-reads the sum directly. Legend: T rows, C hidden size, D requests that draft, V vocabulary.
+The first layer has no norm before attention. There is no final norm: the target's output matrix
+reads the residual sum.
+
+Suffixes of tensor names: T rows, C hidden size, V vocabulary.
 """
 
 import torch
@@ -46,7 +48,7 @@ class EagleHead(torch.nn.Module):
         return tuple(layer.attention for layer in self.layers)
 
     def start(self, step: DraftStep) -> torch.Tensor:
-        """The input of the target's output matrix."""
+        """Return the input of the target's output matrix."""
         return step.hidden_TC
 
     def forward(
@@ -56,7 +58,7 @@ class EagleHead(torch.nn.Module):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next state [T, C], twice: as recurrent state and as input of the logits."""
+        """Return the next state [T, C] twice: as recurrent state, and as input of `logits`."""
         embedded_TC = functional.embedding(tokens_T, self.embedding)
         if step.embeds is not None:
             values_MC = step.embeds.values_MC.to(embedded_TC.dtype)
@@ -69,7 +71,7 @@ class EagleHead(torch.nn.Module):
 
 
 def build(context: BuildContext) -> ChainDrafter:
-    """Build from a folder in its authors' layout. Raises InputError or CheckpointError."""
+    """Build the drafter from a folder in EAGLE's layout. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE)
     check_fits(folder.config, context)
     weights = HeadWeights(folder, context)
@@ -83,7 +85,7 @@ def build(context: BuildContext) -> ChainDrafter:
 
 
 def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> EagleHead:
-    """Load the head. It uses the target's output matrix, even if the file has a copy."""
+    """Load the head. It uses the target's output matrix, even if the file contains a copy."""
     eps = config.norm_eps
 
     def attention_norm(number: int) -> Norm:

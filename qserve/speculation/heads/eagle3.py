@@ -1,6 +1,12 @@
-"""The EAGLE-3 head (arXiv 2503.01840), made of the decoder's blocks; it drafts a chain.
+"""The EAGLE-3 head (arXiv 2503.01840). ChainDrafter runs it.
 
-Legend: T rows, C hidden size, F input of `fc`, D requests that draft, V vocabulary.
+Suffixes of tensor names:
+
+    T: rows
+    C: hidden size
+    F: input size of `fc`
+    D: requests that draft
+    V: vocabulary
 """
 
 import logging
@@ -30,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstLayer(torch.nn.Module):
-    """The first layer: its input is the embedding and the state, twice the usual width."""
+    """The first layer. The input of its attention is embedding and state, 2 * C wide."""
 
     def __init__(
         self,
@@ -56,9 +62,9 @@ class FirstLayer(torch.nn.Module):
         step: StepInputs,
         cache: PagedKv,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output, and the residual to add it to."""
+        """Return the layer's output, and the residual to which it will be added."""
         plan = self.attention.plan(state_TC.shape[0])
-        if step.embeds is not None:  # a table of the step's rows
+        if step.embeds is not None:  # use a table with one embedding per row of the step
             embedding_VC = functional.embedding(tokens_T, embedding_VC).index_copy(
                 0, step.embeds.rows_M, step.embeds.values_MC.to(embedding_VC.dtype)
             )
@@ -73,7 +79,7 @@ class FirstLayer(torch.nn.Module):
 
 
 class Eagle3Head(torch.nn.Module):
-    """Maps three of the target's states and a token to the next token's logits."""
+    """Maps the target's auxiliary hidden states and a token to the next token's logits."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Eagle3Head(torch.nn.Module):
         *,
         embedding_VC: torch.Tensor,
         fc: Linear,
-        fc_norms: list[Norm],  # one per auxiliary state, one for all of them, or empty
+        fc_norms: list[Norm],  # one per auxiliary hidden state, one for all of them, or none
         first: FirstLayer,
         others: list[Layer],
         norm: Norm,
@@ -100,7 +106,7 @@ class Eagle3Head(torch.nn.Module):
         return (self.first.attention, *(layer.attention for layer in self.others))
 
     def fused(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The head's first state [T, C] from the auxiliary hidden states, [T, C] each."""
+        """Return the head's first state [T, C] from the auxiliary hidden states, [T, C] each."""
         if self.config.fc_norm:
             pairs = zip(taps, self.fc_norms, strict=True)
             taps = tuple(norm(tap, None, None)[0] for tap, norm in pairs)
@@ -119,7 +125,7 @@ class Eagle3Head(torch.nn.Module):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values."""
+        """Return (recurrent state, input of `logits`), [T, C] each. Writes keys and values."""
         x, residual_TC = self.first(tokens_T, self.embedding, state_TC, step, caches[0])
         for layer, cache in zip(self.others, caches[1:], strict=True):
             x, residual_TC = layer(x, residual_TC, step, cache)
@@ -127,12 +133,12 @@ class Eagle3Head(torch.nn.Module):
         return (read_TC if self.config.norm_output else total_TC), read_TC
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """Logits [D, V] over the target's vocabulary, -inf for tokens that the head lacks."""
+        """Return logits over the target's vocabulary, [D, V]; -inf for tokens the head lacks."""
         return self.output.spread(self.output(read_DC))
 
 
 def build(context: BuildContext) -> ChainDrafter:
-    """Build from a folder in any of its layouts. Raises InputError or CheckpointError."""
+    """Build the drafter from a folder in any known layout. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE3)
     config = folder.config
     check_fits(config, context)
@@ -150,7 +156,7 @@ def build(context: BuildContext) -> ChainDrafter:
 
 
 def log_head(folder: HeadFolder, taps: tuple[int, ...]) -> None:
-    """Log what a head of EAGLE-3's layers reads."""
+    """Log the layout of an EAGLE-3 or P-EAGLE head, and the states that it reads."""
     config: EagleConfig = folder.config
     logger.info(
         "%s head %s: %s layout, %d draft tokens, states before layers %s%s",
@@ -164,7 +170,7 @@ def log_head(folder: HeadFolder, taps: tuple[int, ...]) -> None:
 
 
 def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagle3Head:
-    """Load the head, with the target's embedding and output matrix if it lacks its own."""
+    """Load the head. It uses the target's embedding and output matrix if it has none."""
     eps = config.norm_eps
 
     def norm(name: str) -> Norm:
@@ -177,7 +183,8 @@ def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagl
         fc_norms.append(norm("input_norm"))
     if len(fc_norms) > 1 and config.norm_before_fc:
         raise InputError(
-            str(weights.folder.folder), "has a norm of each auxiliary state and one of all of them"
+            str(weights.folder.folder),
+            "has both a norm per auxiliary hidden state and a norm for all of them",
         )
     head = Eagle3Head(
         config,

@@ -1,6 +1,6 @@
-"""Loads the parts of a head from its folder. Names and shapes are defined in formats/heads.
+"""HeadWeights: loads the parts of a head from its folder. formats/heads defines names and shapes.
 
-Legend: N outputs, K inputs, C hidden size, V vocabulary, U draft vocabulary.
+Suffixes of tensor names: C hidden size, V vocabulary, U draft vocabulary.
 """
 
 import logging
@@ -41,7 +41,7 @@ ROPE_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceConfig:
-    """The model config that Weights and WeightSource expect, for a head with Llama's layers."""
+    """Model config for Weights and WeightSource, for a head that has Llama's layers."""
 
     values: Mapping[str, Any]
     quant: QuantConfig | None
@@ -56,7 +56,7 @@ class _SourceConfig:
 
 
 class HeadWeights:
-    """A head's tensors and matrices by canonical name. Call `audit` last."""
+    """Loads a head's tensors and matrices by canonical name. Call `audit` last."""
 
     def __init__(self, folder: HeadFolder, context: BuildContext) -> None:
         self.folder, self.context = folder, context
@@ -76,12 +76,15 @@ class HeadWeights:
         return self.folder.has(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A float tensor; its shape was checked when the folder was opened."""
+        """Return a float tensor. Its shape was checked when the folder was opened."""
         stored = self.folder.stored(name)
         return self._weights.tensor(stored, self.folder.entries[stored].shape)
 
     def linear(self, *members: str, shape: names.Shape | None = None) -> Linear:
-        """One fused matrix of members that share an input. `shape`: if the config defines none."""
+        """Return one fused matrix of members with the same input.
+
+        `shape`: shape of each member, if the config does not define it.
+        """
         shapes = names.linears(self.folder.config)
         outs = [shapes[name][0] if shape is None else shape[0] for name in members]
         ins = shapes[members[0]][1] if shape is None else shape[1]
@@ -120,7 +123,10 @@ class HeadWeights:
         )
 
     def rotary(self, config: LayersConfig) -> Rotary:
-        """Rotary embedding of all served positions; a head's own limit is its training length."""
+        """Return the rotary embedding for all served positions.
+
+        The maximum position in a head's config is only its training length, not a limit.
+        """
         stated = {key: config.values[key] for key in ROPE_KEYS if config.values.get(key)}
         stated |= {key: one_axis(stated[key]) for key in AXES_KEYS if key in stated}
         filled = filled_config({"model_type": "llama", **stated})
@@ -132,23 +138,23 @@ class HeadWeights:
         return Rotary(cos_sin_table(rope, self.context.max_model_len, self.context.device))
 
     def audit(self) -> None:
-        """Raise CheckpointError if a tensor was not used."""
+        """Raise CheckpointError if a tensor of the folder was not used."""
         self._weights.audit()
 
     def skip(self, name: str) -> None:
-        """Mark an unneeded tensor as used, if present."""
+        """Mark a tensor that is not needed as used, if the folder has it."""
         if self.has(name):
             stored = self.folder.stored(name)
             self._source.tensor(stored, self.folder.entries[stored].shape)
 
     def embedding(self) -> torch.Tensor:
-        """The head's embedding table [V, C], or the target's."""
+        """Return the head's embedding table [V, C]; the target's if the head has none."""
         if self.has(names.EMBEDDING):
             return self.tensor(names.EMBEDDING)
         return self.context.target.embedding.whole_table()
 
     def target_ids(self, config: LayersConfig) -> torch.Tensor | None:
-        """The target's id of each draft id, int64 [U]; None: they are the same."""
+        """Return the target's token id for each draft id, int64 [U]; None: the ids are equal."""
         self.skip(names.IN_DRAFT)
         if not self.has(names.TO_TARGET):
             if config.draft_vocab_size != config.vocab_size:
@@ -165,7 +171,7 @@ class HeadWeights:
             raise CheckpointError(
                 f"{self.folder.folder}: {stored}",
                 f"maps to tokens outside the vocabulary of {config.vocab_size}",
-                "it must hold the offset to add to each draft id",
+                "it must contain the offset to add to each draft id",
             )
         if len(ids_U.unique()) != len(ids_U):
             raise CheckpointError(
@@ -175,7 +181,7 @@ class HeadWeights:
 
 
 def open_head(context: BuildContext, kind: str) -> HeadFolder:
-    """Open the folder of a head of that kind. Raises InputError."""
+    """Open the folder of a head. Raises InputError if the head is not of this kind."""
     folder = HeadFolder(context.config.model)
     if folder.config.kind != kind:
         raise InputError(
@@ -188,10 +194,10 @@ def open_head(context: BuildContext, kind: str) -> HeadFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInputs:
-    """Inputs of an EAGLE head at the positions of images."""
+    """How an EAGLE head reads the positions of images."""
 
-    reads_images: bool  # their embeddings; False: those of the placeholder token
-    ropes: AxisRopes | None  # None: positions are numbers
+    reads_images: bool  # True: embeddings of images; False: embeddings of the placeholder token
+    ropes: AxisRopes | None  # for positions with three axes; None: positions have one axis
 
     @classmethod
     def of(cls, config: EagleConfig, context: BuildContext, rotary: Rotary) -> "ImageInputs":
@@ -205,8 +211,8 @@ class ImageInputs:
             if asked or config.image_embeddings:
                 raise InputError(
                     f"{context.config.subject} image_embeddings",
-                    f"the head's embeddings have {config.hidden_size} numbers, those of images"
-                    f" {target.hidden_size}",
+                    f"the head's embeddings have size {config.hidden_size}, embeddings of images"
+                    f" have size {target.hidden_size}",
                     "set it to false",
                 )
             reads_images = False
@@ -225,7 +231,7 @@ class ImageInputs:
 
 
 def check_fits(config: LayersConfig, context: BuildContext) -> None:
-    """Raise CheckpointError if a head was made for another model."""
+    """Raise CheckpointError if a head was trained for another model."""
     target = context.target.config
     for key, found, expected in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),

@@ -1,6 +1,12 @@
-"""DSpark's Markov head: a bias of each draft's logits by the token before it.
+"""DSpark's Markov head: adds a bias to a draft's logits that depends on the token before it.
 
-Legend: D requests that draft, C hidden size, R rank, V vocabulary, U draft vocabulary.
+Suffixes of tensor names:
+
+    D: requests that draft
+    C: hidden size
+    R: rank
+    V: vocabulary
+    U: draft vocabulary
 """
 
 import torch
@@ -13,7 +19,7 @@ from qserve.speculation.heads.loading import HeadWeights
 
 
 class MarkovHead(torch.nn.Module):
-    """Embedding of rank R of the token before, in part gated, and a matrix [U, R]."""
+    """Embedding [V, R] of the token before (optionally gated or recurrent), and a matrix [U, R]."""
 
     def __init__(
         self, kind: str, embedding_VR: torch.Tensor, output: Linear, step: Linear | None
@@ -24,13 +30,13 @@ class MarkovHead(torch.nn.Module):
         self.register_buffer("embedding", embedding_VR)
 
     def start(self, count: int) -> torch.Tensor:
-        """The state [D, R] before a block."""
+        """Return the state [D, R] before a block."""
         return self.embedding.new_zeros(count, self.embedding.shape[1])
 
     def forward(
         self, tokens_D: torch.Tensor, read_DC: torch.Tensor, state_DR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(bias [D, U], next state) of a draft after `tokens_D`."""
+        """Return (bias [D, U], next state) for the drafts after `tokens_D`."""
         x_DR = functional.embedding(tokens_D, self.embedding)
         if self.kind == "gated":
             x_DR = x_DR * torch.sigmoid(self.step(torch.cat([read_DC, x_DR], -1)))
@@ -43,7 +49,7 @@ class MarkovHead(torch.nn.Module):
 
 
 def load_markov(weights: HeadWeights, config: BlockConfig) -> MarkovHead | None:
-    """Load the Markov head, if the head has one."""
+    """Load the Markov head; return None if there is none."""
     if not config.markov_rank:
         return None
     step = names.MARKOV_STEPS.get(config.markov_type)

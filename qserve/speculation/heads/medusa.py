@@ -1,8 +1,9 @@
-"""Medusa's heads (arXiv 2401.10774), and their drafter: a chain of each head's token.
+"""Medusa's heads (arXiv 2401.10774), and their drafter: one token per head.
 
-Each head predicts from the target's last state alone, independently of the previous head's token.
-The verify is that of other drafters, so the output is not affected. Legend: D requests that draft,
-K drafts, C hidden size, V vocabulary.
+Each head predicts from the target's last state, independently of the tokens of other heads. The
+drafts are verified as those of other drafters, so this does not affect the output.
+
+Suffixes of tensor names: D requests that draft, C hidden size, V vocabulary.
 """
 
 import torch
@@ -25,14 +26,14 @@ class MedusaHead(torch.nn.Module):
         self.output = output
 
     def forward(self, hidden_DC: torch.Tensor) -> torch.Tensor:
-        """Logits [D, V]."""
+        """Return logits [D, V]."""
         for block in self.blocks:
             hidden_DC = hidden_DC + functional.silu(block(hidden_DC))
         return self.output(hidden_DC)
 
 
 class MedusaDrafter:
-    """Head k drafts the token k + 1 positions after the newest. See DeviceDrafter."""
+    """Head k drafts the token k + 1 positions after the newest token. See DeviceDrafter."""
 
     looks_ahead, taps, attentions = False, (), ()
     reads_images = False
@@ -53,7 +54,7 @@ class MedusaDrafter:
 
 
 def build(context: BuildContext) -> MedusaDrafter:
-    """Build from a folder in its authors' layout. Raises InputError or CheckpointError."""
+    """Build the drafter from a folder in Medusa's layout. Raises InputError or CheckpointError."""
     folder = open_head(context, MEDUSA)
     wanted, config = context.config.most_tokens, folder.config
     if wanted > config.num_heads:
@@ -80,7 +81,7 @@ def build(context: BuildContext) -> MedusaDrafter:
 
 
 def _check_sizes(weights: HeadWeights, hidden_size: int, vocab_size: int) -> None:
-    """Raise CheckpointError if the heads were made for another model."""
+    """Raise CheckpointError if the heads were trained for another model."""
     for name, found in weights.folder.linear_shapes().items():
         outs = hidden_size if name.endswith(".linear") else vocab_size
         if tuple(found) != (outs, hidden_size):

@@ -1,9 +1,10 @@
-"""The MTP (multi-token prediction) layer of a model's own checkpoint, which drafts a chain.
+"""The MTP (multi-token prediction) layer of a model's checkpoint. ChainDrafter runs it.
 
 Its equations are in formats/architecture/next_token.py. It is a decoder layer of the model's
-family, with attention, sharded over ranks like the model's layers. If there are several such
-layers, the first runs for each draft: it alone then has keys of all positions. Legend: T rows, C
-hidden size, D requests that draft, V vocabulary.
+family, with attention, and is sharded over ranks like the model's layers. If the checkpoint has
+several MTP layers, only the first one is used, for all drafts: it has keys of all positions.
+
+Suffixes of tensor names: T rows, C hidden size, D requests that draft, V vocabulary.
 """
 
 import logging
@@ -60,7 +61,7 @@ class MtpHead(torch.nn.Module):
         return (self.layer.attention,)
 
     def start(self, step: DraftStep) -> torch.Tensor:
-        """The input of the model's head."""
+        """Return the input of the model's output matrix."""
         return step.hidden_TC
 
     def forward(
@@ -70,7 +71,7 @@ class MtpHead(torch.nn.Module):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next state [T, C], twice: normed, as recurrent state and as input of the logits."""
+        """Return the normed next state [T, C] twice: as recurrent state, and as `logits` input."""
         embedded_TC, _ = self.embedding_norm(self.embedding(tokens_T, step.positions_T), None, None)
         normed_TC, _ = self.state_norm(state_TC, None, None)
         x_TC = self.projection(torch.cat([embedded_TC, normed_TC], -1))
@@ -79,12 +80,15 @@ class MtpHead(torch.nn.Module):
         return state_TC, state_TC
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """Logits [D, V]."""
+        """Return logits [D, V]."""
         return self.head(read_DC)
 
 
 def build(context: BuildContext) -> ChainDrafter:
-    """Build from the model's own folder, or from `model`. Raises InputError or CheckpointError."""
+    """Build the drafter from the folder `model`, by default the served model's.
+
+    Raises InputError or CheckpointError.
+    """
     folder = context.config.model or context.target_folder
     config = ModelConfig.from_folder(
         folder, activation_bits=context.activation_bits, is_drafter=True
@@ -116,9 +120,9 @@ def build(context: BuildContext) -> ChainDrafter:
 
 
 def with_layer(config: ModelConfig, prefix: str) -> ModelConfig:
-    """Return the model's config with the MTP layer as the last one.
+    """Return the model's config with the MTP layer as the last layer.
 
-    It equals the last layer in all per-layer properties; in models with states, it has attention.
+    Its per-layer properties equal those of the last layer, except that it always has attention.
     """
     names = config.family.draft_names
     ropes, windows = config.ropes[-1:], config.windows[-1:]
@@ -149,7 +153,7 @@ def with_layer(config: ModelConfig, prefix: str) -> ModelConfig:
 
 
 def check_fits(config: ModelConfig, context: BuildContext) -> None:
-    """Raise CheckpointError if the layer was made for another model."""
+    """Raise CheckpointError if the layer belongs to another model."""
     target = context.target.config
     for key, found, expected in (
         ("architectures", config.family.architecture, target.family.architecture),
@@ -166,10 +170,10 @@ def check_fits(config: ModelConfig, context: BuildContext) -> None:
 
 
 def _reader(context: BuildContext, folder: str, prefix: str, names: DraftNames) -> CheckpointReader:
-    """Reader of the layer's tensors only. Raises CheckpointError if there are none."""
+    """Return a reader of only the layer's tensors. Raises CheckpointError if there are none."""
     reader = CheckpointReader(folder)
     found = {name: entry for name, entry in reader.entries.items() if name.startswith(prefix)}
-    if names.layer:  # other layers below the prefix are not used
+    if names.layer:  # skip other layers below the prefix
         layers = prefix + names.layer.partition(".")[0] + "."
         found = {
             name: entry
@@ -180,8 +184,8 @@ def _reader(context: BuildContext, folder: str, prefix: str, names: DraftNames) 
         raise CheckpointError(
             f"{folder}: {prefix}*",
             f"is missing: config.json lists this layer for {context.config.subject}, but the tool"
-            " that wrote the folder left its tensors out",
-            "pass a folder that has them as model, such as the float model's",
+            " that wrote the folder omitted its tensors",
+            "set model to a folder that has them, such as the float model's",
         )
     reader.entries = found
     return reader
@@ -190,7 +194,7 @@ def _reader(context: BuildContext, folder: str, prefix: str, names: DraftNames) 
 def load_head(
     config: ModelConfig, source: Source, prefix: str, names: DraftNames, context: BuildContext
 ) -> MtpHead:
-    """Load the layer, with the model's embedding and head if it has none, or equal ones."""
+    """Load the layer. It shares the model's embedding and head if its own are missing or equal."""
     target, communicator = context.target, context.ranks.communicator
     sharing = Sharing(config, communicator, context.ranks.experts)
     config = sharing.local(config)
@@ -221,7 +225,7 @@ def load_head(
 
 
 def _embedding(weights: Weights, source: Source, name: str, target: Decoder) -> Embedding:
-    """The layer's embedding; the model's if it has none (`name` is empty), or an equal one."""
+    """Return the layer's embedding; the model's if the layer has none, or an equal one."""
     if not name or not source.has_linear(name.removesuffix(".weight")):
         return target.embedding
     own = Embedding(weights.embedding(name), target.embedding.factor, weights.vocabulary)
@@ -236,7 +240,7 @@ def _are_one_table(first: Embedding, second: Embedding) -> bool:
 
 
 def _head(weights: Weights, source: Source, name: str, target: Decoder) -> Linear:
-    """The layer's output matrix; the model's if it has none (`name` is empty), or an equal one."""
+    """Return the layer's output matrix; the model's if the layer has none, or an equal one."""
     if not name or not source.has_linear(name):
         return target.head
     head = weights.output_matrix(name)
@@ -244,7 +248,7 @@ def _head(weights: Weights, source: Source, name: str, target: Decoder) -> Linea
 
 
 def _are_equal(first: Linear, second: Linear) -> bool:
-    """Return whether two float matrices, or their shards, are equal."""
+    """Return True if two float matrices, or their shards, are equal."""
     if isinstance(first, GatheredLinear) and isinstance(second, GatheredLinear):
         return _are_equal(first.inner, second.inner)
     both_float = isinstance(first, FloatLinear) and isinstance(second, FloatLinear)

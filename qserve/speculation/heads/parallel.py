@@ -1,8 +1,16 @@
-"""P-EAGLE heads (arXiv 2602.01469): EAGLE-3's layers, whose drafts come from one pass.
+"""P-EAGLE heads (arXiv 2602.01469): EAGLE-3's layers, which draft all tokens in one pass.
 
-The rows after the newest token's have a mask token and a learned state instead of the token and
-the target's states that are not known yet. Legend: T rows of the step, R its requests, C hidden
-size, D requests that draft, K drafts, M mask rows.
+For positions after the newest token, token and target's states are not known yet. These rows get a
+mask token and a learned state instead.
+
+Suffixes of tensor names:
+
+    T: rows of the step
+    R: requests of the step
+    C: hidden size
+    D: requests that draft
+    M: mask rows
+    F: input size of `fc`
 """
 
 from dataclasses import replace
@@ -26,7 +34,11 @@ class ParallelDrafter:
     places_after = 0
 
     def __init__(self, head: Eagle3Head, taps: tuple[int, ...], mask_state_C: torch.Tensor) -> None:
-        """`taps`: layers of the auxiliary hidden states. `mask_state_C`: of mask rows."""
+        """Use a head.
+
+        taps: indices of the target's layers, see DeviceDrafter
+        mask_state_C: state of mask rows
+        """
         self.head, self.taps, self.attentions = head, taps, head.attentions
         self.mask_state_C = mask_state_C
 
@@ -50,15 +62,15 @@ class ParallelDrafter:
 
 
 def with_block(step: DraftStep, block: Batch) -> Batch:
-    """The rows of a block, then the step's.
+    """Return a batch with the rows of a block, then the rows of the step.
 
-    The rows of rejected drafts have the positions of the block's: they write no keys.
+    The rows of rejected drafts write no keys, since the block's rows have the same positions.
     """
     batch = step.batch
     T, device = len(batch.token_ids_T), batch.token_ids_T.device
     ends_R = batch.query_starts_R1[1:].long()
     row_T = torch.arange(T, device=device)
-    # a step may end with rows of no request
+    # A step may end with padding rows, which belong to no request.
     last_R1 = torch.full((len(ends_R) + 1,), T, device=device)
     last_R1[torch.searchsorted(ends_R, step.last_rows_D, right=True)] = step.last_rows_D
     is_rejected_T = row_T > last_R1[torch.searchsorted(ends_R, row_T, right=True)]
@@ -76,7 +88,7 @@ def with_block(step: DraftStep, block: Batch) -> Batch:
 
 
 def build(context: BuildContext) -> ParallelDrafter:
-    """Build from a folder in any of its layouts. Raises InputError or CheckpointError."""
+    """Build the drafter from a folder in any known layout. Raises InputError or CheckpointError."""
     folder = open_head(context, PEAGLE)
     config = folder.config
     check_fits(config, context)
@@ -88,7 +100,7 @@ def build(context: BuildContext) -> ParallelDrafter:
     if config.mask_token_id >= len(head.embedding):
         raise CheckpointError(
             f"{folder.folder}: config.json mask token",
-            f"expected a token of the {len(head.embedding)} that have an embedding, found"
+            f"expected a token id below {len(head.embedding)}, the size of the embedding, found"
             f" {config.mask_token_id}",
             "use a head that was trained for this model",
         )
@@ -96,7 +108,7 @@ def build(context: BuildContext) -> ParallelDrafter:
 
 
 def _mask(weights: HeadWeights, config: EagleConfig) -> torch.Tensor:
-    """States of mask rows [F], instead of the target's; zeros in files without them."""
+    """Return the states [F] for mask rows, used instead of the target's; zeros if missing."""
     size = names.fc_inputs(config)
     if not weights.has(names.MASK_HIDDEN):
         context = weights.context

@@ -318,7 +318,9 @@ def test_a_head_of_another_width_reads_placeholders(vision, tmp_path):
     assert not engine.runner.drafts_read_images
     found = run(model, engine, requests, (GREEDY, SAMPLED))
     assert found == run(model, model.engine(), requests, (GREEDY, SAMPLED))
-    with pytest.raises(InputError, match="embeddings have 32 numbers, those of images 64"):
+    with pytest.raises(
+        InputError, match="embeddings have size 32, embeddings of images have size 64"
+    ):
         model.engine(1, **with_drafts(tmp_path, image_embeddings=True))
 
 

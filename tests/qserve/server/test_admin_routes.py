@@ -242,7 +242,7 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
         ("/update_weights_from_distributed", {**PART, "shapes": [3]}, 400, "`$.shapes[0]`"),
         ("/update_weights_from_distributed", {**PART, "mode": "now"}, 400, "found 'now'"),
         ("/update_weights_from_ipc", {}, 400, "missing required field `tensors`"),
-        ("/update_weights_from_ipc", [], 400, "is not what this route takes"),
+        ("/update_weights_from_ipc", [], 400, "does not fit this route"),
         (
             "/update_weights_from_ipc",
             {"tensors": [{**SHARED, "shape": "4"}]},
@@ -382,7 +382,7 @@ def test_hangup_while_models_load_counts_once_they_have(make_server, tmp_path, c
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGHUP)
                 await asyncio.sleep(0.01)
-            assert "read again once the models are loaded" in caplog.text
+            assert "reloaded once the models are loaded" in caplog.text
             assert "API keys are valid" not in caplog.text
             have_loaded([server.app.state.service])
             while "SIGHUP: 2 API keys are valid" not in caplog.text:
@@ -415,7 +415,7 @@ def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
         with on_hangup() as have_loaded:
             have_loaded([service])
             os.kill(os.getpid(), signal.SIGHUP)
-            while "adapter bad stays" not in caplog.text:
+            while "cannot reload the adapter bad" not in caplog.text:
                 await asyncio.sleep(0.01)
 
     keys.write_text("new\n")
@@ -429,4 +429,4 @@ def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
     assert numbers == {"good": loaded[0].lora_int_id, "bad": 2} and numbers["good"] > 2
     keys.write_text("\n")  # a broken file changes nothing
     asyncio.run(reload_settings(service))
-    assert status("new") == 200 and "API keys stay as they are" in caplog.text
+    assert status("new") == 200 and "cannot reload the API keys" in caplog.text

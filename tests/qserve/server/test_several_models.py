@@ -95,7 +95,8 @@ def test_bodies_are_bounded_before_a_model_is_known(tokenizer, error):
 
 def test_operators_name_the_model_in_the_query(models, tokenizer, error):
     found = error(models.request("POST", "/reset_prefix_cache"), 400)
-    assert found["message"] == "This server has several models: add ?model=a or ?model=b."
+    expected = "This server has several models: add ?model=a or ?model=b to the URL."
+    assert found["message"] == expected
     models = Models(tokenizer, enable_cache_reset=True)
     assert models.request("POST", "/reset_prefix_cache?model=b-2").status_code == 200
     assert [client.num_resets for client in models.clients.values()] == [0, 1]
@@ -203,14 +204,14 @@ def test_memory_is_split(tmp_path):
         ("y: {max_model_len: many}", {}, "models.yaml: y.*max-model-len.*many"),
         ("y: {max_num_seqs: 0}", {}, "--max-num-seqs: expected 1 or more"),
         ("y: {port: 3}", {}, "port is not a setting"),
-        ("y: {served_model_name: x}", {}, "model name x: is that of x and of y"),
+        ("y: {served_model_name: x}", {}, "model name x: is used for both x and y"),
         ("y: {gpu_memory_utilization: 0.95}", {}, "own shares are 0.95 of 0.9"),
-        (None, {"models": ["x", "x"]}, "a model is named twice"),
+        (None, {"models": ["x", "x"]}, "a model is given twice"),
         (None, {"served_model_name": ["n"]}, "--served-model-name: does not work with several"),
         (None, {"memory_sharing": "sleep", "restart_engine": 1}, "--restart-engine: does not"),
         (None, {"memory_sharing": "sleep", "paused_requests": "refuse"}, "--paused-requests"),
         (None, {"memory_sharing": "sleep", "enable_admin_routes": True}, "--enable-admin-routes"),
-        ("y: {gpu_memory_utilization: 0.4}", {"memory_sharing": "sleep"}, "one for all models"),
+        ("y: {gpu_memory_utilization: 0.4}", {"memory_sharing": "sleep"}, "the same for all"),
     ],
 )
 def test_settings_that_are_refused(tmp_path, text, settings, words):

@@ -248,11 +248,11 @@ def test_heads_that_do_not_fit_are_refused(target, tmp_path):
     with pytest.raises(CheckpointError, match=r"target_layer_ids: .* of 3 layers, found \[0, 5\]"):
         opened(tmp_path / "states", target)
     write_head(tmp_path / "head", DFLASH)
-    with pytest.raises(InputError, match="expected at most 4, the drafts of a block of 5 rows"):
+    with pytest.raises(InputError, match="expected at most 4, since the head has blocks of 5 rows"):
         opened(tmp_path / "head", target, count=5)
     mask = {**INNER, "mask_token_id": 512}
     write_head(tmp_path / "mask", {**DFLASH, "dflash_config": mask})
-    with pytest.raises(CheckpointError, match="mask_token_id: expected a token of the 512"):
+    with pytest.raises(CheckpointError, match="mask_token_id: expected a token id below 512"):
         opened(tmp_path / "mask", target)
     with pytest.raises(InputError, match="contains a head of kind dflash"):
         block.build(context_of(tmp_path / "head", target, K, "dspark"))

@@ -39,7 +39,7 @@ def parse(**keys):
                 "acceptance": "synthetic",
                 "synthetic_acceptance_rates": [0.5, 0.6, 0.1],
             },
-            "none greater than the previous one",
+            "none greater than the one before",
         ),
         (
             {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [6, 9, 1]]},

@@ -109,7 +109,11 @@ def test_of_several_layers_the_first_drafts(made, ids, tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (lambda s: [s.pop(name) for name in list(s) if name.startswith("mtp.")], None, "left its"),
+        (
+            lambda s: [s.pop(name) for name in list(s) if name.startswith("mtp.")],
+            None,
+            "omitted its",
+        ),
         (None, {"mtp_num_hidden_layers": 0}, "has no mtp_num_hidden_layers"),
         (lambda s: s.pop("mtp.fc.weight"), None, r"mtp\.fc\.weight.*missing"),
         (lambda s: s.update({"mtp.x.weight": torch.ones(2)}), None, r"do not belong.*mtp\.x"),

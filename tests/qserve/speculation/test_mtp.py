@@ -176,7 +176,11 @@ def without_layer(state):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (without_layer, None, r"layers\.3\.\*.*left its tensors out.*pass a folder that has them"),
+        (
+            without_layer,
+            None,
+            r"layers\.3\.\*.*omitted its tensors.*set model to a folder that has them",
+        ),
         (None, {"num_nextn_predict_layers": 0}, "has no num_nextn_predict_layers"),
         (
             lambda state: state.pop(f"{PREFIX}eh_proj.weight"),

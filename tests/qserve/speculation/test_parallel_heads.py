@@ -130,5 +130,5 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
 
 def test_masks_that_do_not_fit_are_refused(target, tmp_path):
     write_head(tmp_path / "token", {**FLAT, "ptd_token_id": 512})
-    with pytest.raises(CheckpointError, match="mask token: expected a token of the 512"):
+    with pytest.raises(CheckpointError, match="mask token: expected a token id below 512"):
         parallel.build(context_of(tmp_path / "token", target, K, "peagle"))

@@ -94,7 +94,7 @@ def test_flags_of_triggered_tags(accepts, flags, text, verdict):
         ({**OLD, "triggers": []}, "1 to 256 triggers"),
         ({**OLD, "triggers": ["<g="]}, "begins with 0 of the triggers"),
         ({**OLD, "triggers": ["<f=", "<"]}, "begins with 2"),
-        ({**OLD, "triggers": [""]}, "empty trigger"),
+        ({**OLD, "triggers": [""]}, "triggers that are not empty"),
         ({"format": {"type": "sequence", "triggers": [], "tags": []}}, "triggered_tags"),
         ({"format": {**NEW["format"], "tags": [{"begin": "<f=", "end": ""}]}}, "content"),
         (

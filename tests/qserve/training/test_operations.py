@@ -143,7 +143,7 @@ def test_one_training_step_leaves_engine_and_model_equal(tiny_model):
 
 
 def test_what_it_cannot_compute_is_refused(tiny_model):
-    with pytest.raises(InputError, match="Linear: is not a model of transformers"):
+    with pytest.raises(InputError, match="Linear: is not a transformers model"):
         use_engine_operations(torch.nn.Linear(4, 4))
     model = load(tiny_model("llama"), torch.float32)
     with pytest.raises(InputError, match="does not fit"):
@@ -154,7 +154,7 @@ def test_what_it_cannot_compute_is_refused(tiny_model):
     with pytest.raises(InputError, match="LlamaAttention: 1 queries over 6 keys: a KV cache"):
         model(torch.tensor([[3]]), past_key_values=cache)
     tokens = torch.tensor([[5, 6, 7, 8]])
-    with pytest.raises(InputError, match="position_ids: begin anew.*packed sequences are not"):
+    with pytest.raises(InputError, match="position_ids: start again.*packed sequences are not"):
         model(tokens, position_ids=torch.tensor([[0, 1, 0, 1]]))
     model(tokens, position_ids=torch.tensor([[3, 4, 5, 6]]))
     with pytest.raises(InputError, match=r"attention_mask: expected \[batch, tokens\], found \[1"):

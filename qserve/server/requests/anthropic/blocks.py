@@ -1,6 +1,6 @@
 """Content blocks of messages: text, images, documents, tool calls and results, reasoning.
 
-`cache_control`, citations and other fields that do not change what the model reads are accepted.
+Fields that do not change the prompt, such as `cache_control` and citations, are ignored.
 """
 
 import re
@@ -13,12 +13,12 @@ from qserve.server.requests.protocol import MAX_PARTS, ONE_ERROR, Body, at_most
 
 TEXT, IMAGE, TOOL_RESULT, TOOL_USE = "text", "image", "tool_result", "tool_use"
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
-# An error's text that already reports an error stays as it is.
+# A tool's error text that matches gets no "Error:" in front.
 REPORTS_ERROR = re.compile(r"\s*(\[?error\b|<tool_use_error>)", re.IGNORECASE)
 
 
 def joined(*texts: str | None) -> str:
-    """Join the texts that are not empty, one per line."""
+    """Join the non-empty texts, one per line."""
     return "\n".join(filter(None, texts))
 
 
@@ -33,7 +33,7 @@ class TextBlock(Body):
 
 
 class ImageBlock(Body):
-    """An image, whose source is base64 text or a URL."""
+    """An image. Its source is base64 text or a URL."""
 
     type: Literal["image"]
     source: Annotated[str, BeforeValidator(lambda value: _image_url(value))]
@@ -44,7 +44,7 @@ class ImageBlock(Body):
 
 
 class Document(Body):
-    """A document whose source is text; PDF files and uploaded files are refused."""
+    """A document. Its source is text; PDF files and uploaded files are refused."""
 
     type: Literal["document"]
     source: Annotated[Any, BeforeValidator(lambda value: _document_text(value))]
@@ -68,7 +68,7 @@ class SearchResult(Body):
 
 
 class ToolReference(Body):
-    """Name of a tool that a search for tools found. All tools are in the prompt already."""
+    """The name of a tool that a tool search found. The prompt has all tools already."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -86,7 +86,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinking(Body):
-    """Encrypted reasoning of another server, which no model can read. It is dropped."""
+    """Encrypted reasoning from another server. It is dropped, since the model cannot read it."""
 
     type: Literal["redacted_thinking"]
 
@@ -119,7 +119,7 @@ class ToolResult(Body):
 
     @property
     def text(self) -> str:
-        """The output as the model reads it. Chat templates have no mark for errors."""
+        """The output for the prompt. Errors get "Error:", since chat templates do not mark them."""
         texts = (block.text for block in self.content or () if block.type != IMAGE)
         text = joined(*texts)
         if self.is_error and not REPORTS_ERROR.match(text):
@@ -207,7 +207,7 @@ Block = Annotated[
     _one_of(*ROLES_OF),
 ]
 ToolResult.model_rebuild()
-# Tags of blocks, which pydantic adds to the path of an error.
+# Block types, which pydantic adds as tags to the path of an error.
 TAGS = frozenset((*ROLES_OF, "tool_reference"))
 
 
@@ -217,5 +217,5 @@ def check_blocks_of_role(role: str, blocks: list[Any]) -> None:
         if role not in ROLES_OF[block.type]:
             allowed = ", ".join(ROLES_OF[block.type])
             raise PydanticCustomError(
-                "block", f"expected blocks of type {block.type} in messages of role {allowed} alone"
+                "block", f"expected blocks of type {block.type} only in messages of role {allowed}"
             )

@@ -1,4 +1,4 @@
-"""Conversion of a system prompt and turns of blocks to a chat's messages."""
+"""Converts a system prompt and turns of content blocks to chat messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from qserve.server.requests.anthropic.blocks import (
     joined,
 )
 
-# Claude Code's first system block counts requests for billing. It differs between conversations, so
-# that with it no two conversations would share a cached prefix.
+# Start of Claude Code's first system block, which is for billing. The block differs between
+# conversations, so it is dropped: otherwise no two conversations would share a cached prefix.
 BILLING = "x-anthropic-billing-header:"
 
 Turn = tuple[str, list[Any]]  # role and blocks
@@ -25,10 +25,10 @@ Turn = tuple[str, list[Any]]  # role and blocks
 def chat_messages(
     system: Sequence[TextBlock], turns: Sequence[Turn], *, keeps_later_system: bool
 ) -> list[dict[str, Any]]:
-    """The chat's messages. Adjacent turns of one role become one message.
+    """Return the chat messages. Adjacent turns of one role become one message.
 
-    `keeps_later_system`: system turns after the first user turn stay where they are; otherwise they
-    are appended to the system prompt.
+    `keeps_later_system`: True keeps the position of system turns after the first user turn; False
+    appends them to the system prompt.
     """
     first = [block.text for block in system if not block.text.startswith(BILLING)]
     kept: list[Turn] = []
@@ -41,7 +41,7 @@ def chat_messages(
             kept.append((role, list(blocks)))
     prompt = joined(*first)
     messages: list[dict[str, Any]] = [{"role": SYSTEM, "content": prompt}] if prompt else []
-    names: dict[str, str] = {}  # of called tools, by the call's id
+    names: dict[str, str] = {}  # call id -> tool name
     for role, blocks in kept:
         if role == ASSISTANT:
             names |= {block.id: block.name for block in blocks if isinstance(block, ToolUse)}
@@ -70,7 +70,7 @@ def _assistant(blocks: list[Any]) -> dict[str, Any]:
 
 
 def _results(blocks: list[Any], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Messages with tool outputs. Templates expect them directly after the calls."""
+    """Return the messages with tool outputs. Templates expect them directly after the calls."""
     return [
         {
             "role": "tool",
@@ -84,9 +84,9 @@ def _results(blocks: list[Any], names: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _said(role: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """The message with the rest of a turn; none if the turn has only tool outputs of text.
+    """Return a list of one message with the rest of a turn; [] if the turn has only text outputs.
 
-    Images of tool outputs come first in it: templates expect outputs to be text.
+    The message includes images of tool outputs, since templates expect tool outputs to be text.
     """
     rest = [
         each

@@ -22,8 +22,8 @@ from qserve.server.requests.protocol import (
 )
 from qserve.server.requests.tool_fields import MAX_TOOLS
 
-MIN_BUDGET = 1024  # tokens of thinking; Anthropic's own limit
-OMITTED = "omitted"  # thinking blocks without their text
+MIN_BUDGET = 1024  # minimum thinking tokens, as in Anthropic's API
+OMITTED = "omitted"  # `display` of thinking blocks without text
 
 SystemPrompt = Annotated[
     list[TextBlock] | None, ONE_ERROR, at_most(MAX_PARTS, "blocks"), BeforeValidator(as_blocks)
@@ -82,7 +82,7 @@ class Metadata(Body):
 
 def _not_empty(value: str) -> str:
     if not value:
-        raise PydanticCustomError("text", "expected no empty text")
+        raise PydanticCustomError("text", "expected a text that is not empty")
     return value
 
 
@@ -111,10 +111,10 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: int  # 0: compute and cache the prompt only
+    max_tokens: int  # 0: only compute and cache the prompt
     stop_sequences: Annotated[
         list[Annotated[str, AfterValidator(_not_empty)]] | None, ONE_ERROR
-    ] = None  # its limits are the chat's
+    ] = None  # the chat request checks number and length
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -1,4 +1,4 @@
-"""Jobs of POST /v1/messages and /v1/messages/count_tokens, which become chat requests."""
+"""Converts bodies of POST /v1/messages and /v1/messages/count_tokens to chat requests and jobs."""
 
 import re
 from typing import Any
@@ -34,17 +34,17 @@ from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_use import tool_use
 from qserve.server.requests.unsupported import unknown
 
-# Chat fields that Anthropic's API lacks; they have the same meaning here.
+# Chat fields that Anthropic's API lacks. Here they are accepted with the same meaning.
 PASSED_ON = (
     *("request_id", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
     *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("cache_salt", "priority", "structured_outputs", KWARGS),
 )
-# Fields without effect on one server: its prefix cache is automatic, and all requests are served
-# alike. They are not reported as ignored, since every client sends them.
+# Fields that have no effect here, and are not reported as ignored, since every client sends them.
+# The prefix cache is automatic, and there are no service tiers.
 SILENT = ("cache_control", "metadata", "service_tier", "inference_geo", "context_management")
-# Names of the chat's fields in the body of this API.
+# Chat field -> name of the field in a body of this API.
 RENAMED = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
@@ -55,7 +55,7 @@ OF_TOOLS = re.compile(r"\btools\.(\d+)\.function(\.parameters)?")
 
 
 def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
-    """The job of a body of /v1/messages. Raises ApiError."""
+    """Return the job of a body of /v1/messages. Raises ApiError."""
     request = _read(body, MessagesRequest)
     model.check_name(request.model)
     asked = request.max_tokens
@@ -65,8 +65,8 @@ def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) 
     extra = request.model_extra or {}
     fields = {name: extra[name] for name in PASSED_ON if name in extra}
     fields |= {
-        # Clients ask for what large models may answer; a smaller context ends the answer earlier.
-        # A token is needed to compute a prompt; the reply to max_tokens: 0 drops it.
+        # Clients request the maximum of large models, so cap it by the context length.
+        # To compute a prompt the engine needs one token; the reply to max_tokens: 0 drops it.
         "max_tokens": min(max(asked, 1), model.max_model_len),
         "stop": request.stop_sequences or None,
         **{name: getattr(request, name) for name in ("stream", "temperature", "top_p", "top_k")},
@@ -87,7 +87,7 @@ def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) 
 
 
 def count_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
-    """JSON with the number of the prompt's tokens. Raises ApiError."""
+    """Return the JSON reply with the number of prompt tokens. Raises ApiError."""
     request = _read(body, CountTokensRequest)
     model.check_name(request.model)
     tools = callable_tools(request.tools)
@@ -98,7 +98,7 @@ def count_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
 
 
 def _read(body: bytes | bytearray, kind: type[CountTokensRequest]) -> Any:
-    """Read a body. Raises ApiError(400) whose path has no pydantic tags of blocks."""
+    """Read a body. Raises ApiError(400); its field path has no pydantic tags."""
     try:
         request = read(body, kind)
     except ApiError as error:
@@ -123,7 +123,7 @@ def _read(body: bytes | bytearray, kind: type[CountTokensRequest]) -> Any:
 
 
 def _without_tags(param: str) -> str:
-    """Remove the kind of a block after its index: content.0.text.text -> content.0.text."""
+    """Remove the block type after a block's index: content.0.text.text -> content.0.text."""
     parts = param.split(".")
     return ".".join(
         part
@@ -138,7 +138,7 @@ def _chat(
     tools: list[MessagesTool],
     fields: dict[str, Any],
 ) -> ChatCompletionRequest:
-    """The chat request of a conversation. Raises ApiError."""
+    """Convert a conversation to a chat request. Raises ApiError."""
     turns = [(turn.role, turn.content) for turn in request.messages]
     for index, (_, blocks) in enumerate(turns):
         for number, block in enumerate(blocks):
@@ -157,7 +157,7 @@ def _chat(
     )
     last = messages[-1] if messages else {}
     if last.get("role") == ASSISTANT:
-        if last["content"]:  # the answer continues it
+        if last["content"]:  # the model continues this message
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         else:
             messages.pop()
@@ -173,13 +173,13 @@ def _chat(
 
 
 def _switches(model: ServedModel) -> list[str]:
-    """Settings of the chat template that turn thinking on and off."""
+    """Return the chat template's variables that turn thinking on and off."""
     known = model.tokenizer.template_settings
     return [name for name in SWITCHES if name in known]
 
 
 def _ignored(request: MessagesRequest, model: ServedModel) -> list[str]:
-    """Names of fields that are set and have no effect."""
+    """Return the names of fields that are set and have no effect."""
     table = dict.fromkeys((*PASSED_ON, *SILENT))
     found = unknown(request.model_extra, table)
     if request.thinking is not None:
@@ -192,10 +192,10 @@ def _ignored(request: MessagesRequest, model: ServedModel) -> list[str]:
 
 
 class _Renamed:
-    """Context that renames a chat's fields in errors to those of the body, and adapts wordings."""
+    """Context manager that rewrites errors on chat fields: names and wording of this API."""
 
     def __init__(self, tools: list[int]) -> None:
-        """`tools`: index in the body of each of the chat's tools."""
+        """`tools`: for each tool of the chat request, its index in the body."""
         self._tools = tools
 
     def __enter__(self) -> None:
@@ -203,7 +203,7 @@ class _Renamed:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PromptTooLong):
-            # Clients look for this wording, and shorten the conversation.
+            # If clients find this wording, they shorten the conversation.
             raise ApiError(
                 400, f"prompt is too long: {error.length} tokens > {error.limit} maximum"
             ) from None

@@ -1,4 +1,4 @@
-"""Tools of the Messages API, and the choice between them."""
+"""Tools and tool_choice of the Messages API."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ from qserve.server.requests.protocol import Body
 from qserve.server.requests.tool_fields import Name
 
 CUSTOM = "custom"
-# Tools that Anthropic's servers run: the start of their dated types, such as web_search_20250305.
+# Types of tools that Anthropic's servers run, without the date: web_search_20250305 is one.
 RUN_BY_SERVER = (
     *("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset"),
 )
@@ -24,7 +24,7 @@ def _object_schema(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessagesTool(Body):
-    """A tool. Without an `input_schema` it is one of Anthropic's own tools."""
+    """A tool. A tool without an `input_schema` is one that Anthropic defines."""
 
     type: str | None = None
     name: Name | None = None
@@ -53,9 +53,9 @@ class ToolChoice(Body):
 
 
 def callable_tools(tools: list[MessagesTool] | None) -> list[tuple[int, MessagesTool]]:
-    """Tools that the client runs, each with its index in the body. Raises ApiError(400).
+    """Return the tools that the client runs, each with its index in the body.
 
-    Tools of Anthropic's servers are skipped, unless no other tool is left.
+    Tools that Anthropic's servers run are skipped. Raises ApiError(400), also if no tool is left.
     """
     found = []
     for index, tool in enumerate(tools or ()):
@@ -86,7 +86,7 @@ def callable_tools(tools: list[MessagesTool] | None) -> list[tuple[int, Messages
 
 
 def chat_tool_fields(tools: list[MessagesTool], choice: ToolChoice | None) -> dict[str, Any]:
-    """The chat's fields about tools. Raises ApiError(400)."""
+    """Return the fields of the chat request for tools and tool_choice. Raises ApiError(400)."""
     if not tools:
         if choice is not None and choice.type not in ("auto", "none"):
             raise ApiError(400, "tool_choice: requires tools.", "tool_choice")
