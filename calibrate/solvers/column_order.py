@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Block size: columns of a block are rounded one by one, then all later columns are updated together.
+# Columns of a block are rounded one by one; then all later columns are updated together.
 BLOCK_COLUMNS = 128
 
 
