@@ -1,4 +1,7 @@
-"""From float weights to codes, one decoder layer at a time. Names load when first used."""
+"""Quantize float models, one decoder layer at a time.
+
+Exported names are imported when they are first used.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

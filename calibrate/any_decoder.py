@@ -1,8 +1,8 @@
-"""GPTQ of any causal language model of transformers that has a list of decoder layers.
+"""GPTQ for any causal language model of transformers that has a list of decoder layers.
 
 The layers run one after the other over the calibration text, each with the arguments that the model
-gives it. Each linear is solved for what it read, and the next layer reads the outputs of the
-quantized one. Models of the family table have a pipeline of their own (pipeline.py).
+passes to it. Each linear is solved for its own inputs, and the next layer reads the outputs of the
+quantized layer. Models in the table of families use pipeline.py instead.
 
 Legend: W windows, S tokens of a window, C hidden size.
 """
@@ -27,12 +27,12 @@ __all__ = ["solve_layers"]
 
 logger = logging.getLogger(__name__)
 
-# Largest distance of the layers' states in a chain from the model's own, of their norm
+# Largest relative distance between the states of layers run one by one and the model's own states
 TOLERANCE = 1e-3
 
 
 class _Recorder(nn.Module):
-    """Replaces a layer: keeps the arguments of its call, and returns its input."""
+    """Stand-in for a layer that records the call's arguments and returns its input."""
 
     def __init__(self, returns_tuple: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Recorder(nn.Module):
 
 
 class _Chain:
-    """The decoder layers of a model as a chain."""
+    """Runs the decoder layers of a model one by one."""
 
     def __init__(self, model: Any, names: Sequence[str], subject: str) -> None:
         self.model, self.subject = model, subject
@@ -55,10 +55,11 @@ class _Chain:
         self._others: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def start(self, ids_WS: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the first layer reads of each window [1, S, C].
+        """Return the first layer's input for each window, [1, S, C].
 
-        The arguments of all layers are those of the first window. Raises InputError if the last
-        window's states differ from the model's own.
+        The other arguments of each layer are recorded on the first window and reused for all
+        windows. Raises InputError if, on the last window, the states after the last layer differ
+        from those of the whole model.
         """
         outputs: list[Any] = [None] * len(self.layers)
         hooks = [
@@ -104,13 +105,13 @@ class _Chain:
         try:
             positions_1S = torch.arange(len(ids_S), device=ids_S.device)[None]
             self.model.base_model(input_ids=ids_S[None], position_ids=positions_1S, use_cache=False)
-        except Exception as error:  # of model code that was not written for this
+        except Exception as error:  # model code may raise anything
             raise InputError(
                 self.subject, f"its model does not run: {error}", "give --recipe rtn"
             ) from error
 
     def run(self, number: int, hidden_1SC: torch.Tensor) -> torch.Tensor:
-        """Return the states after a layer, in the layer's dtype and on its device."""
+        """Return the states after layer `number`, on that layer's device."""
         like = next(self.layers[number].parameters())
 
         def moved(value: Any) -> Any:
@@ -123,7 +124,10 @@ class _Chain:
 
 
 def _find_layers(model: Any, names: Sequence[str], subject: str) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of decoder layers: the shortest name above all `names`."""
+    """Return the name and the list of decoder layers: the first ModuleList that contains `names`.
+
+    Raises InputError if there is none.
+    """
     for name, module in model.named_modules():
         is_above = all(each.startswith(f"{name}.") for each in names)
         if isinstance(module, nn.ModuleList) and is_above:
@@ -142,11 +146,11 @@ def solve_layers(
     subject: str = "model",
     progress: bool = True,
 ) -> dict[str, Weight]:
-    """Return the quantized weight of each linear of a model (`names`), solved by GPTQ.
+    """Quantize the linears `names` of a model by GPTQ and return their weights.
 
-    The model's own weights become their dequantized values. A linear that no token reached, such as
-    one of an expert, is rounded to nearest. Raises InputError for a model whose layers cannot run
-    one by one.
+    The model's weights are replaced by the dequantized values. A linear that no token reached, such
+    as an unused expert's, is rounded to nearest. Raises InputError for a model whose layers cannot
+    run one by one.
     """
     chain = _Chain(model, names, subject)
     states = [hidden.cpu() for hidden in chain.start(ids_WS)]
@@ -174,9 +178,9 @@ def _statistics(
     states: list[torch.Tensor],
     device: str,
 ) -> dict[str, InputStatistics]:
-    """Run a layer over all windows. Return the statistics of each linear's input.
+    """Run a layer over all windows and return the statistics of each linear's input.
 
-    Linears that read the same tensor share them.
+    Linears that read the same tensor share one object.
     """
     statistics: dict[str, InputStatistics] = {}
     read: dict[str, torch.Tensor] = {}

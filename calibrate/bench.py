@@ -1,6 +1,7 @@
-"""`qserve bench quantize`: time and memory of a few layers of Llama-3-8B's shape, random weights.
+"""`qserve bench quantize`: measure the time and memory of quantizing a few layers.
 
-The projection to 32 layers multiplies the measured seconds of the layers; the output says so.
+The layers have Llama-3-8B's shape and random weights. The time for all 32 layers is extrapolated
+from the measured layers; the output says so.
 """
 
 import json
@@ -32,7 +33,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-WHOLE = 32  # layers of the model
+WHOLE = 32  # layers of Llama-3-8B
 LINEARS = {
     "self_attn.q_proj": (4096, 4096),
     "self_attn.k_proj": (1024, 4096),

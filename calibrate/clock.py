@@ -1,4 +1,4 @@
-"""Seconds per stage of a run."""
+"""Measure the seconds that each stage of a run takes."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """Adds the time inside of `with clock("stage"):` to the stage."""
+    """Sums the time spent in `with clock("stage"):` blocks, by stage."""
 
     began: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Devices that a run computes on, and threads that divide the work among them.
+"""Divide the work of a run among devices, with one thread per device.
 
-A single device works in the caller's thread, without threads.
+With a single device everything runs in the caller's thread.
 """
 
 import threading
@@ -22,12 +22,12 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """Another device failed, or the user interrupted the run: this device's work is cancelled."""
+    """This device's work is cancelled, because another device failed or the user interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """One or more devices of a kind. The first one does the work that is not divided."""
+    """One or more devices of the same type. The first one does the work that is not divided."""
 
     names: tuple[str, ...]
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -64,14 +64,14 @@ class Devices:
         return torch.device(self.first).type
 
     def check(self) -> None:
-        """Call between pieces of work. Raises Stopped if the work is cancelled."""
+        """Raise Stopped if the work is cancelled. Jobs call this between pieces of work."""
         if self._stop.is_set():
             raise Stopped
 
     def together(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run one job per device in parallel. Returns the results in order.
+        """Run one job per device in parallel, and return the results in order.
 
-        If a job raises, the others stop at their next check(); then the first exception is raised.
+        If a job raises, the others stop at their next check(), and then its exception is raised.
         """
         if len(jobs) <= 1:
             return [job() for job in jobs]
@@ -88,7 +88,7 @@ class Devices:
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
-                # All have ended, or one has failed, or the user has interrupted the wait.
+                # All jobs have ended, one has failed, or the user has interrupted the wait.
                 self._stop.set()
         self._stop.clear()
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -99,17 +99,20 @@ class Devices:
 
 
 class Turns:
-    """Runs numbered sections of threads in the order of their numbers, separately for each key."""
+    """Orders sections of several threads: for each key, sections run in the order of their number.
+
+    Numbers start at 0.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
-        """`check` raises if the awaited section will never run."""
+        """`check` is called while waiting; it must raise if the awaited section will never run."""
         self._check = check
         self._condition = threading.Condition()
         self._next: Counter[Hashable] = Counter()
 
     @contextmanager
     def of(self, key: Hashable, number: int) -> Iterator[None]:
-        """Wait until the previous section has ended, and enter exclusively."""
+        """Wait until section `number` - 1 of `key` has ended, and hold a lock in the section."""
         with self._condition:
             while self._next[key] != number:
                 self._check()
@@ -119,11 +122,11 @@ class Turns:
             self._condition.notify_all()
 
 
-ONE = Devices(("cpu",))  # one device: nothing is divided or moved
+ONE = Devices(("cpu",))  # a single device: no work is divided, no tensor is moved
 
 
 def _on(name: str, job: Callable[[], Result]) -> Result:
-    """Run a job in a thread whose kernels go to the device."""
+    """Run a job with `name` as torch's current device."""
     device = torch.device(name)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return job()

@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and texts."""
+"""SHA-256 digests of tensors and texts."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of names and tensors, in any order. Uses threads: hashing releases the GIL."""
+    """SHA-256 of names and tensors, independent of their order.
+
+    Tensors are hashed in threads, because hashing releases the GIL.
+    """
     names = sorted(tensors)
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(tensor_digest, (tensors[name] for name in names)))
@@ -23,5 +26,5 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parts: Iterable[str]) -> str:
-    """SHA-256 of texts."""
+    """SHA-256 of texts, joined by newlines."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

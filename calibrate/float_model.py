@@ -1,4 +1,4 @@
-"""The float model to quantize: its folder, checked and read layer by layer."""
+"""FloatModel: the folder of a float model, checked once and then read layer by layer."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ MAX_NAMES_SHOWN = 8
 
 
 class FloatModel:
-    """A model folder, read lazily. `padding`, once set, widens tensors and the config."""
+    """Float model to quantize, read lazily. `padding`, if set, widens tensors and the config."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Check everything that the headers show, so that a run does not fail late.
+        """Check config and file headers, so that a run does not fail late.
 
         Raises InputError unless the folder is a complete float model of a known architecture.
         """
@@ -36,13 +36,13 @@ class FloatModel:
         self._check_config()
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None
-        self.adapter: LoraAdapter | None = None  # runs along with its layers during calibration
+        self.adapter: LoraAdapter | None = None  # applied during calibration, if set
         self.num_layers = self.layer_map.num_layers(self.reader.config)
         self._check_not_quantized()
         self._check_complete()
         self._check_shapes()
         self.shapes = self._check_linears()  # [N, K] of every linear, by name
-        self.layer_digests: dict[int, str] = {}  # of the layers read by layer()
+        self.layer_digests: dict[int, str] = {}  # by layer; filled by layer()
 
     @property
     def folder(self) -> Path:
@@ -50,7 +50,7 @@ class FloatModel:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Tensors as stored, without padding."""
+        """Header entries of all tensors as stored, without padding."""
         return self.reader.entries
 
     @property
@@ -65,13 +65,13 @@ class FloatModel:
 
     @property
     def num_positions(self) -> int | None:
-        """Longest context that the model was made for."""
+        """`max_position_embeddings` of config.json, or None."""
         return self.reader.config.get("max_position_embeddings")
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor, padded. Raises CheckpointError if it does not exist.
+        """Return one tensor, padded. Raises CheckpointError if it does not exist.
 
-        Norms that multiply by nothing are ones.
+        A norm without weights is returned as ones.
         """
         family = self.layer_map.family
         if not family.norm_weights and name in (family.last_norm, family.embedding_norm):
@@ -80,7 +80,10 @@ class FloatModel:
         return self.padding.apply(name, tensor) if self.padding else tensor
 
     def layer(self, number: int, device: str) -> LayerState:
-        """A layer's tensors by local name, hashed. Raises CheckpointError on NaN or infinity."""
+        """Return a layer's tensors by local name, and record their digest.
+
+        Raises CheckpointError if a required tensor has NaN or infinity.
+        """
         prefix = self.layer_map.prefix(number)
         state = {local: self.get(f"{prefix}.{local}") for local in self.reader.children(prefix)}
         self.layer_digests[number] = tensors_digest(state)
@@ -91,18 +94,18 @@ class FloatModel:
         return state
 
     def outer_digest(self) -> str:
-        """Digest of the tensors outside of layers, which are read for it."""
+        """Read all tensors outside of the layers and return their digest."""
         layers = tuple(f"{self.layer_map.prefix(i)}." for i in range(self.num_layers))
         names = [name for name in self.entries if not name.startswith(layers)]
         return combined(f"{name} {tensor_digest(self.get(name))}" for name in sorted(names))
 
     def head(self) -> torch.Tensor:
-        """Output head [V, D]; a tied head is the embedding."""
+        """Return the output head [V, D], which is the embedding if it is tied."""
         tied = self.layer_map.tied_head(self.config)
         return self.get(self.layer_map.embedding if tied else self.layer_map.head)
 
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the folder, without code from it. Raises InputError."""
+        """Load the folder's tokenizer with transformers, without remote code. Raises InputError."""
         from transformers import AutoTokenizer
 
         try:
@@ -117,7 +120,7 @@ class FloatModel:
             ) from None
 
     def check_keys_are_kept(self) -> None:
-        """Raise InputError if the cache has no keys and values whose scales could be found."""
+        """Raise InputError for latent attention, whose cache needs no calibrated scales."""
         family = self.layer_map.family
         if family.latent:
             raise InputError(
@@ -128,9 +131,7 @@ class FloatModel:
             )
 
     def _check_config(self) -> None:
-        """Reject config values that no layer runs with: they would corrupt every
-        weight or answer.
-        """
+        """Raise CheckpointError for config values with which the layers cannot run."""
         findings = Findings()
         check_config(self.reader.config, findings)
         for problem in findings.problems:

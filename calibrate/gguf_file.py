@@ -1,4 +1,8 @@
-"""Quantize a float model into a GGUF file: solvers choose the codes, blocks hold them unchanged."""
+"""Quantize a float model into a GGUF file.
+
+Solvers choose the codes on the grid of GGUF's blocks, so the file stores them without another
+rounding.
+"""
 
 import shutil
 from collections import Counter
@@ -31,7 +35,7 @@ from formats.plan import fits
 from formats.rules import exact_patterns
 from formats.scheme import K_BLOCK, Scheme
 
-# Settings without a meaning for types of blocks -> why
+# Settings that do not apply to GGUF block types -> the reason
 NOT_OF_BLOCKS = {
     "bits": "chooses integer codes",
     "pad": "is not needed: types fall back where inputs are no whole blocks",
@@ -39,19 +43,19 @@ NOT_OF_BLOCKS = {
     "kv_cache": "has no place in GGUF",
     "fit_groups": "chooses groups, and blocks are fixed",
 }
-# Settings for folders only: in a file both matrices always have a type
+# Settings for model folders only: in a GGUF file both matrices always have a type
 NOT_OF_FILES = ("quantize_head", "quantize_embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Types:
-    """Types of a model's tensors."""
+    """GGUF types of a model's tensors, as schemes where solvers choose the codes."""
 
     scheme: Scheme  # of most linears
-    overrides: list[tuple[str, Scheme]]  # of others
+    overrides: list[tuple[str, Scheme]]  # patterns and schemes of the other linears
     embedding: str
     head: str
-    notes: tuple[str, ...]  # linears whose type fell back to another
+    notes: tuple[str, ...]  # warnings about linears that got a fallback type
 
 
 def quantize_to_gguf(
@@ -64,11 +68,11 @@ def quantize_to_gguf(
 ) -> QuantizationReport:
     """Quantize `source` with the arguments of quantize_checkpoint and write one GGUF file.
 
-    `scheme`: a scheme that GGUF has blocks for, or one of GGUF_TYPES, such as "q4_k_m". A folder
-    next to the file holds the quantized checkpoint until the file is complete. Minima of asymmetric
-    blocks are rounded to float16.
+    `scheme`: a scheme that GGUF has blocks for, or one of GGUF_TYPES, such as "q4_k_m". A hidden
+    folder next to the file holds the quantized checkpoint until the file is complete. Minima of
+    asymmetric blocks are rounded to float16.
 
-    Raises InputError, before the model is read, for what GGUF does not hold.
+    Raises InputError, before the model is read, for settings that GGUF cannot represent.
     """
     target = check_file_is_free(target)
     source, overrides = local_path(source), list(overrides)
@@ -88,7 +92,7 @@ def quantize_to_gguf(
         types = _Types(scheme=scheme, overrides=overrides, embedding=embedding, head=head, notes=())
         settings["output_format"] = "compressed-tensors"
     folder = target.with_name(f".{target.name}.quantized")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that ended while it wrote the file
+    shutil.rmtree(folder, ignore_errors=True)  # left over from an interrupted run
     try:
         report = quantize_checkpoint(
             source, folder, scheme=types.scheme, overrides=types.overrides, **settings
@@ -112,9 +116,10 @@ def quantize_to_gguf(
 
 
 def _types(source: Path, name: str, overrides: list[tuple[str, Scheme]]) -> _Types:
-    """Choose the type of every linear: the user's, the mix's, or its fallback.
+    """Choose the type of every linear: from the overrides, else from the mix `name`.
 
-    Raises SchemeError for a user's scheme that is no type of blocks.
+    A linear whose inputs do not fit the blocks of its type gets a fallback type. Raises SchemeError
+    for an override that has no GGUF block type.
     """
     for _, own in overrides:
         name_of(own)  # raises
@@ -145,9 +150,10 @@ def _types(source: Path, name: str, overrides: list[tuple[str, Scheme]]) -> _Typ
 def _run_of_inputs(
     module: str, row: Architecture, config: Mapping[str, Any], in_features: int
 ) -> int:
-    """Return how many inputs of a linear stay together in a file: all, or those of one head.
+    """Return the number of consecutive inputs of a linear that stay together in the file.
 
-    Blocks hold such runs whole: their columns move, and not their codes.
+    It is all inputs, or those of one head if the export reorders heads. A block must lie within
+    such a run, so that the export moves whole blocks.
     """
     for held in row.tensors.values():
         if isinstance(held, Held) and module.endswith(f".{held.name.removesuffix('.weight')}"):
@@ -162,9 +168,9 @@ def _notes(
     shapes: Mapping[str, tuple[int, int]],
     runs: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """Return a line for each type that fell back to another, and number of inputs.
+    """Return a note for each pair of wanted and fallback type, and number of inputs.
 
-    The plan reports linears that no blocks fit.
+    Linears that fit no block type are reported by the plan.
     """
     counts = Counter(
         (

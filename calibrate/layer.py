@@ -1,4 +1,4 @@
-"""Quantize one decoder layer: float tensors in, codes and a report out."""
+"""Quantize one decoder layer: turn its float tensors into codes and a report."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _Solved = tuple[Weight, LinearReport]
 
 
 class _Codes(NamedTuple):
-    """A solver's result for one linear."""
+    """Result of a solver for one linear."""
 
     weight: Weight
     notes: list[str]
@@ -37,19 +37,19 @@ class FinishedLayer:
     """Result of quantizing a layer. Names are local to the layer."""
 
     packed: dict[str, Weight]
-    changed: LayerState  # tensors rewritten by a transform, other than linears' weights
+    changed: LayerState  # tensors that a transform rewrote, except weights of linears
     reports: tuple[LinearReport, ...]
     notes: tuple[str, ...] = ()
 
     def apply(self, state: LayerState) -> LayerState:
-        """The layer's tensors with this result, as a server computes with them."""
+        """Return the layer's tensors with dequantized weights, as a server computes with them."""
         weights = {f"{name}.weight": packed.dequantize() for name, packed in self.packed.items()}
         return {**state, **self.changed, **weights}
 
     def roundings(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """Rounding functions for the inputs of linears, by name.
+        """Return the rounding functions for the inputs of linears, by name.
 
-        They are those of integer activations and of MICROSCALED; float8 is left out.
+        Included are integer activations and MICROSCALED schemes; float8 is not rounded.
         """
         found = {}
         for name, packed in self.packed.items():
@@ -68,7 +68,7 @@ class FinishedLayer:
     def measured_again(
         self, state: LayerState, statistics: Mapping[str, InputStatistics]
     ) -> "FinishedLayer":
-        """Copy with reports of the current weights. `state`: the layer in float."""
+        """Return a copy with new reports for the current weights. `state`: the float layer."""
         state = {**state, **self.changed}
         reports = []
         for local, report in zip(self.packed, self.reports, strict=True):
@@ -80,7 +80,7 @@ class FinishedLayer:
 
 
 def load_transforms(state: LayerState, recipe: Recipe, context: LayerContext) -> LayerState:
-    """Tensors after the transforms that need no data."""
+    """Return the tensors after those transforms of the recipe that need no data."""
     for transform in recipe.transforms:
         if transform.on_load is not None:
             state = {**state, **transform.on_load(state, context)}
@@ -99,13 +99,13 @@ def quantize_layer(
     before_linear: Callable[[str], None] = lambda name: None,
     devices: Devices = ONE,
 ) -> FinishedLayer:
-    """Transform, then solve every linear of `schemes`; others stay in float.
+    """Apply the recipe's transforms, then solve every linear in `schemes`; others stay in float.
 
-    `state` is `original` after load_transforms; `statistics` is empty if the recipe needs no data;
-    `schemes` and `input_scales` have full names. With several `devices` each solves some of the
-    linears, keeping those of one input together. Tensors are expected on the first device, and end
-    there. Raises the solver's exceptions except SolverError: that linear is rounded to nearest, and
-    its report says so.
+    `state` is `original` after load_transforms. `statistics` is empty if the recipe needs no data.
+    Keys of `schemes` and `input_scales` are full names. With several `devices` each device solves
+    some of the linears; linears that share an input stay on one device. Tensors are expected on the
+    first device, and results are returned there. A SolverError makes the linear be rounded to
+    nearest, and its report says so; other exceptions of the solver are raised.
     """
     for transform in recipe.transforms:
         if transform.on_statistics is not None:
@@ -139,7 +139,7 @@ def quantize_layer(
                 found[local] = (packed.to(devices.first) if several else packed, report)
         return found
 
-    shares = _shared_out(groups, state, len(devices.names))
+    shares = _assign_groups(groups, state, len(devices.names))
     jobs = [
         partial(solve, device, own)
         for device, own in zip(devices.names, shares, strict=True)
@@ -169,10 +169,10 @@ def _borrowed_scales(
     context: LayerContext,
     input_scales: Mapping[str, torch.Tensor | float],
 ) -> dict[str, float]:
-    """Static input scales of experts that the data did not reach, by full name.
+    """Return static input scales, by full name, for experts that the data did not reach.
 
-    Each is the largest scale of the same linear in the layer's other experts, which read the
-    layer's input or values derived from it. If no expert was reached, there is none.
+    Each is the largest scale of the same linear among the layer's other experts, which have
+    similar inputs. If the data reached no expert, the result is empty.
     """
     known: dict[str, list[float]] = {}
     lacking: dict[str, list[str]] = {}
@@ -208,10 +208,10 @@ def _solve_stacked(
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
 ) -> dict[str, _Codes]:
-    """Codes of NVFP4 linears that read one input, which are solved as one matrix.
+    """Solve the NVFP4 linears that share an input as one matrix; return the codes of each.
 
-    They get one global scale: servers load q, k and v as one matrix, and take the largest of three.
-    `wanted`: full names by local name. Other linears are not in the result.
+    They then have the same global scale. Servers load q, k and v as one matrix and use the largest
+    of three scales. `wanted`: full names by local name. Other linears are not in the result.
     """
     members = [local for local, name in wanted.items() if schemes[name].weight.type == "nvfp4"]
     if len(members) < 2:
@@ -225,7 +225,7 @@ def _solve_stacked(
     for local in members:
         stop = start + weights[local].shape[0]
         own = take_outputs(packed, ((start, stop),))
-        own = replace(own, global_scale=own.global_scale.clone())  # files hold no shared memory
+        own = replace(own, global_scale=own.global_scale.clone())  # safetensors: no shared memory
         found[local] = _Codes(own, notes, seconds)
         start = stop
     return found
@@ -238,7 +238,11 @@ def _solve(
     recipe: Recipe,
     name: str,
 ) -> tuple[Weight, list[str]]:
-    """Codes of a weight by the recipe's solver, or rounded to nearest, with notes that say so."""
+    """Return the codes of a weight and notes for its report.
+
+    The recipe's solver chooses the codes. If it fails, or is worse on held-out windows, the weight
+    is rounded to nearest, and a note says so.
+    """
     notes = []
     try:
         # A copy: a solver may write to it, and the result is compared with the float weight.
@@ -247,7 +251,7 @@ def _solve(
         packed = rtn.solve(weight_NK, None, scheme.weight, name)
         notes.append(f"rounded to nearest: {error.problem}")
     if recipe.guarded and stats is not None:
-        packed, note = _better(weight_NK, packed, stats, scheme, recipe.name, name)
+        packed, note = _guard(weight_NK, packed, stats, scheme, recipe.name, name)
         notes += note
     check_solved(weight_NK, packed, scheme.weight, name, recipe.act_order)
     return packed, notes
@@ -263,10 +267,11 @@ def solve_linear(
     scale: torch.Tensor | float | None,
     codes: _Codes | None = None,
 ) -> _Solved:
-    """Solve one linear of an input.
+    """Solve the linear `local`, choose its static input scale, and measure the result.
 
-    `weights`: [N, K] of all linears that read the input, by local name. `scale`: of static
-    activations, if given. `codes`: of the linear, if it was solved together with others.
+    `weights`: [N, K] of all linears that read the same input, by local name. `scale`: the given
+    scale of static activations, or None to choose one from `stats`. `codes`: the linear's codes, if
+    it was already solved together with others.
     """
     weight_NK = weights[local]
     started = time.perf_counter()
@@ -277,7 +282,7 @@ def solve_linear(
     notes = [*codes.notes, *range_notes(weight_NK, packed, name)]
     if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
         key = f"scale of a static {scheme.activation.type} at {next(iter(weights))}"
-        if key not in stats.cache:  # one for all linears that read the input
+        if key not in stats.cache:  # all linears that read the input share one scale
             stats.cache[key] = static_scale(stats, scheme.activation, list(weights.values()))
         scale = stats.cache[key]
     packed = with_activation(packed, scheme, scale, name)
@@ -295,7 +300,7 @@ def solve_linear(
     return packed, report
 
 
-def _better(
+def _guard(
     weight_NK: torch.Tensor,
     packed: Weight,
     stats: InputStatistics,
@@ -303,7 +308,10 @@ def _better(
     recipe: str,
     name: str,
 ) -> tuple[Weight, list[str]]:
-    """The solver's result, or plain rounding if its outputs on held-out windows are nearer."""
+    """Return the solver's result, or round-to-nearest if that is better on held-out windows.
+
+    The second value has a note if the weight was rounded to nearest.
+    """
     solved = stats.held_out_error(weight_NK, packed.dequantize())
     if solved is None:
         return packed, []
@@ -317,13 +325,13 @@ def _better(
     ]
 
 
-def _shared_out(
+def _assign_groups(
     groups: Sequence[tuple[str, ...]], state: LayerState, num_devices: int
 ) -> list[list[tuple[str, ...]]]:
-    """Groups of each device: the most expensive first, each to the device with the least work."""
+    """Assign groups of linears to devices: largest cost first, each to the least loaded device."""
 
     def cost(group: tuple[str, ...]) -> int:
-        """Approximate number of multiplications: K^3 for the factor, K^2 per output."""
+        """Approximate multiplications: K^3 for the Cholesky factor, K^2 per output."""
         shapes = [state[f"{local}.weight"].shape for local in group]
         width = shapes[0][1]
         return width * width * (width + sum(outputs for outputs, _ in shapes))

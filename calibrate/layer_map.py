@@ -1,7 +1,7 @@
-"""Structure of a model family for quantization: linears by input, and places to move factors.
+"""LayerMap: the structure of a model family for quantization, built from formats/families.py.
 
-It is built from the family's row in formats/families.py. Linears are listed in the order they run.
-Those that share an input are listed together, since they share its statistics.
+It lists a layer's linears in the order they run. Linears that share an input are listed together,
+because they share its statistics. It also lists where scale factors can be moved (ScalePair).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,25 +22,26 @@ from formats.families import FAMILIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePair:
-    """A place where a factor per channel can move: from the inputs of `linears` into `previous`.
+    """Modules between which a factor per channel can move: from `linears`' inputs to `previous`.
 
-    `previous` is a norm, or a linear whose last outputs are the linears' inputs.
+    `previous` is a norm, or a linear whose last outputs are the inputs of `linears`.
     """
 
     previous: str
     linears: tuple[str, ...]
-    # "norm": one weight per channel. "values": v's heads, each read by several query heads.
-    # "up": what a gate multiplies, or what ReLU is applied to.
+    # What `previous` is. "norm": a norm with one weight per channel. "values": v_proj, each of
+    # whose heads is read by several query heads. "up": the linear whose output is multiplied by the
+    # gate, or passed to ReLU.
     kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMap:
-    """Tensor names of one architecture. Names inside a layer are local to it."""
+    """Tensor names of one architecture. Names of tensors in a layer lack the layer's prefix."""
 
     layer: str
     num_layers_key: str  # in config.json
-    layer_tensors: tuple[str, ...]  # besides the linears' weights; others are kept if present
+    layer_tensors: tuple[str, ...]  # required tensors of a layer, besides the linears' weights
     norm_offset: float  # a norm multiplies by (offset + weight)
     rotatable: bool  # no norm or gate between a linear's output and the residual stream
     family: Family
@@ -53,7 +54,7 @@ class LayerMap:
 
     @property
     def experts(self) -> Experts | None:
-        """Experts of some or all layers; None: there are none."""
+        """Description of the family's routed experts, or None if it has none."""
         return self.family.experts
 
     def has_experts(self, config: dict[str, Any], layer: int) -> bool:
@@ -83,7 +84,7 @@ class LayerMap:
         return f"{self.experts.stem}." if self.experts else ""
 
     def expert_kind(self, local: str) -> str | None:
-        """Name of a linear within its expert, such as down_proj; None for other linears."""
+        """Return the name of a linear within its expert, such as down_proj, or None."""
         if not self.experts or not local.startswith(self.expert_modules):
             return None
         number, _, kind = local.removeprefix(self.expert_modules).partition(".")
@@ -99,15 +100,15 @@ class LayerMap:
         )
 
     def kept_in_float(self, config: dict[str, Any]) -> dict[str, str]:
-        """Full names of linears that stay in float by default, with the reason."""
+        """Return the reason by full name for linears that stay in float by default."""
         return kept_in_float(self.family, config)
 
     def routing_linears(self, config: dict[str, Any]) -> dict[str, str]:
-        """Full names of other linears that the file lists as float, with the reason."""
+        """Return the reason by full name for linears that are never quantized, such as routers."""
         return routing_linears(self.family, config)
 
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
-        """Where factors of a layer can move, in the order they run."""
+        """Return the scale pairs of a layer, in the order they run."""
         return tuple(_scale_pairs(self.family.of_layer(layer, config), config, layer))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
@@ -139,7 +140,7 @@ class LayerMap:
         return _positive(config, self.num_layers_key)
 
     def tied_head(self, config: dict[str, Any]) -> str | None:
-        """Name of a head that is tied to the embedding: its copy in the file is never read."""
+        """Return the head's name if it is tied to the embedding (a copy is ignored), else None."""
         return self.head if self.family.is_tied(config) else None
 
     def required_tensors(self, config: dict[str, Any]) -> list[str]:
@@ -187,8 +188,9 @@ def layer_map(family: Family) -> LayerMap:
             *(name for name, _ in family.activation_tensors.values()),
         ),
         norm_offset=family.norm_offset,
-        # Not with a router, which reads the residual stream; a norm between a linear and that
-        # stream; gates that multiply channels; a layer norm, which subtracts the channels' mean.
+        # Rotations of the residual stream are not possible with a router, which reads the stream; a
+        # norm between a linear and the stream; gates that multiply channels; or a layer norm, which
+        # subtracts the channels' mean.
         rotatable=family.norm_kind == "rms"
         and not (family.experts or family.state_mixer or family.gated_attention or family.latent)
         and all(n.feeds or n.size == "head_dim" for n in family.norms),
@@ -205,7 +207,10 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 
 
 def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[ScalePair]:
-    """In the order they run; none of experts, because the router reads their input in float."""
+    """Yield the scale pairs of a layer in the order they run.
+
+    Experts have none, because the router reads their input in float.
+    """
     blocks = family.blocks(config, layer)
     norm_of = {
         norm.feeds: norm.name
@@ -220,7 +225,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     if blocks.attention:
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
-        # latent attention makes values by head, next to each head's keys; a norm undoes factors
+        # Not where v is stored by head next to k (latent attention), and not with a norm on values,
+        # which would undo the factors.
         mixes_heads = family.qkv.by_head or family.qkv.blocks
         if not (mixes_heads or family.latent or family.value_norm):
             values = _stored(family.qkv)[-1]
@@ -230,14 +236,14 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     gate_up = _stored(family.gate_up)
     if family.gate_up.name in norm_of:
         yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
-    # Without a gate a factor passes the activation only if it is ReLU, and the factor positive.
+    # Without a gate, a factor commutes with the activation only if it is ReLU (positive factors).
     activation = config.get(family.activation_key, family.activations[0])
     if family.gated or activation == "relu":
         yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
 
 
 def find_layer_map(config: dict[str, Any]) -> LayerMap:
-    """Layer map of config.json's architecture. Raises InputError if it is unknown."""
+    """Return the layer map of config.json's architecture. Raises InputError if it is unknown."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:

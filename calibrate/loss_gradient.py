@@ -1,9 +1,11 @@
-"""Sensitivity of the model's loss to each layer's output, with one layer in memory at a time.
+"""Gradient of the model's loss with respect to each layer's output, one layer in memory at a time.
 
 The forward pass runs through all layers and keeps their inputs; the backward pass runs from the
-last layer to the first. Labels are drawn from the model's own predictions. The mean of (gradient .
-change)^2 is then twice the divergence from the float model's predictions that a small change causes
-(Fisher). Legend: W windows, S tokens, D hidden size, V vocabulary.
+last layer to the first. Labels are drawn from the model's own predictions. For a small change of a
+layer's output, the mean of (gradient . change)^2 is then twice the KL divergence that the change
+causes in the predictions (Fisher information).
+
+Legend: W windows, S tokens, D hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -21,16 +23,16 @@ from calibrate.solvers.solving import LayerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradient:
-    """One layer of the float model with its inputs, outputs, and the loss's gradient."""
+    """One layer of the float model: its tensors, inputs, outputs and the gradient of the loss."""
 
     layer: int
     state: LayerState
     inputs_WSD: torch.Tensor
     outputs_WSD: torch.Tensor  # float32
-    gradient_WSD: torch.Tensor  # of the loss by the outputs, float32; the loss is a sum over tokens
+    gradient_WSD: torch.Tensor  # d loss / d outputs, float32; the loss is a sum over tokens
 
     def divergence(self, outputs_WSD: torch.Tensor) -> float:
-        """Change of the predictions in nats per token if these were the outputs."""
+        """Estimate the KL divergence, in nats per token, if the layer had these outputs."""
         change_WSD = outputs_WSD.float() - self.outputs_WSD
         return 0.5 * float((change_WSD * self.gradient_WSD).sum(-1).square().double().mean())
 
@@ -42,10 +44,10 @@ def layer_gradients(
     seed: int = 0,
     media: Media = (),
 ) -> Iterator[LayerGradient]:
-    """Yield every layer, from the last to the first. Memory: the inputs of all layers.
+    """Yield the gradient of every layer, from the last to the first.
 
-    `media`: images of each window; (): there are none. Predictions of an image's tokens do not
-    count.
+    The inputs of all layers are in memory. `media`: images of each window, or (): no images.
+    Predictions of image tokens are not part of the loss.
     """
     hidden = HiddenStates(ids_WS, model.get(model.layer_map.embedding), runner, media=media)
     inputs = []
@@ -82,7 +84,7 @@ def _back(
     gradient_WSD: torch.Tensor,
     media: Media,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs, gradient by the inputs)."""
+    """Run one layer forward and backward; return its outputs and the gradient of its inputs."""
     inputs_WSD = inputs_WSD.detach().to(runner.device).requires_grad_()
     outputs_WSD = runner.run(module, layer, inputs_WSD, grad=True, media=media)
     outputs_WSD.backward(gradient_WSD.to(outputs_WSD.dtype))
@@ -96,7 +98,7 @@ def _head_gradient(
     counts_WS: torch.Tensor,
     seed: int,
 ) -> torch.Tensor:
-    """Gradient of the loss by the last layer's outputs, float32."""
+    """Return d loss / d last layer's outputs, float32."""
     norm_D, head_VD = model.get(model.layer_map.last_norm), model.head()
     head_VD = head_VD.to(runner.device, runner.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +106,7 @@ def _head_gradient(
     for hidden_SD, counts_S in zip(hidden_WSD, counts_WS, strict=True):
         hidden_SD = hidden_SD.detach().to(runner.device).requires_grad_()
         logits_SV = runner.final_logits(hidden_SD, norm_D, head_VD, grad=True).float()
-        # Drawn on the CPU: the same on every device.
+        # Drawn on the CPU, so that labels do not depend on the device.
         chance_SV = logits_SV.detach().softmax(-1).cpu()
         label_S = torch.multinomial(chance_SV, 1, generator=generator).squeeze(-1)
         loss_S = torch.nn.functional.cross_entropy(

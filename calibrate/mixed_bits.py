@@ -1,9 +1,11 @@
-"""Choose the bits of each linear within a budget, so that the loss is smallest.
+"""Choose the bits of each linear within a budget of mean bits, to minimize the loss.
 
-Each matrix that servers load as one is rounded alone, to each number of bits, and the layer runs on
-some of the data. The change of the model's predictions, estimated with the loss's gradient, is the
-cost of these bits. Costs of different matrices are assumed to add up; the choice is then exact (a
-knapsack). Legend: W windows, S tokens, D hidden size.
+One matrix at a time (linears that servers fuse count as one) is rounded to each number of bits, and
+its layer runs on some of the data. The change of the model's predictions, estimated with the
+gradient of the loss, is the cost of this number of bits. Costs of different matrices are assumed to
+add up; under this assumption the choice is optimal (a knapsack).
+
+Legend: W windows, S tokens, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +25,13 @@ from formats.scheme import QuantSpec, Scheme
 
 CANDIDATE_BITS = (2, 3, 4, 6, 8)
 SCALE_BITS = 16
-TOKENS = 4096  # of the data on which costs are measured
-MAX_UNITS = 200_000  # of the budget; with more, sizes are rounded up to a whole unit
+TOKENS = 4096  # number of calibration tokens on which costs are measured
+MAX_UNITS = 200_000  # resolution of the budget; beyond it, sizes are rounded up to larger units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One matrix: its linears, and the cost of each number of bits."""
+    """One matrix, made of one or more fused linears, with the cost of each number of bits."""
 
     names: tuple[str, ...]
     weights: int  # number of weights
@@ -44,9 +46,9 @@ def mixed_overrides(
     bits: float,
     device: str,
 ) -> list[tuple[str, Scheme]]:
-    """Scheme of each linear for a mean of `bits` per weight, scales included, as overrides.
+    """Return overrides with a scheme per linear, for a mean of `bits` per weight with scales.
 
-    `schemes` are the linears that may change. Raises SchemeError if the budget cannot be met.
+    `schemes`: the linears that may change. Raises SchemeError if the budget cannot be met.
     """
     if scheme.weight.type != "int" or scheme.activation is not None:
         raise SchemeError(
@@ -62,16 +64,17 @@ def mixed_overrides(
 
 
 def size_per_weight(spec: QuantSpec, bits: int) -> float:
-    """Bits on disk per weight: the code, and its part of the scale and the zero point."""
+    """Return the bits per weight on disk, including scale and zero point divided by the group."""
     if spec.group_size < 1:
         return float(bits)
     return bits + (SCALE_BITS + (0 if spec.symmetric else bits)) / spec.group_size
 
 
 def choose(choices: Sequence[Choice], spec: QuantSpec, bits: float) -> list[int]:
-    """Bits of each matrix with the exact minimum of the cost within the budget.
+    """Return the bits of each matrix that minimize the total cost within the budget.
 
-    Raises SchemeError if even the fewest bits exceed it.
+    `bits`: the budget as mean bits per weight, scales included. Raises SchemeError if even the
+    fewest bits exceed it.
     """
     total = sum(choice.weights for choice in choices)
     per_weight = {b: size_per_weight(spec, b) for b in CANDIDATE_BITS}
@@ -93,7 +96,7 @@ def choose(choices: Sequence[Choice], spec: QuantSpec, bits: float) -> list[int]
             f"is too few: even {min(CANDIDATE_BITS)} bits take {min(per_weight.values()):.3f}",
             "use more bits, or larger groups",
         )
-    best = numpy.zeros(budget + 1)  # least cost of the matrices so far, by units
+    best = numpy.zeros(budget + 1)  # least cost of the matrices so far, by units spent
     taken = []
     for choice, each in zip(choices, sizes, strict=True):
         found = numpy.full(budget + 1, numpy.inf)
@@ -122,7 +125,7 @@ def measure(
     spec: QuantSpec,
     device: str,
 ) -> list[Choice]:
-    """Cost of every number of bits for every matrix, layer by layer."""
+    """Measure the cost of every number of bits for every matrix, layer by layer."""
     layer_map = model.layer_map
     data = data.first(max(1, TOKENS // data.ids_WS.shape[1]))
     dtype = LayerRunner(model, layer_map, device).dtype

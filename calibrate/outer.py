@@ -1,9 +1,9 @@
-"""Head and input embedding in codes, where asked; by default they stay in float.
+"""Quantize the output head and the input embedding, if requested; by default they stay in float.
 
-The embedding is rounded first, so that layers are calibrated on its rows. The head is solved last,
-on its own inputs: what the last norm makes of the quantized model's hidden states. A tied head with
-codes of its own is written next to the embedding, and the two are no longer one matrix. A tied
-embedding in codes is the head, too.
+The embedding is rounded first, so that the layers are calibrated on its rounded rows. The head is
+solved last, on its own inputs: the last norm's outputs in the quantized model. If a tied head is
+quantized alone, it is written next to the float embedding and the two are no longer tied. If a tied
+embedding is quantized, the head uses the same codes.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ FLAGS = {HEAD: "--quantize-head", EMBEDDING: "--quantize-embedding"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
-    """Schemes of head and embedding in a run, and their codes once they are solved."""
+    """Schemes of head and embedding in a run, and their codes after they are solved."""
 
     schemes: dict[str, Scheme]  # module -> its scheme; empty: both stay in float
     shapes: dict[str, tuple[int, int]]  # [V, D] of the same modules
@@ -42,7 +42,7 @@ class Outer:
 
     @classmethod
     def of(cls, model: FloatModel, head: Scheme | None, embedding: Scheme | None) -> "Outer":
-        """Raises InputError for what cannot be written or read back."""
+        """Check the requested schemes. Raises InputError if one cannot be written or read back."""
         wanted = {HEAD: head, EMBEDDING: embedding}
         schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
         names = model.layer_map
@@ -71,20 +71,20 @@ class Outer:
 
     @property
     def overrides(self) -> list[tuple[str, Scheme]]:
-        """Schemes by patterns that match one module each."""
+        """Return overrides, each with a pattern that matches one module."""
         return [(f"re:^{module}$", scheme) for module, scheme in self.schemes.items()]
 
     @property
     def unties(self) -> bool:
-        """True if a tied head gets codes of its own."""
+        """True if a tied head is quantized, and so separated from the embedding."""
         return self.is_tied and HEAD in self.schemes
 
     def check(self, plan: Plan) -> None:
-        """Raise InputError if a module would stay in float, or a format would not be read back."""
+        """Raise InputError if the plan keeps a module in float, or its format cannot hold it."""
         for module, scheme in self.schemes.items():
             if plan.schemes[module] is None:
                 reason = plan.reasons[module]
-                remedy = "remove one of the two flags"  # `ignore` has it
+                remedy = "remove one of the two flags"  # the other one is --ignore
                 if NO_WHOLE_GROUPS in reason:
                     remedy = "give a scheme with other groups, such as w8a16-sym-g32"
                 raise InputError(f"{FLAGS[module]} {scheme}", reason, remedy)
@@ -96,9 +96,9 @@ class Outer:
                 )
 
     def solve_embedding(self, model: FloatModel, tensors: LayerState) -> None:
-        """Round the embedding to nearest: no other row can compensate a row's error.
+        """Round the embedding to nearest, because no other row could compensate a row's error.
 
-        `tensors`: those of the model that a transform rewrote.
+        `tensors`: tensors outside of layers that a transform rewrote.
         """
         if EMBEDDING not in self.schemes:
             return
@@ -122,7 +122,8 @@ class Outer:
     ) -> None:
         """Solve the head for the hidden states after the last layer.
 
-        `tensors`: those of the model that a transform rewrote. `stream` None: there is no data.
+        `tensors`: tensors outside of layers that a transform rewrote. `stream`: calibration data,
+        or None if the recipe needs none.
         """
         if HEAD not in self.schemes:
             return
@@ -138,31 +139,31 @@ class Outer:
         )
 
     def rows(self, embedding_VD: torch.Tensor) -> torch.Tensor:
-        """The embedding as the quantized model reads it."""
+        """Return the embedding that the quantized model reads: dequantized, if it was quantized."""
         if EMBEDDING not in self.solved:
             return embedding_VD
         return self.solved[EMBEDDING][0].dequantize()
 
     def head_of(self, head_VD: torch.Tensor, is_rewritten: bool) -> torch.Tensor:
-        """The head as the quantized model computes with it.
+        """Return the head that the quantized model computes with.
 
-        `is_rewritten`: a transform made it another matrix than the embedding.
+        `is_rewritten`: a transform has untied the head from the embedding.
         """
         is_table = self.is_tied and HEAD not in self.schemes and not is_rewritten
         found = self.solved.get(EMBEDDING if is_table else HEAD)
         return head_VD if found is None else found[0].dequantize().to(head_VD.device)
 
     def config_changes(self) -> dict[str, Any]:
-        """Changes of config.json."""
+        """Return the keys of config.json that change."""
         return {"tie_word_embeddings": False} if self.unties else {}
 
     def without(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rewritten tensors that are written in float."""
+        """Return the rewritten tensors without the quantized ones: they are written in float."""
         names = {f"{module}.weight" for module in self.schemes}
         return {name: tensor for name, tensor in tensors.items() if name not in names}
 
     def warnings(self) -> tuple[str, ...]:
-        """Remarks for the report."""
+        """Return warnings for the report."""
         if not self.unties:
             return ()
         return (

@@ -1,6 +1,6 @@
 """Quantize a float model folder into a quantized one, one decoder layer at a time.
 
-At any time this holds one layer, the calibration data's hidden states and the shard being filled,
+Memory holds one layer, the hidden states of the calibration data and the shard being filled,
 whatever the model's size. An interrupted run resumes.
 """
 
@@ -72,40 +72,41 @@ def quantize_checkpoint(
     folded into them. `target` appears only when it is complete and has been read back.
 
     `recipe` is a name in RECIPES, or a Recipe of your own. An unfinished run with your own Recipe
-    resumes only if it has the same `version`. "rtn" needs no data.
+    resumes only if the Recipe has the same `version`. "rtn" needs no data.
 
     `output_format` None: the scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py
     and formats/architecture/padding.py.
 
     `bits`: mean bits per weight. Each linear gets 2 to 8 bits according to its sensitivity
-    (calibrate/mixed_bits.py); `scheme` then sets groups and symmetry. `fit_groups` replaces the
-    scheme's groups by the largest of 128, 64 and 32 that fits every linear; None: only if
-    they would leave over a tenth of the weights in float.
+    (calibrate/mixed_bits.py); `scheme` then sets group size and symmetry. `fit_groups` True
+    replaces the scheme's group size by the largest of 128, 64 and 32 that divides every linear;
+    None does so only if the scheme's size would leave over a tenth of the weights in float.
 
-    `quantize_head` and `quantize_embedding`: schemes of these matrices, which else stay in float
+    `quantize_head` and `quantize_embedding`: schemes of these matrices; None: they stay in float
     (calibrate/outer.py).
 
-    `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer, or with
-    `kv_per_head` to every KV head. `act_order`: groups have inputs of similar magnitude, with an
-    index in the file that only some programs read.
+    `kv_cache` ("int8" or "fp8") writes scales for such a KV cache, one per layer, or one per KV
+    head with `kv_per_head`. `act_order`: group inputs of similar magnitude; the file then has a
+    group index that only some programs support.
 
-    `moe_calibrate_all_experts`: for statistics, every token passes through every expert of a
-    mixture; the layer's output is still that of the experts that the router chose. `adapter`: a
-    PEFT folder whose terms are added during calibration. `input_scales`, by linear, override the
-    scales of static activations from the data.
+    `moe_calibrate_all_experts`: collect statistics of every token at every expert; the layer's
+    output is still that of the routed experts. `adapter`: a PEFT folder with a LoRA adapter that is
+    applied during calibration. `input_scales`: scales of static activations by linear, instead of
+    scales from the data.
 
-    `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts, if
-    data is needed. `chats` reads chats with images, as qserve/multimodal/calibration.py does; None:
-    such data is refused. `bos`: windows begin as the tokenizer begins a text. `spill` is a folder
-    for the data's hidden states, to save memory. Quality is measured on `eval_text`, or else on
-    `quality_windows` windows of the package's held-out texts (quality/card.py).
+    `calibration` is a file, a data set's name, or windows of token ids; None: the texts of the
+    package, if data is needed. `chats` reads chats with images, as qserve/multimodal/calibration.py
+    does; None: chats with images are refused. `bos`: begin every window as the tokenizer begins a
+    text. `spill`: a folder that holds the data's hidden states, to save memory. Quality is measured
+    on `eval_text`, or else on `quality_windows` windows of the package's held-out texts
+    (quality/card.py).
 
-    Several devices in `device`, or "all" GPUs, divide the windows and a layer's linears
-    (calibrate/devices.py); a solver of your own must then be thread-safe. `quantizer`
-    ("tool:version") and `settings` are recorded.
+    With several devices in `device`, or "all" GPUs, the devices divide the windows and a layer's
+    linears (calibrate/devices.py); a solver of your own must then be thread-safe. `quantizer`
+    ("tool:version") and `settings` are recorded in the result.
 
     Raises InputError for anything that the user can fix, if possible before the first weight is
-    read; nothing is left behind then.
+    read; then no file is left behind.
     """
     run = prepare(
         RunSettings(

@@ -1,6 +1,6 @@
-"""Recipes: the transforms that prepare a model's weights, and the solver that quantizes them.
+"""Recipes: transforms that prepare a model's weights, and a solver that quantizes them.
 
-For your own method, pass a Recipe with your solver to quantize_checkpoint instead of a name.
+To use your own method, pass quantize_checkpoint a Recipe with your solver instead of a name.
 """
 
 from collections.abc import Iterable
@@ -20,20 +20,22 @@ from formats.scheme import FP4_TYPES, K_TYPES, Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Transforms in their order, then a solver."""
+    """A quantization method: transforms, applied in order, then a solver."""
 
     name: str
     solver: Solver
     transforms: tuple[Transform, ...] = ()
     needs_data: bool = True
-    corrects: bool = False  # the solver also needs the float model's inputs (statistics' drift)
-    floats: bool = False  # it can make float8 weights, not only integer codes
-    tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
-    act_order: bool = False  # the solver groups inputs freely, with an index in the file
-    # Some windows are held out of the statistics. A linear whose solution is worse on these than
-    # rounding to nearest is rounded, and factors of a transform that are worse are left out.
+    corrects: bool = False  # statistics include the drift from the float model's inputs
+    floats: bool = False  # the solver supports float8 weights, not only integer codes
+    tuning: Tuning | None = None  # tunes each layer as a whole, after its linears are solved
+    act_order: bool = False  # the solver groups inputs freely; the file stores a group index
+    # Hold some windows out of the statistics. A linear whose solution is worse on these windows
+    # than rounding to nearest is rounded to nearest, and transform factors that are worse are
+    # dropped.
     guarded: bool = False
-    # Of your own code and its settings; change it with them. A run without one does not resume.
+    # Version of your own solver and its settings. Change it when they change. Without a version an
+    # interrupted run does not resume.
     version: str = ""
 
     def __post_init__(self) -> None:
@@ -91,9 +93,9 @@ RECIPES: dict[str, Recipe] = {
 
 
 def with_act_order(recipe: Recipe) -> Recipe:
-    """Recipe variant with groups of inputs of similar magnitude.
+    """Return the variant of a recipe that groups inputs of similar magnitude.
 
-    Raises InputError without a solver.
+    Raises InputError if the recipe's solver does not support this.
     """
     if not _takes_order(recipe.solver):
         able = ", ".join(row.name for row in RECIPES.values() if _takes_order(row.solver))
@@ -105,20 +107,23 @@ def with_act_order(recipe: Recipe) -> Recipe:
 
 
 def _takes_order(solver: Solver) -> bool:
-    """True if the solver accepts any order of inputs, and none is chosen yet."""
+    """Return True if the solver has an `order` parameter that is not bound yet."""
     function, _, keywords = _call_of(solver)
     return function in ORDERED and "order" not in keywords
 
 
 def _call_of(solver: Solver) -> tuple[Solver, tuple[Any, ...], dict[str, Any]]:
-    """A solver's function and what is bound to it: partial objects do not compare by these."""
+    """Return a solver's function and bound arguments, because partial objects compare by identity.
+
+    They are used to compare solvers.
+    """
     if isinstance(solver, partial):
         return solver.func, solver.args, solver.keywords
     return solver, (), {}
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """Recipe by name; a Recipe object is returned unchanged. Raises InputError."""
+    """Return the recipe of a name, or a Recipe object unchanged. Raises InputError."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in RECIPES:
@@ -127,9 +132,10 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def identity_of(recipe: Recipe) -> str | None:
-    """Name of a built-in recipe; name, version and settings of a user's; None without a version.
+    """Return a text that identifies a recipe when a run resumes.
 
-    A solver that was changed must not continue the layers of an unfinished run.
+    It is the name of a built-in recipe; name, version and settings of a user's; or None for a
+    user's recipe without a version, because a changed solver must not continue an unfinished run.
     """
     ours = RECIPES.get(recipe.name.removesuffix(ACT_ORDER))
     if ours is not None and recipe.act_order and _takes_order(ours.solver):
@@ -144,7 +150,7 @@ def identity_of(recipe: Recipe) -> str | None:
 
 
 def check_keeps_embeddings(recipe: Recipe) -> None:
-    """Raise InputError if a vision tower's rows would not fit the changed embeddings."""
+    """Raise InputError if the recipe changes token embeddings: image embeddings would not match."""
     if any(transform.on_model is not None for transform in recipe.transforms):
         raise InputError(
             f"recipe {recipe.name}",
@@ -155,7 +161,7 @@ def check_keeps_embeddings(recipe: Recipe) -> None:
 
 
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
-    """Raise InputError if a built-in recipe cannot make one of the schemes' weights."""
+    """Raise InputError if a built-in recipe does not support one of the schemes."""
     for scheme in schemes:
         if scheme.weight.type in K_TYPES:
             if recipe.tuning is not None:
@@ -180,19 +186,25 @@ def _makes_float8(recipe: Recipe) -> bool:
 
 
 def _makes_fp4(recipe: Recipe) -> bool:
-    """True if its solver knows 4-bit floats; tuning and searches of factors know integers."""
+    """Return True if the recipe supports 4-bit floats.
+
+    Tuning and transforms that search factors support integers only.
+    """
     is_able = recipe.floats or recipe.solver in (*ORDERED, rtn.solve_weighted)
     searches = any(transform.on_statistics is not None for transform in recipe.transforms)
     return is_able and not searches and recipe.tuning is None
 
 
 def default_recipe(scheme: Scheme) -> str:
-    """Sensible default: weight-only 8-bit schemes are accurate when rounded to nearest."""
+    """Return the name of a scheme's default recipe.
+
+    Weight-only 8-bit schemes are accurate when rounded to nearest.
+    """
     if scheme.weight.type in ("int", *K_TYPES, *FP4_TYPES) and scheme.weight.bits <= 4:
         return "gptaq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 
 
 def integer_activations(scheme: Scheme) -> int | None:
-    """Bits of a scheme with integer activations, else None."""
+    """Return the activation bits of a scheme with integer activations, else None."""
     return 8 if scheme.activation is not None and scheme.activation.type == "int" else None

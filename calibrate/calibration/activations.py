@@ -1,4 +1,4 @@
-"""Simulated activation quantization, in floating point: for searches and evaluation.
+"""Simulate activation quantization in floating point, for searches and evaluation.
 
 Legend: K inputs, G groups, L inputs of a group.
 """
@@ -9,12 +9,12 @@ from formats.in_memory.fp4 import FP8_LARGEST, FP8_SCALE, LARGEST, nearest_numbe
 from formats.numerics.microscaled import shared_exponents
 from formats.scheme import FP8_MAX, ActivationSpec
 
-# Largest product of NVFP4's two factors within the tensor: a float8 scale and a number
+# Largest NVFP4 value before the tensor's scale: largest float8 scale times largest FP4 number
 NVFP4_LARGEST = FP8_LARGEST * LARGEST
 
 
 def fake_quantize_tokens(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Round each token's vector [..., K] to its own symmetric grid, and dequantize it."""
+    """Quantize each token's vector [..., K] with a symmetric scale per token, and dequantize it."""
     largest = 2 ** (bits - 1) - 1
     step = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / largest
     return ((x.float() / step).round_().clamp_(-largest, largest) * step).to(x.dtype)
@@ -23,9 +23,9 @@ def fake_quantize_tokens(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
 def fake_quantize_groups(
     x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round inputs [..., K] as a scheme of MICROSCALED does, and dequantize them.
+    """Quantize inputs [..., K] as a MICROSCALED scheme does, and dequantize them.
 
-    `scale`: the calibrated one of NVFP4.
+    `scale`: the calibrated tensor scale, required for NVFP4.
     """
     groups_GL = x.float().unflatten(-1, (-1, spec.group_size))
     largest_G1 = groups_GL.abs().amax(-1, keepdim=True)

@@ -1,7 +1,8 @@
-"""LoRA adapter that runs along with a layer's linears during calibration; it is never written.
+"""Apply a LoRA adapter to a layer's linears during calibration.
 
-The linears then see the inputs that they will see in service, and their codes are chosen for them.
-Only the base weights are quantized; the adapter's folder stays separate.
+The linears then get the inputs that they will get when the model is served with the adapter, and
+their codes are chosen for these inputs. Only the base weights are quantized and written; the
+adapter's folder stays separate.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ def read_checked(
     *,
     pads: bool,
 ) -> LoraAdapter:
-    """Read the adapter of a model. Raises InputError if the result would not fit it."""
+    """Read a model's adapter. Raises InputError if it would not fit the quantized model."""
     if recipe.transforms:
         raise InputError(
             "`adapter`",
@@ -42,7 +43,7 @@ def read_checked(
 
 
 def check_counts(recipe: Recipe, needs_data: bool) -> None:
-    """Raise InputError if an adapter would have no effect."""
+    """Raise InputError if the recipe reads no data, because an adapter would have no effect."""
     if not needs_data:
         raise InputError(
             "`adapter`",
@@ -52,7 +53,7 @@ def check_counts(recipe: Recipe, needs_data: bool) -> None:
 
 
 def adapter_digest(adapter: LoraAdapter) -> str:
-    """SHA-256 of all terms of an adapter."""
+    """SHA-256 of all low-rank matrices and scales of an adapter."""
     return combined(
         f"{name} {pair.scale} {tensor_digest(pair.a_rK)} {tensor_digest(pair.b_Nr)}"
         for name, pair in sorted(adapter.pairs.items())
@@ -62,18 +63,18 @@ def adapter_digest(adapter: LoraAdapter) -> str:
 def put_beside(
     module: nn.Module, prefix: str, adapter: LoraAdapter, dtype: torch.dtype, device: str
 ) -> None:
-    """Make the linears of a layer's module add the adapter's terms.
+    """Add hooks to the linears of a layer's module that add the adapter's outputs.
 
-    Call before adding other hooks.
+    Call this before adding other hooks.
     """
     for name, linear in module.named_modules():
         pair = adapter.pairs.get(f"{prefix}.{name}")
         if pair is not None:
-            _Beside(pair, dtype, device).hook(linear)
+            _AdapterHooks(pair, dtype, device).hook(linear)
 
 
-class _Beside:
-    """Hooks of one linear. They keep its input before anything rounds it."""
+class _AdapterHooks:
+    """Hooks of one linear. They keep the linear's input from before later hooks round it."""
 
     def __init__(self, pair: LoraPair, dtype: torch.dtype, device: str) -> None:
         self._a_rK, self._b_Nr = (each.to(device, dtype) for each in (pair.a_rK, pair.b_Nr))

@@ -1,4 +1,4 @@
-"""Hidden states of all windows between two layers, and what solvers need of each layer's inputs.
+"""Hidden states of all windows between two layers, and statistics of each layer's inputs.
 
 Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
 """
@@ -37,7 +37,7 @@ def batch_windows(length: int) -> int:
 class HiddenStates:
     """Hidden states of all windows between two layers, [W, S, D], in memory or in a file.
 
-    D counts carried channels, too (carried.py).
+    D includes carried channels (carried.py).
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class HiddenStates:
         before_batch: Callable[[], None] = lambda: None,
         media: Sequence[WindowMedia | None] = (),
     ) -> None:
-        """Embed the windows. `spill`: folder for the states, to save memory.
+        """Embed the windows. Raises InputError for a token or a position that the model lacks.
 
-        `media`: images of each window; (): there are none.
+        `spill`: folder for a file that holds the states, to save memory. `media`: images of each
+        window, or (): there are no images.
         """
         self.media = media
         if int(ids_WS.max()) >= embedding_VD.shape[0]:
@@ -90,7 +91,7 @@ class HiddenStates:
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[tuple[torch.Tensor, Media]]:
-        """Views of whole windows, [B, S, D], and their images."""
+        """Yield batches of whole windows: views of the states, [B, S, D], and their images."""
         for number, batch_BSD in enumerate(self.states_WSD.split(self.batch)):
             self.before_batch()
             first = number * self.batch
@@ -113,13 +114,13 @@ class HiddenStates:
 
 
 def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor in an unlinked file, which disappears with the process. Raises DiskError."""
+    """Return a tensor in an unlinked file, which disappears with the process. Raises DiskError."""
     size = math.prod(shape)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            # Allocate all blocks now: a later write to the mapping without disk space would be
-            # fatal.
+            # Allocate all blocks now: a later write to the mapping on a full disk would kill the
+            # process.
             os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
     except OSError as error:
@@ -133,10 +134,10 @@ def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 def empty_statistics(
     runner: LayerRunner, layer: int, state: Mapping[str, torch.Tensor], all_experts: bool = False
 ) -> dict[str, InputStatistics]:
-    """Empty statistics of each linear's input by local name, on the runner's device.
+    """Return empty statistics of each linear's input, by local name, on the runner's device.
 
-    Linears that share an input share the object; with `all_experts`, so do all experts that read
-    the layer's input.
+    Linears that share an input share one object. With `all_experts`, all experts that read the
+    layer's input share one object, too.
     """
     statistics: dict[str, InputStatistics] = {}
     of_experts: InputStatistics | None = None
@@ -164,11 +165,12 @@ def add_statistics(
     turns: Turns | None = None,
     held_every: int = 0,
 ) -> None:
-    """Run the layer over windows and add its linears' inputs to `statistics`.
+    """Run the layer over the windows of `hidden` and add its linears' inputs to `statistics`.
 
-    If other devices add to them at the same time, `numbers` are the indices of the batches in all
-    of the data. `turns` makes each device wait for the batch before, so that sums equal those of
-    one device. The last of `held_every` windows is held out; 0: none is.
+    `reference`: the float model's states of the same windows. `numbers`: indices of these batches
+    in the whole data, if other devices add to the statistics at the same time; `turns` then makes
+    each device wait for the preceding batch, so that sums equal those of one device. Of every
+    `held_every` windows the last is held out; 0: none.
     """
     inputs: dict[InputStatistics, torch.Tensor] = {}
     hooks, shared = [], []
@@ -184,7 +186,7 @@ def add_statistics(
     def run(
         batch_BSD: torch.Tensor, media: Media, chosen_B: torch.Tensor
     ) -> dict[InputStatistics, torch.Tensor]:
-        """Inputs by statistics. A batch may have no token for an expert."""
+        """Return the input that each statistics object gets; experts without a token are absent."""
         inputs.clear()
         if chosen_B.any():
             kept = batch_BSD if chosen_B.all() else batch_BSD[chosen_B]
@@ -195,7 +197,7 @@ def add_statistics(
     def run_reference(
         batch_BSD: torch.Tensor | None, media: Media, chosen_B: torch.Tensor
     ) -> dict[InputStatistics, torch.Tensor]:
-        """The float model's inputs, of linears that read the same tokens in both models."""
+        """Return the float model's inputs, except of experts, which may get other tokens in it."""
         found = {} if batch_BSD is None else run(batch_BSD, media, chosen_B)
         return {stats: x for stats, x in found.items() if not stats.is_routed}
 
@@ -213,7 +215,7 @@ def add_statistics(
             apart = run(batch_BSD, media, held_B)
             held = {s: HeldOut.of(x, expected.get(s)) for s, x in apart.items()}
         for stats in shared:
-            # The turn of an expert without a token passes all the same.
+            # An expert without a token must take its turn, too, or the next batch would wait.
             with nullcontext() if turns is None else turns.of(stats, number):
                 if stats in sums:
                     stats.add(sums[stats])
@@ -225,7 +227,7 @@ def add_statistics(
 
 
 def held_out_windows(count: int, first: int, every: int) -> torch.Tensor:
-    """True for windows that are held out, [B]; `first` is the index of the first in the data."""
+    """Mask [B] of held-out windows; `first` is the index of the first window in the data."""
     if not every:
         return torch.zeros(count, dtype=torch.bool)
     return (torch.arange(count) + first) % every == every - 1

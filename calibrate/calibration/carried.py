@@ -1,12 +1,16 @@
-"""Carried: extra channels of hidden states, for other inputs of layers, as in Gemma 4 E2B and E4B.
+"""Carried: extra channels of hidden states, for layers that read more than hidden states.
 
-A layer reads an input of each token (LayerInputs), and the last layers read keys and values of
-earlier ones; Gemma 3n's layers read several streams of hidden states. Further streams, tokens, keys
-and values are channels after those of the hidden states, in this order. So they pass through
-everything that takes a layer's inputs or outputs, and so do gradients.
+In Gemma 4 E2B and E4B every layer also reads a per-layer input of each token (LayerInputs), and the
+last layers read keys and values of earlier layers. Gemma 3n's layers read several streams of hidden
+states. These values are stored as channels after the D channels of the hidden states, in this
+order: further streams, token ids, keys and values. So all code that handles a layer's inputs and
+outputs, and also gradients, handles them unchanged.
 
-Legend: B windows, S tokens of a window, D hidden size, X channels with those that are carried, U
-different tokens, L layers, P width of a layer's input, J KV heads, H head dim, N streams.
+Legend:
+B: windows, S: tokens of a window
+D: hidden size, X: D plus carried channels, N: streams
+U: distinct tokens, L: layers, P: width of a layer's input
+J: KV heads, H: head dim
 """
 
 from collections.abc import Mapping
@@ -21,13 +25,13 @@ from formats.architecture.family import STREAMS
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 
-# A token's number in channels of 6 bits each, below 1: every dtype holds them.
+# A token id is stored in 4 channels of 6 bits each, divided by 64: exact in every dtype.
 DIGITS, BASE = 4, 64
-LEAST_SQUARE = 1e-5  # of a stream's mean square
+LEAST_SQUARE = 1e-5  # lower bound of a stream's mean square
 
 
 class Carried:
-    """Channels of one model, and the inputs of layers for the tokens seen so far."""
+    """Carried channels of one model, and the per-layer inputs of all tokens seen so far."""
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class Carried:
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        """`reader`: of the tensors outside of layers. `config`: with transformers' defaults."""
+        """`reader` reads tensors outside of layers. `config` includes transformers' defaults."""
         row, self._kinds = layer_map.family, config["layer_types"]
         self._device, self._dtype, self._eps = device, dtype, row.norm_eps(config)
         self.hidden_size = config["hidden_size"]
@@ -52,7 +56,7 @@ class Carried:
             prefix = "global_" if row.kind_of_layer(layer, config).full else ""
             heads = config["num_global_key_value_heads" if prefix else "num_key_value_heads"]
             self._heads[self._kinds[layer]] = (heads, config[f"{prefix}head_dim"])
-        # matrices [D, D] that make streams 1, 2, ..., and that lead back from them
+        # matrices [D, D] that project into streams 1, 2, ..., and back from them
         self._into: list[torch.Tensor] = []
         self._back: list[torch.Tensor] = []
         if row.streams:
@@ -68,7 +72,7 @@ class Carried:
         if inputs is not None:
             self._table, self._layer_width = inputs.table, config[inputs.width_key]
             self._entries = reader.entries
-            # rows of the table; later tokens have those of token 0
+            # rows of the table; tokens beyond it use the row of token 0
             self._num_rows = config.get("vocab_size_per_layer_input") or config["vocab_size"]
             self._projection = reader.get(f"{inputs.model_projection}.weight").to(device, dtype)
             self._norm_P = reader.get(inputs.model_norm).to(device, torch.float32)
@@ -79,9 +83,9 @@ class Carried:
     def start(
         self, ids_S: torch.Tensor, rows_SD: torch.Tensor, is_image_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the embeddings of a window with the carried channels [S, X]. No layer has run.
+        """Return the first layer's input of a window: embeddings and carried channels, [S, X].
 
-        `is_image_S`: tokens whose rows come from a vision tower; None: there are none.
+        `is_image_S`: mask of tokens whose embeddings come from a vision tower; None: no images.
         """
         if self._inputs_ULP is not None:
             stored_S, ids_S = ids_S, self._numbered(ids_S, is_image_S)
@@ -96,7 +100,7 @@ class Carried:
         return torch.cat([made, zeros], -1)
 
     def inputs(self, hidden_BSX: torch.Tensor) -> torch.Tensor:
-        """Return what a layer takes as its hidden states: [B, S, D], or [N, B, S, D]."""
+        """Return a layer's hidden states: [B, S, D], or [N, B, S, D] with several streams."""
         if not self._into:
             return hidden_BSX[..., : self.hidden_size]
         return torch.stack(hidden_BSX[..., : self._first].split(self.hidden_size, -1))
@@ -113,7 +117,7 @@ class Carried:
         return torch.stack([first_SD, *led]).mean(0)
 
     def _numbered(self, ids_S: torch.Tensor, is_image_S: torch.Tensor | None) -> torch.Tensor:
-        """Return tokens of which those of images are new ones: each has inputs of its own."""
+        """Give each image token an unused id, because its per-layer input depends on the image."""
         count = 0 if is_image_S is None else int(is_image_S.sum())
         if not count:
             return ids_S
@@ -127,9 +131,9 @@ class Carried:
     def _add_tokens(
         self, ids_S: torch.Tensor, rows_SD: torch.Tensor, stored_S: torch.Tensor
     ) -> None:
-        """Compute the inputs of all layers for tokens that are new, as transformers does.
+        """Compute the per-layer inputs of tokens not seen before, as transformers does.
 
-        `stored_S`: the tokens whose rows of the table they have.
+        `stored_S`: for each token, the token whose row of the table is used.
         """
         ids_S = ids_S.cpu()
         new = {int(token): at for at, token in enumerate(ids_S) if self._place_V[token] < 0}
@@ -158,9 +162,9 @@ class Carried:
         self._inputs_ULP = torch.cat([self._inputs_ULP, inputs_ULP])
 
     def arguments(self, hidden_BSX: torch.Tensor, layer: int) -> dict[str, Any]:
-        """Return what a layer of transformers takes besides the hidden states.
+        """Return the arguments of a transformers layer besides the hidden states.
 
-        The layer puts its keys and values into `shared_kv_states` if others read them.
+        If later layers read its keys and values, the layer stores them in `shared_kv_states`.
         """
         found: dict[str, Any] = {"shared_kv_states": {}}
         if self._inputs_ULP is not None:
@@ -185,7 +189,7 @@ class Carried:
         layer: int,
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Return a layer's outputs with the carried channels, its keys and values among them."""
+        """Return a layer's outputs with carried channels, updated with its shared keys, values."""
         output_BSD = torch.cat(list(output), -1) if self._into else output
         carried = hidden_BSX[..., self._first :]
         if layer not in self._sources:
@@ -199,7 +203,7 @@ class Carried:
         return torch.cat(parts, -1)
 
     def _parts(self, kind: str) -> tuple[slice, slice]:
-        """Channels of the keys, and of the values, that layers of a kind share."""
+        """Channels of the keys, and of the values, that layers of one attention type share."""
         start = self._first + DIGITS
         for each, (J, H) in self._heads.items():
             if each == kind:
@@ -209,7 +213,7 @@ class Carried:
 
 
 def _as_large_as(x_SD: torch.Tensor, target_SD: torch.Tensor) -> torch.Tensor:
-    """Return x with the root mean square of the target in each row, as transformers does."""
+    """Scale each row of x to the root mean square of the target's row, as transformers does."""
     root = target_SD.square().mean(-1, keepdim=True).sqrt()
     return x_SD * root / x_SD.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
 
@@ -221,7 +225,7 @@ def carried_of(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Carried | None:
-    """Return the carried channels of a model; None: its layers read hidden states alone."""
+    """Return the carried channels of a model, or None if layers read only hidden states."""
     row = layer_map.family
     layers = range(layer_map.num_layers(config))
     shares = any(row.kv_source(layer, config) is not None for layer in layers)

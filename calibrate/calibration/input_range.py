@@ -1,8 +1,10 @@
-"""Range of a static activation: one scale for everything that a linear will read.
+"""Choose the scale of a static activation: one scale for all inputs of a linear.
 
-The largest value of the data is a safe but poor choice: a few tokens have outliers, and all others
-would be rounded coarsely. Instead the scale minimizes the squared error of the linears' outputs on
-a sample of the data; larger values are clipped. Legend: T tokens, K inputs, N outputs.
+A scale for the largest value of the data is safe but poor: a few tokens have outliers, and all
+other values would be rounded coarsely. Instead the scale minimizes the squared error of the
+linears' outputs on a sample of the data; larger values are clipped.
+
+Legend: T tokens, K inputs, N outputs.
 """
 
 from collections.abc import Sequence
@@ -14,16 +16,17 @@ from calibrate.calibration.statistics import InputStatistics
 from formats.numerics.activation import LARGEST, MIN_INPUT_SCALE
 from formats.scheme import ActivationSpec
 
-# Fractions of the largest value to try: down to a fiftieth of it.
+# Fractions of the largest value to try, down to about a fiftieth.
 FRACTIONS = tuple(0.88**i for i in range(31))
 
 
 def static_scale(
     stats: InputStatistics, activation: ActivationSpec, weights: Sequence[torch.Tensor] = ()
 ) -> float:
-    """Scale for one input. `weights` [N, K] are those of all linears that read it.
+    """Return the scale of one input.
 
-    An error is weighted by its effect on their outputs; without weights, all inputs count equally.
+    `weights` [N, K]: the weights of all linears that read the input. Rounding errors are weighted
+    by their effect on the outputs of these linears; without weights, all channels count equally.
     """
     if stats.num_tokens == 0:
         stats.notes.append(
@@ -37,7 +40,7 @@ def static_scale(
         )
     divisor = NVFP4_LARGEST if activation.bits == 4 else LARGEST[activation.type]
     full = max(largest / divisor, MIN_INPUT_SCALE)
-    # float8 has the same relative precision at any scale
+    # Float8 has the same relative precision at any scale, so clipping does not help.
     if activation.type != "int" or largest == 0:
         return full
     sample_TK = stats.sample()

@@ -1,8 +1,9 @@
-"""Ranges of a layer's keys and values on calibration data, for an 8-bit KV cache.
+"""Measure the ranges of a layer's keys and values on calibration data, for an 8-bit KV cache.
 
-Both classes replace the cache of transformers' attention. It passes keys after their rotation and
-values, just as a server would store them, and continues with the returned tensors. Legend: B batch,
-J KV heads, S tokens, D head size.
+Both classes replace the cache object of transformers' attention. Attention passes rotated keys and
+values to `update`, as a server would store them, and continues with the returned tensors.
+
+Legend: B batch, J KV heads, S tokens, D head size.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from formats.codecs.kv_cache import kv_scale, round_kv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvScales:
-    """One layer's scales, float32: [1], or per head [J, 1, 1] as in compressed-tensors.
+    """KV scales of one layer, float32: [1], or per head [J, 1, 1] as in compressed-tensors.
 
     The largest magnitude in the data maps to the largest code.
     """
@@ -24,7 +25,7 @@ class KvScales:
 
 
 class KvRange:
-    """Records the largest magnitudes; changes nothing."""
+    """Cache replacement that records the largest magnitudes and returns its arguments unchanged."""
 
     def __init__(self, per_head: bool = False) -> None:
         self.per_head = per_head
@@ -38,7 +39,7 @@ class KvRange:
         return keys, values
 
     def merge(self, other: "KvRange") -> None:
-        """Add the magnitudes that another range recorded."""
+        """Take the maximum with the magnitudes that another range recorded."""
         for name, largest_J in other.largest.items():
             self._raise(name, largest_J)
 
@@ -59,7 +60,7 @@ class KvRange:
 
 @dataclass(frozen=True, slots=True)
 class RoundedKv:
-    """Returns what an 8-bit cache would return, to measure its error."""
+    """Cache replacement that rounds keys and values to 8 bits, to measure the effect."""
 
     scales: KvScales
     kv_cache: str

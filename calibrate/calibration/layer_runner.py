@@ -1,8 +1,10 @@
 """Run a float model one decoder layer at a time, with transformers' layer classes.
 
 A layer is built from its class and config.json without memory (meta device), gets its tensors, runs
-over the hidden states of all windows, and is dropped. Positions and masks are passed explicitly:
-the full model is never built. Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
+over the hidden states of all windows, and is dropped. Positions and masks are passed explicitly,
+because the full model is never built.
+
+Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
 """
 
 import copy
@@ -44,9 +46,9 @@ class LayerRunner:
         device: str,
         axis_rotary: nn.Module | None = None,
     ) -> None:
-        """`axis_rotary`: rotations of positions with three axes, of models that take images.
+        """`axis_rotary`: rotary embedding for positions with three axes (vision-language models).
 
-        Raises CheckpointError if transformers does not know the model's config.
+        Raises CheckpointError if transformers does not support the model's config.
         """
         self._axis_rotary = None if axis_rotary is None else axis_rotary.to(device)
         self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
@@ -64,7 +66,7 @@ class LayerRunner:
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
         row = layer_map.family
-        # Only the plain attention implementation has soft caps, sinks, ALiBi, GPT-J's rotation.
+        # Soft caps, sinks, ALiBi and GPT-J's rotation need transformers' "eager" attention.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         plain = row.sinks or row.rotary_dim_key or row.alibi or not model_class._supports_sdpa
         self.eager = capped or bool(plain)
@@ -85,7 +87,7 @@ class LayerRunner:
         )
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
-        self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
+        self._by_theta: dict[float, nn.Module] = {}  # for families with a theta per layer
         stated = self.raw_config.get("rotary_dim")
         if row.model_type == "minimax" and stated not in (None, self.raw_config.get("head_dim")):
             raise InputError(
@@ -93,20 +95,20 @@ class LayerRunner:
                 f"transformers rotates all of a head, not {stated} channels",
                 "give --recipe rtn",
             )
-        # Layers with rotary_dim_key have tables of their own.
+        # Layers of families with a rotary_dim_key compute their rotations themselves.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
-            # That of a model which also sees pictures has a name of its own.
+            # In vision-language models the class has another name.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
             self._rotary = rotary(config).to(device)
             if row.theta_key:
                 self._by_theta = _rotations(rotary, config, row.theta_key, device)
-        # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
-        table = reader.entries.get(layer_map.embedding)  # None: it has codes
+        # A CPU computes in float32; a GPU in the model's 16-bit dtype, with float32 statistics.
+        table = reader.entries.get(layer_map.embedding)  # None: the embedding is quantized
         stored = (table or reader.entries[layer_map.last_norm]).dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
         self._positions: dict[tuple[int, str, float | None], Any] = {}
-        # The embeddings of positions [S, D], of models that learn them.
+        # Learned position embeddings [S, D]; None: the model has none.
         self.positions_SD: torch.Tensor | None = None
         if row.positions is not None:
             table = reader.get(row.positions.name)[row.positions.offset :]
@@ -116,7 +118,7 @@ class LayerRunner:
             bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
             weight = reader.get(row.embedding_norm) if row.norm_weights else None
             self._embedding_norm = self._norm(weight, bias)
-        # What layers read besides hidden states; None: nothing.
+        # Extra channels that layers read besides hidden states; None: none.
         values = {**config.to_dict(), **self.raw_config}
         self.carried = carried_of(reader, layer_map, values, device, self.dtype)
         self._last_norm_bias = reader.get(row.last_norm_bias) if row.norm_bias else None
@@ -131,14 +133,14 @@ class LayerRunner:
     ) -> nn.Module:
         """Build the layer as a module with the tensors `state`, in the computing dtype.
 
-        `activation` is applied to the input of every linear, such as fake_quantize_tokens, or only
-        to the linears that it names. `all_experts`: every token passes through every expert, so
-        that hooks see it there; the layer's output is that of the experts that the router chose.
+        `activation`: a rounding of the inputs of all linears, such as fake_quantize_tokens, or
+        roundings by name of the linear. `all_experts`: run every token through every expert, so
+        that hooks see it there; the layer's output is still that of the routed experts.
         """
         with torch.device("meta"):
             module = with_linears(self._make_layer(layer))
-            second: tuple[str, ...] = ()  # prefixes of names of modules that have two
-            stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
+            second: tuple[str, ...] = ()  # prefixes of second names of modules with two names
+            stored: dict[str, str] = {}  # name in transformers -> name in the checkpoint
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
                 own = experts.module if hasattr(module, experts.module or "-") else "mlp"
@@ -165,7 +167,7 @@ class LayerRunner:
         for joined, parts in self.layer_map.family.joined_in_transformers.items():
             if parts[0] in state:
                 state = {**state, joined: torch.cat([state[part] for part in parts])}
-        tables = self.layer_map.family.masks  # computed, whether a file holds them or not
+        tables = self.layer_map.family.masks  # always computed, even if a file has them
         built = {
             name: weight
             for name, weight in module.state_dict().items()
@@ -200,7 +202,7 @@ class LayerRunner:
         return module.train(False).requires_grad_(False)
 
     def _fill_buffers(self, module: nn.Module, layer: int) -> None:
-        """Fill in the tables that a layer computes as it is built, and that no file holds."""
+        """Fill in buffers that a layer computes when it is built, and that no file has."""
         for name, buffer in self._make_layer(layer).named_buffers():
             parent, _, leaf = name.rpartition(".")
             if module.get_buffer(name).is_meta:
@@ -219,7 +221,7 @@ class LayerRunner:
                 factors = self._mamba_factors(self.config)
                 made.mamba.register_buffer("mup_vector", factors, persistent=False)
             return made
-        # Exceptions that layers raise on values that no check of the config rejected.
+        # What layers raise on config values that passed our checks.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "config.json",
@@ -235,9 +237,10 @@ class LayerRunner:
         grad: bool = False,
         media: Media = (),
     ) -> torch.Tensor:
-        """Run one layer on a batch of whole windows.
+        """Run one layer on a batch of whole windows and return its outputs.
 
-        `cache` observes keys and values (kv_range.py). `media`: images of each window; (): none.
+        `cache` observes or rounds keys and values (kv_range.py). `media`: images of each window, or
+        (): no images.
         """
         length = hidden_BSD.shape[1]
         kind = self._kind(layer)
@@ -249,7 +252,7 @@ class LayerRunner:
             if theta is not None:
                 rotary = self._by_theta[theta](hidden_BSD[:1], ids_1S) if theta else None
             elif self._rotary is not None:
-                # One rotary embedding per kind of layer with attention (Gemma 3), or one for all.
+                # One rotary embedding per attention type (Gemma 3), or one for all layers.
                 by_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
                 blocks = self.layer_map.family.blocks(self.raw_config, layer)
                 if blocks.attention or not by_kind:
@@ -294,9 +297,9 @@ class LayerRunner:
         return with_added(output, layer, media)
 
     def _all_keys(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """Return the keys that an earlier layer's indexer selects for each query: all of them.
+        """Return the key indices that an earlier layer's indexer would select: all keys.
 
-        Raises InputError for windows in which it would leave some out.
+        Raises InputError for windows so long that the indexer would leave keys out.
         """
         key = self.layer_map.family.indexer.count_key
         (B, S), most = hidden_BSD.shape[:2], getattr(self.config, key)
@@ -309,9 +312,9 @@ class LayerRunner:
     def _biases(
         self, hidden_BSD: torch.Tensor, mask: torch.Tensor, by_name: bool
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """ALiBi's biases as BLOOM's and Falcon's layers take them, by name, or as MPT's do.
+        """Return ALiBi's biases as layer arguments, and the mask in the form that the layer takes.
 
-        The mask is as they take it.
+        `by_name`: in the form of BLOOM and Falcon; otherwise in that of MPT.
         """
         heads = self.raw_config["num_attention_heads"]
         slopes = torch.tensor(alibi_slopes(heads), device=self.device)
@@ -328,7 +331,7 @@ class LayerRunner:
         head_VD: torch.Tensor,
         grad: bool = False,
     ) -> torch.Tensor:
-        """Last norm and head, with the divisor, factor and soft cap of models that have them."""
+        """Apply the last norm, the head, and the model's logit divisor, factor and soft cap."""
         family = self.layer_map.family
         with torch.set_grad_enabled(grad):
             logits_SV = (
@@ -344,12 +347,12 @@ class LayerRunner:
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
 
     def head_inputs(self, hidden_SD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
-        """Return the last norm's outputs, which the head reads. Any leading dimensions."""
+        """Return the last norm's outputs, which the head reads, for any leading dimensions."""
         hidden_SD = hidden_SD if self.carried is None else self.carried.merged(hidden_SD)
         return self._norm(norm_D, self._last_norm_bias)(hidden_SD)
 
     def _norm(self, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None) -> nn.Module:
-        """Return a norm like the first of a layer."""
+        """Return a norm of the class that layers use, with the given weight and bias."""
         family, config = self.layer_map.family, self.raw_config
         blocks = family.blocks(config, 0)
         with torch.device("meta"):
@@ -370,14 +373,14 @@ class LayerRunner:
     def first_states(
         self, ids_S: torch.Tensor, rows_SD: torch.Tensor, is_image_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what the first layer reads, from the embeddings of tokens, and of images."""
+        """Return the first layer's input, from the embeddings `rows_SD` of tokens and images."""
         if self._embedding_norm is not None:
             rows_SD = self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
         return rows_SD if self.carried is None else self.carried.start(ids_S, rows_SD, is_image_S)
 
     @property
     def num_carried(self) -> int:
-        """Number of channels of hidden states after the hidden size."""
+        """Number of carried channels after the hidden size."""
         return 0 if self.carried is None else self.carried.width
 
     def keeps_keys(self, layer: int) -> bool:
@@ -393,10 +396,7 @@ class LayerRunner:
         return "sliding_attention" if sliding else "full_attention"
 
     def _mask(self, length: int, kind: str) -> torch.Tensor | None:
-        """Attention mask.
-
-        None: causal, left to the attention kernel; else additive [1, 1, S, S].
-        """
+        """Return the additive attention mask [1, 1, S, S], or None for plain causal attention."""
         window = self.config.sliding_window if kind == "sliding_attention" else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
         selects = self.layer_map.family.indexer is not None  # an indexer reads the mask
@@ -414,7 +414,7 @@ class LayerRunner:
 def _rotations(
     rotary: type[nn.Module], config: Any, key: str, device: str
 ) -> dict[float, nn.Module]:
-    """Rotary embeddings by theta, of a model that lists a theta for each layer."""
+    """Build the rotary embeddings of a model that lists a theta for each layer, by theta."""
     found = {}
     for theta in sorted({theta for theta in getattr(config, key) if theta}):
         own = copy.deepcopy(config)

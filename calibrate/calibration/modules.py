@@ -1,4 +1,4 @@
-"""Modules that replace those of transformers, so that each matrix is a linear with hooks.
+"""Modules that replace transformers' own, so that every matrix is a linear that can have hooks.
 
 Legend: T tokens, D hidden size, C choices of a token.
 """
@@ -14,7 +14,7 @@ from calibrate.layer_map import LayerMap
 
 
 def with_linears(module: nn.Module) -> nn.Module:
-    """Replace GPT-2's Conv1D, whose weight is [inputs, outputs], by linears; returns the module."""
+    """Replace GPT-2's Conv1D (weight [inputs, outputs]) by linears, in place; return the module."""
     for name, each in list(module.named_modules()):
         if isinstance(each, Conv1D):
             parent, _, leaf = name.rpartition(".")
@@ -23,11 +23,11 @@ def with_linears(module: nn.Module) -> nn.Module:
 
 
 class Experts(nn.ModuleList):
-    """Expert mixture with one linear per matrix, as checkpoints store it.
+    """Routed experts with one linear per matrix, as checkpoints store them.
 
     transformers holds all experts in one tensor, where hooks cannot see a linear's input. The
-    router and the shared expert stay transformers'. With `all_tokens` an expert also runs the
-    tokens that the router did not send it, and drops their outputs.
+    router and the shared expert remain transformers' modules. With `all_tokens` every expert runs
+    on all tokens, and the outputs of tokens that were not routed to it are dropped.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Experts(nn.ModuleList):
             for _ in range(layer_map.num_experts(raw_config))
         )
         self.count = layer_map.num_experts(raw_config)
-        # The container is also a module, and iteration would return it after the experts.
+        # The activation is also a submodule, so len(self) and iteration would include it.
         self.activation = ACT2FN[getattr(config, row.activation_key or "-", row.activations[0])]
         self.all_tokens = all_tokens
 
@@ -78,7 +78,7 @@ class Experts(nn.ModuleList):
 
 
 class ScaledMixture(nn.Module):
-    """Mixture of Llama 4: the one expert of a token reads its input times the routing weight."""
+    """Llama 4's mixture of experts: a token's only expert reads input times routing weight."""
 
     def __init__(self, mixture: nn.Module) -> None:
         """`mixture`: transformers' module with `Experts` in it."""

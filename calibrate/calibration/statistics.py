@@ -1,4 +1,4 @@
-"""Statistics of one linear input on calibration data: second moments, ranges, counts.
+"""Statistics of a linear's input on calibration data: second moments, ranges, token counts.
 
 Linears that read the same input share one object. Legend: T tokens, K inputs.
 """
@@ -11,22 +11,23 @@ import torch
 
 from formats.errors import InputError
 
-# Number of tokens kept as a sample, for errors that second moments do not show.
+# Tokens kept as a sample, for errors that second moments do not show: so many of each of so many
+# batches.
 SAMPLE_PER_CALL, SAMPLE_CALLS = 32, 16
-# Held-out tokens kept per input; fewer than the second number decide nothing.
+# Held-out tokens kept per input; with fewer than FEWEST_HELD no error is reported.
 MOST_HELD, FEWEST_HELD = 2048, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Inputs of tokens that no solver fits, by which solutions are compared."""
+    """Held-out inputs, on which solutions are compared; solvers never see them."""
 
     inputs_TK: torch.Tensor
     targets_TK: torch.Tensor | None = None  # the float model's inputs; None: not known
 
     @classmethod
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "HeldOut":
-        """Evenly spaced tokens of inputs [..., K], at most MOST_HELD."""
+        """Keep evenly spaced tokens of the inputs `x` [..., K], at most MOST_HELD."""
         x_TK = x.reshape(-1, x.shape[-1])
         step = max(1, -(-x_TK.shape[0] // MOST_HELD))
         targets_TK = None
@@ -35,7 +36,7 @@ class HeldOut:
         return cls(inputs_TK=x_TK[::step].float().clone(), targets_TK=targets_TK)
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "HeldOut":
-        """Copy with both tensors changed."""
+        """Return a copy with `change` applied to both tensors."""
         targets_TK = None if self.targets_TK is None else change(self.targets_TK)
         return HeldOut(inputs_TK=change(self.inputs_TK), targets_TK=targets_TK)
 
@@ -52,7 +53,7 @@ class BatchSums:
 
     @classmethod
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "BatchSums":
-        """Sums of inputs [..., K]. Products of 16-bit inputs are exact, sums are float32."""
+        """Compute the sums of inputs [..., K]: exact products of 16-bit inputs, float32 sums."""
         x_TK = x.reshape(-1, x.shape[-1])
         moment_KK, drift_KK = _product(x_TK, x_TK), None
         if reference is not None and reference.shape == x.shape:
@@ -79,7 +80,7 @@ class InputStatistics:
         *,
         is_routed: bool = False,
     ) -> None:
-        """`is_routed`: a router chooses the tokens, so the float model's may be other ones."""
+        """`is_routed`: a router chooses the tokens, so they may differ from the float model's."""
         self.name, self.is_routed = name, is_routed
         self.num_tokens = 0
         self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
@@ -87,18 +88,18 @@ class InputStatistics:
         self.absmax_K = torch.zeros(in_features, device=device)
         self._sample: list[torch.Tensor] = []
         self._held: list[HeldOut] = []
-        self.notes: list[str] = []  # messages of a solver: raised damping and the like
-        self.cache: dict[str, object] = {}  # derived by a solver, shared by the input's linears
+        self.notes: list[str] = []  # a solver's messages, such as a raised damping
+        self.cache: dict[str, object] = {}  # derived by solvers, shared by the input's linears
 
     def update(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """Add inputs [..., K]. `reference` is the float model's input for these tokens."""
+        """Add inputs [..., K]. `reference`: the float model's inputs of the same tokens."""
         if x.numel():
             self.add(BatchSums.of(x, reference))
 
     def add(self, batch: "BatchSums") -> None:
-        """Add sums that were computed elsewhere, perhaps on another device.
+        """Add the sums of one batch, possibly from another device.
 
-        Sums are float32: another order of batches gives other last digits.
+        Sums are float32, so their last digits depend on the order of batches.
         """
         device = self.moment_KK.device
         self.moment_KK += batch.moment_KK.to(device)
@@ -112,7 +113,7 @@ class InputStatistics:
             self._sample.append(batch.sample_TK.to(device))
 
     def hold_out(self, held: HeldOut) -> None:
-        """Keep tokens out of the sums, for `held_out_error`; their range still counts."""
+        """Keep tokens for `held_out_error`, outside of the sums; only their range is counted."""
         device = self.moment_KK.device
         held = held.changed(lambda x_TK: x_TK.to(device))
         if held.inputs_TK.numel():
@@ -121,7 +122,7 @@ class InputStatistics:
             self._held.append(held)
 
     def to(self, device: torch.device | str) -> "InputStatistics":
-        """This object if it is on that device, else a copy with its own cache."""
+        """Return this object if it is on `device`, else a copy there with an empty cache."""
         moment_KK = self.moment_KK.to(device)
         if moment_KK is self.moment_KK:
             return self
@@ -134,7 +135,7 @@ class InputStatistics:
         return found
 
     def sample(self) -> torch.Tensor:
-        """Some of the tokens, float32 [T, K]."""
+        """Return the sampled tokens, float32 [T, K]."""
         return torch.cat(self._sample)
 
     @property
@@ -148,7 +149,7 @@ class InputStatistics:
         return self.moment_KK.diagonal() / max(self.num_tokens, 1)
 
     def check(self) -> None:
-        """Raise InputError, with the input's name, if an activation was NaN or infinite."""
+        """Raise InputError, naming the input, if an activation was NaN or infinite."""
         if not torch.isfinite(self.moment_KK).all():
             raise InputError(
                 self.name,
@@ -157,7 +158,7 @@ class InputStatistics:
             )
 
     def scale_(self, scale_K: torch.Tensor) -> None:
-        """Follow a change of the input from x to x / scale."""
+        """Update the statistics for a change of the input from x to x / scale."""
         inverse_K = 1 / scale_K.float().to(self.moment_KK.device)
         self.moment_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
         if self.drift_KK is not None:
@@ -186,7 +187,10 @@ class InputStatistics:
         return (error / reference) ** 0.5 if reference else 0.0
 
     def held_out_sample(self) -> torch.Tensor | None:
-        """Evenly spaced held-out tokens [T, K], as many as `sample`; None if there are too few."""
+        """Return at most as many evenly spaced held-out tokens [T, K] as `sample` has.
+
+        Returns None if there are too few.
+        """
         held = [each.inputs_TK for each in self._held]
         if sum(map(len, held)) < FEWEST_HELD:
             return None
@@ -194,14 +198,14 @@ class InputStatistics:
         return held_TK[:: -(-len(held_TK) // (SAMPLE_PER_CALL * SAMPLE_CALLS))]
 
     def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
-        """Squared output error of each row, [N], summed over the tokens seen."""
+        """Squared output error of each row, [N], summed over all calibration tokens."""
         difference_NK = difference_NK.float()
         return (difference_NK @ self.moment_KK).mul_(difference_NK).sum(1).clamp_(min=0)
 
     def relative_output_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float:
         """||X (W - Wq)^T|| / ||X W^T|| over the calibration tokens; 0 where X W^T is zero.
 
-        The result has a few exact digits: on a GPU, tensor cores compute it from bfloat16.
+        Only a few digits are exact: on a GPU, tensor cores compute the error from bfloat16.
         """
         weight_NK = weight_NK.float()
         difference_NK = weight_NK - found_NK.float()
@@ -226,6 +230,6 @@ class InputStatistics:
 def _product(left_TK: torch.Tensor, right_TK: torch.Tensor) -> torch.Tensor:
     """Sum of the tokens' outer products [K, K], float32."""
     if left_TK.is_cuda and left_TK.dtype in (torch.float16, torch.bfloat16):
-        # On tensor cores, where products of 16-bit numbers are exact as well.
+        # Tensor cores also compute exact products of 16-bit numbers.
         return torch.mm(left_TK.t(), right_TK, out_dtype=torch.float32)
     return left_TK.float().t() @ right_TK.float()

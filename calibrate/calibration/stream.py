@@ -1,8 +1,8 @@
-"""Data that flows from layer to layer: calibration windows, and text to compare models on.
+"""Stream: hidden states of calibration and evaluation windows, moved from layer to layer.
 
-Several devices have some of the windows each, in whole batches. Every batch is computed as on one
-device, and sums of batches are added in the data's order. The result is that of one device, bit for
-bit, as far as devices of a kind compute equally.
+With several devices, each has some of the windows, in whole batches. Every batch is computed as on
+one device, and sums over batches are added in the data's order. So the result equals that of one
+device bit for bit, provided that devices of the same type compute the same bits.
 """
 
 import copy
@@ -40,7 +40,7 @@ HELD_EVERY = 8  # one calibration window in this many is held out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Hidden states of one device's windows; None where it has none."""
+    """Hidden states of the windows on one device; None where the device has no such windows."""
 
     runner: LayerRunner
     calibration: HiddenStates | None
@@ -50,9 +50,9 @@ class Lane:
 
 
 class Stream:
-    """Hidden states of calibration and evaluation, after the layers so far.
+    """Hidden states of calibration and evaluation windows, after the layers so far.
 
-    Each goes through the quantized layers and, for comparison, through the float ones. Any may be
+    Both go through the quantized layers and, for comparison, through the float layers. Each may be
     absent.
     """
 
@@ -74,14 +74,17 @@ class Stream:
         media: Sequence[WindowMedia | None] = (),
         reference_VD: torch.Tensor | None = None,
     ) -> None:
-        """One runner per device. `rewritten_VD` is the quantized model's embedding, `reference_VD`
-        the same before its codes (None: it has none); `spill` is a folder to save memory.
+        """Embed the windows. `runners`: one per device.
 
-        `with_reference`: statistics include the distance of the inputs from the float model's.
-        `kv_cache`: the evaluation of the quantized model reads keys and values from such a cache,
-        with `kv_per_head` scaled per KV head. `all_experts`: statistics cover every token at every
-        expert. `hold_out`: statistics keep some windows apart, to compare solutions by. `media`:
-        images of the calibration windows; (): none have any.
+        `embedding_VD`: the float model's embedding. `rewritten_VD`: the quantized model's, after
+        transforms and rounding. `reference_VD`: the same before rounding; None: it is not
+        quantized. `spill`: folder for hidden states, to save memory.
+
+        `with_reference`: statistics include the drift of inputs from the float model's inputs.
+        `kv_cache`: evaluate the quantized model with this KV cache dtype; `kv_per_head`: with a
+        scale per KV head. `all_experts`: statistics cover every token at every expert. `hold_out`:
+        hold some windows out of the statistics, to compare solutions on. `media`: images of the
+        calibration windows, or (): no images.
         """
         self.devices, self.evaluation_WS, self._media = devices, evaluation_WS, media
         self.kv_cache, self.kv_per_head, self.all_experts = kv_cache, kv_per_head, all_experts
@@ -119,8 +122,7 @@ class Stream:
         ]
 
     def statistics(self, layer: int, state: LayerState) -> dict[str, InputStatistics]:
-        """Statistics of the layer's inputs on the first device; empty without data."""
-
+        """Collect statistics of the layer's inputs, on the first device. Empty without data."""
         if self._lanes[0].calibration is None:
             return {}
         statistics = empty_statistics(self._lanes[0].runner, layer, state, self.all_experts)
@@ -148,15 +150,15 @@ class Stream:
         return statistics
 
     def advance_reference(self, layer: int, loaded: LayerState) -> None:
-        """Run the float model's own data through the layer as it was loaded."""
+        """Run the float model's states through the layer before it was quantized."""
         self._advance(lambda lane: lane.reference, layer, loaded)
 
     def tune(
         self, layer: int, loaded: LayerState, finished: FinishedLayer, tuning: Tuning, seed: int
     ) -> FinishedLayer:
-        """Tune the layer towards the float model's outputs, which the reference has by now.
+        """Tune the layer towards the float model's outputs. Call after advance_reference.
 
-        This runs on the first device: a step has too little data to divide.
+        Tuning runs on the first device, because a step has too little data to divide.
         """
         return tune_layer(
             self._lanes[0].runner,
@@ -171,7 +173,7 @@ class Stream:
         )
 
     def advance(self, layer: int, original: LayerState, finished: FinishedLayer) -> KvScales | None:
-        """Run all other data through the original and the finished layer.
+        """Run all states except the reference through the original and the finished layer.
 
         Returns the scales of the layer's KV cache, if requested.
         """
@@ -211,13 +213,13 @@ class Stream:
     def _together(
         self, which: Callable[[Lane], HiddenStates | None], work: Callable[[Lane], Any]
     ) -> list[Any]:
-        """Results of `work` on the lanes that have such windows: the first ones, or none."""
+        """Run `work` on all lanes for which `which` returns states, and return the results."""
         lanes = [lane for lane in self._lanes if which(lane) is not None]
         jobs = [lambda lane=lane: work(lane) for lane in lanes]
         return self.devices.together(jobs)
 
     def _all_windows(self, which: Callable[[Lane], HiddenStates]) -> torch.Tensor:
-        """[W, S, D] in the data's order; with several devices, in host memory."""
+        """Return the states [W, S, D] in the data's order; with several devices, on the host."""
         parts = [which(lane).states_WSD for lane in self._lanes if which(lane) is not None]
         if len(parts) == 1:
             return parts[0]
@@ -230,9 +232,10 @@ class Stream:
         after: tuple[torch.Tensor, torch.Tensor],
         given: Iterable[int] = (),
     ) -> Agreement:
-        """Distance of the quantized from the float model on the evaluation windows.
+        """Compare the quantized model with the float model on the evaluation windows.
 
-        Each model is given as (last norm, head). `given`: token ids that do not count.
+        `before`, `after`: (last norm, head) of the float and of the quantized model. `given`: token
+        ids that are not counted.
         """
         reference = self._logits(lambda lane: lane.before, *before)
         other = self._logits(lambda lane: lane.after, *after)
@@ -241,9 +244,9 @@ class Stream:
         )
 
     def head_statistics(self, norm_D: torch.Tensor) -> InputStatistics | None:
-        """Statistics of the head's inputs on the first device, after all layers; None: no data.
+        """Collect statistics of the head's inputs after all layers, on the first device.
 
-        `norm_D`: the last norm.
+        Returns None without data. `norm_D`: weight of the last norm.
         """
         first = self._lanes[0]
         if first.calibration is None:
@@ -261,7 +264,7 @@ class Stream:
                 target_BSD = None if reference is None else inputs(lane, next(reference)[0])
                 yield inputs(lane, batch_BSD), target_BSD
 
-        # in the data's order: lanes have batches in turn
+        # Batches were dealt to lanes in turn, so this restores the data's order.
         in_turn = itertools.zip_longest(*map(batches, self._lanes))
         every, row = self._held_every, 0
         for found in itertools.chain.from_iterable(in_turn):
@@ -281,7 +284,7 @@ class Stream:
         return stats
 
     def first_logits(self, norm_D: torch.Tensor, head_VD: torch.Tensor, count: int) -> torch.Tensor:
-        """Logits [S, V] of the quantized model after the first tokens of the first window."""
+        """Return the quantized model's logits [count, V] at the start of the first window."""
         return next(self._logits(lambda lane: lane.after, norm_D, head_VD, count))
 
     def _logits(
@@ -291,7 +294,7 @@ class Stream:
         head_VD: torch.Tensor,
         count: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Logits of each evaluation window, or of its first `count` tokens."""
+        """Yield the logits of each evaluation window, or of its first `count` tokens."""
         heads = [head_VD.to(lane.runner.device, lane.runner.dtype) for lane in self._lanes]
         places = sorted(
             (int(window), number, row)
@@ -305,7 +308,7 @@ class Stream:
 
 
 def windows_of_lanes(ids_WS: torch.Tensor | None, lanes: int) -> list[torch.Tensor]:
-    """Indices of the windows of each lane: batches in turn."""
+    """Return the window indices of each lane. Batches are dealt to lanes in turn."""
     if ids_WS is None:
         return [torch.empty(0, dtype=torch.long)] * lanes
     number_W = torch.arange(ids_WS.shape[0])
@@ -326,8 +329,10 @@ def open_stream(
     devices: Devices,
     rows: Callable[[torch.Tensor], torch.Tensor],
 ) -> Stream:
-    """Return the stream of a run. `model_tensors`: the embedding, if a transform changed it.
-    `rows`: the embedding -> what the quantized model reads instead.
+    """Build the stream of a run.
+
+    `model_tensors`: includes the embedding, if a transform changed it. `rows`: maps the embedding
+    to the one that the quantized model reads.
     """
     embedding = model.get(model.layer_map.embedding)
     rewritten = model_tensors.get(model.layer_map.embedding, embedding)

@@ -1,8 +1,9 @@
 """VisionModel: transformers' vision-language model up to its first decoder layer.
 
-It makes the inputs of the layers for a window with images: rows of the vision tower instead of
-embeddings of tokens, positions of three axes, and rows that are added after the first layers
-(deepstack). Legend: S tokens of a window, R of them with rows of the tower, D hidden size.
+It computes the layers' inputs for a window with images: image embeddings from the vision tower,
+positions with three axes, and rows that are added to the outputs of the first layers (deepstack).
+
+Legend: S tokens of a window, R image tokens among them, D hidden size.
 """
 
 import contextlib
@@ -24,29 +25,29 @@ from formats.table import names_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowMedia:
-    """Inputs of the layers for one window with images, next to its tokens."""
+    """Inputs of the layers for one window with images, besides its token ids."""
 
     is_image_S: torch.Tensor  # bool
-    rows_RD: torch.Tensor  # instead of the embeddings of these tokens
-    added_RD: tuple[torch.Tensor, ...]  # to the outputs of the first layers
-    positions_3S: torch.Tensor | None  # None: positions are numbers
-    is_mutual: bool  # the rows of an image see each other in both directions
-    in_windows: bool = False  # in layers with a window alone
+    rows_RD: torch.Tensor  # embeddings of the image tokens
+    added_RD: tuple[torch.Tensor, ...]  # deepstack rows of the first layers, one tensor per layer
+    positions_3S: torch.Tensor | None  # None: plain positions 0, 1, ...
+    is_mutual: bool  # the tokens of an image attend to each other in both directions
+    in_windows: bool = False  # ... only in layers with a sliding window
 
     @property
     def blocks_S(self) -> torch.Tensor:
-        """Number of the image of each token, -1 for text: neighbours without text are one image."""
+        """Index of each token's image, or -1 for text. Adjacent image tokens are one image."""
         starts_S = self.is_image_S & ~self.is_image_S.roll(1).index_fill(0, torch.tensor(0), False)
         return torch.where(self.is_image_S, starts_S.cumsum(0), -1)
 
 
-# text models whose rotations of pairs side by side are not those of the model with the same layers
+# Text model types whose rotary tables pair adjacent channels, where the layers expect two halves
 ADJACENT = ("glm4v_text",)
-Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
+Media = Sequence[WindowMedia | None]  # one entry per window of a batch; None: text only
 
 
 def predicted_WS(media: Media, shape: Sequence[int]) -> torch.Tensor:
-    """Return which rows [W, S] predict a token of text: all but those before an image's tokens."""
+    """Return the mask [W, S] of positions whose next token is text, not an image token."""
     found_WS = torch.ones(*shape, dtype=torch.bool)
     for found_S, each in zip(found_WS, media, strict=False):
         if each is not None:
@@ -57,9 +58,9 @@ def predicted_WS(media: Media, shape: Sequence[int]) -> torch.Tensor:
 def open_media(
     model: FloatModel, data: CalibrationData | None, device: str, dtype: torch.dtype
 ) -> tuple[list[WindowMedia | None], nn.Module | None]:
-    """Return the images of each window, and the rotations of positions with three axes.
+    """Return the images of each window, and the rotary embedding for positions with three axes.
 
-    ([], None): there are no images. Raises CheckpointError if the tower cannot be loaded.
+    Returns ([], None) without images. Raises CheckpointError if the tower cannot be loaded.
     """
     if data is None or not data.pictured:
         return [], None
@@ -68,7 +69,7 @@ def open_media(
 
 
 def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
-    """Return the positions of three axes [3, B, S] of a batch."""
+    """Return the positions of a batch on three axes, [3, B, S]."""
     plain_3S = torch.arange(length).expand(3, -1)
     found = [
         plain_3S if each is None or each.positions_3S is None else each.positions_3S
@@ -80,9 +81,9 @@ def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
 def mutual_mask(
     media: Media, length: int, window: int, device: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the additive mask [B, 1, S, S] of windows of which an image's rows see each other.
+    """Return the additive mask [B, 1, S, S] with which an image's tokens attend to each other.
 
-    `window`: of sliding attention, else the length.
+    Other tokens attend causally. `window`: the sliding window, or the length for full attention.
     """
     ids_S = torch.arange(length)
     distance_SS = ids_S[:, None] - ids_S
@@ -99,7 +100,7 @@ def mutual_mask(
 
 
 def with_added(output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tensor:
-    """Add the rows of images that belong after a layer to its outputs."""
+    """Add the deepstack rows of layer `layer` to its outputs."""
     levels = [() if each is None else each.added_RD for each in media]
     if not any(layer < len(level) for level in levels):
         return output_BSD
@@ -111,11 +112,11 @@ def with_added(output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tens
 
 
 class _Reached(Exception):
-    """The text model is called: its arguments are known."""
+    """Raised when the text model is called, after its arguments are recorded."""
 
 
 class _Zeros(nn.Module):
-    """Embeddings of tokens, which are unused here."""
+    """Stand-in for the token embedding, whose values are not used here."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class _Zeros(nn.Module):
 
 
 class _Halves(nn.Module):
-    """Rotations whose table has two equal halves, of rotations with equal values side by side."""
+    """Convert a rotary table with pairs in adjacent channels to one with two equal halves."""
 
     def __init__(self, adjacent: nn.Module) -> None:
         super().__init__()
@@ -139,10 +140,10 @@ class _Halves(nn.Module):
 
 
 class VisionModel:
-    """The vision tower of a folder, in transformers' model without the text model's layers."""
+    """transformers' vision-language model of a folder, without the text model's layers."""
 
     def __init__(self, model: FloatModel, device: str, dtype: torch.dtype) -> None:
-        """Raises CheckpointError if transformers cannot load it."""
+        """Load the model. Raises CheckpointError if transformers cannot, or tensors are missing."""
         folder = model.folder
         try:
             config = transformers.AutoConfig.from_pretrained(
@@ -186,7 +187,7 @@ class VisionModel:
 
     @property
     def rotary(self) -> nn.Module | None:
-        """The rotations of positions with three axes; None: positions are numbers."""
+        """Rotary embedding for positions with three axes, or None if the model has plain ones."""
         found = getattr(self._text, "rotary_emb", None)
         if not hasattr(found, "mrope_section"):
             return None
@@ -218,7 +219,7 @@ class VisionModel:
         )
 
     def _arguments(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the arguments with which the model calls its text model."""
+        """Run the model until it calls its text model, and return the arguments of that call."""
         seen: dict[str, Any] = {}
 
         def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _shorten_(text: Any) -> None:
-    """Leave one layer in the config of a text model: its weights are not used."""
+    """Reduce a text model's config to one layer, because its layers are not used."""
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]

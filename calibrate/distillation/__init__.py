@@ -1,1 +1,1 @@
-"""Distillation: train a quantized model's scales and norm weights to predict as the float model."""
+"""Distillation: train a quantized model's scales and norms to match the float model's logits."""

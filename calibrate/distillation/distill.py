@@ -1,7 +1,7 @@
-"""`qserve distill`: train a quantized checkpoint to predict as the float model.
+"""`qserve distill`: train a quantized checkpoint to match the float model's predictions.
 
-Scales and norm weights are trained, and codes if their rate is not 0. Format and every other tensor
-stay bit for bit.
+Scales and norm weights are trained, and codes if their rate is not 0. The format and all other
+tensors stay the same bit for bit.
 """
 
 import copy
@@ -52,12 +52,12 @@ from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """Result of a run."""
+    """Result of a distillation."""
 
     source: str
     target: str
     trained: Trained
-    quality_before: dict[str, Any] | None  # on texts that are in no window of training
+    quality_before: dict[str, Any] | None  # on evaluation texts, which are not trained on
     quality: dict[str, Any] | None
     num_linears: int
     seconds: float
@@ -94,18 +94,17 @@ def distill_checkpoint(
     flags: Mapping[str, Any] | None = None,
     chats: ChatReader | None = None,
 ) -> Distillation:
-    """Train the scales of `source`'s integer weights to predict as the float model `reference`.
+    """Train the scales of `source`'s integer weights to match the float model `reference`.
 
-    `source` is a quantized folder of any tool whose weights are integer codes, `reference` the
-    float model that it was made from; both may be hub names. `target` appears when it is complete.
-    It has the bytes of `source` but for scales, the weights of norms, quality.json, and codes if
-    the settings train them. One window
-    in eight is held out: the state with the least divergence there is written, at worst that of
-    `source`. The data's parameters are those of quantize_checkpoint, `chats` included. `flags`: the
-    command line's settings, which are recorded.
+    `source` is a quantized folder with integer codes, written by any tool; `reference` is the float
+    model that it was made from. Both may be hub names. `target` appears only when it is complete.
+    It equals `source` except for scales, norm weights, quality.json, the model card, and codes if
+    the settings train them. One window in eight is held out, and the state with the least
+    divergence on these windows is written; at worst that is `source` itself. Parameters of the data
+    mean the same as in quantize_checkpoint. `flags`: settings of the command line, to be recorded.
 
-    Memory: the codes in 8 bits, hidden states of all windows, one layer's activations. Raises
-    InputError for anything that the user can fix, if possible before the training.
+    Memory holds the codes in 8 bits, the hidden states of all windows and one layer's activations.
+    Raises InputError for anything that the user can fix, if possible before the training.
     """
     clock = Clock()
     check_is_free(target)
@@ -182,7 +181,7 @@ def distill_checkpoint(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judge:
-    """Comparison of the student with the float model on windows of the evaluation."""
+    """Compares the student with the float model on the evaluation windows."""
 
     comparison: Comparison
     evaluation: Evaluation
@@ -200,7 +199,7 @@ class _Judge:
 
 
 def _only(device: str) -> str:
-    """Raise InputError unless it is one device."""
+    """Return the device. Raises InputError if there are several."""
     devices = Devices.parse(device)
     if len(devices.names) > 1:
         raise InputError(f"device {device!r}", "a model is distilled on one device", "name one")
@@ -208,7 +207,7 @@ def _only(device: str) -> str:
 
 
 def _check_pair(reader: CheckpointReader, model: FloatModel) -> None:
-    """Raise InputError unless both have the same tokens."""
+    """Raise InputError unless both models have vocabularies of the same size."""
     own, other = reader.config.get("vocab_size"), model.config.get("vocab_size")
     if own != other:
         raise InputError(
@@ -248,10 +247,11 @@ def _write(
 
 
 def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torch.Tensor]:
-    """The tensor of the file that holds a linear's scales, with the new ones, by full name.
+    """Return the tensors of a linear that change, by full name, as the file stores them.
 
-    It is found by its values, in whichever layout; the result is decoded again and compared. With
-    new codes these are all of the linear's tensors.
+    If only the scales changed, this is the tensor that holds them. It is found by its values, which
+    works for every layout, and the result is decoded again and compared. If codes changed, these
+    are all tensors of the linear.
     """
     config = student.config
     names, tensors = student.stored(module)
@@ -282,7 +282,7 @@ def _encoded(
     names: Mapping[str, str],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a linear with new codes, by full name, in the file's layout."""
+    """Return all tensors of a linear with new codes, by full name, in the file's layout."""
     found = layout_of(student.config).encode(new, module)
     again = {**tensors, **found}
     same_form = all(

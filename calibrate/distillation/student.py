@@ -1,7 +1,9 @@
-"""Quantized checkpoint with trainable scales and norm weights, and on request codes.
+"""Student: a quantized checkpoint with trainable scales and norm weights, and optionally codes.
 
-Legend: N outputs, K inputs, G groups, L inputs of a group, B windows, S tokens of a window,
-R rows, D hidden size, V vocabulary.
+Legend:
+N: outputs, K: inputs, G: groups, L: inputs of a group
+B: windows, S: tokens of a window, R: rows
+D: hidden size, V: vocabulary
 """
 
 from collections.abc import Callable
@@ -32,17 +34,17 @@ from formats.layouts import (
 )
 from formats.quant_config import QuantConfig, find_block
 
-# Relative error above which codes are not of a weight: at 2 bits, rounding makes 0.5 of it.
+# Relative error above which codes cannot stem from a weight; rounding to 2 bits makes about 0.5.
 MOST_ROUNDING = 0.8
 
 
 class TrainableLinear(nn.Module):
-    """One linear: integer codes, and scales as trainable numbers."""
+    """One linear with integer codes and trainable scales, and optionally trainable codes."""
 
     def __init__(
         self, packed: PackedWeight, device: str, weight_NK: torch.Tensor | None = None
     ) -> None:
-        """`weight_NK`: the float weight, near which the codes are trained; None: they are fixed."""
+        """`weight_NK`: the float weight, where codes start; None: codes are not trained."""
         super().__init__()
         self.packed = packed
         order_K = packed.input_order
@@ -51,9 +53,9 @@ class TrainableLinear(nn.Module):
         self.codes_NGL = codes_NGL.to(device)  # uint8
         self.zeros_NG1 = packed.zeros_NG[..., None].to(device)
         self.scales_NG = packed.scales_NG.float().to(device)
-        # relative to the scale: scales of all sizes take equal steps
+        # Relative change of the scale, so that scales of all sizes take equal steps
         self.gain_NG = nn.Parameter(torch.zeros_like(self.scales_NG))
-        self.move_NGL: nn.Parameter | None = None  # of the codes, in codes
+        self.move_NGL: nn.Parameter | None = None  # change of the codes, in units of codes
         if weight_NK is not None:
             weight_NK = weight_NK.to(device)
             self._places_NGL = places_of_codes(
@@ -65,16 +67,16 @@ class TrainableLinear(nn.Module):
             self.move_NGL = nn.Parameter(torch.zeros_like(self._places_NGL))
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N, K], as a server computes with it up to the rounding of scales."""
+        """Return the weight [N, K] that a server computes with, before scales are rounded."""
         scales_NG1 = (self.scales_NG * (1 + self.gain_NG))[..., None].to(dtype)
         steps_NGL = self._codes().to(dtype) - self.zeros_NG1.to(dtype)
         weight_NK = (steps_NGL * scales_NG1).flatten(1)
         return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
     def use_stored(self) -> None:
-        """Round the scales as they are stored, and go on from there.
+        """Round scales and codes to the stored form, and make these the new starting values.
 
-        A scale that the dtype cannot hold stays as it was.
+        A scale that the stored dtype cannot represent keeps its old value.
         """
         old_NG = self.packed.scales_NG
         with torch.no_grad():
@@ -107,7 +109,7 @@ class TrainableLinear(nn.Module):
 
 
 class StudentLayer:
-    """A decoder layer: its module, without linears' weights, and what can be trained in it."""
+    """A decoder layer: its module without the linears' weights, and the trainable parameters."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class StudentLayer:
         """`others`: all tensors of the layer that are not trained, and the norms."""
         self.runner, self.layer, self.linears = runner, layer, linears
         self.norms = TrainableNorms(runner.layer_map, others).to(runner.device)
-        of_linears = {  # no memory: run() gives the weights
+        of_linears = {  # placeholders without memory: run() passes the weights
             f"{name}.weight": torch.empty((), dtype=runner.dtype, device=runner.device).expand(
                 each.packed.out_features, each.packed.in_features
             )
@@ -134,15 +136,15 @@ class StudentLayer:
         )
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """(of scales, of norms, of codes)."""
+        """Return the trainable parameters of (scales, norms, codes)."""
         linears = self.linears.values()
         codes = [each.move_NGL for each in linears if each.move_NGL is not None]
         return [each.gain_NG for each in linears], list(self.norms.parameters()), codes
 
     def run(self, hidden_BSD: torch.Tensor, grad: bool = False, media: Media = ()) -> torch.Tensor:
-        """Outputs of the layer. With `grad`, its parameters and the input get gradients.
+        """Return the layer's outputs. With `grad`, its parameters and the input get gradients.
 
-        `media`: images of each window; (): there are none.
+        `media`: images of each window, or (): no images.
         """
         dtype = self.runner.dtype
         with torch.set_grad_enabled(grad):
@@ -156,7 +158,7 @@ class StudentLayer:
 
 
 class Student:
-    """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
+    """A quantized checkpoint on one device: trainable layers, fixed embedding and head."""
 
     def __init__(
         self,
@@ -165,8 +167,8 @@ class Student:
         axis_rotary: nn.Module | None = None,
         original: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
-        """`axis_rotary`: see LayerRunner. `original`: a linear's float weight, by full name, near
-        which its codes are trained; None: codes are fixed.
+        """`axis_rotary`: see LayerRunner. `original`: returns the float weight of a linear by its
+        full name, to train codes from; None: codes are fixed.
 
         Raises CheckpointError or InputError, naming the tensor that cannot be trained.
         """
@@ -199,16 +201,16 @@ class Student:
         return self._matrix(self.layer_map.embedding)
 
     def logits(self, rows_RD: torch.Tensor, grad: bool = False) -> torch.Tensor:
-        """[R, V], from outputs of the last layer."""
+        """Return logits [R, V] for outputs of the last layer."""
         return self.runner.final_logits(rows_RD, self.norm_D, self.head_VD, grad=grad)
 
     def stored(self, module: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        """(full names, tensors) of a quantized module by local name, as the file has them."""
+        """Return (full names, tensors) of a quantized module as stored, both by local name."""
         names = tensor_names(module, layout_of(self.config), self.reader.entries)
         return names, {field: self.reader.get(name) for field, name in names.items()}
 
     def finish(self) -> tuple[dict[str, PackedWeight], LayerState]:
-        """Round what was trained as the file stores it; outputs are the file's from now on.
+        """Round all trained values to the stored form; later outputs use the rounded values.
 
         Returns (linears, weights of norms), by full name.
         """
@@ -260,9 +262,9 @@ class Student:
         return StudentLayer(self.runner, number, linears, others)
 
     def _near(self, name: str, packed: PackedWeight) -> torch.Tensor | None:
-        """Float weight of a linear whose codes are trained; None: they are fixed.
+        """Return the float weight of a linear if its codes are trained, else None.
 
-        Raises InputError if the codes are not of that weight.
+        Raises InputError if the codes do not stem from that weight.
         """
         if self._original is None:
             return None
@@ -285,9 +287,9 @@ class Student:
 
 
 def in_basis_of(packed: PackedWeight, weight_NK: torch.Tensor) -> torch.Tensor | None:
-    """The float weight with the factors of rows and columns that transforms such as AWQ moved.
+    """Rescale a float weight by the row and column factors that transforms such as AWQ applied.
 
-    None if what remains differs by more than rounding can explain.
+    Returns None if the remaining difference from `packed` is larger than rounding can explain.
     """
     found_NK = packed.dequantize().to(weight_NK.device)
     for _ in range(2):
@@ -300,7 +302,7 @@ def in_basis_of(packed: PackedWeight, weight_NK: torch.Tensor) -> torch.Tensor |
 
 
 def _straight_through(rounding: Rounding) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A rounding whose gradient is that of the identity."""
+    """Return the rounding with a straight-through gradient (that of the identity)."""
 
     def apply(x: torch.Tensor) -> torch.Tensor:
         return x + (rounding(x.detach()) - x.detach())

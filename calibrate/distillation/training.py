@@ -1,10 +1,10 @@
-"""Training by the divergence of the student's predictions from the float model's.
+"""Train the student to minimize the KL divergence of its predictions from the float model's.
 
-Chen et al., "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (2024),
-second stage: codes are fixed and scales are trained end to end; here on the Kullback-Leibler
-divergence instead of the next token, with the weights of norms, and on request with the codes. One
-layer's activations are kept at a time: the forward pass keeps the layers' inputs, the backward pass
-runs each layer again.
+This follows the second stage of Chen et al., "EfficientQAT: Efficient Quantization-Aware Training
+for Large Language Models" (2024), where codes are fixed and scales are trained end to end. Here the
+loss is the KL divergence instead of the next token's, norm weights are trained, too, and optionally
+codes. Memory holds the activations of one layer at a time: the forward pass keeps the layers'
+inputs, and the backward pass runs each layer again.
 
 Legend: W windows, B windows of a step, S tokens of a window, R rows, D hidden size, V vocabulary.
 """
@@ -25,20 +25,20 @@ from calibrate.distillation.student import Student
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import endless_batches
 
-CHECKS = 8  # comparisons on the held-out windows during training
-ROWS = 512  # positions whose logits exist at a time
+CHECKS = 8  # evaluations on the held-out windows during training
+ROWS = 512  # positions whose logits are in memory at a time
 BETAS = (0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """Steps and rates of training. Rates decay to 0."""
+    """Number of steps and learning rates. Rates decay to 0."""
 
     steps: int = 200
     tokens: int = 4096  # per step
-    rate: float = 0.002  # of scales, relative to them
-    norm_rate: float = 0.0005  # of norms' weights, relative to their factor
-    code_rate: float = 0.0  # of codes, in codes; 0: codes are fixed
+    rate: float = 0.002  # rate of scales, relative to each scale
+    norm_rate: float = 0.0005  # rate of norm weights, relative to each weight
+    code_rate: float = 0.0  # rate of codes, in units of codes; 0: codes are fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Trained:
 
 
 class Teacher:
-    """The float model: its last hidden states, and its head."""
+    """The float model: computes its last hidden states and its logits."""
 
     def __init__(
         self, model: FloatModel, device: str, axis_rotary: nn.Module | None = None
@@ -63,10 +63,10 @@ class Teacher:
         self.head_VD = model.head().to(device, self.runner.dtype)
 
     def last_states(self, *data_WS: torch.Tensor, media: Media = ()) -> list[torch.Tensor]:
-        """Outputs [W, S, D] of the last layer, for windows of several lengths.
+        """Return the last layer's outputs [W, S, D] for each set of windows in `data_WS`.
 
-        Each layer is read once, and one is in memory at a time. `media`: images of the first
-        windows.
+        Each layer is read once, and one layer is in memory at a time. `media`: images of the first
+        set's windows.
         """
         embedding_VD = self.model.get(self.model.layer_map.embedding)
         hidden = [
@@ -94,14 +94,14 @@ class Comparison:
         taught_WSD: torch.Tensor,
         media: Media = (),
     ) -> None:
-        """`taught_WSD`: the teacher's last states of these windows. `media`: their images."""
+        """`taught_WSD`: the teacher's last hidden states. `media`: images of the windows."""
         self.student, self.teacher, self.taught_WSD = student, teacher, taught_WSD
         runner = student.runner
         self.hidden_WSD = HiddenStates(ids_WS, student.embedding, runner, media=media).states_WSD
         self.media, self.counts_WS = media, predicted_WS(media, ids_WS.shape)
 
     def logits(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([S, V] of the teacher, of the student) for a window."""
+        """Return the logits [S, V] of (teacher, student) for one window."""
         last_SD = self._forward(torch.tensor([window]))[-1][0]
         return self.teacher.logits(self.taught_WSD[window]), self.student.logits(last_SD)
 
@@ -118,7 +118,7 @@ class Comparison:
         return total / int(self.counts_WS[windows].sum())
 
     def _forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Inputs of all layers, and the outputs of the last."""
+        """Return the inputs of all layers, followed by the outputs of the last layer."""
         states = [self.hidden_WSD[rows].to(self.student.device)]
         for layer in self.student.layers:
             states.append(layer.run(states[-1], media=self._media_of(rows)))
@@ -129,10 +129,10 @@ class Comparison:
 
 
 class Training(Comparison):
-    """A student with the windows that it is trained on."""
+    """Training of a student on the windows of a comparison."""
 
     def run(self, settings: TrainingSettings, seed: int, progress: bool = True) -> Trained:
-        """Train, then go back to the state with the least divergence on held-out windows."""
+        """Train, then restore the state with the least divergence on the held-out windows."""
         layers = [layer.parameters() for layer in self.student.layers]
         scales, norms, codes = ([p for layer in layers for p in layer[kind]] for kind in range(3))
         trained = [*scales, *norms, *codes]
@@ -173,7 +173,7 @@ class Training(Comparison):
         return Trained(before=before, after=best, kept_step=kept_step)
 
     def _backward(self, rows: torch.Tensor) -> None:
-        """Add the gradients of the mean divergence of these windows."""
+        """Accumulate the gradients of the mean divergence on these windows."""
         states = self._forward(rows)
         last_BSD = states.pop()
         taught_BSD = self.taught_WSD[rows].to(self.student.device)

@@ -1,1 +1,1 @@
-"""Draft heads in plain torch, for training and for calibration before quantization."""
+"""Draft heads as plain torch modules, for training and for calibration before quantization."""

@@ -1,10 +1,13 @@
 """DFlash or DSpark head as a torch module, for training and calibration.
 
-A block begins at an anchor: its first row has the anchor's token, the others the mask token. Rows
-see the target's states before the anchor and their own block (arXiv 2602.06036).
+A block begins at an anchor position. Its first row has the anchor's token, the other rows have the
+mask token. Rows attend to the target's states before the anchor, and to their own block
+(arXiv 2602.06036).
 
-Legend: B windows, S tokens of a window, A anchors, N rows of a block, Q = A * N rows, C hidden
-size, F inputs of `fc`, D head dim, K drafts, V target vocabulary, U draft vocabulary.
+Legend:
+B: windows, S: tokens of a window, A: anchors, N: rows of a block, Q: A * N rows, K: drafts
+C: hidden size, F: inputs of `fc`, D: head dim
+V: target vocabulary, U: draft vocabulary
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +25,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Attention of rows of blocks to the context and to their own block."""
+    """Attention in which the rows of a block attend to the context and to their block."""
 
     def __init__(self, config: BlockConfig, present: frozenset[str]) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Attention(nn.Module):
         self,
         x_BQC: torch.Tensor,
         context_BSC: torch.Tensor,
-        cos_sin: CosSin,  # of the context's positions, then of the rows'
+        cos_sin: CosSin,  # for the positions of the context, then of the rows
         seen: torch.Tensor,  # bool [Q, S + Q]
     ) -> torch.Tensor:
         count, both = x_BQC.shape[1], torch.cat([context_BSC, x_BQC], 1)
@@ -57,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Decoder layer whose attention also sees the context."""
+    """Decoder layer whose attention also reads the context."""
 
     def __init__(self, config: BlockConfig, present: frozenset[str]) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class Layer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """DSpark's bias of a draft's logits by the token before it."""
+    """DSpark's bias on a draft's logits, which depends on the preceding token."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * R + C, 3 * R)
 
     def forward(self, before_BAK: torch.Tensor, read_BAKC: torch.Tensor) -> torch.Tensor:
-        """Bias [B, A, K, U] of drafts after the tokens `before`."""
+        """Return the bias [B, A, K, U] of the drafts that follow the tokens `before_BAK`."""
         x = self.markov_w1(before_BAK).to(read_BAKC.dtype)
         if self.kind == "gated":
             x = x * torch.sigmoid(self.gate_proj(torch.cat([read_BAKC, x], -1)))
@@ -105,7 +108,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockModule(nn.Module):
-    """The head; `state_dict()` has the canonical names of formats/heads/tensors.py."""
+    """DFlash or DSpark head; `state_dict()` has the names of formats/heads/tensors.py."""
 
     def __init__(
         self,
@@ -113,9 +116,9 @@ class BlockModule(nn.Module):
         embedding_VC: torch.Tensor,
         present: frozenset[str] = frozenset(("q_norm", "k_norm")),
     ) -> None:
-        """`embedding_VC`: of the target, or the head's own.
+        """`embedding_VC`: the target's embedding, or the head's own.
 
-        `present`: biases and per-head norms, by the last part of their module's name.
+        `present`: the biases and per-head norms that exist, by the last part of the module's name.
         """
         super().__init__()
         self.config = config
@@ -126,14 +129,14 @@ class BlockModule(nn.Module):
         self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
-        # Plain attributes: neither trained nor saved.
+        # In lists, so that they are neither trained nor saved
         self.embedding, self._rotary = [embedding_VC], [rotary_of(config)]
         self.mask_embedding: torch.Tensor | None = None
 
     def forward(
         self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:
-        """Logits [B, A, K, U]: draft d of an anchor predicts the token d + 1 after it."""
+        """Return logits [B, A, K, U]; draft d predicts the token d + 1 after the anchor."""
         config, S = self.config, ids_BS.shape[1]
         first = 0 if config.samples_anchor else 1
         A, N, device = len(anchors_A), first + num_drafts, taps_BSF.device
@@ -165,7 +168,7 @@ class BlockModule(nn.Module):
 def seen_keys(
     attention: BlockAttention, block_size: int, anchors_A: torch.Tensor, num_rows: int, length: int
 ) -> torch.Tensor:
-    """Keys that each row of the blocks sees: bool [Q, S + Q]."""
+    """Return the mask [Q, S + Q] of keys that each row of the blocks attends to."""
     A, N, device = len(anchors_A), num_rows, anchors_A.device
     block_Q = torch.arange(A, device=device).repeat_interleave(N)
     row_Q = torch.arange(N, device=device).repeat(A)
@@ -177,14 +180,14 @@ def seen_keys(
         in_block = in_block & (row_Q[:, None] >= row_Q)
     if attention.window is not None:
         first_Q1 = own_Q1 - attention.window + 1
-        if not attention.is_causal:  # counted from the end of the block
+        if not attention.is_causal:  # the window is counted from the end of the block
             first_Q1 = anchor_Q1 + N - attention.window - block_size
         in_context = in_context & (context_S >= first_Q1)
     return torch.cat([in_context, in_block], 1)
 
 
 def even_anchors(length: int, num_drafts: int, most: int) -> torch.Tensor:
-    """Up to `most` anchors, evenly spaced, whose drafts lie within a window."""
+    """Return at most `most` evenly spaced anchors whose drafts lie within the window."""
     last = length - 1 - num_drafts
     return torch.linspace(min(1, last), last, min(most, max(1, last))).long()
 
@@ -192,11 +195,11 @@ def even_anchors(length: int, num_drafts: int, most: int) -> torch.Tensor:
 def start_from_target(
     head: BlockModule, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None = None
 ) -> None:
-    """Initialize with the target's output matrix and last norm.
+    """Initialize the head's output matrix and last norm with the target's.
 
-    The layers keep their own start: only they bring the context into the rows of mask tokens.
-
-    `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
+    The layers keep their random initial values, because rows of mask tokens get context only
+    through them. `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: the
+    draft vocabulary is the target's.
     """
     rows = tensors["lm_head"] if draft_ids_U is None else tensors["lm_head"][draft_ids_U]
     with torch.no_grad():
@@ -214,9 +217,9 @@ def block_losses(
     num_drafts: int,
     draft_ids_U: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, fraction of anchors whose most likely token equals the target's) of each draft.
+    """Yield (loss, accuracy) of each draft, as `step_losses` of EAGLE-3 does.
 
-    As `step_losses` of EAGLE-3.
+    Accuracy is the fraction of anchors whose most likely token equals the target's.
     """
     logits_BAKU = head(ids_BS, taps_BSF, anchors_A, num_drafts)
     for draft in range(num_drafts):

@@ -1,9 +1,13 @@
 """EAGLE-3 head as a torch module, for training and calibration (arXiv 2503.01840).
 
-Row i of a window takes token i + 1 and the target's states of position i, and predicts token i + 2.
-Training follows the paper's training-time test: step j takes the state that step j - 1 produced in
-the same row, and the next token. Legend: B windows, S tokens of a window, C hidden size, F inputs
-of `fc`, H heads, D head dim, J earlier steps, V target vocabulary, U draft vocabulary.
+Row i of a window reads token i + 1 and the target's auxiliary hidden states of position i, and
+predicts token i + 2. Training follows the paper's "training-time test": step j reads the state that
+step j - 1 produced in the same row, and the next token.
+
+Legend:
+B: windows, S: tokens of a window, J: earlier steps
+C: hidden size, F: inputs of `fc`, H: heads, D: head dim
+V: target vocabulary, U: draft vocabulary
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,11 +25,11 @@ from formats.heads.layers_config import LayersConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesSeen:
-    """Images of windows, as their target saw them."""
+    """Images of windows, as embedded by the target."""
 
     is_image_BS: torch.Tensor  # bool: tokens whose embeddings come from the vision tower
-    rows_BSC: torch.Tensor  # these embeddings; other rows are not read
-    positions_3BS: torch.Tensor | None  # int64; None: positions are numbers
+    rows_BSC: torch.Tensor  # the embeddings of these tokens; other rows are not read
+    positions_3BS: torch.Tensor | None  # int64; None: plain positions 0, 1, ...
 
 
 class RmsNorm(nn.Module):
@@ -43,7 +47,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over the rows of the first step, and within a row over its later steps."""
+    """Causal attention over the rows of the first step, and over later steps of the same row."""
 
     def __init__(self, config: EagleConfig, ins: int, biases: frozenset[str]) -> None:
         super().__init__()
@@ -65,10 +69,10 @@ class Attention(nn.Module):
         past: list[tuple[torch.Tensor, torch.Tensor]],
         seen_SS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [B, S, inputs].
+        """Return the attention's output for x [B, S, inputs].
 
-        `past`: keys and values [B, H, S, D] of earlier steps; this step's are appended. `seen`:
-        keys that each row of a single step sees; None: those before it.
+        `past`: keys and values [B, H, S, D] of earlier steps; this step's are appended. `seen_SS`:
+        mask of keys that each row attends to, for a single step; None: causal.
         """
         B, S, _ = x.shape
         q, k, v = (
@@ -93,7 +97,7 @@ class Attention(nn.Module):
 def _with_own_steps(
     q_BHSD: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Attention where row i sees rows up to i of the first step, and row i of each later one."""
+    """Attention in which row i reads rows 0 to i of the first step, and row i of later steps."""
     (first_k, first_v), *later = past
     S, scale = q_BHSD.shape[2], q_BHSD.shape[3] ** -0.5
     scores_BHSS = q_BHSD @ first_k.transpose(2, 3) * scale
@@ -108,7 +112,7 @@ def _with_own_steps(
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, H, S, D]; channel i pairs with i + D / 2. cos, sin [1, S, D]."""
+    """Rotate x [B, H, S, D] by cos and sin [1, S, D]. Channel i is paired with i + D / 2."""
     low, high = x.chunk(2, -1)
     turned = torch.cat([-high, low], -1)
     return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
@@ -129,7 +133,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Decoder layer. The first one reads the embedding and the state; others are Llama's."""
+    """Decoder layer. The first one reads embedding and state; the others are as in Llama."""
 
     def __init__(self, config: EagleConfig, number: int, biases: frozenset[str]) -> None:
         super().__init__()
@@ -161,15 +165,14 @@ class Layer(nn.Module):
 
 
 class Eagle3Module(nn.Module):
-    """The head; `state_dict()` has the canonical names of formats/heads/tensors.py."""
+    """EAGLE-3 head; `state_dict()` has the names of formats/heads/tensors.py."""
 
     def __init__(
         self, config: EagleConfig, embedding_VC: torch.Tensor, present: frozenset[str] = frozenset()
     ) -> None:
-        """`embedding_VC`: of the target, or the head's own.
+        """`embedding_VC`: the target's embedding, or the head's own.
 
-        `present`: biases and per-head norms of the first layer, by the last part of their module's
-        name.
+        `present`: the biases and per-head norms that exist, by the last part of the module's name.
         """
         super().__init__()
         self.config = config
@@ -186,14 +189,12 @@ class Eagle3Module(nn.Module):
         )
         self.norm = RmsNorm(C, eps)
         self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
-        # Plain attributes: neither trained nor saved.
+        # In lists, so that they are neither trained nor saved
         self.embedding = [embedding_VC]
         self._rotary = [rotary_of(config)]
 
     def fused(self, taps_BSF: torch.Tensor) -> torch.Tensor:
-        """Project the target's concatenated states [B, S, F] to the head's first
-        state [B, S, C].
-        """
+        """Project the target's auxiliary states [B, S, F] to the head's first state [B, S, C]."""
         if self.config.norm_before_fc:
             taps_BSF = self.input_norm(taps_BSF)
         if self.config.fc_norm:
@@ -209,9 +210,10 @@ class Eagle3Module(nn.Module):
         num_steps: int,
         images: ImagesSeen | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j.
+        """Yield the logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j.
 
-        `images`: of the windows. The config says how much of them the head reads.
+        `images`: images of the windows. The config decides whether the head reads their embeddings
+        and their positions.
         """
         B, S = ids_BS.shape
         embedded_BSC = functional.embedding(ids_BS, self.embedding[0]).to(taps_BSF.dtype)
@@ -236,13 +238,13 @@ class Eagle3Module(nn.Module):
     def rotary(
         self, like: torch.Tensor, positions_1S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions of one axis [1, S, D], in the dtype of `like`."""
+        """Return cosines and sines [1, S, D] of plain positions, in the dtype of `like`."""
         return self._rotary[0].to(like.device)(like, positions_1S)
 
     def _cos_sin(
         self, step: int, like_BSF: torch.Tensor, positions_3BS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of rows [B, S, D] in step j, whose position is that of row i + j."""
+        """Return cosines and sines [B, S, D] of step j, in which row i has position i + j."""
         rotary, S, pairs = self._rotary[0].to(like_BSF.device), like_BSF.shape[1], ()
         if positions_3BS is not None:
             pairs = self.config.axis_pairs
@@ -265,7 +267,7 @@ class Eagle3Module(nn.Module):
 
 
 def rotary_of(config: LayersConfig) -> nn.Module:
-    """Rotary embedding of a head, by transformers."""
+    """Build a head's rotary embedding with transformers' class."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -285,9 +287,10 @@ def rotary_of(config: LayersConfig) -> nn.Module:
 def start_from_target(
     head: Eagle3Module, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None
 ) -> None:
-    """Initialize with the target's output matrix and last norm, and a layer with a small output.
+    """Initialize output matrix and last norm with the target's, and make the layers' outputs small.
 
-    `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
+    `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: the draft vocabulary is
+    the target's.
     """
     rows = tensors["lm_head"] if draft_ids_U is None else tensors["lm_head"][draft_ids_U]
     with torch.no_grad():
@@ -309,10 +312,11 @@ def step_losses(
     draft_ids_U: torch.Tensor | None = None,
     images: ImagesSeen | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, fraction of rows whose most likely token equals the target's) of each step.
+    """Yield (loss, accuracy) of each step.
 
-    The loss is the cross entropy with the target's distribution over the draft vocabulary. Rows
-    whose most likely token is outside of it have no loss, but count as wrong.
+    The loss is the cross entropy with the target's distribution over the draft vocabulary. Accuracy
+    is the fraction of rows whose most likely token equals the target's. If the target's most likely
+    token is not in the draft vocabulary, the row has no loss but counts as wrong.
     """
     best_BS = target_BSV.argmax(-1)
     inside_BS = torch.ones_like(best_BS, dtype=torch.bool)

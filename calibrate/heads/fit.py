@@ -1,8 +1,8 @@
 """Training loop of draft heads: Muon and AdamW, warm-up and cosine schedule, a time limit.
 
 Matrices are trained by Muon (Jordan et al. 2024), which needs far fewer tokens for them than AdamW.
-AdamW trains norms, biases, and output matrices, which start from the target's. On a CPU, where
-Muon's products in bfloat16 take seconds, AdamW trains all.
+Norms, biases, and output matrices (which start from the target's) are trained by AdamW. On a CPU,
+where Muon's bfloat16 products take seconds, AdamW trains everything.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from calibrate.heads.target import batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
-    """Duration and learning rates."""
+    """Duration and learning rates of a training."""
 
     epochs: int = 1
     batch: int = 32  # windows per step
-    rate: float = 3e-3  # peak rate of Muon; decays to a twentieth. AdamW on a CPU: a quarter
+    rate: float = 3e-3  # peak rate of Muon, decays to a twentieth; AdamW on a CPU uses a quarter
     output_rate: float = 3e-4  # peak rate of AdamW for output matrices
-    warm_up: float = 0.03  # fraction of training in which the rate rises
+    warm_up: float = 0.03  # fraction of training during which the rate rises
     decay: float = 0.8  # weight of step j's loss is decay^j
     clip: float = 0.5
-    seconds: float = math.inf  # time limit, at which the rate has decayed
-    watch: int = 100  # batches between evaluations on the held-out windows
+    seconds: float = math.inf  # time limit; the schedule ends at it
+    watch: int = 100  # batches between two evaluations on the held-out windows
     seed: int = 0
 
 
-# a batch of windows -> (loss, accuracy) of each step or head
+# Maps a batch of windows to (loss, accuracy) of each step or head.
 Losses = Callable[[torch.Tensor], "list[tuple[torch.Tensor, torch.Tensor]]"]
 
 
@@ -47,11 +47,11 @@ def fit(
     held_WS: torch.Tensor | None = None,
     progress: bool = True,
 ) -> int:
-    """Train a module in place on windows. Returns the number of batches.
+    """Train a module in place on windows, and return the number of batches.
 
-    A row of `ids_WS` is a window's token ids, or whatever `losses` knows a window by.
-    `outputs`: matrices that start from the target's. The accuracy on `held_WS` is printed during
-    training: if it falls while the accuracy of the batches rises, there is too little data.
+    A row of `ids_WS` is a window's token ids, or any other key that `losses` accepts. `outputs`:
+    matrices that start from the target's. The accuracy on `held_WS` is printed during training: if
+    it falls while the accuracy of the batches rises, there is too little data.
     """
     optimizers = _optimizers(module, outputs, settings)
     parameters = [each for each in module.parameters() if each.requires_grad]
@@ -91,7 +91,7 @@ def _text(accuracy: list[float]) -> str:
 def _optimizers(
     module: torch.nn.Module, outputs: tuple[torch.nn.Parameter, ...], settings: FitSettings
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices on a GPU, AdamW for the rest, each with its peak rate in "highest"."""
+    """Return Muon for matrices on a GPU, and AdamW for the rest."""
     is_output = {id(each) for each in outputs}
     trained = [each for each in module.parameters() if each.requires_grad]
     matrices = [each for each in trained if each.ndim == 2 and id(each) not in is_output]
@@ -120,7 +120,7 @@ def _optimizers(
 
 
 def _schedule(share: float, warm_up: float) -> float:
-    """Learning rate relative to the peak, at the fraction `share` of training."""
+    """Return the learning rate relative to the peak, after the fraction `share` of training."""
     if share < warm_up:
         return (share + 1e-3) / (warm_up + 1e-3)
     return 0.05 + 0.475 * (1 + math.cos(math.pi * (share - warm_up) / (1 - warm_up)))
@@ -128,7 +128,7 @@ def _schedule(share: float, warm_up: float) -> float:
 
 @torch.no_grad()
 def accuracies(ids_WS: torch.Tensor, losses: Losses, batch: int) -> list[float]:
-    """Mean accuracy of each step over windows."""
+    """Return the mean accuracy of each step over all windows."""
     rows = []
     for ids_BS in ids_WS.split(batch):
         rows.append([float(right) * len(ids_BS) for _, right in losses(ids_BS)])
@@ -136,7 +136,7 @@ def accuracies(ids_WS: torch.Tensor, losses: Losses, batch: int) -> list[float]:
 
 
 def in_16_bits(device: torch.device) -> contextlib.AbstractContextManager:
-    """bf16 products on a GPU; a CPU computes in float32."""
+    """Return a context with bfloat16 autocast on a GPU, and without effect on a CPU."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.autocast("cuda", torch.bfloat16)

@@ -1,4 +1,7 @@
-"""Loss of drafts against their target's distribution. Legend: V target vocabulary, U draft's."""
+"""Loss of drafts against the target's distribution.
+
+Legend: V target vocabulary, U draft vocabulary.
+"""
 
 import torch
 
@@ -6,10 +9,10 @@ import torch
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, draft_ids_U: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean cross entropy of logits [..., U] with the target's distribution, share of rows whose
-    most likely token is the target's).
+    """Return the cross entropy of logits [..., U] with the target's distribution, and the accuracy.
 
-    `target`: logits [..., V]. Rows whose most likely token the head lacks have no loss.
+    `target`: logits [..., V]. Accuracy is the fraction of rows whose most likely token equals the
+    target's. If the target's most likely token is not in the draft vocabulary, the row has no loss.
     """
     best = target.argmax(-1)
     inside = torch.ones_like(best, dtype=torch.bool)

@@ -1,8 +1,11 @@
 """P-EAGLE head as a torch module, for training and calibration (arXiv 2602.01469).
 
-EAGLE-3's layers run once: rows whose token is not known yet have a mask token and a learned state.
-Legend: B windows, S tokens of a window, A anchors, K drafts, M = K - 1 mask rows of an anchor, F
-inputs of `fc`, U draft vocabulary, V target vocabulary.
+EAGLE-3's layers run once for all drafts. Rows whose token is not known yet get a mask token and a
+learned state.
+
+Legend:
+B: windows, S: tokens of a window, A: anchors, K: drafts, M: K - 1 mask rows of an anchor
+F: inputs of `fc`, V: target vocabulary, U: draft vocabulary
 """
 
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from formats.heads.config import EagleConfig
 
 
 class ParallelModule(Eagle3Module):
-    """The head; `state_dict()` has the canonical names of formats/heads/tensors.py."""
+    """P-EAGLE head; `state_dict()` has the names of formats/heads/tensors.py."""
 
     def __init__(
         self, config: EagleConfig, embedding_VC: torch.Tensor, present: frozenset[str] = frozenset()
@@ -29,10 +32,11 @@ class ParallelModule(Eagle3Module):
     def parallel(
         self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
     ) -> Iterator[torch.Tensor]:
-        """Logits of each draft d: [B, S - 1, U] for d = 0, then [B, A, U].
+        """Yield the logits of each draft d: [B, S - 1, U] for d = 0, then [B, A, U].
 
-        Row i predicts token i + 2. Each anchor, a row, has K - 1 mask rows after it, which see the
-        rows up to it and the mask rows before: row d of an anchor predicts token i + 2 + d.
+        Row i predicts token i + 2. K - 1 mask rows follow each anchor row i. They attend to the
+        rows up to the anchor, and to the anchor's earlier mask rows. Mask row d of an anchor
+        predicts token i + 2 + d.
         """
         B, S = ids_BS.shape
         A, M, device = len(anchors_A), num_drafts - 1, ids_BS.device
@@ -68,9 +72,9 @@ def parallel_losses(
     num_drafts: int,
     draft_ids_U: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, fraction of rows whose most likely token equals the target's) of each draft.
+    """Yield (loss, accuracy) of each draft, as `step_losses` does.
 
-    As `step_losses`; drafts after the first are those of the anchors alone.
+    The first draft is judged at all rows, later drafts only at the anchors.
     """
     drafts = head.parallel(ids_BS, taps_BSF, anchors_A, num_drafts)
     for draft, logits in enumerate(drafts):

@@ -1,4 +1,4 @@
-"""Windows with images to train a head on: chats of a file, and the target's answers to them.
+"""Windows with images to train a head on: chats of a file, and the target's own answers to them.
 
 Legend: W windows, B windows of a batch, S tokens of a window.
 """
@@ -19,15 +19,15 @@ from calibrate.texts.documents import read_documents
 from calibrate.texts.pictured import ChatReader, PicturedWindow, has_images
 from formats.errors import InputError
 
-ALL = 2**31  # windows: as many as a file fills
+ALL = 2**31  # number of windows: no limit, as many as the file fills
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedWindows:
-    """Windows of token ids, and the images of each."""
+    """Windows of token ids, and the images of each window."""
 
     ids_WS: torch.Tensor  # int64
-    pictured: tuple[PicturedWindow, ...]  # (): there are no images
+    pictured: tuple[PicturedWindow, ...]  # (): no window has images
     chats: ChatReader | None
 
     @classmethod
@@ -39,7 +39,7 @@ class PicturedWindows:
         return len(self.ids_WS)
 
     def of(self, numbers: Sequence[int]) -> "PicturedWindows":
-        """Return some of the windows."""
+        """Return the windows with these numbers."""
         return PicturedWindows(
             ids_WS=self.ids_WS[list(numbers)],
             pictured=tuple(self.pictured[number] for number in numbers) if self.pictured else (),
@@ -47,7 +47,7 @@ class PicturedWindows:
         )
 
     def joined(self, other: "PicturedWindows") -> "PicturedWindows":
-        """Return these windows, then others."""
+        """Return these windows, followed by those of `other`."""
         return PicturedWindows(
             ids_WS=torch.cat([self.ids_WS, other.ids_WS]),
             pictured=(*self._all_pictured(), *other._all_pictured()),
@@ -65,7 +65,7 @@ class PicturedWindows:
         return self.pictured or (without,) * len(self)
 
     def seen(self, target: Target) -> Seen:
-        """Run the windows on their target."""
+        """Run the target on the windows."""
         if not self.num_images:
             return target.see(self.ids_WS)
         return target.see_images(
@@ -85,7 +85,7 @@ def chat_windows(
     most: int | None = None,
     seed: int = 0,
 ) -> PicturedWindows:
-    """Windows of a file's chats and texts. Raises InputError."""
+    """Cut windows from a file's chats and texts. Raises InputError."""
     found = read_calibration(
         source,
         target.tokenizer,
@@ -109,10 +109,11 @@ def answer_windows(
     seed: int = 0,
     progress: bool = True,
 ) -> PicturedWindows:
-    """Up to `count` windows: a chat with images without its last answer, and then the target's.
+    """Make up to `count` windows: a chat with images, whose last answer the target generates.
 
-    The chats come in turn, with another answer each time. An answer continues to the end of its
-    window, past end tokens. Stops at the time limit, but makes at least one. Raises InputError.
+    The chats are used in turn, with a new answer each time. An answer continues to the end of its
+    window, past end tokens. Stops after `seconds`, but makes at least one window. Raises InputError
+    if no chat leaves room for an answer.
     """
     documents = [each for each in read_documents(source) if has_images(each)]
     random.Random(seed).shuffle(documents)
@@ -145,7 +146,7 @@ def answer_windows(
 
 
 def _prompt(messages: Sequence[Any], chats: ChatReader, folder: Path) -> Any:
-    """Return a chat up to the beginning of its last answer."""
+    """Read a chat up to the beginning of its last answer."""
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     return chats.read(messages, folder, add_generation_prompt=True)
@@ -154,7 +155,7 @@ def _prompt(messages: Sequence[Any], chats: ChatReader, folder: Path) -> Any:
 def _inputs(
     chats: ChatReader, window: PicturedWindow, ids_S: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return arguments of transformers' model for one window."""
+    """Return the arguments of transformers' model for one window."""
     if window.images:
         return chats.inputs(window, ids_S)
     return {"input_ids": ids_S[None], "attention_mask": torch.ones(1, len(ids_S), dtype=torch.long)}

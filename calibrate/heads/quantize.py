@@ -1,7 +1,8 @@
-"""Quantize a float draft head: every matrix, the output matrix included.
+"""Quantize a float draft head: every matrix, including the output matrix.
 
-The time of a draft is the time to read the head, so nothing large stays in float except an
-embedding. For calibration the head runs on its target's states, in a chain as when it drafts.
+The time of a draft is the time to read the head's weights, so no large matrix stays in float except
+an embedding. For calibration the head runs on its target's states and drafts several tokens in a
+row, as when it serves.
 """
 
 import time
@@ -41,7 +42,7 @@ from formats.scheme import Scheme
 from formats.table import size_text, text_table
 
 DEFAULT_LENGTH = 512
-WITH_TAPS = (EAGLE3, PEAGLE, DFLASH, DSPARK)  # kinds that read states between layers
+WITH_TAPS = (EAGLE3, PEAGLE, DFLASH, DSPARK)  # types of heads that read auxiliary hidden states
 JUDGED = 8  # one window in this many is held out for evaluation
 
 
@@ -57,7 +58,7 @@ class HeadReport:
     linears: tuple[LinearReport, ...]
     bytes_before: int
     bytes_after: int
-    # fraction of positions where a step's most likely token equals the target's; None without data
+    # By step: fraction of positions whose most likely token equals the target's. None without data
     accuracy_before: tuple[float, ...] | None
     accuracy_after: tuple[float, ...] | None
     left_in_float: dict[str, str]
@@ -106,13 +107,13 @@ def quantize_head(
     quantizer: str = "qserve-kit",
     chats: ChatReader | None = None,
 ) -> HeadReport:
-    """Quantize a head `source` and write the new folder `output`.
+    """Quantize the draft head `source` and write the new folder `output`.
 
-    `source` and `target`, the model it drafts for, are folders or hub names;
-    recipes with data need the target. `recipe` None: "gptq" at 4 bits and fewer if there is a
-    target, else "rtn". Recipes with transforms are rejected: a head has few norms, and factors
-    would move into the target's states. `chats` reads chats with images, for a vision-language
-    target. Raises InputError before anything is written.
+    `source` and `target` (the model that the head drafts for) are folders or hub names. Recipes
+    that need data need the target. `recipe` None: "gptq" at 4 bits and fewer if there is a target,
+    else "rtn". Recipes with transforms are rejected, because a head has few norms and factors would
+    move into the target's states. `chats` reads chats with images, for a vision-language target.
+    Raises InputError before anything is written.
     """
     started = time.perf_counter()
     source = local_path(source, DRAFTER)
@@ -230,7 +231,10 @@ def _windows(
 
 
 def _kept(count: int, judged: bool) -> list[int]:
-    """Held-out windows, or the others; a single window is used for both."""
+    """Return the numbers of the held-out windows (`judged`) or of the others.
+
+    With too few windows, all are used for both.
+    """
     numbers = range(count)
     chosen = [number for number in numbers if (number % JUDGED == JUDGED - 1) == judged]
     return chosen or list(numbers)
@@ -239,7 +243,7 @@ def _kept(count: int, judged: bool) -> list[int]:
 def _statistics(
     head: HeadModule, windows: PicturedWindows, progress: bool
 ) -> dict[str, InputStatistics]:
-    """Statistics of each linear's input, by canonical name."""
+    """Run the head on the windows; return statistics of each linear's input, by canonical name."""
     found: dict[str, InputStatistics] = {}
     hooks = []
     for name in head.folder.linear_shapes():
@@ -278,7 +282,7 @@ def _solved(
     device: str,
     progress: bool,
 ) -> tuple[dict[str, Weight], list[LinearReport]]:
-    """(weights by the file's names, their reports)."""
+    """Solve all linears. Returns (weights by the file's names, their reports)."""
     packed: dict[str, Weight] = {}
     reports = []
     canonical = {folder.stored(name): name for name in folder.linear_shapes()}
@@ -313,7 +317,7 @@ def _solved(
 def _put_back(
     head: HeadModule, folder: HeadFolder, stored: str, weight: Weight, scheme: Scheme
 ) -> None:
-    """Replace a matrix by its dequantized weight, as a server computes with it."""
+    """Replace a matrix in the module by its dequantized weight, and round its inputs."""
     canonical = next(name for name in folder.linear_shapes() if folder.stored(name) == stored)
     linear = head.linear(canonical)
     linear.weight.data.copy_(weight.dequantize())
@@ -326,9 +330,9 @@ def _rounded(rounding: Any, _: Any, args: tuple[torch.Tensor]) -> tuple[torch.Te
 
 
 def _verify(staged: Path, source: HeadFolder, packed: Mapping[str, Weight], plan: Plan) -> int:
-    """Read everything back.
+    """Read the written folder back and compare it; return its size in bytes.
 
-    Returns the size in bytes. Raises CheckpointError, naming the tensor.
+    Raises CheckpointError, naming the tensor that differs.
     """
     written = HeadFolder(staged)
     for name, weight in packed.items():

@@ -1,4 +1,4 @@
-"""A head's folder as a plain torch module, and its accuracy on windows.
+"""Load a head's folder as a plain torch module, and measure its accuracy on windows.
 
 Legend: B windows, S tokens of a window.
 """
@@ -19,16 +19,16 @@ from formats.heads.block_config import DFLASH, DSPARK, BlockConfig
 from formats.heads.config import EAGLE3, MEDUSA, PEAGLE
 from formats.heads.folder import HeadFolder
 
-NUM_STEPS = 3  # of a chain; their states calibrate the head along with the target's
-NUM_DRAFTS = 7  # of a block, at most
-NUM_ANCHORS = 32  # blocks of a window
+NUM_STEPS = 3  # steps of an EAGLE-3 head; later steps read its own states, as when it drafts
+NUM_DRAFTS = 7  # maximum drafts of a block
+NUM_ANCHORS = 32  # blocks per window
 
 
 class HeadModule:
-    """A float head and its target, on a device."""
+    """A float head and its target, on one device."""
 
     def __init__(self, folder: HeadFolder, target: Target) -> None:
-        """Raises InputError for a kind without a module here, or another model's head."""
+        """Raises InputError for a type of head without a module, or a head of another model."""
         self.folder, self.target = folder, target
         tensors = {
             name: folder.get(folder.stored(name)).to(target.device)
@@ -54,20 +54,20 @@ class HeadModule:
             )
         try:
             self.module = make(tensors)
-        except RuntimeError as error:  # of load_state_dict: a shape of another model
+        except RuntimeError as error:  # load_state_dict: shapes of another model
             raise InputError(str(folder.folder), str(error).splitlines()[-1].strip()) from None
         # A CPU computes in float32; a GPU in the target's 16 bits.
         self.dtype = target.embedding.dtype
         self.module.to(target.device, self.dtype).train(False).requires_grad_(False)
 
     def linear(self, name: str) -> torch.nn.Linear:
-        """Module of a canonical matrix."""
+        """Return the linear with this canonical name."""
         inside = f"heads.{name}" if self.folder.config.kind == MEDUSA else name
         return self.module.get_submodule(inside)
 
     @torch.no_grad()
     def judged(self, windows: PicturedWindows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Run windows: (loss, accuracy) of each step or head."""
+        """Run the windows and yield (loss, accuracy) of each step, draft or Medusa head."""
         ids_BS = windows.ids_WS.to(self.target.device)
         seen = windows.seen(self.target)
         if self.folder.config.kind == MEDUSA:
@@ -88,7 +88,7 @@ class HeadModule:
         num_drafts = NUM_DRAFTS
         if isinstance(self.folder.config, BlockConfig):
             num_drafts = min(NUM_DRAFTS, self.folder.config.most_drafts)
-        # the row of the last draft and its token lie within the window
+        # The row of the last draft, and the token that it predicts, must lie within the window.
         num_drafts = max(1, min(num_drafts, ids_BS.shape[1] - 3))
         anchors_A = even_anchors(ids_BS.shape[1] - 1, num_drafts, NUM_ANCHORS)
         yield from (parallel_losses if kind == PEAGLE else block_losses)(
@@ -106,7 +106,7 @@ class HeadModule:
         tensors.setdefault("lm_head.weight", self.target.head)
         made = ParallelModule if config.kind == PEAGLE else Eagle3Module
         module = made(config, embedding, _present(tensors))
-        if config.kind == PEAGLE:  # files without it have zeros
+        if config.kind == PEAGLE:  # a missing mask state means zeros
             zeros_F = torch.zeros(names.fc_inputs(config))
             tensors[names.MASK_HIDDEN] = tensors.get(names.MASK_HIDDEN, zeros_F).flatten()
         module.load_state_dict(tensors)
@@ -133,7 +133,7 @@ class HeadModule:
 
 
 def _present(tensors: dict[str, torch.Tensor]) -> frozenset[str]:
-    """Biases and per-head norms, by the last part of their module's name."""
+    """Return the biases and per-head norms that exist, by the last part of the module's name."""
     parts = [name.split(".") for name in tensors if "." in name]
     present = {part[-2] for part in parts if part[-1] == "bias"}
     return frozenset(present | {part[-2] for part in parts if part[-2] in ("q_norm", "k_norm")})

@@ -1,8 +1,11 @@
-"""Sample a target's continuations in large batches: a plain decode loop over preallocated memory.
+"""Sample a target's continuations in large batches, with a plain decode loop.
 
-transformers' generation copies its whole cache for each token; here keys and values are allocated
-once. Supports only layers like Llama's, without windows. Legend: B texts, P tokens of a prompt, L
-tokens of a text, H heads, J KV heads, D head dim, V vocabulary.
+transformers' generation copies its whole KV cache for each token; here keys and values are
+allocated once. Only layers like Llama's, without attention windows, are supported.
+
+Legend:
+B: texts, P: tokens of a prompt, L: tokens of a text
+H: heads, J: KV heads, D: head dim, V: vocabulary
 """
 
 from typing import Any
@@ -14,11 +17,11 @@ from calibrate.heads.eagle3 import rotated
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-PREFILL_TOKENS = 2**18  # per pass over prompts
+PREFILL_TOKENS = 2**18  # prompt tokens per forward pass
 
 
 def can_sample(config: Any) -> bool:
-    """True if the loop computes the same as the model."""
+    """Return True if the decode loop supports this model."""
     windows = getattr(config, "layer_types", None) or ["full_attention"]
     return config.model_type in MODEL_TYPES and set(windows) == {"full_attention"}
 
@@ -27,9 +30,9 @@ def can_sample(config: Any) -> bool:
 def continued(
     decoder: Any, head: torch.nn.Module, prompts_BP: torch.Tensor, length: int, temperature: float
 ) -> torch.Tensor:
-    """Prompts of equal length with the model's sampled continuations, [B, L].
+    """Return prompts of equal length with the model's sampled continuations, [B, L].
 
-    `decoder`: transformers'.
+    `decoder`: the decoder module of a transformers model. `head`: its output matrix.
     """
     config, (B, P) = decoder.config, prompts_BP.shape
     weight = decoder.embed_tokens.weight
@@ -43,7 +46,7 @@ def continued(
     cos_1LD, sin_1LD = decoder.rotary_emb(weight[:1, None], positions)
 
     def run(rows: slice, start: int, end: int) -> torch.Tensor:
-        """Last states of some texts [B, C], after a pass over tokens start .. end."""
+        """Run tokens `start` to `end` of the texts `rows`; return their last states [B, C]."""
         x = functional.embedding(ids_BL[rows, start:end], weight)
         turns = cos_1LD[:, start:end], sin_1LD[:, start:end]
         for layer, (keys, values) in zip(decoder.layers, cache, strict=True):
@@ -71,24 +74,24 @@ def continued(
 
 
 def _attended(q_BHTD: torch.Tensor, k_BJSD: torch.Tensor, v_BJSD: torch.Tensor) -> torch.Tensor:
-    """Attention of all tokens of a text, or of its last one only, [B, H, T, D]."""
+    """Return attention outputs [B, H, T, D], for all tokens of a text or only for its last one."""
     B, H, T, _ = q_BHTD.shape
     if T > 1:
         shares = k_BJSD.shape[1] != H
         return functional.scaled_dot_product_attention(
             q_BHTD, k_BJSD, v_BJSD, is_causal=True, enable_gqa=shares
         )
-    # Heads that share keys become rows: torch would copy the keys for each head.
+    # Treat heads that share keys as rows of one head; otherwise torch copies the keys per head.
     q_BJGD = q_BHTD.reshape(B, k_BJSD.shape[1], -1, q_BHTD.shape[3])
     out_BJGD = functional.scaled_dot_product_attention(q_BJGD, k_BJSD, v_BJSD)
     return out_BJGD.reshape(q_BHTD.shape)
 
 
 def drawn(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Sample a token per row; temperature 0: the most likely token."""
+    """Sample one token per row. Temperature 0 returns the most likely token."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    # Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax, without its
-    # sum.
+    # Gumbel-max: the argmax of logits plus Gumbel noise is a sample from their softmax, and needs
+    # no normalization.
     noise_BV = torch.empty_like(logits_BV, dtype=torch.float32).exponential_().log_()
     return (logits_BV.float() / temperature - noise_BV).argmax(-1)

@@ -1,7 +1,8 @@
 """Target model of a draft head, run by transformers: its states, logits and continuations.
 
-Legend: B windows, S tokens of a window, P tokens of a prompt, C hidden size, F concatenated states,
-V vocabulary.
+Legend:
+B: windows, S: tokens of a window, P: tokens of a prompt
+C: hidden size, F: size of the concatenated auxiliary states, V: vocabulary
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +20,18 @@ from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
 from formats.heads.config import usual_taps
 
-# transformers fetches nothing and runs no code from the folder.
+# Do not download, and do not run code from the folder.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
-# keys of the placeholder tokens of media: no continuation has them
+# Config keys of the placeholder tokens of media, which are never generated
 MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id")
 Inputs = Mapping[str, torch.Tensor]  # arguments of transformers' model for one window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """States and logits of a target for a batch of windows."""
+    """Hidden states and logits of a target for a batch of windows."""
 
-    taps_BSF: torch.Tensor  # auxiliary hidden states, the residuals before the tapped layers
+    taps_BSF: torch.Tensor  # auxiliary hidden states: residuals before the chosen layers
     last_BSC: torch.Tensor  # after the last norm: the input of the output matrix
     logits_BSV: torch.Tensor
     images: ImagesSeen | None = None  # None: the windows have no images
@@ -40,16 +41,17 @@ class Target:
     """A frozen causal language model, or vision-language model."""
 
     def __init__(self, folder: str | Path, *, device: str, taps: tuple[int, ...] | None = None):
-        """`taps`: number of layers before each auxiliary state; None: EAGLE-3's usual ones.
+        """Load the model. `taps`: number of layers before each auxiliary hidden state; None: the
+        usual ones of EAGLE-3.
 
-        Raises InputError.
+        Raises InputError if transformers cannot load it, or a tap is not in the model.
         """
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         self.folder, self.device = Path(folder), torch.device(device)
         self.has_vision = has_text_part(read_json(self.folder / CONFIG))
         loader = AutoModelForImageTextToText if self.has_vision else AutoModelForCausalLM
-        # A CPU computes in float32, a GPU in the model's own 16 bits.
+        # A CPU computes in float32, a GPU in the model's 16-bit dtype.
         dtype = "auto" if self.device.type == "cuda" else torch.float32
         try:
             model = loader.from_pretrained(folder, dtype=dtype, **LOCAL)
@@ -89,7 +91,7 @@ class Target:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Rope parameters of positions with three axes; {}: positions are numbers."""
+        """Rope parameters for positions with three axes, or {} if positions are plain numbers."""
         rotary = getattr(self._decoder, "rotary_emb", None)
         sections = getattr(rotary, "mrope_section", None)
         if not sections:
@@ -103,7 +105,7 @@ class Target:
 
     @torch.no_grad()
     def see(self, ids_BS: torch.Tensor) -> Seen:
-        """Run windows of token ids."""
+        """Run the model on windows of token ids."""
         output = self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
         last_BSC = output.last_hidden_state
         taps = [self._states[tap] for tap in self.taps]
@@ -116,7 +118,10 @@ class Target:
 
     @torch.no_grad()
     def see_images(self, windows: Sequence[tuple[Inputs, torch.Tensor]]) -> Seen:
-        """Run windows of equal length: arguments of the model, and which tokens are of images."""
+        """Run the model on windows of equal length.
+
+        `windows`: for each one the arguments of the model, and the mask of image tokens.
+        """
         seen: dict[str, Any] = {}
         hook = self._decoder.register_forward_pre_hook(
             lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
@@ -143,7 +148,7 @@ class Target:
         )
 
     def _see_images(self, inputs: Inputs, is_image_S: torch.Tensor, seen: dict[str, Any]) -> Seen:
-        """`seen`: arguments of the decoder's last call."""
+        """Run one window. `seen` receives the arguments of the decoder's call."""
         output = self.model.model(**self._moved(inputs), use_cache=False)
         last_BSC = output.last_hidden_state
         taps = [self._states[tap] for tap in self.taps]
@@ -157,7 +162,7 @@ class Target:
             images=ImagesSeen(
                 is_image_BS=is_image_S[None].to(self.device),
                 rows_BSC=seen["inputs_embeds"],
-                # a fourth row before them is that of the mask
+                # A fourth row in front of the three axes belongs to the attention mask.
                 positions_3BS=positions[-3:] if has_axes else None,
             ),
         )
@@ -180,7 +185,7 @@ class Target:
 
     @torch.no_grad()
     def continued_images(self, inputs: Inputs, length: int, *, temperature: float) -> torch.Tensor:
-        """Prompt of one window with the model's continuation, [length]."""
+        """Return the prompt of one window with the model's continuation, [length]."""
         config = self.model.config
         media = [getattr(config, name, None) for name in MEDIA_TOKENS]
         missing = length - inputs["input_ids"].shape[1]
@@ -202,7 +207,7 @@ class Target:
     def continued(
         self, prompts_BP: torch.Tensor, length: int, *, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Prompts of equal length with the model's continuations, [B, length], on the device."""
+        """Return prompts of equal length with the model's continuations, [B, length]."""
         from transformers import DynamicCache
 
         ids = prompts_BP.to(self.device)
@@ -220,9 +225,9 @@ class Target:
 
 
 def batches(ids_WS: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Shuffled batches of windows [B, S]; an incomplete last batch is dropped.
+    """Yield shuffled batches of windows [B, S]. An incomplete last batch is dropped.
 
-    Fewer windows than a batch form one batch.
+    If there are fewer windows than `size`, they form one batch.
     """
     order = torch.randperm(len(ids_WS), generator=torch.Generator().manual_seed(seed))
     for start in range(0, max(1, len(ids_WS) - size + 1), size):

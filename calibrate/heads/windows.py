@@ -1,7 +1,8 @@
 """Windows of token ids to train a head on: texts of a file, and the target's continuations.
 
-A head learns to predict its target, so the target's own continuations are the better half. Legend:
-W windows, S tokens of a window.
+A head learns to predict its target, so the target's continuations are the better training data.
+
+Legend: W windows, S tokens of a window.
 """
 
 import random
@@ -23,7 +24,7 @@ IDS = "ids"
 def text_windows(
     source: str, target: Target, length: int, *, most: int | None = None, seed: int = 0
 ) -> torch.Tensor:
-    """[W, S] from a file's texts. Raises InputError."""
+    """Cut windows [W, S] from a file's texts. Raises InputError."""
     documents = read_documents(source)
     random.Random(seed).shuffle(documents)
     tokenizer = target.tokenizer
@@ -50,10 +51,10 @@ def continued_windows(
     seed: int = 0,
     progress: bool = True,
 ) -> torch.Tensor:
-    """Up to `count` windows [W, S] that begin as a text and continue as the target does.
+    """Sample up to `count` windows [W, S]: the target continues excerpts of texts.
 
-    The given part is an eighth to a half of a window. Stops before the first batch that would
-    exceed the time limit, but runs at least one.
+    The excerpt is an eighth to a half of a window. Sampling stops before the first batch that would
+    exceed `seconds`, but runs at least one batch.
     """
     length, started, slowest = texts_WS.shape[1], time.monotonic(), 0.0
     draw, found = random.Random(seed), []
@@ -74,10 +75,10 @@ def continued_windows(
 
 
 def save_windows(path: str | Path, ids_WS: torch.Tensor) -> None:
-    """Save windows for another head of the same target."""
+    """Save windows, to train another head of the same target on them."""
     save_file({IDS: ids_WS.to(torch.int32).contiguous()}, path)
 
 
 def load_windows(path: str | Path) -> torch.Tensor:
-    """Windows written by save_windows, int64."""
+    """Load windows that save_windows wrote, as int64."""
     return load_file(path)[IDS].long()

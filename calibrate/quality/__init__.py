@@ -1,1 +1,1 @@
-"""Quality of a quantized model: its distance from the float model, and the records of it."""
+"""Measure and record the quality of a quantized model, by its distance from the float model."""

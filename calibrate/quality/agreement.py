@@ -1,4 +1,4 @@
-"""Distance between two models' predictions of the same text, one window at a time.
+"""Compare the predictions of two models on the same text, one window at a time.
 
 Legend: W windows, S tokens of a window, V vocabulary.
 """
@@ -14,26 +14,26 @@ from tqdm import tqdm
 from calibrate.texts.evaluate import IGNORED, Window, ids_of, targets_of
 from formats.errors import InputError
 
-ROWS = 128  # positions compared together: bounds the memory with large vocabularies
-Logits = Callable[[Any], torch.Tensor]  # a window -> logits [S, V] for the token after each
+ROWS = 128  # positions compared at a time, to limit memory with large vocabularies
+Logits = Callable[[Any], torch.Tensor]  # window -> logits [S, V] for the token after each position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Perplexities of a reference and of another model, and the distance between them."""
+    """Perplexities of a reference and of another model, and their distance."""
 
     windows: int
-    sequence_length: int  # of the longest window
+    sequence_length: int  # length of the longest window
     tokens: int  # predicted tokens
     reference_perplexity: float
     perplexity: float
-    divergence: float  # mean KL(reference || other) in nats
-    largest_divergence: float  # of one token
-    same_top_token: float  # fraction of positions
+    divergence: float  # mean KL(reference || other) in nats per token
+    largest_divergence: float  # largest KL divergence of one token
+    same_top_token: float  # fraction of positions with the same most likely token
 
 
 class AgreementSum:
-    """Sums over windows."""
+    """Accumulates an Agreement over windows."""
 
     def __init__(self) -> None:
         self.windows = self.length = self.tokens = self.same = 0
@@ -47,7 +47,7 @@ class AgreementSum:
         other_SV: torch.Tensor,
         given: Iterable[int] = (),
     ) -> None:
-        """Add a window. `given`: token ids that do not count, such as BOS before a text.
+        """Add a window. `given`: token ids that are not counted, such as BOS before a text.
 
         Raises InputError if logits are not finite.
         """
@@ -67,7 +67,7 @@ class AgreementSum:
     def _add_rows(
         self, targets_R: torch.Tensor, reference_RV: torch.Tensor, other_RV: torch.Tensor
     ) -> None:
-        """Add positions, given as log-probabilities."""
+        """Add positions, with the log probabilities of both models."""
         for index, (name, rows_RV) in enumerate(
             (("the reference's", reference_RV), ("the model's", other_RV))
         ):
@@ -89,7 +89,7 @@ class AgreementSum:
         self.tokens += len(targets_R)
 
     def result(self) -> Agreement:
-        """Means over all windows. Raises InputError without a counted token."""
+        """Return the means over all windows. Raises InputError if no token was counted."""
         if not self.tokens:
             raise InputError("windows", "no token is predicted", "use a longer text")
         reference, other = (_exp(nll / self.tokens) for nll in self.nll)
@@ -112,7 +112,7 @@ def compare_logits(
     given: Iterable[int] = (),
     progress: bool = True,
 ) -> Agreement:
-    """Run both models on each window in turn. Memory holds the logits of one window."""
+    """Run both models on each window and compare them. Memory holds the logits of one window."""
     total = AgreementSum()
     with tqdm(windows, unit="window", disable=not progress) as bar:
         for window in bar:

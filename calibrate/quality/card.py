@@ -1,4 +1,4 @@
-"""quality.json: how far a quantized model is from the float one, and how that was found out."""
+"""quality.json: the measured distance from the float model, and how it was measured."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,7 +19,10 @@ def quality_record(
     settings: Mapping[str, Any] | None,
     target: str | Path,
 ) -> dict[str, Any]:
-    """Contents of the file. `settings` are those of the command line; None: a call from Python."""
+    """Return the contents of quality.json.
+
+    `settings`: settings of the command line, or None for a call from Python.
+    """
     return {
         "version": VERSION,
         "measured": report.quality,
@@ -50,7 +53,7 @@ def quality_record(
 def command_line(
     source: str, target: str | Path, settings: Mapping[str, Any], command: str = "quantize"
 ) -> str:
-    """The `qserve` command with these settings; folders are given by name."""
+    """Return the `qserve` command line for these settings, with names instead of local paths."""
     words = ["qserve", command, source, "-o", Path(target).name]
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"

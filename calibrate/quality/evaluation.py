@@ -15,23 +15,23 @@ from calibrate.texts.documents import read_texts
 from calibrate.texts.evaluate import make_windows, text_opening
 from formats.errors import InputError
 
-HELD_OUT = Path(__file__).parent / "held_out.jsonl"  # none of them is a calibration text
+HELD_OUT = Path(__file__).parent / "held_out.jsonl"  # has no calibration texts
 HELD_OUT_NAME = "held-out texts of the package"
 HELD_OUT_LENGTH = 512
-EVAL_WINDOWS, EVAL_LENGTH = 48, 1024  # of a text of the user's
+EVAL_WINDOWS, EVAL_LENGTH = 48, 1024  # for --eval-text
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Windows of token ids and their source."""
+    """Evaluation windows of token ids, and their source."""
 
     ids_WS: torch.Tensor
     text: str  # public name of the source
-    given: tuple[int, ...] = ()  # token ids that do not count
+    given: tuple[int, ...] = ()  # token ids that are not counted
 
     def record(self, found: Agreement) -> dict[str, Any]:
-        """Measured values with the data that they were measured on."""
+        """Return the measured values and a description of the data."""
         digest = hashlib.sha256(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
         return {
             "text": self.text,
@@ -50,10 +50,10 @@ class Evaluation:
 def read_evaluation(
     model: FloatModel, eval_text: str | None, quality_windows: int, bos: bool
 ) -> Evaluation | None:
-    """Windows of `eval_text`, else `quality_windows` of the package's held-out texts.
+    """Read windows of `eval_text`, or else `quality_windows` windows of the package's texts.
 
-    None if nothing was requested, or if the model has no tokenizer for the package's texts.
-    Raises InputError for a text that does not fill a window.
+    Returns None if neither is requested, or if the model's tokenizer cannot be used on the
+    package's texts. Raises InputError if `eval_text` does not fill a window.
     """
     if eval_text is not None:
         return _read(model, eval_text, public_name(eval_text), EVAL_WINDOWS, EVAL_LENGTH, bos)

@@ -1,4 +1,4 @@
-"""Table of the distance between two models."""
+"""Text table of an Agreement."""
 
 from calibrate.quality.agreement import Agreement
 from formats.table import text_table
@@ -7,7 +7,7 @@ HEADER = ("model", "perplexity", "KL divergence", "same top token")
 
 
 def agreement_table(found: Agreement, reference: str, model: str, text: str) -> str:
-    """Both models with their perplexities, and the model's distance from the reference."""
+    """Format the perplexities of both models, and the model's distance from the reference."""
     rows = [
         (reference, f"{found.reference_perplexity:.4f}", "0", "100 %"),
         (

@@ -1,1 +1,1 @@
-"""Results of a run: tensors, verification, report, model card."""
+"""Results of a quantization run: tensors, verification, report, model card."""

@@ -1,7 +1,7 @@
-"""README.md of a quantized folder: contents, origin, and how to load it.
+"""Model card (README.md) of a quantized folder: contents, origin, and how to load it.
 
-The recipe, a YAML file of the settings, is written next to it: `qserve quantize MODEL -o FOLDER
---config quantization_recipe.yaml` reproduces the folder.
+The settings are written next to it as YAML. `qserve quantize MODEL -o FOLDER --config
+quantization_recipe.yaml` reproduces the folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from formats.quality.record import measured_text
 from formats.table import size_text
 
 CARD, RECIPE_FILE = "README.md", "quantization_recipe.yaml"
-# Command with which each program loads the folder.
+# Command that loads the folder in each program
 COMMANDS = {
     "this project": "qserve serve {name}",
     "vLLM": "vllm serve {name}",
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: str) -> str:
-    """Page of a folder called `name`."""
+    """Return the model card of the folder `name`."""
     data = report.calibration or {}
     facts = [
         ("made from", report.source),
@@ -66,7 +66,7 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
 
 
 def recipe_text(settings: Mapping[str, Any]) -> str:
-    """The settings as YAML."""
+    """Format the settings as YAML."""
     import yaml
 
     return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)

@@ -1,6 +1,6 @@
-"""Tensors that a quantization run writes, and the digests that verify them.
+"""Output: writes the tensors of a run and keeps the digests that verify them.
 
-This module sets the order of tensors in a checkpoint.
+This module decides the order of tensors in a checkpoint.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,17 @@ from formats.layouts import Layout
 
 @dataclass(slots=True, kw_only=True)
 class Output:
-    """Writer of the target, with the digests that `verify` compares."""
+    """Writer of the target folder, with the digests that `verify` compares."""
 
     writer: CheckpointWriter
     layout: Layout
-    kept: list[str]  # tensors besides the quantized weights that are not written yet
+    kept: list[str]  # tensors that stay in float and are not written yet
     digests: dict[str, LinearDigest] = field(default_factory=dict)
     rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
     reports: list[LinearReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # transforms' notes on layers
     kv_scales: dict[str, float] = field(default_factory=dict)  # by tensor name
-    regrouped: bool = False  # some linear has groups of inputs that are not adjacent
+    regrouped: bool = False  # some linear has groups of non-adjacent inputs (act-order)
 
     def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
         """Write a layer's codes in the format's tensors, then its other tensors."""
@@ -66,9 +66,7 @@ class Output:
             self.kv_scales[name] = float(tensor.max())
 
     def add_rest(self, rewritten: LayerState, model: FloatModel) -> None:
-        """Write the tensors outside of layers; `rewritten` replaces and adds
-        tensors by full name.
-        """
+        """Write the tensors outside of layers. `rewritten`: new or replaced ones, by full name."""
         for name in dict.fromkeys([*self.kept, *rewritten]):
             if name in rewritten:
                 self.rewritten[name] = tensor_digest(rewritten[name])

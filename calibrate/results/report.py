@@ -1,4 +1,4 @@
-"""Report of a quantization run: its numbers, and their text form."""
+"""Report of a quantization run, as data and as text."""
 
 import os
 import platform
@@ -21,16 +21,16 @@ from formats.table import size_text, text_table
 REPORT = "quantization_report.json"
 HUB_KINDS = ("models--", "datasets--")  # folders in the hub's cache: kind--owner--name
 NUM_WORST = 5  # linears named in the summary
-MAX_NAMES_SHOWN = 8  # of those left in float for one reason
+MAX_NAMES_SHOWN = 8  # linears named per reason to stay in float
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # (mixture, number)
 
 
 def public_name(source: str | Path) -> str:
-    """Public name of a model or data set: its name on the hub, or its file's or folder's name.
+    """Return the public name of a model or data set: its hub name, or its file or folder name.
 
-    Reports are published with a model; local paths must not be.
+    Reports are published with a model, so they must not contain local paths.
     """
     if not Path(source).exists():
         return str(source)  # already a public name
@@ -43,13 +43,13 @@ def public_name(source: str | Path) -> str:
 
 
 def public_data(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Facts about the data for readers of the report."""
+    """Return the facts about calibration data with a public source name."""
     return calibration and {**calibration, "source": public_name(calibration["source"])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
-    """One linear: errors of its dequantized weight and of its outputs against the float linear."""
+    """Errors of one linear's dequantized weight, and of its outputs, against the float linear."""
 
     name: str
     shape: tuple[int, int]  # [N, K]
@@ -57,7 +57,7 @@ class LinearReport:
     relative_error: float  # ||W - deq|| / ||W||, 0 for an all-zero weight
     largest_error: float  # max |W - deq|
     output_error: float | None = None  # ||X (W - deq)^T|| / ||X W^T||; None without data
-    held_out_error: float | None = None  # the same on held-out windows, to the float model's output
+    held_out_error: float | None = None  # held-out windows: distance from the float model's output
     weight_absmax: float = 0.0
     input_absmax: float | None = None  # in the calibration data
     tokens: int | None = None  # calibration tokens that reached it
@@ -66,7 +66,7 @@ class LinearReport:
     num_bytes: int = 0  # on disk, without the bias; set by the pipeline
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Name, size and the two relative errors, as tables show them."""
+        """Return name, size and the two relative errors, formatted for tables."""
         return (
             self.name,
             f"{self.shape[0]} x {self.shape[1]}",
@@ -87,7 +87,7 @@ class LinearReport:
         stats: InputStatistics | None = None,
         notes: tuple[str, ...] = (),
     ) -> "LinearReport":
-        """Compare a weight with its quantized form, and their outputs if there is data."""
+        """Compare a weight with its quantized form and, with data, the outputs of both."""
         found_NK = packed.dequantize()
         difference = found_NK - weight_NK.float()
         norm = float(weight_NK.double().norm())
@@ -110,7 +110,7 @@ class LinearReport:
     def measured_again(
         self, weight_NK: torch.Tensor, packed: Weight, stats: InputStatistics | None
     ) -> "LinearReport":
-        """Copy with the errors of other codes for the linear."""
+        """Return a copy with the errors of new codes for the same linear."""
         return LinearReport.measure(
             weight_NK,
             packed,
@@ -124,7 +124,7 @@ class LinearReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationReport:
-    """The whole run. Written next to the weights as quantization_report.json."""
+    """Report of a whole run, written next to the weights as quantization_report.json."""
 
     source: str  # public name of the model
     source_sha256: str = ""  # of config.json and of every tensor
@@ -136,9 +136,9 @@ class QuantizationReport:
     bytes_after: int
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
     kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
-    kv_scales: dict[str, float] = field(default_factory=dict)  # the largest, by tensor name
+    kv_scales: dict[str, float] = field(default_factory=dict)  # by tensor name: its largest scale
     adapter: dict[str, str] | None = None  # name and hash of the adapter that was active
-    # Perplexities and distance from the float model, and on which text (quality/evaluation.py)
+    # Perplexities, distance from the float model, and the text used (quality/evaluation.py)
     quality: dict[str, Any] | None = None
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ class QuantizationReport:
         return {**asdict(self), "bits_per_weight": self.bits_per_weight}
 
     def to_text(self) -> str:
-        """A table of all linears, followed by the summary."""
+        """Format a table of all linears, followed by a summary."""
         rows = [
             (
                 *linear.cells(),
@@ -195,7 +195,7 @@ class QuantizationReport:
         return "\n".join([table, "", *lines])
 
     def _load_lines(self) -> list[str]:
-        """Programs that load the checkpoint, and one line for each that does not."""
+        """Return a line with all programs that load the checkpoint, and one per other program."""
         able, lines = [], []
         for program, (answer, why) in self.loads_in.items():
             if answer == "yes":
@@ -205,14 +205,14 @@ class QuantizationReport:
         return [f"loads in: {', '.join(able)}", *lines] if self.loads_in else []
 
     def _kv_ranges(self) -> list[str]:
-        """Smallest and largest scale of all layers."""
+        """Return the range of scales over all layers, for keys and for values."""
         by_kind: dict[str, list[float]] = {}
         for name, scale in self.kv_scales.items():
             by_kind.setdefault(name.rpartition(".")[2], []).append(scale)
         return [f"{kind} {min(s):.3g} to {max(s):.3g}" for kind, s in by_kind.items()]
 
     def _expert_lines(self) -> list[str]:
-        """Calibration tokens per expert, for each mixture of experts."""
+        """Return a line about the calibration tokens per expert for each MoE layer."""
         by_mixture: dict[str, dict[int, int]] = {}
         for linear in self.linears:
             place = _EXPERT.match(linear.name)
@@ -228,7 +228,7 @@ class QuantizationReport:
         return lines
 
     def _left_lines(self) -> list[str]:
-        """Linears left in float, by reason."""
+        """Return a line with the linears left in float for each reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_in_float.items():
             by_reason.setdefault(reason, []).append(name)
@@ -241,7 +241,7 @@ class QuantizationReport:
 
 
 def starved_warnings(linears: Iterable[LinearReport]) -> tuple[str, ...]:
-    """One line per mixture with experts that the calibration data did not reach."""
+    """Return a warning for each MoE layer with experts that the calibration data did not reach."""
     found: dict[str, dict[int, bool]] = {}  # mixture -> expert -> did any token reach it
     for linear in linears:
         place = _EXPERT.match(linear.name)
@@ -274,7 +274,7 @@ def _numbered(experts: list[int]) -> str:
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions that affect the numbers."""
+    """Return the versions of Python and of packages that affect the results."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: tables and inline SVG plots."""
+"""Render the report as one self-contained HTML page with tables and inline SVG plots."""
 
 from collections.abc import Sequence
 from html import escape
@@ -21,7 +21,7 @@ svg{width:100%;height:auto}text{font:11px system-ui,sans-serif;fill:#4b5563}
 
 
 def to_html(report: QuantizationReport) -> str:
-    """The whole page."""
+    """Return the HTML page of a report."""
     kinds: dict[str, list[LinearReport]] = {}
     for linear in report.linears:
         kinds.setdefault(_kind(linear.name), []).append(linear)
@@ -70,7 +70,7 @@ def to_html(report: QuantizationReport) -> str:
 
 
 def line_plot(series: dict[str, list[float]]) -> str:
-    """One line per series over the layers, from 0 up; hovering shows a point's value."""
+    """Plot one line per series over the layers, from 0 up. Hovering shows a point's value."""
     top = max((value for values in series.values() for value in values), default=0) or 1
     count = max((len(values) for values in series.values()), default=1)
     step = (WIDTH - 2 * MARGIN) / max(count - 1, 1)
@@ -99,7 +99,7 @@ def line_plot(series: dict[str, list[float]]) -> str:
 
 
 def bar_plot(values: dict[str, float]) -> str:
-    """One horizontal bar per name."""
+    """Plot one horizontal bar per name."""
     top = max(values.values()) or 1
     shapes = []
     for number, (name, value) in enumerate(values.items()):
@@ -125,7 +125,7 @@ def _axis(top: float, share: float) -> str:
 
 
 def _kind(name: str) -> str:
-    """q_proj for model.layers.3.self_attn.q_proj; all experts are drawn as one line."""
+    """Return a linear's name within its layer, such as self_attn.q_proj."""
     return name.rpartition("layers.")[2].partition(".")[2]
 
 

@@ -1,6 +1,6 @@
 """Verify a written checkpoint: read it back and compare it with the solved weights and the source.
 
-The input is the staged folder of pipeline.py; only its files count.
+The checkpoint is the staged folder of pipeline.py. Everything is read from its files.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ REMEDY = "nothing was published; check the disk, and run the same command again"
 
 
 class Source(Protocol):
-    """The float model: a CheckpointReader, or a reader that pads one."""
+    """The float model: a CheckpointReader, or a FloatModel that pads its tensors."""
 
     config: dict[str, Any]
     entries: dict[str, TensorEntry]
@@ -38,7 +38,7 @@ class LinearDigest:
     """SHA-256 of a solver's result for one linear."""
 
     scheme: Scheme
-    hashes: dict[str, str]  # of codes, scales, zeros and input scale, as far as present
+    hashes: dict[str, str]  # by part: codes, scales, zeros, input scale, if present
     fields: tuple[str, ...]  # local names of the tensors that the file must have
 
     @classmethod
@@ -58,12 +58,14 @@ def verify(
     rewritten: Mapping[str, str] | None = None,
     config: dict[str, Any] | None = None,
 ) -> None:
-    """Raise CheckpointError, naming the tensor, unless `folder` holds exactly what it must.
+    """Raise CheckpointError, naming the tensor, unless `folder` has exactly the expected contents.
 
-    Linears of `expected` must have their codes, scales and zeros. Tensors `rewritten` by a
-    transform must have their digests. All other tensors of `source` must be the same bit for bit,
-    except for a tied head. There must be no other tensor. The configuration must read back the
-    same; apart from it `config` must be unchanged (None: the source's).
+    - Linears in `expected` have their codes, scales and zeros.
+    - Tensors in `rewritten` (changed by a transform) have their digests.
+    - All other tensors of `source`, except a tied head, are the same bit for bit.
+    - There is no other tensor.
+    - The quantization config reads back the same, and the rest of config.json equals `config`
+      (None: the source's).
     """
     rewritten = rewritten or {}
     written = CheckpointReader(folder)
@@ -106,7 +108,7 @@ def verify(
 
 
 def kept_tensors(source: Source, linears: Mapping[str, object]) -> list[str]:
-    """Names of the source's tensors that are written unchanged, in the source's order."""
+    """Return the names of tensors that are not quantized, in the source's order."""
     tied_head = find_layer_map(source.config).tied_head(source.config)
     return [
         name
@@ -122,7 +124,7 @@ def _verify_config(written: CheckpointReader, expected: dict[str, Any]) -> Quant
             "config.json", f"differs from the source in more than {BLOCK}", REMEDY
         )
     config = QuantConfig.from_dict(block)
-    # The block of a vision-language model has names of other parts, too.
+    # In a vision-language model the block also names modules of the vision tower.
     if not written.other_parts and config.to_dict() != block:
         raise CheckpointError("config.json", f"{BLOCK} does not read back the same", REMEDY)
     second = layout_of(config).second_file
@@ -140,6 +142,6 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes: NaN equals itself, 0 differs from -0."""
+    """Return True for equal dtype, shape and bytes. NaN equals itself; 0 differs from -0."""
     same_kind = left.dtype == right.dtype and left.shape == right.shape
     return same_kind and torch.equal(_bytes(left), _bytes(right))

@@ -1,7 +1,8 @@
-"""Identity of a run: everything that determines its layers' bytes. Equal runs may share layers.
+"""Identity of a run: everything that determines the bytes of its layers.
 
-Every weight counts by its bytes. The weights of a layer are hashed when the run reads the layer, so
-the journal holds one digest per finished layer, next to this identity.
+A run resumes from the finished layers of an earlier run with the same identity. Weights outside of
+layers are hashed here. The weights of a layer are hashed when the run reads the layer, so the
+journal stores one digest per finished layer, next to this identity.
 """
 
 import json
@@ -30,10 +31,9 @@ def identity(
     adapter: LoraAdapter | None = None,
     all_experts: bool = False,
 ) -> dict[str, Any]:
-    """Model, settings, data and versions, each under the name that error messages use.
+    """Return model, settings, data and versions, each under the name that error messages use.
 
-    `config` is the model's config.json; `outer_digest` is that of the tensors outside of its
-    layers.
+    `config`: the model's config.json. `outer_digest`: digest of the tensors outside of layers.
     """
     return {
         "model": combined([json.dumps(config, sort_keys=True), outer_digest]),

@@ -1,8 +1,8 @@
-"""Finished layers on disk, so that an interrupted run can resume.
+"""Journal: finished layers on disk, so that an interrupted run can resume.
 
-A folder next to the target holds journal.json (the run's identity) and one safetensors file per
-finished layer, with the layer's report in its metadata. Files appear by renaming, so existing files
-are complete.
+A folder next to the target has journal.json (the run's identity) and one safetensors file per
+finished layer, with the layer's report in its metadata. A file is written under a temporary name
+and then renamed, so every file with a final name is complete.
 """
 
 import json
@@ -39,31 +39,29 @@ FIELDS = {
     "nvfp4": {"codes": "bytes_NB", "scales": "scales_NG", "whole": "global_scale"},
     **{name: {"blocks": "bytes_NX"} for name in K_TYPES},
 }
-# Optional tensors: of static activations, of act-order.
+# Optional tensors: the scale of static activations, and the input order of act-order
 OPTIONAL = {"input_scale": "input_scale", "order": "input_order"}
 RECORD = "qserve_layer"
 
 
 class JournalError(CheckpointError):
-    """The files on disk do not fit this run. They stay: only the user may delete them."""
+    """The journal on disk does not fit this run. It is kept: only the user may delete it."""
 
 
 class Journal:
-    """Context manager of the folder.
+    """Context manager that keeps or removes the journal's folder when the run fails.
 
-    A crash leaves the folder, and so does any failure after all layers are solved. A user error
-    before that removes it, and so does any error of a run whose recipe has no version.
+    The folder is kept after a crash, a disk error, or any failure after all layers are solved. It
+    is removed after another InputError before that, and after any error of a run that cannot
+    resume because its recipe has no version.
     """
 
     def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
-        """Open or create the folder.
-
-        Raises JournalError if an unfinished run has other settings.
-        """
+        """Open or create the folder. Raises JournalError if its run had other settings."""
         target = Path(target).resolve()
         self.folder = target.parent / f".{target.name}.unfinished"
         self.all_solved = False  # set by the pipeline
-        # Normalized like the file's contents: JSON has lists instead of tuples.
+        # Normalized through JSON, like the file's contents: tuples become lists.
         self.identity = json.loads(json.dumps(identity))
         path = self.folder / IDENTITY
         stored = read_json(path) if path.exists() else None
@@ -109,7 +107,7 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, layer: int, finished: FinishedLayer, source: str) -> None:
-        """Write a finished layer; `source` is the digest of its float layer."""
+        """Write a finished layer. `source`: digest of the float layer. Raises DiskError."""
         tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
         for name, packed in finished.packed.items():
             for short, field in (FIELDS[packed.spec.type] | OPTIONAL).items():
@@ -139,10 +137,10 @@ class Journal:
             ) from None
 
     def read(self, layer: int, device: str, source: str) -> FinishedLayer | None:
-        """Read a finished layer; None if it does not exist.
+        """Read a finished layer, or return None if it does not exist.
 
-        Raises JournalError on damage, or if it was made from another float layer than the one with
-        digest `source`.
+        Raises JournalError if the file is damaged, or was made from a float layer whose digest is
+        not `source`.
         """
         path = self._path(layer)
         if not path.exists():
@@ -184,7 +182,7 @@ class Journal:
         self._publish(partial, self.folder / name)
 
     def _publish(self, partial: Path, path: Path) -> None:
-        """Sync, then rename: after a power cut, a file with its final name is complete."""
+        """Sync, then rename, so that a file with its final name is complete after a power cut."""
         descriptor = os.open(partial, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -194,12 +192,12 @@ class Journal:
 
 
 def _resumes(identity: dict[str, Any]) -> bool:
-    """True unless the recipe is a user's without a version (calibrate/recipe.py)."""
+    """Return False if the recipe is a user's without a version (calibrate/recipe.py)."""
     return identity.get("recipe", "") is not None
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """First difference as (name, before, now); objects are compared entry by entry."""
+    """Return the first difference as (name, before, now). Dicts are compared entry by entry."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return name, before, now
     key = next(key for key in {**before, **now} if before.get(key) != now.get(key))

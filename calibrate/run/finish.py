@@ -1,4 +1,4 @@
-"""The end of a run: measure the quality, read the files back, and write what describes them."""
+"""The end of a run: measure the quality, verify the files, write reports and publish the folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,13 +47,16 @@ def finish(
     output: Output,
     writer: CheckpointWriter,
 ) -> QuantizationReport:
-    """Publish the folder. `model_tensors`: those outside of layers that a transform changed."""
+    """Measure, verify and publish the folder, and return the report.
+
+    `model_tensors`: tensors outside of layers that a transform changed.
+    """
     settings, clock = run.settings, run.clock
     with clock("quality"):
         quality, probe = _compare(run, model_tensors, stream)
     plan = run.plan
     if plan.act_order and not output.regrouped:
-        plan = replace(plan, act_order=False)  # more programs load this format, and faster
+        plan = replace(plan, act_order=False)  # more programs load it without, and run it faster
     config = {
         **run.model.config,
         **_config_changes(run, model_tensors),
@@ -82,7 +85,7 @@ def finish(
 def _compare(
     run: Run, model_tensors: LayerState, stream: "Stream | None"
 ) -> tuple[dict[str, Any] | None, Probe | None]:
-    """Quality of the quantized model, and logits for a server to compare."""
+    """Measure the quality of the quantized model; also return logits for the server's check."""
     model, evaluation = run.model, run.evaluation
     if stream is None or evaluation is None:
         return None, None
@@ -96,7 +99,7 @@ def _compare(
     logits_SV = stream.first_logits(*changed, NUM_TOKENS)
     probe = Probe.of(evaluation.ids_WS[0], logits_SV, exact=logits_SV.dtype == torch.float32)
     if any(microscaled_inputs(each) is not None for each in run.schemes.values()):
-        probe = None  # its logits are those of rounded inputs, which no engine here rounds
+        probe = None  # these logits are of rounded inputs, which this project's engine lacks
     return evaluation.record(found), probe
 
 

@@ -1,4 +1,4 @@
-"""The layers of a run: solve each one, or read it from the journal, and write its codes."""
+"""The layers of a run: solve each layer or read it from the journal, then write its codes."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def solve_layers(
     run: Run, stream: "Stream | None", output: Output, journal: Journal, bar: tqdm
 ) -> None:
-    """Write the codes of all layers in order. Those of an interrupted run are not solved again."""
+    """Write the codes of all layers in order, solving those that are not in the journal."""
     model = run.model
     for layer in range(model.num_layers):
         show = partial(advance, bar, f"layer {layer + 1}/{model.num_layers}")
@@ -52,7 +52,7 @@ def solve_layers(
 
 
 def advance(bar: tqdm, where: str, what: str, count: int = 1) -> None:
-    """Show what is done, and count linears."""
+    """Show the current work in the progress bar, and count linears."""
     bar.set_description(f"{where} {what}")
     bar.update(count)
 
@@ -65,7 +65,7 @@ def _solve(
     context: LayerContext,
     show: Callable[..., None],
 ) -> FinishedLayer:
-    """Return a layer's codes. `state` is the layer after the recipe's transforms."""
+    """Solve one layer. `state`: the layer after the transforms that need no data."""
     layer, recipe, clock = context.layer, run.recipe, run.clock
     with clock("statistics"):
         show("running the calibration data", 0)
@@ -96,7 +96,10 @@ def _solve(
 
 
 def _reads_data(run: Run, prefix: str) -> bool:
-    """True if a layer's statistics are read: some linear is solved, or a transform changes all."""
+    """Return True if a layer's statistics are needed.
+
+    They are if one of its linears is quantized, or if a transform uses statistics.
+    """
     changes = any(transform.on_statistics is not None for transform in run.recipe.transforms)
     return changes or any(name.startswith(f"{prefix}.") for name in run.schemes)
 

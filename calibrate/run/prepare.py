@@ -1,4 +1,4 @@
-"""Everything that a run decides before it reads the first weight of a layer."""
+"""Prepare a run: check settings, plan schemes and read texts, before the first layer is read."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -43,19 +43,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run that is ready to begin."""
+    """A checked run that is ready to start."""
 
     settings: RunSettings
     model: FloatModel
     recipe: Recipe
-    scheme: Scheme  # of linears without an override; its groups fit the model where asked
+    scheme: Scheme  # scheme of linears without an override, after `fit_groups`
     plan: Plan
     outer: Outer
     devices: Devices
     data: CalibrationData | None
     evaluation: Evaluation | None
-    context: LayerContext  # of no layer yet
-    identity: dict[str, Any]  # of the journal: an unfinished run of the same one resumes
+    context: LayerContext  # template; layers fill in number, prefix and notes
+    identity: dict[str, Any]  # an unfinished run with the same identity resumes
     clock: Clock
 
     @property
@@ -64,7 +64,7 @@ class Run:
         return self.plan.quantized
 
     def open_stream(self, model_tensors: LayerState) -> "Stream | None":
-        """Return the hidden states of data and evaluation; None if the run reads no text."""
+        """Return the stream of calibration and evaluation windows, or None if there are none."""
         if self.data is None and self.evaluation is None:
             return None
         # transformers is loaded only if a model runs.
@@ -111,7 +111,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
     planned = _planner(settings, model, scheme, outer)
     output_format = settings.output_format
     if output_format is None and (model.reader.other_parts or settings.quantize_embedding):
-        # servers find its list of modules in float; other formats have no embeddings in codes
+        # Servers read this format's list of float modules; other formats cannot hold embeddings.
         output_format = EXCEPTIONS_FORMAT
     plan = planned(output_format=output_format, overrides=settings.overrides)
     outer.check(plan)
@@ -167,7 +167,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
 
 
 def rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> LayerState:
-    """Return embeddings, last norm and head if a transform changes them; else none."""
+    """Return embedding, last norm and head if a transform of the recipe changes them, else {}."""
     transforms = [t.on_model for t in recipe.transforms if t.on_model is not None]
     if not transforms:
         return {}
@@ -193,7 +193,7 @@ def _recipe(settings: RunSettings, model: FloatModel) -> Recipe:
 
 
 def _scheme(settings: RunSettings, model: FloatModel) -> Scheme:
-    """Return the scheme with the groups that `fit_groups` asks for."""
+    """Return the scheme with the group size that `fit_groups` requires."""
     if settings.fit_groups is False:
         return settings.scheme
     choose = fitted_scheme if settings.fit_groups else usual_scheme
@@ -205,7 +205,7 @@ def _scheme(settings: RunSettings, model: FloatModel) -> Scheme:
 def _planner(
     settings: RunSettings, model: FloatModel, scheme: Scheme, outer: Outer
 ) -> partial[Plan]:
-    """Return `make_plan` of this model, with the format and the overrides left open."""
+    """Return a partial `make_plan` for this model; format and overrides are still to be given."""
     names = model.layer_map
     padding = make_padding(model.config, model.shapes, scheme) if settings.pad else None
     return partial(
@@ -231,7 +231,7 @@ def _mixed_overrides(
     data: CalibrationData,
     device: str,
 ) -> Sequence[tuple[str, Scheme]]:
-    """Return the bits of each linear that no override names, for a mean of `bits`."""
+    """Choose the bits of all linears without an override, for a mean of `bits`, as overrides."""
     # transformers is loaded only if a model runs.
     from calibrate.mixed_bits import mixed_overrides
 
@@ -242,7 +242,7 @@ def _mixed_overrides(
 def _data(
     settings: RunSettings, model: FloatModel, recipe: Recipe, schemes: Mapping[str, Scheme]
 ) -> CalibrationData | None:
-    """Return the calibration data; None if neither user nor recipe needs any."""
+    """Read the calibration data, or return None if neither settings nor recipe need any."""
     needs_data = (
         recipe.needs_data
         or settings.kv_cache is not None
@@ -277,7 +277,7 @@ def _check_all_experts(model: FloatModel, reads_data: bool) -> None:
 def _lacks_scales(
     schemes: Mapping[str, Scheme], input_scales: Mapping[str, torch.Tensor | float]
 ) -> bool:
-    """True if a scale is missing that only data can give."""
+    """Return True if a static activation has no given scale, so that data must determine it."""
     return any(
         scheme.activation is not None and not scheme.activation.dynamic and name not in input_scales
         for name, scheme in schemes.items()

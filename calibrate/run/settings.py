@@ -1,4 +1,4 @@
-"""The arguments of quantize_checkpoint (calibrate/pipeline.py), which explains them."""
+"""RunSettings: the arguments of quantize_checkpoint (calibrate/pipeline.py explains them)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from formats.scheme import Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """One field for each argument."""
+    """Arguments of quantize_checkpoint, one field each."""
 
     source: str | Path
     target: str | Path
@@ -50,7 +50,7 @@ class RunSettings:
     chats: ChatReader | None
 
     def read_calibration(self, model: FloatModel) -> CalibrationData:
-        """Return the windows of calibration data. Raises InputError."""
+        """Read the windows of calibration data. Raises InputError."""
         return read_for_model(
             model,
             self.calibration,

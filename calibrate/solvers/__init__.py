@@ -1,1 +1,1 @@
-"""Solvers: from a weight and its statistics to codes."""
+"""Solvers: compute codes from a weight and its input statistics."""

@@ -1,7 +1,8 @@
-"""Order of the columns in GPTQ, and the time when a group's scale is chosen.
+"""Orders in which GPTQ solves columns, and when it chooses a group's scale.
 
-Late columns compensate the errors of early ones, so large inputs go first. Legend: N outputs, K
-inputs, L inputs of a group.
+Late columns compensate the errors of early ones, so columns of large inputs are solved first.
+
+Legend: N outputs, K inputs, L inputs of a group.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Columns that are rounded one by one before their errors are applied to all later columns together.
+# Columns of a block are rounded one by one; then all later columns are updated together.
 BLOCK_COLUMNS = 128
 
 
@@ -20,11 +21,11 @@ class ColumnOrder:
     name: str
     # (diagonal of H [K], L) -> the columns in solving order, int64 [K]
     columns: Callable[[torch.Tensor, int], torch.Tensor]
-    # True: a group's scale is chosen when the group begins, for its updated weights. False: all
-    # scales are chosen before, for the original weights.
+    # True: a group's scale is chosen when its first column is solved, for the updated weights.
+    # False: all scales are chosen first, for the original weights.
     late_scales: bool = False
-    # True: a group has the columns that are adjacent in this order (act-order). False: those that
-    # are adjacent in the model.
+    # True: groups consist of columns that are adjacent in this order (act-order). False: groups
+    # consist of columns that are adjacent in the model.
     regroups: bool = False
 
 
@@ -47,7 +48,7 @@ ORDERS: dict[str, ColumnOrder] = {
     order.name: order
     for order in (
         ColumnOrder(name="static", columns=by_input),
-        # GPTQModel's name is act_group_aware: no group index is needed.
+        # Called act_group_aware in GPTQModel. It needs no group index.
         ColumnOrder(name="group-aware", columns=by_group, late_scales=True),
         ColumnOrder(name="act-order", columns=by_input, late_scales=True, regroups=True),
     )
@@ -55,9 +56,7 @@ ORDERS: dict[str, ColumnOrder] = {
 
 
 def blocks(width: int, length: int, late_scales: bool) -> Iterator[tuple[int, int]]:
-    """(begin, end) of blocks of columns; no block crosses the border of a group
-    with a late scale.
-    """
+    """Yield (begin, end) of blocks of columns. With late scales, no block crosses a group."""
     span = length if late_scales else width
     for group in range(0, width, span):
         for begin in range(group, min(group + span, width), BLOCK_COLUMNS):

@@ -26,34 +26,34 @@ from formats.scheme import QuantSpec
 
 # (begin, end) of a block of columns -> (scales, zeros) [B, N]
 Grid = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
-# Fractions of the mean of H's diagonal that are added to it, tried in turn until H can be factored.
-# The first one tried is at least the inputs per token (`least_damping`): with few tokens, less
-# damping fits their noise. SmolLM2-135M-Instruct (dequantized from Q4_1), W4A16 in groups of 64,
-# calibrated on 16 x 512 tokens, mean relative error of the second layer's outputs on held-out text:
-# gptq 0.060 with 0.01, 0.057 with the inputs per token; gptaq 0.060, which is worse than gptq, and
-# 0.056, which is better.
+# Damping: fractions of H's mean diagonal that are added to the diagonal, tried in turn until H can
+# be factored. The first one tried is at least K / (number of tokens), `least_damping`, because with
+# few tokens a smaller damping fits their noise. Measured on SmolLM2-135M-Instruct (dequantized from
+# Q4_1), W4A16 in groups of 64, calibrated on 16 x 512 tokens, mean relative error of the second
+# layer's outputs on held-out text: gptq 0.060 with 0.01 and 0.057 with K / tokens; gptaq 0.060
+# (worse than gptq) and 0.056 (better).
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 MOST_LEAST_DAMPING = 0.3
-# Fraction of the way to the weight that fits the calibration data best. That weight is too small,
-# because its inputs have errors, layer after layer; and it fits noise: SmolLM2-135M-Instruct
-# (dequantized from Q4_1), W4A16 in groups of 64, 8 x 512 tokens, perplexity on 4 x 512 tokens of
-# wikitext-2 34.9 with 0.75, 28.6 with 0.25, 29.3 with 0 (rtn: 35.0). Toy models prefer 0.75
-# (examples/search_correction.py): mean of log(perplexity after / before) of docs-5m and docs-29m
-# 0.0481 at 0.25, 0.0438 at 0.75.
+# GPTAQ moves a weight by this fraction towards the weight that fits the calibration data best. That
+# weight shrinks a little in each layer, because its inputs have errors, and it fits noise. Measured
+# on SmolLM2-135M-Instruct (dequantized from Q4_1), W4A16 in groups of 64, 8 x 512 tokens,
+# perplexity on 4 x 512 tokens of wikitext-2: 34.9 with 0.75, 28.6 with 0.25, 29.3 with 0 (rtn:
+# 35.0). Toy models prefer 0.75 (examples/search_correction.py): mean of log(perplexity after /
+# before) of docs-5m and docs-29m 0.0481 at 0.25, 0.0438 at 0.75.
 CORRECTION = 0.25
-# Below this width a CPU factors in float64: it costs little and helps badly conditioned inputs.
+# Up to this width a CPU factors in float64: it costs little and helps ill-conditioned inputs.
 MAX_DOUBLE_WIDTH = 4096
-# Up to this number of bits, each linear is solved in both orders and gets the better result. Output
-# errors of docs-29m's third layer, group-aware against static: 2 bits g64, 3 to 5 % less; 3 bits
-# g128, 0 to 1 % less in the attention, 2 % more in down_proj; 4 bits, equal: not worth a second
-# solution.
+# Up to this number of bits, each linear is solved in both orders, and the better result is used.
+# Output errors of docs-29m's third layer, group-aware compared with static: 2 bits g64, 3 to 5 %
+# less; 3 bits g128, 0 to 1 % less in attention, 2 % more in down_proj; 4 bits, equal, so a second
+# solution is not worth its time.
 MAX_TRIED_BITS = 3
 DEFAULT_ORDER = ORDERS["static"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """Shared by all linears of one input: the order of the columns, and U for that order."""
+    """Column order and Cholesky factor U in that order, shared by all linears of one input."""
 
     order_K: torch.Tensor
     upper_KK: torch.Tensor  # float32
@@ -61,7 +61,7 @@ class Factor:
 
     @property
     def importance_K(self) -> torch.Tensor:
-        """Cost of an error of each input, after the later inputs have compensated it."""
+        """Cost of an error in each column, after later columns have compensated it, [K]."""
         pivots_K = self.upper_KK.diagonal()
         return torch.empty_like(pivots_K).index_copy_(0, self.order_K, 1 / pivots_K.square())
 
@@ -76,9 +76,9 @@ def solve(
 ) -> PackedWeight | Fp4Weight | KWeight:
     """Quantize one linear's weight for the inputs seen in `stats`.
 
-    `order` None: the best of the orders that keep adjacent inputs in a group. `rounds` of refining
-    integer codes (refine.py) may follow the paper's algorithm. Raises SolverError if the inputs do
-    not determine a solution: there are none, or H cannot be factored.
+    `order` None: the default, or for few bits the better of the orders that need no group index.
+    `rounds`: rounds of refining integer codes (refine.py) after the paper's algorithm. Raises
+    SolverError if no token reached the linear, or if H cannot be factored.
     """
     if stats is None or stats.num_tokens == 0:
         raise SolverError(name, "no calibration token reached it")
@@ -104,7 +104,7 @@ def _solve(
     order: ColumnOrder,
     rounds: int,
 ) -> PackedWeight | Fp4Weight | KWeight:
-    """Solve in one order."""
+    """Solve with one column order."""
     length = spec.group_length(weight_NK.shape[1])
     key = f"gptq {order.name} {length}"
     if key not in stats.cache:
@@ -117,7 +117,7 @@ def _solve(
         return _round_blocks(weight_NK, shared, spec, name)
     if is_fp4(spec):
         return _round_numbers(weight_NK, shared, spec, name)
-    # Raises if the weights have no scales; late scales start from these.
+    # Raises if no scales can represent the weights. Late scales start from these.
     scales_NG, zeros_NG = affine.choose_scales(
         weight_NK, spec, name, importance_K=shared.importance_K
     )
@@ -131,7 +131,7 @@ def _solve(
 
 
 def _damped(hessian_KK: torch.Tensor, damping: float) -> torch.Tensor:
-    """H with the damping of a factor. Unlike there, dead columns have no weight of their own."""
+    """Damp H in place and return it. Unlike in `factor`, a dead column gets only the damping."""
     diagonal_K = hessian_KK.diagonal()
     diagonal_K.add_(damping * diagonal_K.mean())
     diagonal_K.masked_fill_(diagonal_K == 0, 1)
@@ -151,8 +151,8 @@ def solve_corrected(
 
     Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration" (2025):
     minimize ||W X' - Q X|| with X' the float model's inputs. Here this takes two steps: move the
-    weight `share` of the way to the one whose outputs for X are nearest, then run GPTQ. Plain GPTQ
-    is taken instead if its outputs on held-out windows are nearer. Raises SolverError as `solve`.
+    weight by the fraction `share` towards the weight whose outputs for X fit best, then run GPTQ.
+    If plain GPTQ is better on held-out windows, its result is used. Raises SolverError as `solve`.
     """
     if stats is None or stats.drift_KK is None or not stats.num_tokens:
         return solve(weight_NK, stats, spec, name, order, rounds)
@@ -170,7 +170,7 @@ def solve_corrected(
 
 
 def _correction(stats: InputStatistics) -> torch.Tensor:
-    """D (H + damping)^-1 [K, K], D the mean of (x' - x) x^T; zero without a factor."""
+    """Return D (H + damping)^-1 [K, K] with D the mean of (x' - x) x^T, or 0 if H has no factor."""
     damped_KK = stats.moment_KK.to(_dtype(stats.moment_KK), copy=True)
     damped_KK.diagonal().add_(least_damping(stats) * damped_KK.diagonal().mean())
     lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
@@ -181,12 +181,12 @@ def _correction(stats: InputStatistics) -> torch.Tensor:
 
 
 def least_damping(stats: InputStatistics) -> float:
-    """Smallest damping that does not fit the noise of so few tokens."""
+    """Return the smallest damping to try. It grows for few tokens, to avoid fitting their noise."""
     return min(max(DAMPING[0], len(stats.moment_KK) / stats.num_tokens), MOST_LEAST_DAMPING)
 
 
 def _dtype(hessian_KK: torch.Tensor) -> torch.dtype:
-    """Dtype of the factorization."""
+    """Return the dtype of the factorization."""
     exact = hessian_KK.device.type == "cpu" and len(hessian_KK) <= MAX_DOUBLE_WIDTH
     return torch.float64 if exact else torch.float32
 
@@ -200,10 +200,9 @@ def factor(
 ) -> Factor:
     """Order the columns, damp H and factor its inverse. Raises SolverError if that fails.
 
-    `least` is the damping that is tried first.
-
-    An input that is always zero (a dead column) gets curvature 1 and no neighbours: it is rounded
-    to nearest and compensates no errors. `length` is the size of a group.
+    `length`: group size. `least`: the damping that is tried first. An input that is always zero (a
+    dead column) gets curvature 1 and no correlation with others: its column is rounded to nearest
+    and compensates no errors.
     """
     diagonal_K = hessian_KK.diagonal().to(_dtype(hessian_KK), copy=True)
     diagonal_K[diagonal_K == 0] = 1
@@ -237,9 +236,10 @@ def round_columns(
     order: ColumnOrder = DEFAULT_ORDER,
     name: str = "weight",
 ) -> PackedWeight:
-    """Round on the given grid with the paper's blocked algorithm.
+    """Round on the given scales and zeros with the paper's blocked algorithm.
 
-    With late scales, each group gets the best scale for its updated weights when its turn comes.
+    With late scales, a group's scale is chosen for the updated weights when its first column is
+    solved.
     """
     width = weight_NK.shape[1]
     order_K, upper_KK = shared.order_K, shared.upper_KK
@@ -269,7 +269,7 @@ def round_columns(
     spans = blocks(width, length, order.late_scales)
     codes_NK = _compensate_(open_KN, upper_KK, spans, grid, spec).t()
     if order.regroups:
-        # Within a group, in the model's order: readers expect this of a group index.
+        # Sort the columns of a group by their order in the model, as readers of g_idx expect.
         order_GL, place_GL = order_K.view(-1, length).sort(1)
         place_GL += torch.arange(0, width, length, device=order_K.device)[:, None]
         codes_NK, order_K = codes_NK[:, place_GL.flatten()], order_GL.flatten()
@@ -281,7 +281,7 @@ def round_columns(
 
 
 def _round_blocks(weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name: str) -> KWeight:
-    """Round on the grid of a K-quant, whose quantized scales and minima are chosen before."""
+    """Round on the grid of a K-quant; its quantized scales and minima are chosen first."""
     width, order_K = weight_NK.shape[1], shared.order_K
     chosen = choose_grid(weight_NK, spec, name, shared.importance_K)
     group_K = order_K // chosen.length
@@ -299,7 +299,7 @@ def _round_blocks(weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name
 def _round_numbers(
     weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name: str
 ) -> Fp4Weight:
-    """Round to 4-bit floats, whose scales are chosen before."""
+    """Round to 4-bit floats; their scales are chosen first."""
     width, order_K = weight_NK.shape[1], shared.order_K
     chosen = Fp4Weight.grid(weight_NK, spec, name, shared.importance_K)
     group_K = order_K // spec.group_size
@@ -322,9 +322,9 @@ def _compensate_(
     grid: Grid,
     spec: QuantSpec,
 ) -> torch.Tensor:
-    """Return the codes [K, N] of columns in the order of solving.
+    """Round all blocks in `spans` and return the codes [K, N], in the order of solving.
 
-    `open_KN` is overwritten with the columns as earlier errors have changed them.
+    `open_KN`: the columns, overwritten with compensated values.
     """
     codes_KN = torch.empty_like(open_KN, dtype=torch.uint8)
     rounding = round_block
@@ -346,10 +346,10 @@ def round_block(
     upper_BB: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, errors divided by their pivots) of a block of columns. Overwrites `block_BN`.
+    """Round a block of columns; return (codes, errors divided by pivots). Overwrites `block_BN`.
 
-    Weights of K-quants are scale · code − zero, integers scale · (code − zero). Codes of 4-bit
-    floats are those of formats/in_memory/fp4.py.
+    A weight is scale · (code − zero), and for K-quants scale · code − zero. Codes of 4-bit floats
+    are defined in formats/in_memory/fp4.py.
     """
     pivot_B, has_minima, is_float = upper_BB.diagonal(), is_k_quant(spec), is_fp4(spec)
     codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)

@@ -1,4 +1,4 @@
-"""A layer's norm weights as trainable numbers."""
+"""TrainableNorms: trainable norm weights of a layer."""
 
 import torch
 from torch import nn
@@ -8,13 +8,13 @@ from calibrate.solvers.solving import LayerState
 
 
 class TrainableNorms(nn.Module):
-    """A layer's norm weights, which stay in float, as trainable numbers."""
+    """The norm weights of a layer as trainable parameters. They are not quantized."""
 
     def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
         super().__init__()
         names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
         self.stored = {name: state[name] for name in names if name in state}
-        # relative to a norm's factor
+        # Unit of a change: the magnitude of the factor that the norm multiplies by
         self.units = {
             name: (weight.float() + layer_map.norm_offset).abs()
             for name, weight in self.stored.items()
@@ -30,12 +30,12 @@ class TrainableNorms(nn.Module):
         }
 
     def finished(self) -> LayerState:
-        """Norm weights in the dtypes in which they are stored."""
+        """Return the norm weights in their stored dtypes."""
         with torch.no_grad():
             return {n: w.to(self.stored[n].dtype) for n, w in self.weights().items()}
 
     def use_stored(self) -> None:
-        """Round the weights as they are stored, and go on from there."""
+        """Round the weights to their stored dtypes, and make these the new starting values."""
         self.stored = self.finished()
         for move in self.moves.values():
             move.data.zero_()

@@ -1,11 +1,10 @@
-"""Refine a solution: the best scales for its codes, then the best codes for these scales, in turn.
+"""Refine a solution by alternating between the best scales for its codes and better codes.
 
-GPTQ chooses scales before codes, and each code once. Here the scales are the least-squares solution
-for given codes, and each code in turn takes the value that is best with all others as they are
+GPTQ chooses scales before codes, and chooses each code only once. Here scales are the least-squares
+solution for the given codes; then each code in turn takes the best value with all other codes fixed
 (coordinate descent: Behdin et al., "QuantEase: Optimization-based Quantization for Language
-Models", 2023). No step increases the error (w - q) H (w - q)^T of a row
-on the calibration data. It is a recipe and not the default: it also fits the kind of the texts
-(README).
+Models", 2023). No step increases the error (w - q) H (w - q)^T of a row on the calibration data.
+Refinement is not the default, because it also fits peculiarities of the calibration texts (README).
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, H damped mean of x x^T [K, K], B columns
 of a block.
@@ -21,17 +20,17 @@ from formats.numerics import affine
 from formats.scheme import QuantSpec
 
 ROUNDS = 2
-# Rows whose error falls by less than this fraction in a round end the refinement of all of them.
+# Refinement ends when a round lowers the summed error of all rows by less than this fraction.
 LEAST_GAIN = 0.002
-# A scale outside of these multiples of the old one is a sign of codes that do not determine it.
+# A new scale outside of these multiples of the old one is rejected as not determined by the codes.
 FACTORS = (0.5, 2.0)
-RIDGE = 1e-5  # of the diagonal: groups whose codes are all zero have no scale of their own
+RIDGE = 1e-5  # added to the diagonal as a fraction, so that the matrix can be factored
 
 
 def refine(
     weight_NK: torch.Tensor, packed: PackedWeight, hessian_KK: torch.Tensor, rounds: int = ROUNDS
 ) -> PackedWeight:
-    """A solution with at most the error of `packed` in each row. Zero points stay."""
+    """Return a solution with at most the error of `packed` in each row. Zero points stay fixed."""
     weight_NK = weight_NK.float()
     if packed.input_order is not None:
         order_K = packed.input_order.to(weight_NK.device)
@@ -40,7 +39,7 @@ def refine(
     best_N = best.errors(weight_NK, hessian_KK)
     for _ in range(rounds):
         found = best.with_scales(best_scales(weight_NK, best, hessian_KK))
-        # A scale in float16 is not exactly the best one, so a row may be worse.
+        # Rounding scales to float16 may make a row worse; such rows keep their old scales.
         found_N = found.errors(weight_NK, hessian_KK)
         found = found.where(found_N < best_N, best)
         found = descend(weight_NK, found, hessian_KK, packed.spec)
@@ -83,7 +82,7 @@ class _State:
         return _State(self.codes_NK, scales_NG, self.zeros_NG)
 
     def where(self, chosen_N: torch.Tensor, other: "_State") -> "_State":
-        """Chosen rows of this state, the other rows of `other`; both have the same zeros."""
+        """Return the chosen rows of this state and the other rows of `other` (same zeros)."""
         chosen_N1 = chosen_N[:, None]
         return _State(
             torch.where(chosen_N1, self.codes_NK, other.codes_NK),
@@ -99,10 +98,10 @@ class _State:
 
 
 def best_scales(weight_NK: torch.Tensor, state: _State, hessian_KK: torch.Tensor) -> torch.Tensor:
-    """Least-squares scales [N, G] for a state's codes, as float16 stores them.
+    """Return the least-squares scales [N, G] for a state's codes, rounded to float16.
 
     A row's scales s solve A s = b with A_gh = q_g H_gh q_h^T and b_g = q_g H_g w^T, where q_g are
-    the steps of group g. Scales that the codes do not determine stay.
+    code minus zero in group g. Scales that the codes do not determine are not changed.
     """
     steps_NGL, old_NG = state.steps(), state.scales_NG
     num_groups, length = steps_NGL.shape[1:]
@@ -131,7 +130,7 @@ def best_scales(weight_NK: torch.Tensor, state: _State, hessian_KK: torch.Tensor
 def descend(
     weight_NK: torch.Tensor, state: _State, hessian_KK: torch.Tensor, spec: QuantSpec
 ) -> _State:
-    """One pass over all columns: each code becomes the best one, with all others as they are."""
+    """Set each code in turn, in one pass over all columns, to the best value with others fixed."""
     own_KN = state.weight().t().contiguous()
     codes_KN = state.codes_NK.t().contiguous()
     # slope[k] = (w - q) H[:, k]: half the error's derivative by q_k, negated
@@ -164,9 +163,9 @@ def descend_block(
     hessian_BB: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, changes of the weights) of a block of columns.
+    """Choose the codes of a block of columns; return (codes, changes of the weights).
 
-    `own_BN` are the weights before. Columns after the block have not followed the changes.
+    `own_BN`: the current weights. The slopes of columns outside of the block are not updated.
     """
     slope_BN = slope_BN.clone()
     codes_BN, moved_BN = torch.empty_like(own_BN), torch.empty_like(own_BN)

@@ -1,4 +1,4 @@
-"""Round to nearest: the solver without error compensation."""
+"""Round to nearest: solvers without error compensation."""
 
 import torch
 
@@ -15,14 +15,14 @@ from formats.scheme import QuantSpec
 def solve(
     weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
 ) -> Weight:
-    """Quantize one linear's weight; reads no statistics. Raises CheckpointError on NaN."""
+    """Round one linear's weight to nearest. `stats` is not used. Raises CheckpointError on NaN."""
     return round_to_nearest(weight_NK, spec, name)
 
 
 def solve_weighted(
     weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
 ) -> Weight:
-    """Variant whose search of scales weights each input by its mean square ("imatrix").
+    """Round to nearest, with scales that minimize errors weighted by mean square input ("imatrix").
 
     Raises SolverError if no token reached the linear.
     """

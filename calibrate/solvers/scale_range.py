@@ -1,4 +1,4 @@
-"""Check that a linear's scales fit float16, the checkpoint's dtype for scales."""
+"""Check that a linear's scales are in the range of float16, the checkpoint's dtype for scales."""
 
 import torch
 
@@ -8,10 +8,10 @@ from formats.numerics.affine import MIN_SCALE
 
 
 def range_notes(weight_NK: torch.Tensor, packed: Weight, name: str) -> list[str]:
-    """Notes for the report about scales that are too small for full accuracy.
+    """Return notes for the report about scales that are too small for full accuracy.
 
-    Raises RangeError if a scale cannot be represented in float16 at all. float8 weights have
-    float32 scales.
+    Raises RangeError if float16 cannot represent a scale. Weights other than integer codes, such as
+    float8 with its float32 scales, are not checked.
     """
     if not isinstance(packed, PackedWeight):
         return []

@@ -1,8 +1,8 @@
 """Interfaces of solvers and transforms.
 
-A *solver* turns a weight and statistics into codes. A solver that fails raises SolverError; the
-pipeline then rounds that linear to nearest and says so in the report. A *transform* rewrites float
-weights so that they are easier to round, without changing the model's function.
+A *solver* computes codes from a weight and input statistics. If it fails, it raises SolverError;
+the pipeline then rounds that linear to nearest and says so in the report. A *transform* rewrites
+float weights so that rounding changes the model less; the float model's function stays the same.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,22 @@ from formats.errors import InputError
 from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 
-# (weight [N, K], statistics of its input or None without data, spec, the linear's name) -> codes
+# (weight [N, K], input statistics or None without data, spec, the linear's name) -> codes
 Solver = Callable[[torch.Tensor, InputStatistics | None, QuantSpec, str], Weight]
 LayerState = dict[str, torch.Tensor]  # a layer's tensors by local name
 
 
 class SolverError(InputError):
-    """This linear cannot be solved from its statistics; it can still be rounded to nearest."""
+    """A linear cannot be solved from its statistics; it can still be rounded to nearest."""
 
 
 def check_solved(
     weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name: str, act_order: bool = False
 ) -> None:
-    """Raise InputError, with the linear's `name`, unless a solver returned what was requested.
+    """Raise InputError, naming the linear, if a solver's result is not what was requested.
 
-    `act_order`: it may group inputs that are not adjacent.
+    Checked are type, spec, shape and the grouping of inputs. `act_order`: groups may have
+    non-adjacent inputs.
     """
     if not isinstance(solved, Weight):
         raise InputError(
@@ -58,17 +59,17 @@ def check_solved(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """Information for a transform besides the tensors."""
+    """Information about a layer for transforms, besides its tensors."""
 
     layer_map: LayerMap
     config: dict[str, Any]  # config.json
     spec: QuantSpec
     activation_bits: int | None = None  # None: activations are not rounded
-    activation: ActivationSpec | None = None  # how they are rounded
+    activation: ActivationSpec | None = None  # how activations are rounded
     seed: int = 0
     layer: int = 0
-    prefix: str = ""  # of the layer
-    notes: list[str] = field(default_factory=list)  # warnings of the report
+    prefix: str = ""  # prefix of the layer's tensor names
+    notes: list[str] = field(default_factory=list)  # warnings, for the report
 
     @property
     def scale_pairs(self) -> tuple[ScalePair, ...]:
@@ -93,11 +94,11 @@ class Transform:
     """Up to three hooks that rewrite float weights. Each returns the tensors that it changed."""
 
     name: str
-    # Gets embeddings, last norm, head by full name; a tied head is passed as a separate tensor.
+    # Gets embedding, last norm and head by full name; a tied head is passed as a separate tensor.
     on_model: Callable[[LayerState, LayerContext], LayerState] | None = None
     # Gets a layer's tensors, before data is seen.
     on_load: Callable[[LayerState, LayerContext], LayerState] | None = None
-    # Gets a layer's tensors and its inputs' statistics, and must keep them consistent.
+    # Gets a layer's tensors and its input statistics, and must update the statistics to match.
     on_statistics: (
         Callable[[LayerState, dict[str, InputStatistics], LayerContext], LayerState] | None
     ) = None
@@ -105,13 +106,16 @@ class Transform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Settings of tuning a whole layer, after its linears are solved (solvers/tuning.py)."""
+    """Settings for tuning a whole layer after its linears are solved (solvers/tuning.py).
+
+    All rates decay to 0.
+    """
 
     steps: int = 200
     tokens: int = 2048  # per step
-    rate: float = 0.01  # of codes, in codes; decays to 0
-    scale_rate: float = 0.003  # of scales, relative to them
-    norm_rate: float = 0.0005  # of norms' weights, relative to their factor
+    rate: float = 0.01  # rate of codes, in units of codes
+    scale_rate: float = 0.003  # rate of scales, relative to each scale
+    norm_rate: float = 0.0005  # rate of norm weights, relative to each weight
 
 
 def move_scale(
@@ -121,11 +125,10 @@ def move_scale(
     scale_K: torch.Tensor,
     context: LayerContext,
 ) -> LayerState:
-    """Divide the inputs of `pair.linears` by scale_K in `pair.previous`, and multiply their
-    weights.
+    """Divide the outputs of `pair.previous` by scale_K, and multiply the linears' weights by it.
 
-    Returns the changed tensors, with weights in float32, and updates the statistics. A norm keeps
-    its dtype: the linears absorb its rounding error, so that the product stays exact.
+    Returns the changed tensors, with weights of linears in float32, and updates the statistics. A
+    norm keeps its dtype; the linears absorb its rounding error, so that the product stays exact.
     """
     changed: LayerState = {}
     scale_K = scale_K.float()
@@ -160,7 +163,7 @@ def move_scale(
 
 
 def shared_by_heads(values_K: torch.Tensor, pair: ScalePair, context: LayerContext) -> torch.Tensor:
-    """Make values equal for the query heads that read one value head: their mean."""
+    """Replace values by their mean over the query heads that read the same value head."""
     if pair.kind != "values":
         return values_K
     heads, repeats = context.value_heads

@@ -1,9 +1,10 @@
-"""Inner loops of GPTQ and of refining as GPU kernels, with the results of `round_block`
-(solvers/gptq.py) and `descend_block` (solvers/refine.py).
+"""Triton kernels of `round_block` (solvers/gptq.py) and `descend_block` (solvers/refine.py).
 
-A program holds some outputs and all columns of the block in registers. In plain torch each column
-takes nine launches, which a modern GPU finishes faster than the host can issue them. Legend: B
-columns of a block, N outputs.
+These are the inner loops of GPTQ and of refinement; results equal those of the torch functions. A
+program holds some outputs and all columns of the block in registers. In plain torch each column
+takes nine launches, which a modern GPU finishes faster than the host can issue them.
+
+Legend: B columns of a block, N outputs.
 """
 
 import torch
@@ -13,9 +14,9 @@ import triton.language as tl
 from formats.scheme import FP4_TYPES, K_TYPES, QuantSpec
 
 OUTPUTS = 32  # per program
-# Adding and subtracting this number removes the fraction: it rounds half to even, as torch does.
+# Adding and then subtracting this number rounds to an integer, half to even as in torch.
 ROUND = tl.constexpr(12582912.0)
-# Larger quotients are clipped to a code in any case.
+# Quotients are clipped to this magnitude before rounding; larger ones exceed every code anyway.
 FAR = tl.constexpr(1024.0)
 
 
@@ -26,8 +27,9 @@ def round_block(
     upper_BB: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, errors divided by their pivots) float32 of a block of columns, which
-    stays unchanged.
+    """Round a block of columns; return (codes, errors divided by pivots), float32.
+
+    Unlike the torch function it does not overwrite `block_BN`.
     """
     columns, outputs = block_BN.shape
     codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)
@@ -119,7 +121,7 @@ def descend_block(
     hessian_BB: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, changes of the weights) float32 of a block of columns. Nothing is overwritten."""
+    """Choose the codes of a block of columns; return (codes, changes of the weights), float32."""
     columns, outputs = own_BN.shape
     codes_BN, moved_BN = torch.empty_like(own_BN), torch.empty_like(own_BN)
     _descend_block[(triton.cdiv(outputs, OUTPUTS),)](

@@ -1,9 +1,9 @@
 """Block tuning: adjust codes and scales of a layer until its outputs fit the float layer's.
 
 Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of Large
-Language Models" (AutoRound, 2023), here starting from a solver's codes instead of the float
-weights: a weight may take the codes next to its own. The gradient passes through the rounding
-unchanged, each step uses only the gradient's sign, and the step size decays to 0.
+Language Models" (AutoRound, 2023). Tuning starts from a solver's codes instead of the float
+weights, so a weight may change to a neighbouring code. The gradient passes through the rounding
+unchanged (straight-through), and the rates of Adam decay to 0.
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, W windows, S tokens, D hidden size.
 """
@@ -24,13 +24,13 @@ from calibrate.texts.data import endless_batches
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
 
-# Fraction of windows held out: the tuned layer is used only if it is better on these.
+# Number of windows held out. The tuned layer is used only if it is better on these.
 KEPT_OUT = 8
 BETAS = (0.9, 0.99)
 
 
 class _Grid(nn.Module):
-    """One linear's codes as trainable numbers."""
+    """One linear with trainable codes and scales."""
 
     def __init__(self, packed: PackedWeight, weight_NK: torch.Tensor) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class _Grid(nn.Module):
         return rounded_codes(self.places_NGL + self.move_NGL, self.packed.spec.max_code)
 
     def weight(self) -> torch.Tensor:
-        """[N, K], the weight that the layer computes with."""
+        """Return the weight [N, K] that the layer computes with."""
         weight_NK = ((self.codes() - self.zeros_NG1) * self.scales()).flatten(1)
         return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
     def finished(self, name: str) -> PackedWeight:
-        """Codes as integers, and scales as a checkpoint stores them."""
+        """Return the weight with integer codes, and scales in the checkpoint's dtype."""
         with torch.no_grad():
             scales_NG = self.scales().squeeze(-1)
             size_NG = scales_NG.abs().clamp(affine.MIN_SCALE, affine.MAX_SCALE)
@@ -81,9 +81,9 @@ def places_of_codes(
     zeros_NG1: torch.Tensor,
     weight_NK: torch.Tensor,
 ) -> torch.Tensor:
-    """Real numbers that round to `codes_NGL`, on the side where the float weight is.
+    """Return real numbers that round to `codes_NGL`, shifted towards the float weight.
 
-    The position of the float weight between two codes decides which is nearer.
+    A number near the boundary to a neighbouring code needs a small change to reach that code.
     """
     places_NGL = weight_NK.float().unflatten(1, (codes_NGL.shape[1], -1)) / scales_NG1
     rest_NGL = (places_NGL + zeros_NG1 - codes_NGL).mul_(0.5).clamp_(-0.45, 0.45)
@@ -91,7 +91,7 @@ def places_of_codes(
 
 
 def rounded_codes(places: torch.Tensor, max_code: int) -> torch.Tensor:
-    """Codes of real numbers; the gradient passes through the rounding."""
+    """Round real numbers to codes, with a straight-through gradient."""
     return (places + (places.round() - places).detach()).clamp(0, max_code)
 
 
@@ -106,10 +106,11 @@ def tune_layer(
     seed: int = 0,
     media: Media = (),
 ) -> FinishedLayer:
-    """Adjust the codes of a solved layer until its outputs for `inputs_WSD` fit `targets_WSD`.
+    """Train codes, scales and norms of a solved layer so that its outputs approach `targets_WSD`.
 
-    `loaded` is the layer in float, after its transforms. `media`: images of each window. If the
-    result is no better on the held-out windows, the layer is returned unchanged.
+    `loaded`: the float layer after its transforms. `inputs_WSD`: the layer's inputs. `media`:
+    images of each window. If the result is no better on the held-out windows, the layer is returned
+    unchanged.
     """
     state = {name: tensor.float() for name, tensor in finished.apply(loaded).items()}
     module = runner.build(layer, state)

@@ -1,13 +1,12 @@
-"""Calibration data: texts of any source, cut into full windows of token ids.
+"""Calibration data: read texts or chats and cut them into full windows of token ids.
 
-Texts are shuffled by the seed and cut into excerpts of about a window. One excerpt of each text
-comes first, then a second of each, so that few windows still show many texts. The texts in the
-package are not shuffled: their kinds alternate, and the seed chooses which text comes first.
+Texts are shuffled by the seed and cut into excerpts of about one window. The data has one excerpt
+of each text, then a second one of each, and so on, so that even few windows contain many texts. The
+package's own texts are not shuffled: their kinds alternate, and the seed chooses the first text.
 
-The beginning of a text is preceded by BOS. Excerpts are joined and cut into windows, which begin as
-the model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed
-give the same ids; the report records their hash. With images among the texts, pictured.py makes the
-windows.
+BOS precedes the beginning of a text. Excerpts are joined and cut into windows, which begin as the
+model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give
+the same ids, and the report records their hash. Chats with images are cut by pictured.py.
 """
 
 import hashlib
@@ -46,14 +45,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationData:
-    """Windows of token ids and their source."""
+    """Calibration windows of token ids, and their source."""
 
     ids_WS: torch.Tensor  # int64
     source: str
     seed: int
     warnings: tuple[str, ...] = ()
-    pictured: tuple[PicturedWindow, ...] = ()  # of each window; (): there are no images
-    chats: ChatReader | None = None  # read these images
+    pictured: tuple[PicturedWindow, ...] = ()  # images of each window; (): no images
+    chats: ChatReader | None = None  # the reader of these images
 
     def first(self, count: int) -> "CalibrationData":
         """Return the first windows."""
@@ -65,7 +64,7 @@ class CalibrationData:
 
     @property
     def sha256(self) -> str:
-        """Hash of the ids as little-endian int64, of their shape, and of images."""
+        """SHA-256 of the ids' shape, the ids as little-endian int64, and the images."""
         digest = hashlib.sha256(json.dumps(list(self.ids_WS.shape)).encode())
         digest.update(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
         if self.pictured:
@@ -73,14 +72,15 @@ class CalibrationData:
         return digest.hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the data for reports and journals."""
+        """Return a description of the data for reports and journals."""
         return {
             "source": self.source,
             "windows": self.ids_WS.shape[0],
             "sequence_length": self.ids_WS.shape[1],
             "seed": self.seed,
             **({"images": self.num_images} if self.pictured else {}),
-            "sha256": self.sha256,  # last: errors name the first difference, and a hash says least
+            # Last, because errors name the first difference, and a hash explains nothing
+            "sha256": self.sha256,
         }
 
 
@@ -94,10 +94,10 @@ def read_calibration(
     bos: bool = True,
     chats: ChatReader | None = None,
 ) -> CalibrationData:
-    """Windows from a file, or from a data set by name; None: the texts shipped with the package.
+    """Read windows from a file or a data set; `source` None: the texts shipped with the package.
 
     `bos` False: a window has BOS only where a text starts. `chats` reads chats with images; None:
-    they are refused. Raises InputError if the source is unreadable or does not fill one window.
+    such chats are refused. Raises InputError if the source is unreadable or does not fill a window.
     """
     warnings = []
     if source is None:
@@ -195,10 +195,10 @@ def excerpts(
     render: Callable[[Any], str] = str,
     read: Callable[[Any], Chat | None] = lambda chat: None,
 ) -> Iterator[Excerpt | Any]:
-    """Excerpts of about `num_chars` that together are all of the texts, one of each text in turn.
+    """Yield excerpts of about `num_chars` characters, one of each text in turn, until all are used.
 
-    The seed chooses the order of a text's excerpts. A chat is one excerpt, made by `render`: its
-    beginning identifies it. A chat for which `read` returns something is that instead.
+    The seed decides the order of a text's excerpts. A chat is one excerpt, rendered by `render`. If
+    `read` returns a Chat for it (a chat with images), that is yielded instead.
     """
     order = random.Random(seed)
     queues = [_pieces(each, num_chars) if isinstance(each, str) else [each] for each in documents]
@@ -215,7 +215,7 @@ def excerpts(
 
 
 def _pieces(text: str, num_chars: int) -> list[Excerpt]:
-    """The text in excerpts that end with a line or a word where possible."""
+    """Cut a text into excerpts, at the end of a line or a word where possible."""
     pieces, begin = [], 0
     while len(text) - begin > 1.5 * num_chars:
         end = begin + num_chars
@@ -259,7 +259,10 @@ def read_for_model(
     bos: bool,
     chats: ChatReader | None = None,
 ) -> CalibrationData:
-    """`read_calibration` with a model's tokenizer, in windows that it can read; logs warnings."""
+    """Call `read_calibration` with a model's tokenizer and length limit, and log the warnings.
+
+    `calibration` that is CalibrationData already is returned unchanged.
+    """
     if isinstance(calibration, CalibrationData):
         return calibration
     data = read_calibration(
@@ -281,7 +284,7 @@ def read_for_model(
 def endless_batches(
     windows: torch.Tensor, size: int, generator: torch.Generator
 ) -> Iterator[torch.Tensor]:
-    """Yield shuffled batches of window numbers; every window comes once before one repeats."""
+    """Yield shuffled batches of window numbers; no window repeats before all have been used."""
     order = windows[:0]
     while True:
         while len(order) < size:

@@ -1,4 +1,4 @@
-"""Texts and chats of a file or a data set.
+"""Read texts and chats from a file or a data set.
 
 A document is a text, or a chat as a list of messages. JSON, JSON Lines and parquet are recognized
 by content or name; any other file is one text.
@@ -12,14 +12,14 @@ from typing import Any
 from formats.errors import InputError, one_line
 from formats.files.json_rows import JSON_SUFFIXES, check_is_file, holds_json, json_rows, read_text
 
-MAX_DATASET_ROWS = 20_000  # of a data set by name; enough for any usual number of windows
+MAX_DATASET_ROWS = 20_000  # rows read from a data set; enough for any usual number of windows
 FILE_SUFFIXES = (".txt", ".md", ".parquet", ".gz", *JSON_SUFFIXES)
 PARQUET, PARQUET_MAGIC = ".parquet", b"PAR1"
 FIELDS = ("text", "messages")
 
 
 def read_documents(source: str) -> list[Any]:
-    """Documents of a file, or of a data set by name or folder. Raises InputError."""
+    """Read the documents of a file, or of a data set by name or folder. Raises InputError."""
     path = Path(source)
     looks_like_file = path.suffix.lower() in FILE_SUFFIXES or source.startswith((".", "/"))
     if not path.exists() and looks_like_file:
@@ -30,12 +30,12 @@ def read_documents(source: str) -> list[Any]:
 
 
 def read_file(path: str | Path) -> list[Any]:
-    """Documents of a file. Raises InputError."""
+    """Read the documents of a file. Raises InputError."""
     return [document for _, document in _documents_of(Path(path))]
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """Texts of a file. Raises InputError, with the row, if one is a chat."""
+    """Read the texts of a file. Raises InputError, naming the row, if one is a chat."""
     texts = []
     for where, document in _documents_of(Path(path)):
         if not isinstance(document, str):
@@ -45,7 +45,7 @@ def read_texts(path: str | Path) -> list[str]:
 
 
 def _documents_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each document of a file with its position."""
+    """Yield (position for error messages, document) for each document of a file."""
     if _is_parquet(path):
         yield from _from_datasets(str(path), path="parquet", data_files=str(path))
         return
@@ -69,7 +69,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _document(row: Any, where: str) -> Any:
-    """Text or messages of a row."""
+    """Return the text or the messages of a row. Raises InputError if it has neither."""
     text = row if isinstance(row, str) else None
     keys = row if isinstance(row, dict) else {}
     text, messages = keys.get("text", text), keys.get("messages")
@@ -85,7 +85,7 @@ def _document(row: Any, where: str) -> Any:
 
 
 def _checked(document: Any, written: str, where: str) -> Any:
-    """The document. Raises InputError if it contains a lone surrogate, which JSON can express."""
+    """Return the document. Raises InputError if it has a lone surrogate, which JSON can express."""
     try:
         written.encode()
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
-"""Perplexity: how well a model predicts a text, from token ids and logits.
+"""Perplexity of a model on a text, from token ids and logits.
 
-Texts are each preceded by BOS and concatenated; the stream is cut into windows without overlap.
-Each window begins as the model's tokenizer begins a text: with BOS, if it adds one. Each window is
-predicted independently: its first token and the tokenizer's own additions are given, the others
-count. A chat with images is a window of its own.
+Each text is preceded by BOS; texts are concatenated and cut into windows without overlap. A window
+begins as the model's tokenizer begins a text: with BOS, if it adds one. Windows are predicted
+independently. The first token of a window, and tokens that the tokenizer adds, are not counted; all
+others are. A chat with images is a separate window.
 """
 
 import math
@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from formats.errors import InputError
 
-# Characters per token that are encoded at first: only the beginning of a long text is needed.
+# Characters per token that are needed: a first guess, because only the beginning of a long text is
+# encoded.
 CHARS_PER_TOKEN = 4
-IGNORED = -100  # target of a token that does not count; cross_entropy's default
+IGNORED = -100  # target of a token that is not counted; the default of cross_entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """Part of a text, perhaps its beginning."""
+    """Part of a text. `begins`: it is the beginning of the text."""
 
     text: str
     begins: bool
@@ -41,15 +42,15 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MediaWindow:
-    """A window with images. Their tokens are given; the others count."""
+    """A window with images. Image tokens are not counted."""
 
     ids_S: torch.Tensor
     is_image_S: torch.Tensor  # bool
     num_images: int
-    media: tuple[Any, ...]  # of these images, for the model that predicts the window
+    media: tuple[Any, ...]  # media items of the images, for the model
 
 
-Window = torch.Tensor | MediaWindow  # ids [S] of a text, or with images
+Window = torch.Tensor | MediaWindow  # token ids [S], or a window with images
 
 
 def ids_of(window: Window) -> torch.Tensor:
@@ -58,7 +59,10 @@ def ids_of(window: Window) -> torch.Tensor:
 
 
 def targets_of(window: Window, given_G: torch.Tensor) -> torch.Tensor:
-    """Return the tokens [S - 1] after the first one; IGNORED for those that do not count."""
+    """Return the tokens [S - 1] to predict, with IGNORED for those that are not counted.
+
+    `given_G`: token ids that are not counted.
+    """
     ids_S = ids_of(window)
     targets_S = ids_S[1:].masked_fill(torch.isin(ids_S[1:], given_G), IGNORED)
     if isinstance(window, MediaWindow):
@@ -67,7 +71,7 @@ def targets_of(window: Window, given_G: torch.Tensor) -> torch.Tensor:
 
 
 def text_opening(tokenizer: Any) -> tuple[int, ...]:
-    """Ids that a tokenizer adds before a text: BOS for most models, none for some."""
+    """Return the ids that a tokenizer adds before a text: BOS for most models, none for some."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
     starts = range(len(whole) - len(plain) + 1)
@@ -86,11 +90,12 @@ def make_windows(
     source: str = "text",
     remedy: str = "use a longer text or a smaller `sequence_length`",
 ) -> torch.Tensor:
-    """Token ids, int64 [W, S]; an incomplete window is dropped. Reads no more texts than needed.
+    """Cut texts into windows of token ids, int64 [W, S]; an incomplete window is dropped.
 
-    `encode` adds no special tokens. A text begins with `opening`, or with `bos_token_id` if that is
-    empty and the model has one. A window in the middle of a text begins with `opening`, too.
-    Raises InputError, with `source` and `remedy`, if there is not one full window.
+    Only as many texts are read as needed. `encode` must not add special tokens. A text begins with
+    `opening`, or with `bos_token_id` if `opening` is empty. A window in the middle of a text also
+    begins with `opening`. Raises InputError, with `source` and `remedy`, if the texts do not fill
+    one window.
     """
     shortest = max(2, len(opening) + 1)
     if sequence_length < shortest or (max_windows is not None and max_windows < 1):
@@ -123,7 +128,7 @@ def make_windows(
 def _cut(
     ids: list[int], starts: frozenset[int], opening: list[int], length: int
 ) -> list[list[int]]:
-    """Full windows of the stream; one that begins inside a text begins with `opening`."""
+    """Cut the ids into full windows. A window that begins inside a text begins with `opening`."""
     rows, position = [], 0
     while True:
         for back in range(1, len(opening)):
@@ -139,7 +144,7 @@ def _cut(
 
 
 def _encode(text: str, encode: Callable[[str], list[int]], most: int | None) -> list[int]:
-    """Ids of a text, at least the first `most`: a line of 30 MB takes minutes to encode."""
+    """Encode a text, or only about its first `most` ids: encoding 30 MB can take minutes."""
     if most is not None:
         num_chars = CHARS_PER_TOKEN * most + 1024
         while num_chars < len(text):
@@ -157,10 +162,11 @@ def perplexity(
     progress: bool = True,
     given: Iterable[int] = (),
 ) -> Perplexity:
-    """Predict each window. `logits`: a window -> logits [S, V] for the token after each.
+    """Compute the perplexity over all windows.
 
-    `given` are token ids that do not count, such as BOS before a text. Log-softmax in float32, sums
-    in float64. Raises InputError if a likelihood is not finite.
+    `logits`: window -> logits [S, V] for the token after each position. `given`: token ids that are
+    not counted, such as BOS before a text. Log-softmax is in float32, sums are in float64. Raises
+    InputError if a likelihood is not finite.
     """
     total, tokens = 0.0, 0
     given_G = torch.tensor(sorted(given), dtype=torch.long)

@@ -1,8 +1,10 @@
-"""Calibration windows of chats with images.
+"""Cut chats with images into calibration windows.
 
-The images of a chat stay in one window: a chat that does not fit into the rest of a window begins
-the next one, and the rest is filled with the shipped texts. A longer chat is cut, after its last
-image. Legend: W windows, S tokens of a window.
+The images of a chat stay in one window. A chat that does not fit into the rest of a window begins
+the next window, and the rest is filled with the shipped texts. A chat longer than a window is cut
+off at the end of the window, after its last image.
+
+Legend: W windows, S tokens of a window.
 """
 
 import hashlib
@@ -16,12 +18,12 @@ import torch
 from calibrate.texts.evaluate import Excerpt
 from formats.errors import InputError
 
-# types of a message's parts that are images
+# Types of message parts that are images
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 class Chat(Protocol):
-    """A chat as tokens."""
+    """A tokenized chat with images."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -33,7 +35,7 @@ class Chat(Protocol):
 
     @property
     def images(self) -> Sequence[Any]:
-        """Images of Pillow, in order."""
+        """The Pillow images, in order."""
         ...
 
 
@@ -47,27 +49,28 @@ class ChatReader(Protocol):
         *,
         add_generation_prompt: bool = False,
     ) -> Chat:
-        """Return a chat; paths of images begin in `folder`. Raises InputError.
+        """Read a chat. Raises InputError.
 
-        `add_generation_prompt`: with the beginning of an answer.
+        `folder`: base of relative image paths. `add_generation_prompt`: append the beginning of an
+        answer.
         """
         ...
 
     def inputs(self, window: "PicturedWindow", ids_S: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return arguments of transformers' model for one window with images."""
+        """Return the arguments of transformers' model for one window with images."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedWindow:
-    """Images of one window; a window of text has none."""
+    """Images of one window; empty for a window of text."""
 
     is_image_S: torch.Tensor  # bool
-    images: tuple[Any, ...]  # of Pillow
+    images: tuple[Any, ...]  # Pillow images
 
 
 def has_images(document: Any) -> bool:
-    """Return True for a chat of which some part is an image."""
+    """Return True for a chat with an image part."""
     messages = document if isinstance(document, list) else ()
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
     parts = [part for each in contents if isinstance(each, list) for part in each]
@@ -75,7 +78,7 @@ def has_images(document: Any) -> bool:
 
 
 def pictures_digest(windows: Sequence[PicturedWindow]) -> str:
-    """Return the SHA-256 of the places and the pixels of all images, in hexadecimal."""
+    """Return the SHA-256 of the positions and pixels of all images, in hexadecimal."""
     digest = hashlib.sha256()
     for window in windows:
         digest.update(window.is_image_S.numpy().tobytes())
@@ -85,10 +88,10 @@ def pictures_digest(windows: Sequence[PicturedWindow]) -> str:
 
 
 class _Windows:
-    """Windows that are being filled."""
+    """Collects tokens into windows of fixed length."""
 
     def __init__(self, length: int, opening: Sequence[int]) -> None:
-        """`opening`: ids at the beginning of a window that does not begin with a text."""
+        """`opening`: ids that begin a window which does not begin with a new text."""
         self.length, self.opening = length, list(opening)
         self.ids_WS: list[list[int]] = []
         self.pictured: list[PicturedWindow] = []
@@ -98,7 +101,7 @@ class _Windows:
 
     @property
     def room(self) -> int:
-        """Tokens that are missing in the window."""
+        """Number of tokens that still fit into the current window."""
         return self.length - len(self._ids)
 
     @property
@@ -106,7 +109,7 @@ class _Windows:
         return bool(self._images)
 
     def add_text(self, ids: Sequence[int], begins: bool) -> int:
-        """Add the beginning of a text, and return how many of its ids fit."""
+        """Add as many ids of a text as fit into the current window, and return their number."""
         if not self._ids and not begins:
             self._add(self.opening)
         count = min(len(ids), self.room)
@@ -139,10 +142,10 @@ def pictured_windows(
     count: int,
     source: str,
 ) -> tuple[torch.Tensor, tuple[PicturedWindow, ...], int]:
-    """Return ids [W, S], the images of each window, and the number of chats that were too long.
+    """Return (ids [W, S], images of each window, number of chats that were too long).
 
     `before`: ids in front of each text and chat. `opening`: see make_windows. `fillers`: endless
-    texts for the rest of windows. Raises InputError if no image is in a window.
+    texts that fill the rest of a window. Raises InputError if no window has an image.
     """
     windows, num_too_long = _Windows(length, opening), 0
 

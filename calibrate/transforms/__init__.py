@@ -1,1 +1,1 @@
-"""Transforms: rewrite float weights before they are rounded."""
+"""Transforms: rewrite float weights so that rounding them changes the model less."""

@@ -1,10 +1,11 @@
-"""AWQ: enlarge the weights of inputs with large activations, so that rounding hurts them less.
+"""AWQ: scale up the weights of channels with large activations, to reduce their rounding error.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). For each shared input the factor s =
-x^r / w^(1-r) is searched over r (also with w = 1: the "duo" choice). x is the inputs' root mean
-square and w the weights' mean magnitude. The error of a candidate is the error of the linears'
-outputs. The best ones are left out if they enlarge it on held-out windows. The factors are folded
-into the previous operator. The solver's search of scales does the clipping.
+Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). For each input that linears share,
+the factor s = x^r / w^(1-r) is searched over r, and also with w = 1 (`duo_scaling` off). x is the
+root mean square of the inputs, and w the mean magnitude of the weights. Candidates are compared by
+the error of the linears' outputs. The best factors are dropped if they enlarge this error on
+held-out windows. Factors are folded into the previous operator. There is no separate search for
+clipping: the solver's search of scales does it.
 """
 
 import math
@@ -25,16 +26,17 @@ from formats.numerics import affine
 from formats.scheme import QuantSpec
 
 NUM_RATIOS = 20
-# One range per group and candidate: it is cheap, and hardly changes the order of candidates.
+# Candidates are compared with one scale per group (its full range): a search is costly and hardly
+# changes their order.
 SEARCH_METHOD = "full-range"
 LEFT_OUT = "without awq factors, which enlarge the output error on held-out windows"
-SMALLEST = 1e-4  # relative to the largest; smaller values are noise of the data, or a dead channel
+SMALLEST = 1e-4  # relative to the largest value; smaller ones are noise, or a dead channel
 
 
 def scale_layer(
     state: LayerState, statistics: dict[str, InputStatistics], context: LayerContext
 ) -> LayerState:
-    """Search and move the factors of every scale pair of the layer."""
+    """Search the factors of every scale pair of the layer, and fold them into the weights."""
     changed: LayerState = {}
     for pair in context.scale_pairs:
         current = {**state, **changed}
@@ -62,7 +64,7 @@ def scale_layer(
 def helps_held_out(
     weights: list[torch.Tensor], scale_K: torch.Tensor, stats: InputStatistics, spec: QuantSpec
 ) -> bool:
-    """True unless the factors enlarge the output error on held-out windows."""
+    """Return True unless the factors enlarge the output error on held-out windows."""
     joined_NK = torch.cat(weights)
 
     def error(factors_K: torch.Tensor) -> float | None:
@@ -71,7 +73,7 @@ def helps_held_out(
 
     try:
         plain = error(torch.ones_like(scale_K))
-    except RangeError:  # without factors, no checkpoint can hold the weights
+    except RangeError:  # without factors the weights exceed the range of scales
         return True
     return plain is None or error(scale_K) <= plain
 
@@ -79,10 +81,10 @@ def helps_held_out(
 def candidates(
     weights: list[torch.Tensor], stats: InputStatistics, pair: ScalePair, context: LayerContext
 ) -> list[torch.Tensor]:
-    """Candidate factors [K], each normalized to sqrt(max * min) = 1."""
+    """Return candidate factors [K], each normalized to sqrt(max * min) = 1."""
     activation_K = shared_by_heads(stats.importance_K, pair, context).sqrt()
-    # Plain magnitudes: they cancel factors that a model's author moved between a norm and the
-    # weights.
+    # Not normalized per group: so factors that the model's author moved between a norm and the
+    # weights cancel.
     weight_K = shared_by_heads(torch.cat(weights).abs().mean(0), pair, context)
     if not activation_K.any() or not weight_K.any():
         return []
@@ -103,22 +105,22 @@ def candidates(
 def output_error(
     weights: list[torch.Tensor], scale_K: torch.Tensor, stats: InputStatistics, spec: QuantSpec
 ) -> float:
-    """Squared error of the linears' outputs with weights rounded under the factors.
+    """Return the squared error of the linears' outputs if weights are rounded under the factors.
 
-    Infinite if the weights leave the range of scales.
+    The error is infinite if the scaled weights exceed the range of scales.
     """
     error = 0.0
     for weight_NK in weights:
         try:
             rounded_NK = _rounded(weight_NK, scale_K, spec)
-        except RangeError:  # no checkpoint can hold weights with these factors
+        except RangeError:  # with these factors the weights exceed the range of scales
             return math.inf
         error += float(stats.squared_error(weight_NK - rounded_NK).double().sum())
     return error
 
 
 def _rounded(weight_NK: torch.Tensor, scale_K: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """The weight rounded under the factors, without them again. Raises RangeError."""
+    """Multiply a weight by the factors, round it, and divide again. Raises RangeError."""
     scaled_NK = weight_NK * scale_K
     scales_NG, zeros_NG = affine.choose_scales(scaled_NK, spec, method=SEARCH_METHOD)
     codes_NK = affine.quantize(scaled_NK, scales_NG, zeros_NG, spec)

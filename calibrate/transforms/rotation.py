@@ -1,8 +1,8 @@
-"""Rotations folded into the weights: they spread outliers over all channels before rounding.
+"""Fold rotations into the weights, to spread outliers over all channels before rounding.
 
-Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), R1 and R2: R1
-rotates the residual stream, R2 each value head. Before, the weights of norms are folded into the
-linears after them. Inference needs no extra work, but embeddings and head are no longer one matrix.
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024): R1 rotates the
+residual stream, R2 each value head. First the weights of norms are folded into the linears after
+them. Inference needs no extra work, but embedding and head can no longer be tied.
 """
 
 from functools import lru_cache
@@ -16,9 +16,10 @@ from formats.errors import InputError
 
 @lru_cache(maxsize=4)
 def rotation_matrix(size: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """An orthogonal matrix, float64: Hadamard of the power of two in `size`, times a random one.
+    """Return a random orthogonal matrix [size, size], float64.
 
-    Random signs spread the columns; the odd factor of `size` gets a random orthogonal matrix.
+    It is the Kronecker product of a Hadamard matrix for the power of two in `size` and a random
+    orthogonal matrix for the odd factor, with random signs of the rows.
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).double().mul_(2).sub_(1)
@@ -35,7 +36,10 @@ def rotation_matrix(size: int, seed: int, device: torch.device | str = "cpu") ->
 
 
 def rotate_model(tensors: LayerState, context: LayerContext) -> LayerState:
-    """Rotate the embeddings to E R1; fold the last norm into the head, which becomes head R1."""
+    """Rotate the embedding and the head by R1, after folding the last norm into the head.
+
+    Raises InputError for an architecture that cannot be rotated.
+    """
     layer_map = context.layer_map
     if not layer_map.rotatable:
         raise InputError(
@@ -57,7 +61,7 @@ def rotate_model(tensors: LayerState, context: LayerContext) -> LayerState:
 
 
 def rotate_layer(state: LayerState, context: LayerContext) -> LayerState:
-    """Fold both norms into the linears after them, and R1 and R2 into all linears."""
+    """Fold a layer's norms into the linears after them, and R1 and R2 into all linears."""
     changed: LayerState = {}
     weights = {
         name: state[f"{name}.weight"].double()

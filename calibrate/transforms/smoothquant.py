@@ -1,9 +1,10 @@
-"""SmoothQuant: move the activations' outliers into the weights, before both are rounded.
+"""SmoothQuant: move the outliers of activations into the weights, before both are rounded.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
-Models" (2022). s_j = max|X_j|^alpha / max|W_j|^(1-alpha), for inputs that come from a norm. alpha
-is given for the whole model, or searched for each input to minimize the error of the rounded
-product on a sample of tokens. Searched factors are left out if they enlarge it on held-out windows.
+Models" (2022). The factors are s_j = max|X_j|^alpha / max|W_j|^(1-alpha), for inputs that come from
+a norm. alpha is given for the whole model, or searched for each input to minimize the error of the
+rounded product on a sample of tokens. Searched factors are dropped if they enlarge this error on
+held-out windows.
 """
 
 import math
@@ -38,9 +39,9 @@ def smooth_layer(
     context: LayerContext,
     alpha: float | None = None,
 ) -> LayerState:
-    """Move the factors of every norm of the layer; with static activations, of every input.
+    """Move the factors of every scale pair whose `previous` is a norm.
 
-    `alpha` None: searched for each input.
+    With static activations all scale pairs are smoothed. `alpha` None: search it for each input.
     """
     changed: LayerState = {}
     for pair in context.scale_pairs:
@@ -80,7 +81,7 @@ def helps_held_out(
     stats: InputStatistics,
     context: LayerContext,
 ) -> bool:
-    """True unless the factors enlarge the error of the rounded product on held-out windows."""
+    """Return True unless the factors enlarge the rounded product's error on held-out windows."""
     held_TK = stats.held_out_sample()
     if held_TK is None:
         return True
@@ -98,7 +99,7 @@ def factors(
     context: LayerContext,
     alpha: float,
 ) -> torch.Tensor:
-    """The paper's s, [K], normalized to sqrt(max * min) = 1."""
+    """Return the paper's factors s [K], normalized to sqrt(max * min) = 1."""
     weight_K = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     weight_K = shared_by_heads(weight_K, pair, context)
     scale_K = absmax_K.clamp(min=1e-5) ** alpha / weight_K.clamp(min=1e-5) ** (1 - alpha)
@@ -112,9 +113,9 @@ def product_error(
     sample_TK: torch.Tensor,
     context: LayerContext,
 ) -> float:
-    """Squared error of x W^T on the sample if both are rounded under the factors.
+    """Return the squared error of x W^T on the sample if both are rounded under the factors.
 
-    Infinite if weights leave the range of scales.
+    The error is infinite if the scaled weights exceed the range of scales.
     """
     x_TK = sample_TK / scale_K
     if context.is_static:

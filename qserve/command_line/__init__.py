@@ -1,1 +1,1 @@
-"""Parts of the command line: rows of commands, flags from settings, settings files."""
+"""Building blocks of the command line: command rows, flags from settings, settings files."""

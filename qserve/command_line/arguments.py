@@ -1,6 +1,6 @@
-"""argparse parser for a table of commands, with flags made from settings classes.
+"""Build an argparse parser for a table of commands, with flags made from settings classes.
 
-A command's flags are the fields of its settings classes (qserve/config.py). The module loads no
+A command's flags are the fields of its settings classes (qserve/config.py). This module loads no
 torch.
 """
 
@@ -19,8 +19,8 @@ from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 
 SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
-# Settings that several commands share, or of which there are many, follow the command's own in its
-# help.
+# Settings classes that are listed under a heading of their own in the help, after the command's
+# other flags
 SECTIONS = {
     ServerConfig: "the server",
     EngineConfig: "the engine",
@@ -29,7 +29,7 @@ SECTIONS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line: a usage with eighty flags would hide the message."""
+    """Parser whose errors are one line, because a usage with eighty flags would hide the error."""
 
     def __init__(self, *args: typing.Any, **settings: typing.Any) -> None:
         super().__init__(*args, **settings)
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; an optional positional may follow a flag, which Python 3.11 does not take."""
+        """Parse arguments; also accept an optional positional after a flag, unlike Python 3.11."""
         found, left = super().parse_known_args(args, namespace)
         for name in self.arguments_or_flags:
             if left and not left[0].startswith("-") and getattr(found, name) is None:
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def add_commands(
     parser: argparse.ArgumentParser, commands: Mapping[str, Command], path: str = ""
 ) -> None:
-    """Add the rows of a table as subcommands; `path` names the commands above them."""
+    """Add the rows of a table as subcommands. `path`: names of the commands above them."""
     dest = f"{path} command".strip()
     subparsers = parser.add_subparsers(
         dest=dest, required=True, metavar="COMMAND", help="one of the following"
@@ -88,7 +88,7 @@ def add_commands(
 
 
 def check_argument(command: Command, arguments: argparse.Namespace) -> None:
-    """Raise InputError if an argument is given neither as positional nor as flag."""
+    """Raise InputError if a required argument is given neither as positional nor as flag."""
     for cls in command.settings:
         for field in dataclasses.fields(cls):
             if _is_argument_or_flag(field) and getattr(arguments, field.name) is None:
@@ -101,9 +101,9 @@ def check_argument(command: Command, arguments: argparse.Namespace) -> None:
 
 
 def with_dashes(argument: str) -> str:
-    """Write the name of a flag with dashes: --max_model_len is --max-model-len."""
+    """Replace underscores in a flag's name by dashes: --max_model_len becomes --max-model-len."""
     flag, equals, value = argument.partition("=")
-    # A text value, such as a prompt, may also start with dashes; the name of a flag has no spaces.
+    # Not a value that starts with dashes, such as a prompt: a flag's name has no spaces.
     if not flag.startswith("--") or len(flag.split()) != 1:
         return argument
     return flag.replace("_", "-") + equals + value
@@ -115,9 +115,9 @@ def parse_settings(
     fields: Mapping[str, dataclasses.Field],
     classes: Sequence[type],
 ) -> dict[str, Any]:
-    """Return the values of settings from a file, typed as their flags are. Raises InputError.
+    """Convert settings from a file to the types of their flags. Raises InputError.
 
-    `fields`: those that may be set, of the settings `classes`.
+    `source`: name of the file, for errors. `fields`: the fields of `classes` that may be set.
     """
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     named = {name.replace("_", "-"): value for name, value in settings.items()}
@@ -130,7 +130,7 @@ def parse_settings(
 
 
 class _FileParser(argparse.ArgumentParser):
-    """Parser of the settings in a file."""
+    """Parser for the settings in a file, whose errors are InputErrors."""
 
     def __init__(self, source: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -141,7 +141,7 @@ class _FileParser(argparse.ArgumentParser):
 
 
 def _number_or_text(text: str) -> int | str:
-    """Parse a value that is an integer or a word."""
+    """Parse a flag's value as an integer if possible, else as text."""
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 
@@ -151,7 +151,7 @@ def _section(cls: type) -> int:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Usage line with the required arguments and flags; the help lists the others below it."""
+    """Return a usage line with only the required arguments and flags."""
     parts = [parser.prog]
     for action in parser._actions:
         if not action.option_strings:
@@ -174,13 +174,13 @@ def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
 
 
 def _flag_names(field: dataclasses.Field) -> list[str]:
-    """Return the short flag of a setting, if it has one, and the long one."""
+    """Return the short flag of a setting, if it has one, and the long flag."""
     short = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     return [*short, "--" + field.name.replace("_", "-")]
 
 
 def _is_argument_or_flag(field: dataclasses.Field) -> bool:
-    """Return True for a positional setting that may also be given by its short or long flag."""
+    """Return True for a positional setting that may also be given as a flag."""
     return bool(field.metadata.get("positional")) and field.name in SHORT_FLAGS
 
 

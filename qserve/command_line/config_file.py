@@ -1,7 +1,7 @@
-"""Settings from a file: `--config FILE` stands for the flags in it. Loads no torch.
+"""Read flags from a file with `--config FILE`. Loads no torch.
 
-The file's extension selects YAML, TOML or JSON. A key is a flag, with dashes or underscores. The
-command line takes precedence.
+The file's extension selects TOML, JSON or YAML (default). A key is a flag's name, with dashes or
+underscores. The command line takes precedence.
 """
 
 import json
@@ -16,7 +16,7 @@ FLAG = "--config"
 
 
 def find(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split off the --config file from the arguments. Raises InputError."""
+    """Return the path after --config (or None) and the other arguments. Raises InputError."""
     path, others, rest = None, [], iter(arguments)
     for argument in rest:
         if argument == FLAG:
@@ -31,19 +31,19 @@ def find(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read the settings of a file, by name with dashes. Raises InputError."""
+    """Read the settings of a file; names get dashes for underscores. Raises InputError."""
     return {name.replace("_", "-"): value for name, value in read_mapping(path).items()}
 
 
 def read_mapping(path: str) -> dict[str, Any]:
-    """Read a file with a mapping of names. Raises InputError."""
+    """Read a file that has a mapping with string keys. Raises InputError."""
     try:
         found = _parse(Path(path), Path(path).read_text())
     except OSError as error:
         raise InputError(
             path, f"cannot be read: {error.strerror}", "choose another file"
         ) from error
-    except Exception as error:  # of three parsers
+    except Exception as error:  # each of the three parsers raises its own types
         raise InputError(path, f"cannot be read: {one_line(error)}", "correct the file") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise InputError(path, "expected a mapping of flags to values", "correct the file")
@@ -51,9 +51,9 @@ def read_mapping(path: str) -> dict[str, Any]:
 
 
 def as_arguments(path: str, settings: dict[str, Any], known: dict[str, bool]) -> list[str]:
-    """Convert settings to arguments; `known`: each flag's name, and True for a switch.
+    """Convert settings to command-line arguments. Raises InputError for a setting without a flag.
 
-    Raises InputError for a setting that is not a flag.
+    `path`: the file, for errors. `known`: maps the name of each flag to True if it is a switch.
     """
     arguments = []
     for name, value in settings.items():

@@ -1,7 +1,7 @@
-"""Ctrl-C during Python's imports: end immediately. Loads no torch.
+"""End the process immediately on Ctrl-C during Python imports. Loads no torch.
 
-Extension modules swallow a KeyboardInterrupt during their import, or turn it into another error.
-The program would continue, or end with a traceback of foreign code.
+Some extension modules swallow a KeyboardInterrupt during their import, or turn it into another
+error. The program would then continue, or end with a confusing traceback.
 """
 
 import os
@@ -17,7 +17,7 @@ IMPORT_SYSTEM = "<frozen importlib"
 
 @contextmanager
 def end_while_importing() -> Iterator[None]:
-    """Make SIGINT end the process during an import; elsewhere it raises as usual."""
+    """Make SIGINT end the process during an import, and raise KeyboardInterrupt otherwise."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

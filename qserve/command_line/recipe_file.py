@@ -7,21 +7,18 @@ from formats.errors import InputError, one_line
 from qserve.command_line.tool_config import QuantizeConfig
 from qserve.hub.settings import HubSettings
 
-# Settings that describe the machine, not the result.
+# Settings of the machine, which are not part of a recipe
 NOT_IN_A_RECIPE = ("output", "config", "device", "download_dir")
 
 
 def recipe_settings(config: HubSettings) -> dict[str, object]:
-    """Settings of `quantize` or `distill` to record with the result."""
+    """Return the settings of `quantize` or `distill` that are recorded with the result."""
     values = dataclasses.asdict(config)
     return {name: value for name, value in values.items() if name not in NOT_IN_A_RECIPE}
 
 
 def with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
-    """Settings with those of the --config file filled in where no flag was given.
-
-    Raises InputError.
-    """
+    """Fill in the settings of the --config file where no flag was given. Raises InputError."""
     if config.config is None:
         return config
     import yaml

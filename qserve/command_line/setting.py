@@ -6,7 +6,7 @@ from typing import Any
 
 from formats.errors import InputError
 
-REQUIRED = MISSING  # as a default: the flag is required
+REQUIRED = MISSING  # as a setting's default: the flag is required
 
 
 def setting(
@@ -22,7 +22,7 @@ def setting(
     """Declare a dataclass field that is also a command-line flag, or a positional argument.
 
     A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
-    and `high` are the bounds of a number.
+    and `high`: bounds of a number, inclusive.
     """
     metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
     metadata |= {"low": low, "high": high}
@@ -49,9 +49,7 @@ def check_settings(config: object) -> None:
 
 
 def check_key(source: str, key: str) -> None:
-    """Raise InputError for an API key that no client can send; the message does
-    not show the key.
-    """
+    """Raise InputError for an API key that no client can send. The error does not show the key."""
     # HTTP strips white space at the ends of a header.
     if not key or key != key.strip():
         raise InputError(source, "expected a key without white space at its ends")

@@ -1,6 +1,6 @@
 """Settings of the commands other than serve: quantize, convert, generate, chat, run-batch, eval.
 
-Each is a field, a flag and its documentation, as in config.py. The module loads no torch.
+Each field is also a flag with its help text, as in config.py. This module loads no torch.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from qserve.hub.settings import HubSettings
 
 
 def bos_setting() -> bool:
-    """Field of --bos."""
+    """Declare the field of --bos."""
     return setting(
         True,
         "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
@@ -21,7 +21,7 @@ def bos_setting() -> bool:
 
 
 def eval_text_setting() -> str | None:
-    """Field of --eval-text."""
+    """Declare the field of --eval-text."""
     return setting(
         None,
         "text file to measure the quality on instead of the package's held-out texts, in windows "
@@ -38,7 +38,7 @@ class QuantizeConfig(HubSettings):
     )
     scheme: str = setting(
         "w4a16-sym",
-        "data types of the linear layers, such as w4a16-sym, w8a8, fp8 (w8a8-fp8); or of a GGUF "
+        "data types of the linear layers, such as w4a16-sym, w8a8, fp8 (w8a8-fp8); for a GGUF "
         "file: " + ", ".join(GGUF_TYPES),
     )
     format: str | None = setting(
@@ -48,19 +48,19 @@ class QuantizeConfig(HubSettings):
     )
     recipe: str | None = setting(
         None,
-        "quantization method; rtn: round to nearest, without data (default: at 4 bits and fewer "
-        "gptaq, or gptq for models through transformers; smoothquant+gptq for w8a8; else rtn)",
+        "quantization method; rtn: round to nearest, without data (default: gptaq at 4 bits and "
+        "fewer, or gptq for models through transformers; smoothquant+gptq for w8a8; else rtn)",
         RECIPES,
     )
     target: str | None = setting(
         None,
-        "for a draft head: the model it drafts for (folder or hub name), whose hidden states"
-        " calibrate it",
+        "for a draft head: the model that it drafts for (folder or hub name); the head is"
+        " calibrated on this model's hidden states",
     )
     calibration: str | None = setting(
         None,
-        "calibration texts: plain text; JSON, JSON Lines or parquet with text or messages,"
-        " which may have images; or the name or folder of a data set (default: a"
+        "calibration data: a plain text; JSON, JSON Lines or parquet with text or messages"
+        " (messages may have images); or the name or folder of a data set (default: a"
         " small set in the package)",
     )
     samples: int = setting(128, "calibration windows", low=1)
@@ -68,12 +68,12 @@ class QuantizeConfig(HubSettings):
     quantize_head: str | None = setting(
         None,
         "also quantize the output head, to a scheme such as w8a16-sym; a tied head is then stored "
-        "next to the embedding",
+        "separately from the embedding",
     )
     quantize_embedding: str | None = setting(
         None,
-        "also quantize the input embedding, and a head that is tied to it, to a scheme such as "
-        "w8a16-sym (compressed-tensors)",
+        "also quantize the input embedding, and the head if it is tied, to a scheme such as "
+        "w8a16-sym (compressed-tensors only)",
     )
     kv_cache_scheme: str | None = setting(
         None,
@@ -81,20 +81,20 @@ class QuantizeConfig(HubSettings):
         tuple(KV_CACHES),
     )
     kv_per_head: bool = setting(
-        False, "with --kv-cache-scheme: one scale per KV head (vLLM: FlashAttention 3)"
+        False, "with --kv-cache-scheme: one scale per KV head (vLLM needs FlashAttention 3)"
     )
     moe_calibrate_all_experts: bool = setting(
         False,
-        "mixture of experts: collect statistics of every token at every expert, regardless "
-        "of the router; slower",
+        "mixture of experts: collect statistics of every token at every expert, not only of "
+        "routed tokens; slower",
     )
     seed: int = setting(0, "seed for the order of the texts, and for rotations")
     bos: bool = bos_setting()
     eval_text: str | None = eval_text_setting()
     quality_windows: int = setting(
         4,
-        "held-out windows of 512 tokens on which the quantized model is compared with the float "
-        "one, for quality.json and the model card; 0: skip",
+        "number of held-out windows of 512 tokens on which the quantized model is compared with "
+        "the float model, for quality.json and the model card; 0: skip",
         low=0,
     )
     adapter: str | None = setting(
@@ -103,12 +103,12 @@ class QuantizeConfig(HubSettings):
         " is quantized",
     )
     spill: str | None = setting(
-        None, "folder to keep the calibration data's hidden states in, to save memory"
+        None, "folder for the hidden states of the calibration data, to save memory"
     )
     group_size: int | str | None = setting(
         None,
         "number of inputs that share a scale; -1: one scale per output; auto: the largest "
-        "of 128, 64 and 32 that divides every linear (default: 128, or as auto where 128 would "
+        "of 128, 64 and 32 that divides every linear (default: 128, or auto if 128 would "
         "leave over a tenth of the weights in float)",
     )
     device: str = setting(
@@ -119,7 +119,7 @@ class QuantizeConfig(HubSettings):
     bits: float | None = setting(
         None,
         "mean bits per weight, scales included: each linear gets 2 to 8 bits, according to "
-        "its sensitivity on the data (compressed-tensors)",
+        "its sensitivity on the data (compressed-tensors only)",
         low=2,
         high=9,
     )
@@ -128,12 +128,12 @@ class QuantizeConfig(HubSettings):
     )
     act_order: bool = setting(
         False,
-        "group inputs of similar magnitude and store the group index (gptq): more accurate, "
+        "group inputs of similar magnitude and store a group index (gptq only): more accurate, "
         "but slower to run, and rejected by vLLM 0.33",
     )
     ignore: list[str] = setting(
         [],
-        "keep linears in float whose name contains this text, or matches this glob or "
+        "keep linears in float whose name contains this text or matches this glob or "
         "re:EXPRESSION; may be repeated",
     )
     override: list[str] = setting(
@@ -155,7 +155,7 @@ class QuantizeConfig(HubSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig(HubSettings):
-    """Settings of `qserve convert`, besides the folder to read."""
+    """Settings of `qserve convert`, besides the source."""
 
     output: str = setting(
         REQUIRED,
@@ -212,7 +212,7 @@ class BatchConfig:
     output: str = setting(REQUIRED, "output file for the answers, in order of completion")
     served_model_name: list[str] = setting(
         [],
-        "model names that requests may give; default: MODEL as typed, without a revision",
+        "model names that requests may use; default: MODEL as typed, without a revision",
         many=True,
     )
 
@@ -223,13 +223,13 @@ class EvalConfig:
 
     text: str = setting(
         REQUIRED,
-        "text file to measure on: plain text, or JSON, JSON Lines or parquet with a text field; "
-        "for vision-language models also chats with images, as --calibration of quantize takes",
+        "file to measure on: plain text, or JSON, JSON Lines or parquet with a text field; for "
+        "vision-language models also chats with images, as for `quantize --calibration`",
     )
     against: str | None = setting(
         None,
-        "folder of another model in any format, such as the float one: also measure its "
-        "perplexity, the KL divergence from it and the share of equal top tokens",
+        "another model in any format, such as the float model: also measure its perplexity, the "
+        "KL divergence from it, and how often the most likely tokens agree",
     )
     sequence_length: int = setting(1024, "length of a window in tokens", low=2)
     windows: int | None = setting(

@@ -1,7 +1,7 @@
-"""Answers of a batch on their way to the output file; an interrupted run can resume.
+"""BatchAnswers: collects the answers of a batch, so that an interrupted run can resume.
 
-Answers are appended to a partial file next to the output. The partial file gets the output's name
-once there is an answer for every line.
+Answers are appended to a partial file next to the output. When every line has an answer, the
+partial file is renamed to the output.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ Key = str | int
 
 
 class BatchAnswers:
-    """Partial file of answers. `digest` identifies the input: other input starts a new file."""
+    """Partial file of answers. `digest` identifies the input; another input starts a new file."""
 
     def __init__(self, target: Path, digest: str) -> None:
         """Open the file and read the keys of answers from an earlier run. Raises InputError."""
@@ -40,7 +40,7 @@ class BatchAnswers:
             raise InputError(str(target), f"cannot be written: {one_line(error)}") from error
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append an answer. After the return it survives a crash. Raises InputError."""
+        """Append an answer, which then survives a crash of this process. Raises InputError."""
         self.num_failed += answer["error"] is not None
         try:
             self._file.write(json.dumps(answer).encode() + b"\n")
@@ -54,7 +54,7 @@ class BatchAnswers:
             ) from error
 
     def publish(self) -> None:
-        """Rename the file to the output. Its contents are on disk before."""
+        """Sync the file to disk, then rename it to the output."""
         os.fsync(self._file.fileno())
         self.partial.replace(self.target)
 
@@ -63,13 +63,12 @@ class BatchAnswers:
         descriptor = self._file.fileno()
         if not os.fstat(descriptor).st_size and is_still_named(descriptor, self.partial):
             self.partial.unlink()
-        # After a full disk the buffer still holds the rejected bytes, and flushing would fail
-        # again.
+        # If the disk was full, the buffer still has the rejected bytes, and flushing fails again.
         with contextlib.suppress(OSError):
             self._file.close()
 
     def _read(self) -> set[Key]:
-        """Keys of an earlier run's answers. An incomplete last line is dropped."""
+        """Read the keys of an earlier run's answers. An incomplete last line is dropped."""
         found, end = set(), 0
         self._file.seek(0)
         for line in self._file:
@@ -88,12 +87,12 @@ class BatchAnswers:
 
 
 def digest(content: bytes, *settings: Any) -> str:
-    """Hash of everything that the answers depend on: the input's bytes, and the model settings."""
+    """Return the SHA-256 of the input's bytes and of the settings that answers depend on."""
     return hashlib.sha256(content + repr(settings).encode()).hexdigest()
 
 
 def key_of(answer: dict[str, Any]) -> Key:
-    """Key of the answered line: its custom_id, or the line number for an invalid line."""
+    """Return the key of an answer: the custom_id, or the line number of an invalid line."""
     error = answer["error"] or {}
     return error.get("line", answer["custom_id"])
 
@@ -109,4 +108,4 @@ def _open_alone(path: Path) -> BinaryIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # the other run has just published it
+        file.close()  # another run has renamed the file meanwhile; open a new one

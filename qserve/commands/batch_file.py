@@ -1,6 +1,6 @@
-"""Lines of a file in OpenAI's batch format: requests and invalid lines.
+"""Read a file in OpenAI's batch format as a list of requests and invalid lines.
 
-An invalid line does not reject the others: it gets an error as its answer.
+An invalid line gets an error as its answer; the other lines still run.
 """
 
 import json
@@ -20,7 +20,7 @@ PARTS = "custom_id, method, url and body"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """A line that can be run."""
+    """A valid line: a request to run."""
 
     custom_id: str
     url: str
@@ -29,7 +29,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongLine:
-    """A line that cannot be run, with OpenAI's error code."""
+    """An invalid line, with OpenAI's error code."""
 
     line: int  # starts at 1
     custom_id: str | None  # None: missing or unreadable
@@ -38,16 +38,16 @@ class WrongLine:
 
     @property
     def error(self) -> dict[str, Any]:
-        """`error` object of its answer."""
+        """The `error` object of the line's answer."""
         return {"code": self.code, "message": self.message, "line": self.line}
 
 
 class _Wrong(Exception):
-    """Error with code and message."""
+    """Error in a line; its arguments are code and message."""
 
 
 def read_batch(path: Path) -> tuple[bytes, list[BatchRequest | WrongLine]]:
-    """Read a file: its bytes and its non-empty lines. Raises InputError if it is unreadable."""
+    """Return a file's bytes and its non-empty lines. Raises InputError if it is unreadable."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,10 +1,12 @@
-"""`qserve check-invariance`: compare a request's bits alone and in other companies.
+"""`qserve check-invariance`: check that a request's output bits do not depend on the batch.
 
-Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption,
-with drafts, and with all of these. Its tokens and log probabilities, those of its prompt
-too, must be the same bits. With --lora-modules some of the requests have adapters; with a
-vision-language model some have images. With --prefill-context-parallel-size there are no drafts.
-Imports torch only to compute.
+Each request is computed alone, then with other requests, in chunks, from the prefix cache, with
+preemption, with drafts, and with all of these together. Every time its tokens, their log
+probabilities and the log probabilities of its prompt must be bit-identical. With --lora-modules
+some requests use adapters; with a vision-language model some have images. Drafts are left out with
+--prefill-context-parallel-size. Loads torch only when it computes.
+
+A "company" is a set of requests that are submitted together, and the settings of that run.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from qserve.llm import LLM
 
 COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
-FEW_SEQS = 16  # requests of a step, where prompts are computed in chunks
+FEW_SEQS = 16  # --max-num-seqs of the run that computes prompts in chunks
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 ROW = "{:<34}{:>10}{:>16}{:>14}{:>16}{:>14}{:>17}"
 
@@ -38,17 +40,17 @@ class InvarianceConfig:
     num_requests: int = setting(32, "number of random requests", low=2)
     max_input_len: int = setting(500, "longest prompt, in tokens", low=2)
     long_every: int = setting(
-        1, "one of so many prompts has up to --max-input-len tokens, the others up to 256", low=1
+        1, "every N-th prompt has up to --max-input-len tokens, the others up to 256", low=1
     )
     output_len: int = setting(16, "tokens of each output", low=1)
     chunk_tokens: int = setting(
-        48, "tokens of a step, where prompts are computed in chunks", low=16
+        48, "token budget of a step in the run that computes prompts in chunks", low=16
     )
     structured_output: bool = setting(
-        False, "give some requests a format (requires a tokenizer and llguidance)"
+        False, "give some requests a structured output (requires a tokenizer and llguidance)"
     )
     company: list[str] = setting(
-        [], f"only these of {', '.join(COMPANIES)}; default: all", many=True
+        [], f"comparisons to run, of {', '.join(COMPANIES)}; default: all", many=True
     )
     default_kernels: bool = setting(
         False, "check the default kernels instead of those of --batch-invariant"
@@ -63,30 +65,30 @@ class InvarianceConfig:
                 raise InputError("--company", expected)
 
     def has(self, *companies: str) -> bool:
-        """True if one of these companies is asked for."""
+        """True if at least one of these companies was requested."""
         return not self.company or any(each in self.company for each in companies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Requests of one company that differ from the same requests alone."""
+    """Comparison of one company's requests with the same requests computed alone."""
 
     company: str
     requests: int
     tokens_differ: int
-    bits_differ: int  # in a token or a log probability
-    cached_tokens: int  # of all prompts, found in the prefix cache
+    bits_differ: int  # requests that differ in a token or in a log probability
+    cached_tokens: int  # prompt tokens found in the prefix cache, over all requests
     preemptions: int
     accepted_drafts: int
 
 
-# Tokens; of each, the log probabilities; of each of the prompt, the log probabilities, or none.
-Logprobs = list[dict[int, float]]
+Logprobs = list[dict[int, float]]  # for each position: token id -> log probability
+# Output tokens, their log probabilities, the prompt's log probabilities (empty if not requested).
 Facts = tuple[list[int], Logprobs, Logprobs]
 
 
 def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig) -> int:
-    """Print a table; return 1 if a request differs."""
+    """Print a table of the comparisons. Returns 1 if a request differs, else 0."""
     from qserve.hub.local import local_config
 
     engine = dataclasses.replace(local_config(engine), batch_invariant=not config.default_kernels)
@@ -102,7 +104,7 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
 
 
 def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
-    """Compute the requests alone, then in each company. Raises InputError."""
+    """Compute the requests alone, then yield a Result for each company. Raises InputError."""
     from qserve import LLM
     from qserve.lora.request import parse_modules
 
@@ -153,7 +155,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
 
         yield judged("alone again", llm, everyone[:1])
         if model.vision is not None and config.has("together", "random"):
-            # anew, or embeddings of images would still be those that were encoded alone
+            # A new engine: the old one has cached embeddings of images that were encoded alone.
             llm.close()
             llm = start(enable_prefix_caching=False)
         if config.has("together"):
@@ -198,7 +200,7 @@ def _takes_drafts(engine: EngineConfig) -> bool:
 
 
 def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:
-    """Divide the requests, in random order, into companies of 1 to `most`, small ones as often."""
+    """Shuffle the requests and divide them into companies of 1 to `most`, log-uniform in size."""
     left = rng.sample(everyone, len(everyone))
     companies = []
     while left:

@@ -10,21 +10,21 @@ from typing import Any
 
 from formats.errors import InputError
 
-TIMEOUT = 600.0  # seconds between two reads; a long queue takes time
+TIMEOUT = 600.0  # seconds between two reads; long, because a request may wait in a queue
 
 
 class ServerError(Exception):
-    """Error answer of the server; the text is its message."""
+    """The server answered with an error. The exception's text is the server's message."""
 
 
 class ServerClient:
-    """Sends requests to the server at `url`, such as http://127.0.0.1:8000/v1."""
+    """HTTP client for the server at `url`, such as http://127.0.0.1:8000/v1."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("--url", f"expected http://HOST:PORT/v1, found {url!r}")
-        # Accept the URL that servers print, without the path of the API.
+        # Also accept the URL that servers print, without /v1.
         self._parts, self._path = parts, parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:

@@ -1,8 +1,9 @@
-"""Difference between the logits of a quantized model and its float model.
+"""`qserve inspect --deep`: compare the logits of a quantized model with its float model.
 
-Random tokens show whether the file is sound, a window of held-out text how good the model is.
-The tolerance depends on the bits: a correct 2-bit model may be as far away as a broken 4-bit one.
-The reference is therefore the float model with its weights rounded to nearest in the same schemes.
+Logits on random tokens show whether the files are intact; logits on a window of held-out text show
+how good the model is. The tolerance depends on the bits: a correct 2-bit model may be as far from
+the float model as a broken 4-bit one. If the distance is large, it is therefore judged relative to
+that of the float model rounded to nearest in the same schemes.
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,14 @@ TIMES_ROUNDING = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result over the same tokens, predicted by both models: random ones, and a text."""
+    """Result of comparing both models on random tokens and on a text."""
 
     tokens: int
     relative_error: float  # ||quantized - float|| / ||float|| of the logits
     divergence: float  # mean KL(float || quantized) in nats
     same_top_token: float  # fraction of positions
-    rounding_divergence: float | None = None  # of plain rounding; None: not needed
-    on_text: Agreement | None = None  # on held-out text; None: the model has no tokenizer
+    rounding_divergence: float | None = None  # divergence of plain rounding; None: not needed
+    on_text: Agreement | None = None  # on held-out text; None: no usable tokenizer
 
     @property
     def limit(self) -> float:
@@ -75,7 +76,7 @@ class Comparison:
 def compare_models(
     quantized: str | Path, reference: str | Path, device: str = "auto"
 ) -> Comparison:
-    """Load one model after the other and compare. Raises InputError if they do not match."""
+    """Load one model after the other and compare them. Raises InputError if they do not match."""
     from qserve.llm import LLM
 
     def load(folder: str | Path) -> LLM:
@@ -121,7 +122,9 @@ def compare_models(
 def _held_out_window(
     folder: str | Path, vocabulary: int
 ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Token ids of a held-out text and those that do not count; None without a usable tokenizer."""
+    """Return a window of held-out text, or None without a usable tokenizer, and the token ids that
+    are not counted.
+    """
     from qserve.text.tokenizer import Tokenizer
 
     try:
@@ -150,7 +153,7 @@ def kl_divergence(float_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
 
 
 def round_linears_(decoder: torch.nn.Module, config: QuantConfig) -> None:
-    """Round a float decoder's weights to nearest in the schemes of `config`, in place."""
+    """Round a float decoder's weights to nearest, with the schemes of `config`, in place."""
     for linear in decoder.layers.modules():
         if not isinstance(linear, FloatLinear):
             continue

@@ -1,4 +1,4 @@
-"""`qserve distill`: train a quantized model's scales to predict as the float model."""
+"""`qserve distill`: train a quantized model's scales to match the float model's predictions."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class DistillConfig(HubSettings):
     """Settings of `qserve distill`, besides the quantized model."""
 
     against: str = setting(
-        REQUIRED, "the float model that MODEL was made from: a folder or a hub name"
+        REQUIRED, "float model from which MODEL was quantized: a folder or a hub name"
     )
     output: str = setting(REQUIRED, "output folder; must be new or empty")
     calibration: str | None = setting(
@@ -27,11 +27,13 @@ class DistillConfig(HubSettings):
     samples: int = setting(128, "windows to train on; one in eight is held out", low=2)
     sequence_length: int = setting(2048, "length of a window in tokens", low=2)
     steps: int = setting(200, "training steps", low=1)
-    tokens: int = setting(4096, "tokens of a step", low=1)
-    rate: float = setting(0.002, "largest relative change of a scale in a step; decays to 0", low=0)
-    norm_rate: float = setting(0.0005, "as --rate, for the weights of norms", low=0)
+    tokens: int = setting(4096, "tokens per step", low=1)
+    rate: float = setting(
+        0.002, "learning rate of scales, relative to each scale; decays to 0", low=0
+    )
+    norm_rate: float = setting(0.0005, "learning rate of norm weights, like --rate", low=0)
     code_rate: float = setting(
-        0.0, "as --rate, for codes, in steps between codes; 0: codes stay", low=0
+        0.0, "learning rate of codes, in units of codes; 0: codes do not change", low=0
     )
     seed: int = setting(0, "seed for the order of the texts and of the windows")
     bos: bool = bos_setting()
@@ -85,8 +87,8 @@ def distill(model: str, config: DistillConfig) -> int:
 
 
 DISTILL = Command(
-    help="train a quantized model's scales, and with --code-rate its codes, to predict as the"
-    " float model",
+    help="train a quantized model's scales, and with --code-rate its codes, to match the float"
+    " model's predictions",
     settings=(DistillConfig,),
     run=distill,
 )

@@ -1,7 +1,7 @@
-"""`qserve eval`: perplexity on texts and chats, and the distance from another model.
+"""`qserve eval`: measure perplexity on texts and chats, and the distance from another model.
 
-Texts are joined and cut into windows. A chat with images is a window of its own, in which the
-tokens of images do not count. Loads torch only to compute.
+Texts are joined and cut into windows. A chat with images is a separate window, in which image
+tokens are not counted. Loads torch only when it computes.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     from qserve.llm import LLM
     from qserve.text.tokenizer import Tokenizer
 
-    # Checked before the model loads where possible: loading may take minutes.
+    # Check as much as possible before the model loads, which may take minutes.
     documents, engine = _documents(config.text), local_config(engine)
     engines, tokenizers = [engine], [Tokenizer(engine.model, engine.tokenizer)]
     if config.against is not None:
@@ -48,7 +48,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
         raise InputError(
             config.against,
             f"its tokenizer or its image processor gives other token ids than that of {model}",
-            "compare models of one tokenizer",
+            "compare models with the same tokenizer",
         )
     llms = [LLM(**dataclasses.asdict(each)) for each in engines]
     longest = min(llm.engine.max_model_len for llm in llms)
@@ -97,14 +97,14 @@ def _windows(
     folder: str,
     config: EvalConfig,
 ) -> "list[Window]":
-    """Return a window of each chat, then windows of all texts. Raises InputError."""
+    """Return one window per chat, then the windows of all texts. Raises InputError."""
     from calibrate.texts.evaluate import make_windows
 
     texts = [each for each in documents if isinstance(each, str)]
     chats = [each for each in documents if not isinstance(each, str)]
     found = _chat_windows(chats, folder, config) if chats else []
     count = None if config.windows is None else config.windows - len(found)
-    if (texts and count != 0) or not found:  # without windows it raises
+    if (texts and count != 0) or not found:  # raises InputError if there is no window
         found += make_windows(
             texts,
             lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -118,7 +118,7 @@ def _windows(
 
 
 def _chat_windows(chats: list[Any], folder: str, config: EvalConfig) -> "list[Window]":
-    """Return a window of each chat, cut after its last image. Raises InputError."""
+    """Return one window per chat; long chats are cut after the last image. Raises InputError."""
     import torch
 
     from calibrate.texts.evaluate import MediaWindow
@@ -168,7 +168,7 @@ def _logits(llm: "LLM", window: "Window") -> "torch.Tensor":
 
 
 def _for_windows(engine: EngineConfig, length: int) -> EngineConfig:
-    """Return settings for one window at a time, with little memory next to the weights."""
+    """Return engine settings for one window at a time, with little memory besides the weights."""
     longest = length if engine.max_model_len is None else min(length, engine.max_model_len)
     return dataclasses.replace(
         engine,

@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from qserve.model.model_config import ModelConfig
 
 NUM_LOGPROBS = 5
-SHORT = 256  # tokens of a prompt that is not one of the long ones
-FORMAT = "[ -~]+"  # of requests with structured output: a text that may go on
+SHORT = 256  # maximum tokens of a short prompt
+FORMAT = "[ -~]+"  # regex of requests with structured output; it never forces an end
 
 
 def draw_prompts(
     rng: random.Random, number: int, longest: int, long_every: int, model: "ModelConfig"
 ) -> list[dict[str, Any]]:
-    """Random prompts. One of three repeats itself; one of four begins like an earlier prompt.
+    """Draw random prompts. One of three is periodic; one of four begins like an earlier prompt.
 
-    For vision-language models two of three have an image, which others have, too.
+    For vision-language models two of three prompts have an image instead; images are shared by
+    several prompts.
     """
     vision = model.vision
     special = set() if vision is None else vision.media_tokens
@@ -46,9 +47,9 @@ def draw_prompts(
 def draw_params(
     prompts: Sequence[dict[str, Any]], output_len: int, *, structured: bool, model: "ModelConfig"
 ) -> list["SamplingParams"]:
-    """Parameters of each prompt: half are greedy, some also report the prompt's probabilities.
+    """Choose the parameters of each prompt: half are greedy, some ask for prompt log probabilities.
 
-    Prompts that repeat themselves are continued with their own tokens, so that drafts are accepted.
+    Periodic prompts may only be continued with their own tokens, so that drafts are accepted.
     """
     from qserve import SamplingParams
 
@@ -79,7 +80,7 @@ def _repeats(number: int) -> bool:
 
 
 def _images(rng: random.Random) -> list["Image"]:
-    """Random images of several sizes, two of them alike in size."""
+    """Draw random images, two of the same size and one of another."""
     from PIL import Image
 
     sizes = ((64, 48), (64, 48), (40, 90))

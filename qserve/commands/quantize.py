@@ -47,16 +47,16 @@ def quantize(model: str, config: QuantizeConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """Scheme and format of the flags, and the arguments that all kinds of models take."""
+    """Requested scheme and format, and arguments that apply to models and heads alike."""
 
-    scheme: Any  # Scheme, or the name of a type of GGUF's blocks
+    scheme: Any  # Scheme, or the name of a GGUF type
     is_gguf: bool
     fit_groups: bool | None  # as in quantize_checkpoint
-    arguments: dict[str, Any]  # of quantize_checkpoint
+    arguments: dict[str, Any]  # keyword arguments of quantize_checkpoint
 
     @classmethod
     def of(cls, config: QuantizeConfig) -> "_Asked":
-        """Raises InputError for flags that exclude each other."""
+        """Read the flags. Raises InputError for flags that exclude each other."""
         from formats.plan import parse_override
         from formats.scheme import SCHEMES, Scheme
 
@@ -64,7 +64,9 @@ class _Asked:
         is_type = config.scheme in GGUF_TYPES
         is_gguf = config.format == GGUF or (is_type and config.format is None)
         if is_type and not is_gguf:
-            raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
+            raise InputError(
+                f"--scheme {config.scheme}", "is a type of GGUF files", "add --format gguf"
+            )
         if is_type and config.group_size is not None and not is_auto:
             raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
         scheme = config.scheme
@@ -97,7 +99,7 @@ class _Asked:
 
 
 def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
-    """Quantize a model of the table of families."""
+    """Quantize a model of a listed family."""
     from calibrate.gguf_file import quantize_to_gguf
     from calibrate.pipeline import quantize_checkpoint
     from calibrate.recipe import default_recipe
@@ -136,7 +138,7 @@ def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
 
 
 def _quantize_head(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
-    """Quantize a draft head. Raises InputError for flags of models."""
+    """Quantize a draft head. Raises InputError for flags that apply to models only."""
     from calibrate.devices import Devices
     from calibrate.heads.quantize import quantize_head
     from formats.hub.fetch import local_path
@@ -160,7 +162,7 @@ def _quantize_head(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
 
 
 def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
-    """Quantize a model that runs through transformers. Raises InputError for other flags."""
+    """Quantize a model that runs through transformers. Raises InputError for unsupported flags."""
     from qserve.model.fallback.quantize import check_settings, quantize_fallback
 
     recipe = ""
@@ -174,7 +176,7 @@ def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _Asked) -> Any
 
 
 def _outer_scheme(text: str | None, group_size: int | str | None) -> Any:
-    """Return the scheme of --quantize-head; without groups of its own, those of --group-size."""
+    """Parse the scheme of --quantize-head. If it names no group size, --group-size applies."""
     from formats.scheme import SCHEMES, Scheme
 
     if text is None:
@@ -183,7 +185,7 @@ def _outer_scheme(text: str | None, group_size: int | str | None) -> Any:
 
 
 def _usual_recipe(scheme: Any) -> str:
-    """Return the recipe of a model without a row in the table of families."""
+    """Return the default recipe of a model that runs through transformers."""
     from formats.scheme import FP4_TYPES
 
     weight = scheme.weight
@@ -191,7 +193,7 @@ def _usual_recipe(scheme: Any) -> str:
 
 
 def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
-    """Return what solves the linears of a transformers model for calibration data."""
+    """Return a function that quantizes the linears of a transformers model by GPTQ."""
     from transformers import AutoTokenizer
 
     from calibrate.any_decoder import solve_layers
@@ -230,7 +232,7 @@ NOT_OF_A_HEAD = (
 
 
 def device_of(name: str) -> str:
-    """A device by its flag: auto is the GPU if there is one."""
+    """Return the device of a --device flag. "auto" means the GPU if there is one, else the CPU."""
     if name != "auto":
         return name
     import torch

@@ -1,6 +1,6 @@
 """`qserve run-batch`: run a file of requests in OpenAI's batch format, without a server.
 
-The server's app runs in this process, without a port, with an engine process.
+The server's ASGI app runs in this process, without a port; the engine runs in its own process.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from qserve.server.http.errors import INTERNAL
 from qserve.server.prepare.media import MediaAccess
 from qserve.text.tokenizer import Tokenizer
 
-MANY = 2**31 - 1  # no limit: the file is one user's
+MANY = 2**31 - 1  # no limit, because all requests are one user's
 
 logger = logging.getLogger(__name__)
 
 
 def run_batch(engine_config: EngineConfig, config: BatchConfig, *, engine: str = ENGINE) -> int:
-    """Answer all lines; return 1 if some were invalid or failed.
+    """Answer all lines. Returns 1 if any line was invalid or failed, else 0.
 
-    Raises InputError for unusable files, and if the engine or the disk fails. The same call then
-    resumes with the answers written.
+    Raises InputError for unusable files, and if the engine or the disk fails; then the same call
+    resumes after the answers already written.
     """
     content, lines = read_batch(Path(config.input))
     target = Path(config.output)
@@ -100,7 +100,7 @@ async def _run(
             loras=parse_modules(engine_config.lora_modules),
             media=MediaAccess.of(client, server),
         )
-        # Keeps the engine full, without one request waiting for the tokenization of another.
+        # Twice as many requests as the engine runs: the next ones are tokenized meanwhile.
         places = asyncio.Semaphore(2 * num_seqs)
 
         async def answer(request: BatchRequest) -> None:
@@ -129,7 +129,7 @@ async def _run(
 
 
 def _answer(custom_id: str, status: int, reply: dict[str, Any]) -> dict[str, Any]:
-    """Output line of a request that was run."""
+    """Return the output line of a request that was run."""
     response = {"status_code": status, "request_id": reply.get("id", ""), "body": reply}
     error = None
     if status != 200:
@@ -145,7 +145,7 @@ def _line(
 
 
 async def _post(app: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and JSON that an ASGI app answers to a JSON body."""
+    """Send a JSON body to an ASGI app, and return the status and JSON of its answer."""
     content, never = json.dumps(body).encode(), asyncio.Event()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
     status, parts = 0, []
@@ -153,7 +153,7 @@ async def _post(app: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[st
     async def receive() -> dict[str, Any]:
         if messages:
             return messages.pop()
-        await never.wait()  # the client stays until it has its answer
+        await never.wait()  # this client never disconnects
 
     async def send(message: dict[str, Any]) -> None:
         nonlocal status
@@ -176,7 +176,7 @@ async def _post(app: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[st
     }
     try:
         await app(scope, receive, send)
-    except Exception:  # the framework raises errors that it has answered with a 500
+    except Exception:  # Starlette answers 500 and then raises the error again
         logger.exception("A request failed")
         if status < 500:
             return 500, {"error": {"message": INTERNAL}}

@@ -15,7 +15,7 @@ DIM, PLAIN = "\033[2m", "\033[0m"  # terminal style of reasoning
 
 
 def chat(config: TalkConfig) -> int:
-    """Chat until the input ends, or with --quick answer one message. Returns the exit code."""
+    """Chat until the input ends, or answer one message with --quick. Returns the exit code."""
     opening = [] if config.system_prompt is None else _message("system", config.system_prompt)
     messages = list(opening)
 
@@ -34,7 +34,7 @@ def chat(config: TalkConfig) -> int:
 
 
 def complete(config: TalkConfig) -> int:
-    """Complete each text of the input, or with --quick one. Returns the exit code."""
+    """Complete each text of the input, or one text with --quick. Returns the exit code."""
 
     def answer(text: str, client: ServerClient, fields: dict[str, Any]) -> None:
         events = client.stream("/completions", fields | {"prompt": text})
@@ -92,16 +92,13 @@ def _inputs(is_terminal: bool) -> Iterator[str]:
 def _show(
     events: Iterator[dict], text_of: Callable[[dict], str], said: list[str], stats: bool
 ) -> None:
-    """Print text as it arrives, then its speed if requested.
-
-    Reasoning is shown on terminals only.
-    """
+    """Print text as it arrives, and the speed if `stats`. Reasoning is shown on terminals only."""
     started, first, last, count = time.perf_counter(), None, 0.0, 0
     is_terminal, is_thinking = sys.stdout.isatty(), False
     for event in events:
         for choice in event.get("choices") or ():
             text, thought = text_of(choice), _reasoning(choice)
-            if is_terminal and thought:  # a model may think for minutes before it answers
+            if is_terminal and thought:  # a model may reason for minutes before it answers
                 print(DIM + thought + PLAIN, end="", flush=True)
                 is_thinking = True
             if is_thinking and text:
@@ -125,7 +122,7 @@ def _message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _reasoning(choice: dict) -> str:
-    """Reasoning text of a choice, under the names that servers use."""
+    """Return the reasoning text of a choice; servers use different names for it."""
     delta = choice.get("delta") or {}
     return delta.get("reasoning_content") or delta.get("reasoning") or ""
 

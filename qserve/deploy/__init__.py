@@ -1,1 +1,1 @@
-"""Several engines as one service, on one or more machines, with Ray Serve."""
+"""Run several engines as one service, on one or more machines, with Ray Serve."""

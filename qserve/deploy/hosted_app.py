@@ -1,6 +1,6 @@
-"""HostedApp: a server without a listener: the ASGI app and its engine process.
+"""HostedApp: the server's ASGI app and its engine process, without a listening socket.
 
-Any caller can pass in requests; a replica of Ray Serve calls `answer`.
+A replica of Ray Serve passes requests to `answer`.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from qserve.server.app import app_of, open_store
 from qserve.server.hosted_model import HostedModel
 from qserve.server.store.store import ResponseStore
 
-# Interval between two pieces of a stream: output in between goes with the next piece. Each piece is
-# a message between processes, which costs both of them half a millisecond.
+# Minimum interval between two pieces of a stream; output in between is sent with the next piece.
+# Each piece is a message between processes, which costs each of them half a millisecond.
 PIECE_SECONDS = 0.01
-LEAVE_SECONDS = 5.0  # time for an app to end a request whose client is gone
+LEAVE_SECONDS = 5.0  # time limit for the app to end a request whose client has disconnected
 
-# status and headers of an answer, then pieces of its body
+# An answer: first status and headers, then pieces of the body
 Head = tuple[int, list[tuple[bytes, bytes]]]
 Answer = AsyncGenerator[Head | bytes, None]
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostedApp:
-    """One engine and its app. Created by `start`, ended by `close`."""
+    """One engine process and its app. Create it with `start`, end it with `close`."""
 
     def __init__(self, model: HostedModel, app: Starlette, store: ResponseStore | None) -> None:
         self._model, self.app, self._store = model, app, store
@@ -41,7 +41,7 @@ class HostedApp:
     async def start(
         cls, engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE
     ) -> "HostedApp":
-        """Load the model. Raises InputError."""
+        """Start the engine, load the model and build the app. Raises InputError."""
         logs.configure(config.log_level, config.log_format, text="%(message)s")
         limit_logging()
         store = open_store(config)
@@ -50,11 +50,11 @@ class HostedApp:
 
     @property
     def is_alive(self) -> bool:
-        """True if requests can run now or soon."""
+        """True if the engine runs or is being restarted."""
         return self._model.is_alive
 
     async def answer(self, request: RoutedRequest) -> Answer:
-        """Run one request. Closing the generator early ends it, like a client that disconnects."""
+        """Run one request. Closing the generator early aborts it, as a client's disconnect does."""
         self.num_open += 1
         queue: asyncio.Queue = asyncio.Queue()
         gone = asyncio.Event()

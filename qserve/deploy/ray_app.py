@@ -1,6 +1,6 @@
-"""Application of Ray Serve: deployments from settings, and `qserve serve --backend ray`.
+"""Ray Serve application: build deployments from settings, and run `qserve serve --backend ray`.
 
-`build` is the entry of a Serve config file (`import_path: qserve.deploy.ray_app:build`).
+`build` is the entry point for a Serve config file (`import_path: qserve.deploy.ray_app:build`).
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from qserve.engine.ipc.process import ENGINE
 from qserve.hub.local import local_config
 
 APP = "qserve"
-TARGET_SHARE = 0.8  # fraction of --max-num-seqs, the default of --target-ongoing-requests
+TARGET_SHARE = 0.8  # default of --target-ongoing-requests, as a fraction of --max-num-seqs
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 30.0
 QUIET = {"enable_access_log": False}  # the access log writes two lines for each request
 ARGUMENTS = {"engine": EngineConfig, "server": ServerConfig, "replicas": DeploySettings}
-# Flags of the listener, which Ray replaces.
+# Flags of the server's listener, which Ray's proxy replaces
 NOT_WITH_RAY = ("uds",)
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 def build(arguments: Mapping[str, Any]) -> Application:
     """Build an application from the `args` of a Serve config file. Raises InputError.
 
-    {"model": FOLDER, "engine": {...}, "server": {...}, "replicas": {...}}: flags with underscores.
+    `arguments`: {"model": FOLDER, "engine": {...}, "server": {...}, "replicas": {...}}, with the
+    names of flags, in underscores, as keys.
     """
     unknown = arguments.keys() - {"model", *ARGUMENTS}
     if unknown or not isinstance(arguments.get("model"), str):
@@ -70,11 +71,11 @@ def application(
     *,
     engine_class: str = ENGINE,
 ) -> Application:
-    """Build a gateway and its replicas. Raises InputError for a folder without a model."""
+    """Build the gateway and the replicas. Raises InputError for a folder without a model."""
     if server.enable_admin_routes:  # a request would reach one of several engines
         raise InputError("--enable-admin-routes", "is not available with --backend ray")
     first = server.model_names(engine.model)[0]
-    # The replicas' nodes need the files at the same paths: a shared folder, or a cache on each.
+    # All nodes need the files at the same paths: in a shared folder, or in a cache on each node.
     engine = local_config(engine)
     models = {first: engine.model}
     for name, model in settings.other_models.items():
@@ -82,7 +83,7 @@ def application(
     for name, folder in models.items():
         if not (Path(folder) / "config.json").is_file():
             raise InputError(f"{name}: {folder}", "has no config.json", "use a model folder")
-    # Actors have working directories of their own.
+    # Absolute paths, because actors have other working directories.
     models = {name: str(Path(folder).resolve()) for name, folder in models.items()}
     if len(models) == 1 and not server.served_model_name:
         server = dataclasses.replace(server, served_model_name=[first])
@@ -118,7 +119,7 @@ def application(
 
 
 def _numbers(engine: EngineConfig, settings: DeploySettings) -> dict[str, Any]:
-    """Number of replicas: fixed, or scaled by the requests in progress."""
+    """Return Ray's settings for a fixed number of replicas, or for autoscaling by load."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     target = settings.target_ongoing_requests or max(1, int(TARGET_SHARE * engine.max_num_seqs))
@@ -133,7 +134,7 @@ def _numbers(engine: EngineConfig, settings: DeploySettings) -> dict[str, Any]:
 
 
 def gpus_of(engine: EngineConfig, settings: DeploySettings) -> float:
-    """Number of GPUs that a replica requests from Ray."""
+    """Return the number of GPUs that a replica requests from Ray."""
     if settings.gpus_per_replica is not None:
         return settings.gpus_per_replica
     if engine.device == "cpu":
@@ -157,7 +158,7 @@ def serve_on_ray(
             raise InputError(f"--{name}", "is not available with --backend ray")
     port = server.port or _free_port(server.host)
     try:
-        # Everyone who can reach the dashboard can run code with it.
+        # No dashboard: everyone who can reach it can run code.
         address = settings.ray_address or "local"
         if address == "local":
             ray.init(address=address, include_dashboard=False)
@@ -197,20 +198,20 @@ def serve_on_ray(
     finally:
         if address == "local":
             serve.shutdown()
-        else:  # others may run applications there
+        else:  # other applications may run on this cluster
             with contextlib.suppress(RayServeException):  # it may not have started
                 serve.delete(APP)
         ray.shutdown()
 
 
 def _reason(error: BaseException) -> str:
-    """Reason of a replica's failure: the last line of its traceback, which Ray quotes."""
+    """Return why a replica failed: the last error line of the traceback that Ray quotes."""
     lines = [line.strip() for line in str(error).splitlines() if "Error:" in line]
     return (lines[-1].partition("Error: ")[2] if lines else one_line(error))[:500]
 
 
 def _free_port(host: str) -> int:
-    """A free port, since Ray needs a number."""
+    """Return a free port, because Ray does not accept port 0."""
     with socket.socket() as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]

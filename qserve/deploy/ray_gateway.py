@@ -1,8 +1,8 @@
-"""Gateway: the deployment of Ray Serve that clients reach. It sends each request to a replica.
+"""Gateway: the Ray Serve deployment that clients reach. It sends each request to a replica.
 
-Ray's own proxy does not read bodies and cannot route by their contents. The gateway passes on a
+Ray's proxy does not read bodies, so it cannot route by their contents. The gateway forwards a
 replica's answer unchanged. If the replica dies, its open streams end with an error event, and
-requests without an answer get status 503.
+requests that have no answer yet get status 503.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from qserve.server.observability.metrics_pages import join_pages
 
 METRICS, MODELS = "/metrics", "/v1/models"
 EVERYWHERE = (METRICS, "/reset_prefix_cache", "/start_profile", "/stop_profile")
-NAMED_EVENTS = "/v1/responses"  # the route with named events and without [DONE]
+NAMED_EVENTS = "/v1/responses"  # this route has named events and no [DONE]
 READ_SECONDS = 30.0  # time limit for the metrics of all replicas
 LOST = "The replica that ran the request died. Try again."
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Class of the ingress deployment."""
+    """The ingress deployment."""
 
     def __init__(
         self, replicas: DeploymentHandle, names: tuple[str, ...], config: ServerConfig
     ) -> None:
-        """`names`: names of the models, if there are several."""
+        """`names`: names of all models that clients can request."""
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._names, self._config = names, config
 
@@ -81,9 +81,7 @@ class Gateway:
         return response
 
     def _place(self, model: str | None) -> str:
-        """Name of the model whose replica gets the request; empty if all replicas have the same
-        model.
-        """
+        """Return the model whose replicas get the request, or "" if there is only one model."""
         if len(self._names) < 2:
             return ""
         # Any replica rejects an unknown name.
@@ -100,7 +98,10 @@ class Gateway:
         return bytes(body)
 
     async def _ask_all(self, routed: RoutedRequest) -> Response:
-        """Join the answers of all replicas; if one differs in kind, return that one."""
+        """Ask all replicas and join their metrics. For other routes, or if one failed, return one.
+
+        The returned answer is the one with the highest status.
+        """
         try:
             found = await self._replicas.broadcast("answer_whole", routed).results_async(
                 timeout_s=READ_SECONDS, return_exceptions=True
@@ -125,7 +126,7 @@ class Gateway:
 async def _pieces(
     answer: DeploymentResponseGenerator, last_words: bytes | None
 ) -> AsyncGenerator[bytes, None]:
-    """Rest of an answer; a stream that breaks off ends with `last_words`."""
+    """Yield the rest of an answer. A stream whose replica dies ends with `last_words`."""
     is_whole = False
     try:
         iterator: AsyncIterator[bytes] = aiter(answer)
@@ -136,7 +137,7 @@ async def _pieces(
         logger.warning("A replica died in the middle of an answer: %s", type(error).__name__)
         is_whole = True
         if last_words is None:
-            raise  # breaks the connection, so that no client takes the answer for complete
+            raise  # breaks the connection, so that the client knows that the answer is incomplete
         yield last_words
     finally:
         if not is_whole:
@@ -144,7 +145,7 @@ async def _pieces(
 
 
 def _last_words(path: str) -> bytes:
-    """Last bytes of a broken stream, in the format of its route."""
+    """Return the last bytes of a broken stream, in the format of its route."""
     data = b"data: " + msgspec.json.encode(ApiError(503, LOST).envelope) + b"\n\n"
     if path == NAMED_EVENTS:
         return b"event: error\n" + data

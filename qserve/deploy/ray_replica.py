@@ -1,7 +1,7 @@
-"""EngineReplica: a deployment of Ray Serve, each actor of which holds an engine and its app.
+"""EngineReplica: the Ray Serve deployment whose actors each run an engine and its app.
 
-With several models an actor holds a limited number of them. It loads another one on request, after
-the requests of the model that it unloads have ended.
+With several models, an actor has a limited number of them loaded. It loads another one on request,
+after the requests of the model that it unloads have ended.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ IDLE_POLL_SECONDS = 0.05
 
 
 class EngineReplica:
-    """Class of the deployment; ray_app.py sets the number of actors."""
+    """The replica deployment. Each actor has one engine per loaded model."""
 
     async def __init__(
         self,
@@ -34,7 +34,10 @@ class EngineReplica:
         drain_timeout: float = 600.0,
         engine_class: str = ENGINE,
     ) -> None:
-        """`models`: name -> folder; a single model is loaded immediately. Raises InputError."""
+        """`models`: name -> folder. If there is one model, it is loaded immediately.
+
+        Raises RuntimeError, with the InputError's text, if it cannot be loaded.
+        """
         self._models, self._engine, self._server = dict(models), engine, server
         self._drain_timeout, self._engine_class = drain_timeout, engine_class
         self._hosted: dict[str, HostedApp] = {}
@@ -43,7 +46,7 @@ class EngineReplica:
             await self._host(name)
 
     async def answer(self, request: RoutedRequest) -> Answer:
-        """Status and headers, then pieces of the body."""
+        """Yield status and headers, then pieces of the body."""
         name = serve.get_multiplexed_model_id()
         hosted = (await self.place(name)).hosted if name else next(iter(self._hosted.values()))
         async with aclosing(hosted.answer(request)) as answer:
@@ -51,7 +54,7 @@ class EngineReplica:
                 yield piece
 
     async def answer_whole(self, request: RoutedRequest) -> list[tuple[str, int, bytes]]:
-        """Answers of all loaded models: this actor's process and the model's name, status, body."""
+        """Run the request on all loaded models; return (process id/model name, status, body)."""
         answers = []
         for name, hosted in list(self._hosted.items()):
             async with aclosing(hosted.answer(request)) as answer:
@@ -61,7 +64,7 @@ class EngineReplica:
         return answers
 
     async def check_health(self) -> None:
-        """Raise if an engine has died; Ray then replaces the actor."""
+        """Raise RuntimeError if an engine has died; Ray then replaces the actor."""
         dead = [name for name, hosted in self._hosted.items() if not hosted.is_alive]
         if dead:
             raise RuntimeError(f"the engine of {', '.join(dead)} has died")
@@ -70,7 +73,7 @@ class EngineReplica:
         return {"num_open": sum(hosted.num_open for hosted in self._hosted.values())}
 
     async def __del__(self) -> None:
-        """Ray has waited for the requests before it calls this."""
+        """Stop the engines. Ray calls this after requests have finished."""
         for hosted in self._hosted.values():
             await hosted.close()
 
@@ -91,7 +94,7 @@ class EngineReplica:
         return hosted
 
     async def unload(self, name: str) -> None:
-        """Stop an engine when its requests have ended or the drain timeout is over."""
+        """Stop a model's engine after its requests have ended, or after the drain timeout."""
         hosted = self._hosted[name]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_timeout):
@@ -102,7 +105,7 @@ class EngineReplica:
 
 
 def multiplexing(models_per_replica: int) -> type[EngineReplica]:
-    """Class of the deployment for several models."""
+    """Return the replica class for several models, of which each actor loads at most so many."""
 
     class MultiplexingReplica(EngineReplica):
         @serve.multiplexed(max_num_models_per_replica=models_per_replica)
@@ -113,7 +116,7 @@ def multiplexing(models_per_replica: int) -> type[EngineReplica]:
 
 
 class _Place:
-    """A model that Ray counts as loaded. Ray awaits `__del__` when another model replaces it."""
+    """Ray's handle of a loaded model. Ray awaits its `__del__` when another model replaces it."""
 
     def __init__(self, replica: EngineReplica, name: str, hosted: HostedApp) -> None:
         self.hosted = hosted
@@ -121,5 +124,6 @@ class _Place:
         async def unload() -> None:
             await replica.unload(name)
 
-        # Set on the object: Python itself would call a method of the class, and await nothing.
+        # Set on the instance for Ray: Python ignores it there, and would call a class's method
+        # without awaiting it.
         self.__del__ = unload

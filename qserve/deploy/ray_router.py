@@ -1,6 +1,6 @@
-"""Routers of Ray Serve: by cached prefix, or round robin.
+"""Request routers for Ray Serve: by cached prefix, and round robin.
 
-A router lives in each process that sends requests, here in the gateway (ray_gateway.py).
+Ray creates a router in each process that sends requests; here that is the gateway (ray_gateway.py).
 """
 
 from ray.serve.request_router import (
@@ -15,7 +15,7 @@ from ray.serve.request_router import (
 
 from qserve.engine.ipc.prefix_table import PrefixTable
 
-# of DeploySettings.router
+# DeploySettings.router -> import path of the router class
 ROUTER_PATHS = {
     "prefix": "qserve.deploy.ray_router:PrefixRouter",
     "round-robin": "qserve.deploy.ray_router:RoundRobinRouter",
@@ -24,7 +24,7 @@ ROUTER_PATHS = {
 
 
 class _Router(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Common base: for a request that names a model, replicas that hold it come first."""
+    """Base class that prefers, for a request that names a model, replicas that have it loaded."""
 
     def candidates(
         self, replicas: list[RunningReplica], request: PendingRequest | None
@@ -39,7 +39,7 @@ class PrefixRouter(_Router):
     """Prefer the replica that has seen most of the prompt, unless its load is much higher."""
 
     def initialize_state(self, **options: int) -> None:
-        """Takes the options of PrefixTable."""
+        """Create the table of prefixes. `options`: arguments of PrefixTable."""
         self._table = PrefixTable(**options)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -61,12 +61,12 @@ class PrefixRouter(_Router):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Record the actual replica, since the first choice may have been full."""
+        """Record which replica got the request; it may not be the first choice."""
         self._table.note(_text(pending_request), replica_id.to_full_id_str())
 
 
 class RoundRobinRouter(FIFOMixin, _Router):
-    """Each replica in turn, regardless of load: a baseline for comparison."""
+    """Use each replica in turn, regardless of load; a baseline for comparison."""
 
     def initialize_state(self) -> None:
         self._turn = 0

@@ -1,4 +1,4 @@
-"""RoutedRequest: an HTTP request on its way to a replica, with the fields that routers read."""
+"""RoutedRequest: an HTTP request sent from the gateway to a replica, with the text to route by."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-# Fields that precede the prompt in the model's input, or that separate KV pages; then the prompt.
+# Fields that come before the prompt in the model's input or separate KV pages, and prompt fields
 LEADING = ("model", "cache_salt", "tools")
 PROMPTS = ("messages", "prompt", "input", "query")
-MAX_TEXT = 2**18  # bytes of a prompt that routers read
+MAX_TEXT = 2**18  # maximum bytes of a prompt that routers compare
 
 
 class _Body(msgspec.Struct):
-    """Fields that decide where a body goes. Raw values are not decoded."""
+    """Fields of a body by which it is routed. Raw values are not decoded."""
 
     model: msgspec.Raw = msgspec.Raw()
     cache_salt: msgspec.Raw = msgspec.Raw()
@@ -29,7 +29,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """Everything about a request that a replica's app needs."""
+    """All parts of a request that a replica's app needs."""
 
     method: str
     path: str
@@ -37,10 +37,10 @@ class RoutedRequest:
     headers: list[tuple[bytes, bytes]]
     client: tuple[str, int] | None
     body: bytes
-    text: bytes = b""  # routers compare prompts by this
+    text: bytes = b""  # text by which routers compare prompts
 
     def scope(self) -> dict[str, Any]:
-        """The ASGI scope for an app."""
+        """Return the ASGI scope of the request."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -79,9 +79,9 @@ FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def look_into(body: bytes) -> tuple[str | None, bytes]:
-    """The model that a body names, and the text by which routers compare prompts.
+    """Return the model that a body names, and the text by which routers compare prompts.
 
-    An invalid JSON object gives neither; the replica reports the error.
+    For an invalid body returns (None, b""); the replica then reports the error.
     """
     try:
         found = _DECODER.decode(body)
@@ -89,6 +89,6 @@ def look_into(body: bytes) -> tuple[str | None, bytes]:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None, b""
     parts = [bytes(getattr(found, name)) for name in (*LEADING, *PROMPTS)]
-    # Without the end of a list of messages, where the next turn continues.
+    # Strip the end of the list of messages, because the next turn's text differs there.
     text = b"\n".join(part for part in parts if part).rstrip(b"]} \n")
     return (model if isinstance(model, str) else None), text[:MAX_TEXT]

@@ -1,4 +1,4 @@
-"""DeploySettings: number of engines, and their router. Loads no torch and no ray."""
+"""DeploySettings: flags for the number of engines and their router. Loads no torch and no ray."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class DeploySettings:
         1, "number of engines, each with the whole model, behind one address", low=1
     )
     max_replicas: int | None = setting(
-        None, "add engines under load, up to this number; --replicas is the minimum", low=1
+        None, "add engines under load, up to this number (--replicas is the minimum)", low=1
     )
     target_ongoing_requests: int | None = setting(
         None,
@@ -32,12 +32,12 @@ class DeploySettings:
     )
     router: str = setting(
         "prefix",
-        "which engine gets a request; prefix: the one that has computed the beginning of "
+        "how requests are routed; prefix: to the engine that has computed the longest prefix of "
         "the prompt, unless it has much more load than the others",
         ROUTERS,
     )
     drain_timeout: float = setting(
-        600.0, "seconds for an engine that is scaled down to finish its requests", low=0
+        600.0, "seconds that an engine gets to finish its requests when it is scaled down", low=0
     )
     gpus_per_replica: float | None = setting(
         None,
@@ -49,11 +49,11 @@ class DeploySettings:
     )
     multiplexed_model: list[str] = setting(
         [],
-        "NAME=FOLDER: another model that clients may request; an engine loads it on demand, "
-        "instead of the least recently used one",
+        "NAME=FOLDER: another model that clients may request; a replica loads it on demand and "
+        "unloads the least recently used one",
         many=True,
     )
-    models_per_replica: int = setting(1, "number of models that a replica holds together", low=1)
+    models_per_replica: int = setting(1, "number of models that a replica loads at a time", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)

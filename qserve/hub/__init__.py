@@ -1,1 +1,1 @@
-"""Hub names in the settings of commands and engines, and the local paths that they become."""
+"""Resolve Hugging Face hub names in the settings of commands and engines to local paths."""

@@ -1,6 +1,7 @@
-"""Settings with local paths instead of hub names. Files are downloaded here, once.
+"""Replace hub names in settings with local paths, after downloading the files.
 
-The process that starts an engine calls it; the engine, its ranks and workers get the paths.
+The process that starts an engine calls these functions, once. The engine, its ranks and its workers
+receive the local paths.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from qserve.lora.request import LoRARequest, parse_modules
 
 
 def local_model(model: str, settings: HubSettings) -> str:
-    """Local folder or GGUF file of a command's model. Raises InputError."""
+    """Return the local folder or GGUF file of a command's model. Raises InputError."""
     return local_path(
         model,
         revision=settings.revision,
@@ -28,13 +29,13 @@ def local_model(model: str, settings: HubSettings) -> str:
 def local_config(config: EngineConfig) -> EngineConfig:
     """Replace the hub names of the model, tokenizer, adapters and drafter. Raises InputError.
 
-    Of local paths, an equal config is returned.
+    Local paths are left unchanged.
     """
 
     def local(name: str, kind: Kind) -> str:
         return local_path(name, kind, download_dir=config.download_dir)
 
-    # The small files first: their errors come before the download of the model.
+    # Small files first, so that their errors appear before the model is downloaded.
     tokenizer = None if config.tokenizer is None else local(config.tokenizer, TOKENIZER)
     modules = []
     for lora, text in zip(parse_modules(config.lora_modules), config.lora_modules, strict=True):
@@ -55,20 +56,23 @@ def local_config(config: EngineConfig) -> EngineConfig:
         tokenizer=tokenizer,
         lora_modules=modules,
         speculative_config=drafter,
-        revision=None,  # both are part of the model's path now
+        revision=None,  # the local path of the model includes both
         subfolder=None,
     )
 
 
 def weights_folder(name: str, config: EngineConfig) -> str:
-    """Local folder of new weights, by path or hub name. Raises InputError."""
+    """Return the local folder of new weights. `name` is a path or a hub name.
+
+    Raises InputError.
+    """
     return str(Path(local_path(name, download_dir=config.download_dir)).absolute())
 
 
 def local_adapter(lora: LoRARequest | None, config: EngineConfig) -> LoRARequest | None:
     """Replace the hub name of a request's adapter. Raises InputError.
 
-    A path stays as it is: the engine may have read an adapter whose folder is gone by now.
+    A path is not checked: its folder may be gone after the engine has read the adapter.
     """
     if lora is None or HubName.parse(lora.lora_path) is None or is_local(lora.lora_path):
         return lora
@@ -77,7 +81,7 @@ def local_adapter(lora: LoRARequest | None, config: EngineConfig) -> LoRARequest
 
 
 def _local_drafter(config: EngineConfig) -> str | None:
-    """--speculative-config with the drafter's folder. Raises InputError."""
+    """Return --speculative-config with the drafter's local folder. Raises InputError."""
     if config.speculation is None or config.speculation.model is None:
         return config.speculative_config
     found = json.loads(config.speculative_config or "{}")

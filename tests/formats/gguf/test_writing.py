@@ -172,7 +172,7 @@ def test_scheme_without_blocks_and_taken_name_are_refused_early(docs_5m, tmp_pat
         (["-o", str(tmp_path / "a.gguf"), "--scheme", "w8a8"], "w8a8: has no lossless form"),
         (["-o", str(taken), "--scheme", "q4_0"], "taken.gguf: exists already"),
         (["-o", str(tmp_path / "folder"), "--scheme", "q4_0"], "ends in .gguf"),
-        (["-o", "x", "--scheme", "q4_0", "--format", "gptq"], "q4_0: is of GGUF files"),
+        (["-o", "x", "--scheme", "q4_0", "--format", "gptq"], "q4_0: is a type of GGUF files"),
     ):
         form = [] if "q4_0" in arguments else ["--format", "gguf"]
         assert main(["quantize", str(docs_5m), *arguments, *form]) == 1
