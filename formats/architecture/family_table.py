@@ -76,10 +76,14 @@ def _whole() -> str:
     return textwrap.fill(", ".join(sorted(WRAPPERS)), width=120, break_on_hyphens=False)
 
 
-def readme_list() -> str:
-    """Return the served families as README.md lists them, by kind."""
-    titles = ((kind, ", ".join(_titles(kind))) for kind in KINDS)
-    return "; ".join(f"{kind}: {of_kind}" for kind, of_kind in titles if of_kind)
+def to_markdown() -> str:
+    """Return the served families as a list with one item per kind, as qserve/docs/models.md has it."""
+    items = ((kind, ", ".join(_titles(kind))) for kind in KINDS)
+    return "\n".join(
+        textwrap.fill(f"- {kind}: {titles}", width=120, subsequent_indent="  ", break_on_hyphens=False)
+        for kind, titles in items
+        if titles
+    )
 
 
 def _titles(kind: str) -> Iterator[str]:
