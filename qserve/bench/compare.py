@@ -47,7 +47,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a result with its path. Cases of `bench forward` have a name instead."""
+    """Yield every number of a result with its path, which begins with the name of its case."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key not in SETTINGS:
