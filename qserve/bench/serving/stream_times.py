@@ -1,11 +1,8 @@
 """StreamTimes: arrival times of the tokens in one streamed reply in OpenAI's event format.
 
-A chunk counts if it has new tokens. These are signs of new tokens:
-- text, reasoning, a tool call or `token_ids`
-- a token count in `usage` that rose
-- an empty text, which servers send for a token whose text is held back
-
-Chunks that only begin or end a reply do not count.
+A chunk counts if it has new tokens. Signs of new tokens are text, reasoning, a tool call,
+`token_ids`, or a higher token count in `usage`. An empty text is another sign: servers send it for
+a token whose text is held back. Chunks that only begin or end a reply do not count.
 """
 
 import json

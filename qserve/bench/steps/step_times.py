@@ -1,10 +1,10 @@
 """StepTimes: estimates the duration of a step, by a fit to results of `bench forward`.
 
-    seconds = products(T) + a * keys that decodes read + b * pairs of prompt tokens and their keys
+    seconds = products(T) + a * keys + b * pairs
 
 T is the number of tokens of the step, or the number of rows of its CUDA graph. Between the measured
-T, `products` is linear. One least-squares fit of the relative errors determines all parameters.
-Loads no torch.
+T, `products` is linear. Decodes read `keys`. Prompt tokens and the keys that they read are `pairs`.
+One least-squares fit of the relative errors determines all parameters. Loads no torch.
 """
 
 import json
