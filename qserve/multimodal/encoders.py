@@ -1,12 +1,13 @@
 """Encoders: functions that call transformers' vision tower and projector.
 
 Suffixes of tensor names:
-- N: tiles or images of one call
-- P: squares or patches of an image
-- V: values of a patch
-- M: embeddings of one item
-- C: channels, or the hidden size of the text model
-- H, W: height, width
+
+    N: tiles or images of one call
+    P: squares or patches of an image
+    V: values of a patch
+    M: embeddings of one item
+    C: channels, or the hidden size of the text model
+    H, W: height, width
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,15 +5,16 @@ kernels and waits for the device, and it attends to one image or window after th
 layer has nine kernels, and images of the same size are computed together.
 
 Suffixes of tensor names:
-- B: images of the same size
-- N: patches of an image
-- P: values of a patch
-- T: B * N, patches of all these images
-- C: hidden size of the tower
-- H: heads
-- D: head size
-- M: embeddings of an image
-- W: values of an embedding
+
+    B: images of the same size
+    N: patches of an image
+    P: values of a patch
+    T: B * N, patches of all these images
+    C: hidden size of the tower
+    H: heads
+    D: head size
+    M: embeddings of an image
+    W: values of an embedding
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from qserve.speculation.drafter import BuildContext
 
 
 class DraftModelDrafter:
-    """A DeviceDrafter."""
+    """Drafts with a smaller model. See DeviceDrafter."""
 
     taps: tuple[int, ...] = ()
     looks_ahead = reads_images = False
