@@ -80,7 +80,9 @@ def to_markdown() -> str:
     """Return the served families as a list with one item per kind, as qserve/docs/models.md has it."""
     items = ((kind, ", ".join(_titles(kind))) for kind in KINDS)
     return "\n".join(
-        textwrap.fill(f"- {kind}: {titles}", width=120, subsequent_indent="  ", break_on_hyphens=False)
+        textwrap.fill(
+            f"- {kind}: {titles}", width=120, subsequent_indent="  ", break_on_hyphens=False
+        )
         for kind, titles in items
         if titles
     )

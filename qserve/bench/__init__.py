@@ -1,1 +1,1 @@
-"""Benchmarks, profiles and simulation. Modules that drive servers import no torch."""
+"""Benchmarks, profiles and simulation. The modules that send requests to servers load no torch."""

@@ -1,4 +1,7 @@
-"""Command table of `qserve bench`: one row per benchmark. Imports torch only to compute."""
+"""Command table of `qserve bench`: one row per benchmark.
+
+Only a benchmark that computes something loads torch, when it runs.
+"""
 
 import dataclasses
 import importlib
@@ -22,7 +25,7 @@ from qserve.profile.settings import ProfileSettings
 
 
 def _late(module: str, name: str) -> Callable[..., int]:
-    """Wrap a function so that its module is imported on the first call."""
+    """Return a function whose module is imported only when it is called."""
 
     def run(*settings: object) -> int:
         return getattr(importlib.import_module(f"qserve.bench.{module}"), name)(*settings)
@@ -73,7 +76,7 @@ BENCH_COMMANDS: dict[str, Command] = {
         **MODEL,
     ),
     "serve": Command(
-        help="send load to an OpenAI-compatible server and measure what clients see",
+        help="send requests to an OpenAI-compatible server and measure what clients see",
         settings=(ServeBenchSettings, DatasetSettings),
         run=_late("serving.serve", "bench_serve"),
         argument_help="model name; default: the first that the server lists",
@@ -81,7 +84,7 @@ BENCH_COMMANDS: dict[str, Command] = {
         **MODEL,
     ),
     "forward": Command(
-        help="measure exact model steps, in microseconds",
+        help="measure single steps of exactly given requests, in microseconds",
         settings=(EngineConfig, ForwardSettings),
         run=_late("steps.forward", "bench_forward"),
         **MODEL,
@@ -94,23 +97,23 @@ BENCH_COMMANDS: dict[str, Command] = {
         argument_help="JSON file of a result",
     ),
     "simulate": Command(
-        help="run a trace through the scheduler on a virtual clock, without a GPU",
+        help="run requests through the scheduler on a virtual clock, without a GPU",
         settings=(SimulateSettings, DatasetSettings),
         run=_late("simulation.simulate", "bench_simulate"),
         argument=None,
     ),
     "startup": Command(
-        help="measure engine startup, cold and warm, up to the first token",
+        help="measure cold and warm starts of the engine, up to the first token",
         settings=(EngineConfig, StartupSettings),
         run=_late("offline.startup", "bench_startup"),
         **MODEL,
     ),
     "sweep": Command(
-        help="measure a server with many settings and plot the results",
+        help="measure a server with many combinations of settings, and plot the results",
         commands=SWEEP_COMMANDS,
     ),
     "quantize": Command(
-        help="measure the quantization of a few layers and project it to a whole model",
+        help="measure the quantization of a few layers, and estimate that of a whole model",
         settings=(QuantizeBenchSettings,),
         run=_quantize,
         argument=None,
@@ -124,7 +127,7 @@ BENCH_COMMANDS: dict[str, Command] = {
 }
 
 PROFILE = Command(
-    help="profile steps by operator class, or read a trace",
+    help="measure the time of steps by operator class, or read it from a trace",
     settings=(EngineConfig, ProfileSettings),
     run=_late("steps.profile_steps", "profile"),
     argument_optional=True,

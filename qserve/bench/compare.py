@@ -1,4 +1,4 @@
-"""`qserve bench compare`: ratios of two results of a benchmark. Loads no torch."""
+"""`qserve bench compare`: compare two results of a benchmark. Loads no torch."""
 
 import json
 from collections.abc import Iterator
@@ -8,13 +8,14 @@ from typing import Any
 from formats.errors import InputError, one_line
 from qserve.bench.steps.forward_settings import CompareSettings
 
-# Keys that describe the setup of a run, not its outcome.
+# keys whose numbers are not compared: they describe the setup of a run, or are single samples
 SETTINGS = {"machine", "engine", "requests", "date", "num_requests", "num_tokens", "samples_us"}
+# keys that should be equal in both results
 IDENTITY = ("model_id", "num_prompts", "request_rate", "max_concurrency")
 
 
 def bench_compare(a: str, settings: CompareSettings) -> int:
-    """Run `bench compare`. Prints the settings in which the runs differ."""
+    """Run `bench compare`: print the settings that differ, then the ratio of each number."""
     first, second = _read(a), _read(settings.b)
     for key in IDENTITY:
         if first.get(key) != second.get(key):
@@ -46,7 +47,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a result with its path; a case of `forward` with its name."""
+    """Yield every number of a result with its path, which begins with the name of its case."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key not in SETTINGS:
@@ -60,7 +61,7 @@ def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _within_spread(key: str, before: dict[str, float], after: dict[str, float]) -> str:
-    """Mark a difference of two medians that is no larger than the spread of their samples."""
+    """Return a remark if two medians differ by at most the spread of their samples, else ""."""
     case, _, name = key.rpartition(".")
     spread = f"{case}.spread_pct"
     if name != "median_us" or spread not in before or not before[key]:

@@ -1,4 +1,7 @@
-"""`qserve bench kernels`: kernels against their roofline and other kernels, as a table or JSON."""
+"""`qserve bench kernels`: compare kernels with their roofline and with other kernels.
+
+The results are a table or JSON.
+"""
 
 import json
 import sys
@@ -10,7 +13,7 @@ from qserve.bench.kernel_settings import KernelBenchSettings
 
 
 def bench_kernels(config: KernelBenchSettings) -> int:
-    """Run `bench kernels`. Raises KernelError without a GPU."""
+    """Run `bench kernels`. Raises KernelError if there is no GPU."""
     if config.tune:
         path = run_tune(
             op=config.op,

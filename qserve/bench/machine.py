@@ -1,4 +1,4 @@
-"""Environment of a measurement: device, versions and settings. Part of each result."""
+"""Description of a measurement's environment, which each result contains; writing of results."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from qserve.config import EngineConfig
 
 
 def machine() -> dict[str, Any]:
-    """Device and versions that determine the speed."""
+    """Return the device and the versions that affect the speed."""
     found = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
     found |= {"python": platform.python_version(), "qserve": qserve.__version__}
     if torch.cuda.is_available():
@@ -28,12 +28,12 @@ def machine() -> dict[str, Any]:
 
 
 def engine_settings(config: EngineConfig) -> dict[str, Any]:
-    """Engine settings as JSON values."""
+    """Return the engine's settings as JSON values."""
     return dataclasses.asdict(config)
 
 
 def write_json(path: str | None, result: object) -> None:
-    """Write a result to `path`, if given; missing folders are created."""
+    """Write a result to a file, and create missing folders. Do nothing if `path` is None."""
     if path is None:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)

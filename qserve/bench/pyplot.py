@@ -1,4 +1,4 @@
-"""Import of matplotlib, an optional dependency for plots. Loads no torch."""
+"""Import of matplotlib, an optional package for plots. Loads no torch."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from formats.errors import InputError
 
 
 def import_pyplot(subject: str) -> Any:
-    """Return matplotlib.pyplot with a file backend.
+    """Return matplotlib.pyplot, with the backend that draws to files.
 
-    Raises InputError about `subject` without it.
+    Raises InputError about `subject` if matplotlib is not installed.
     """
     try:
         import matplotlib

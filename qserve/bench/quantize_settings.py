@@ -8,7 +8,7 @@ from qserve.command_line.setting import check_settings, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeBenchSettings:
-    """Layers to quantize, and the method."""
+    """Settings of `qserve bench quantize`: the layers to quantize, and the method."""
 
     layers: int = setting(4, "number of layers to measure, of 32", low=1)
     samples: int = setting(128, "calibration windows", low=1)

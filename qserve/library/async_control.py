@@ -41,7 +41,7 @@ class AsyncControl(ABC):
 
     @abstractmethod
     async def _supervisor(self) -> Engines:
-        """The engine, started if necessary."""
+        """Return the engine. It is started first, if necessary."""
 
     async def pause_generation(self, *, mode: str = ABORT, clear_cache: bool = True) -> None:
         """Stop generation; new requests wait for `resume_generation`.

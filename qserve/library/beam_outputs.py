@@ -17,7 +17,7 @@ class BeamSearchSequence:
     tokens: list[int]  # prompt tokens, then the beam's tokens
     cum_logprob: float  # sum over the beam's tokens
     score: float  # as BeamSearchParams defines it; beams are sorted by score
-    text: str | None  # of all tokens; None without a tokenizer
+    text: str | None  # text of all tokens; None: there is no tokenizer
     finish_reason: str  # "stop" or "length"
     stop_reason: int | None  # the stop token that ended it
     logprobs: SampleLogprobs | None  # one dict for each of the beam's tokens, if requested

@@ -59,7 +59,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_preemptions: int = 0  # of the first output
+    num_preemptions: int = 0  # preemptions of the first output
     metrics: RequestTimes | None = None
 
 

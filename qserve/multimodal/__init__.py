@@ -1,1 +1,1 @@
-"""Media items of a prompt."""
+"""Images and videos in prompts: reading, decoding, processing and encoding them."""

@@ -1,6 +1,6 @@
-"""CalibrationChats: chats with images of calibration data, for transformers' model.
+"""CalibrationChats: reads the chats with images in calibration data, for transformers' model.
 
-`qserve quantize` gives it to calibrate, which reads the rest of the data itself.
+`qserve quantize` passes it to the package calibrate, which reads the rest of the data itself.
 """
 
 import base64
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from qserve.multimodal.processor import MediaProcessor
 
 SUBJECT = "calibration data"
-# types of parts that are images -> fields with a URL, a path or base64, the first found
+# type of a content part with an image -> fields that may hold its URL, path or base64 text; the
+# first one found counts
 IMAGE_FIELDS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "image": ("image", "url", "path"),
 }
-# what an image processor returns for its own processor alone
+# Values that an image processor returns only for its own multimodal processor: they are no
+# arguments of the model.
 NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 MAX_PATH_CHARS = 4096
 MAX_BYTES, MAX_PIXELS = 2**28, 2**28
@@ -39,9 +41,9 @@ MAX_BYTES, MAX_PIXELS = 2**28, 2**28
 
 class PicturedChat(NamedTuple):
     ids: list[int]
-    is_image: list[bool]  # tokens whose embeddings come from the vision tower
+    is_image: list[bool]  # True: the token's embedding comes from the vision tower
     images: "list[Image]"
-    media: tuple[MediaItem, ...]  # the images as the engine takes them
+    media: tuple[MediaItem, ...]  # the same images in the form that the engine takes
 
 
 class Window(Protocol):
@@ -58,7 +60,7 @@ class CalibrationChats:
     """Chats with images for one vision-language model."""
 
     def __init__(self, folder: str | Path) -> None:
-        """The model's processor is loaded with the first chat."""
+        """Store the model's folder; the first chat loads the processor."""
         self._folder = folder
         self._loaded: tuple[Tokenizer, MediaProcessor, Any] | None = None
 
@@ -69,9 +71,9 @@ class CalibrationChats:
         *,
         add_generation_prompt: bool = False,
     ) -> PicturedChat:
-        """Return a chat; paths of images begin in `folder`. Raises InputError.
+        """Read a chat. Paths of images are relative to `folder`. Raises InputError.
 
-        `add_generation_prompt`: with the beginning of an answer.
+        `add_generation_prompt`: end the prompt with the start of the assistant's turn.
         """
         from qserve.multimodal.processor import image_digest  # loads transformers
 
@@ -90,7 +92,7 @@ class CalibrationChats:
         return PicturedChat(ids, is_image.tolist(), images, items)
 
     def inputs(self, window: Window, ids_S: "torch.Tensor") -> "dict[str, torch.Tensor]":
-        """Return arguments of transformers' model for one window with images."""
+        """Return the arguments of transformers' model for one window with images."""
         import torch
 
         _, processor, pixels_of = self._load()
@@ -124,9 +126,9 @@ class CalibrationChats:
 def without_images(
     messages: Sequence[Mapping[str, Any]], folder: Path
 ) -> "tuple[list[dict[str, Any]], list[Image]]":
-    """Return a chat whose parts with images have none, and the images in order.
+    """Take the images out of a chat: its image parts become empty ones.
 
-    Paths of images begin in `folder`. Raises InputError.
+    Return the chat and the images in order. Paths are relative to `folder`. Raises InputError.
     """
     images: list[Image] = []
     return [_without_images(each, folder, images) for each in messages], images
@@ -135,7 +137,7 @@ def without_images(
 def _without_images(
     message: Mapping[str, Any], folder: Path, images: "list[Image]"
 ) -> dict[str, Any]:
-    """Return a message whose parts with images have none, and append the images."""
+    """Return a message with empty image parts, and append its images to `images`."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -150,14 +152,14 @@ def _without_images(
 
 
 def _image_of(part: Mapping[str, Any], fields: Sequence[str], folder: Path) -> "Image":
-    """Decode the image of a part. Raises InputError."""
+    """Decode the image of a content part. Raises InputError."""
     found = next((part[name] for name in fields if part.get(name) is not None), None)
     if isinstance(found, Mapping):
         found = found.get("url")
     if not isinstance(found, str) or not found:
         raise InputError(
             SUBJECT,
-            f"has a part of type {part['type']} without a path, a data: URL or base64 in"
+            f"has a content part of type {part['type']} without a path, a data: URL or base64 in"
             f" {fields[0]}",
         )
     try:

@@ -1,7 +1,7 @@
-"""Decoding of an image file, with Pillow, to RGB as a viewer shows it.
+"""Decoding of an image file with Pillow, to the RGB image that a viewer would show.
 
-Formats and pixels are checked before any pixel is decoded. No text of the library is in an error:
-it may contain an address or a path.
+The format and the number of pixels are checked before any pixel is decoded. Errors never quote
+Pillow's own messages, which may contain a memory address or a path.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
 
 
 def decode_image(data: bytes, max_pixels: int) -> "Image":
-    """Return the first frame of a file in RGB, upright, on white. Raises InputError."""
+    """Return the first frame of a file: RGB, upright, on a white background. Raises InputError."""
     try:
         import PIL.Image
     except ImportError as error:
@@ -32,7 +32,7 @@ def decode_image(data: bytes, max_pixels: int) -> "Image":
     names = ", ".join(FORMATS)
     try:
         with warnings.catch_warnings():
-            # Pillow's own limit, and broken metadata, about which it would write to stderr.
+            # Pillow would warn on stderr about its own pixel limit and about broken metadata.
             warnings.simplefilter("ignore")
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_size(image, max_pixels)
@@ -44,10 +44,10 @@ def decode_image(data: bytes, max_pixels: int) -> "Image":
     except PIL.UnidentifiedImageError:
         raise InputError(SUBJECT, f"expected one of {names}", "convert it") from None
     except MemoryError:
-        raise InputError(SUBJECT, "needs too much memory", "send a smaller one") from None
+        raise InputError(SUBJECT, "needs too much memory", "send a smaller image") from None
     except InputError:
         raise
-    # A broken file raises any exception of its decoder.
+    # For a broken file a decoder may raise an exception of any kind.
     except Exception:
         raise InputError(SUBJECT, "is broken or truncated", f"send a whole {names} file") from None
 
@@ -61,14 +61,14 @@ def check_size(image: "Image", max_pixels: int) -> None:
 
 
 def _too_large(max_pixels: int, found: str = "") -> InputError:
-    return InputError(SUBJECT, f"has more than {max_pixels} pixels{found}", "send a smaller one")
+    return InputError(SUBJECT, f"has more than {max_pixels} pixels{found}", "send a smaller image")
 
 
 def as_shown(image: "Image") -> "Image":
     import PIL.Image
     import PIL.ImageOps
 
-    # A broken orientation leaves the image as it is stored.
+    # An image whose orientation tag is broken stays as it is stored.
     with contextlib.suppress(Exception):
         image = PIL.ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BITS:

@@ -1,8 +1,8 @@
-"""Decoding of a video file: with PyAV, and with Pillow for an animated GIF or WebP.
+"""Decoding of a video file: with PyAV, or with Pillow for an animated GIF or WebP.
 
-Before anything is decoded the file's first bytes choose one demuxer, and the decoders are a short
-list: a video library has hundreds, some of which open other files. The number of frames, their
-pixels and the time are bounded. No text of a library is in an error.
+Before anything is decoded, the file's first bytes choose one demuxer. Only a short list of decoders
+is allowed: a video library has hundreds, and some of them open other files. The number of frames,
+their pixels and the decoding time are limited. Errors never quote the messages of PyAV or Pillow.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FORMATS = "MP4, MOV, WebM, MKV, AVI, GIF, WebP"
 INSTALL = "install the extra: pip install 'qserve-kit[video]'"
-# demuxer -> the first bytes of its files, from an offset
+# demuxer -> (offset, bytes of which its files have one there)
 DEMUXERS = {
     "mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     "matroska": (0, (b"\x1aE\xdf\xa3",)),
@@ -36,24 +36,26 @@ DEMUXERS = {
 }
 ANIMATIONS = {"GIF": (0, (b"GIF87a", b"GIF89a")), "WEBP": (8, (b"WEBP",))}
 DECODERS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,libdav1d,av1,mpeg4,mjpeg"
-HIDES_FRAMES = ("vp8", "libvpx")  # some of its packets have a frame that is not shown
-MAX_FILE_FRAMES = 2**17  # over an hour at 30 frames a second
-GIF_SECONDS = 0.1  # of a frame without a duration, as browsers show it
+HIDES_FRAMES = ("vp8", "libvpx")  # decoders with packets whose frame is not shown
+MAX_FILE_FRAMES = 2**17  # more than an hour at 30 frames a second
+GIF_SECONDS = 0.1  # duration of a frame that states none, as in browsers
 NUM_THREADS = 4
-OPENED_PIXELS = 2**26  # of a frame whose size an error reports; larger ones count as broken
+# Up to this number of pixels of a frame an error reports its size; a file with larger frames is
+# reported as broken.
+OPENED_PIXELS = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    max_pixels: int  # of a frame
-    seconds: float  # for all frames of a video
+    max_pixels: int  # limit of one frame
+    seconds: float  # time for decoding all frames of a video
     max_frames: int = MAX_FILE_FRAMES
 
 
 def decode_video(data: bytes, limits: DecodeLimits) -> Video:
-    """Return the video of a file, whose frames are decoded when they are read. Raises InputError.
+    """Open a video file; its frames are decoded when they are read. Raises InputError.
 
-    The time counts now and while frames are read.
+    The time limit covers both this call and the later reading of frames.
     """
     clock = _Clock(limits.seconds)
     digest = digest_of("file", data)
@@ -76,7 +78,7 @@ def _kind_of(data: bytes, known: dict[str, tuple[int, tuple[bytes, ...]]]) -> st
 
 
 class _Clock:
-    """Time that is left for one video."""
+    """The time that is left for decoding one video. It runs only inside of `running`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._left, self._ends = seconds, seconds, 0.0
@@ -90,23 +92,23 @@ class _Clock:
             self._left = self._ends - time.monotonic()
 
     def check(self) -> None:
-        """Raise InputError when it is over."""
+        """Raise InputError when no time is left."""
         if time.monotonic() > self._ends:
             raise InputError(
-                SUBJECT, f"takes more than {self.seconds:g} s to decode", "send a shorter one"
+                SUBJECT, f"takes more than {self.seconds:g} s to decode", "send a shorter video"
             )
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Turn every error of a library into an InputError without its text."""
+    """Turn every error of PyAV or Pillow into an InputError that does not quote it."""
     try:
         yield
     except InputError:
         raise
     except MemoryError:
-        raise InputError(SUBJECT, "needs too much memory", "send a smaller one") from None
-    except Exception:  # a broken file raises any exception of its decoder
+        raise InputError(SUBJECT, "needs too much memory", "send a smaller video") from None
+    except Exception:  # for a broken file a decoder may raise an exception of any kind
         raise InputError(
             SUBJECT,
             "is broken, truncated, too large or of an unknown codec",
@@ -116,13 +118,15 @@ def _errors() -> Iterator[None]:
 
 def _check_count(count: int, limits: DecodeLimits) -> None:
     if count > limits.max_frames:
-        raise InputError(SUBJECT, f"has more than {limits.max_frames} frames", "send a shorter one")
+        raise InputError(
+            SUBJECT, f"has more than {limits.max_frames} frames", "send a shorter video"
+        )
     if count < 1:
         raise InputError(SUBJECT, "has no frames")
 
 
 def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock: _Clock) -> Video:
-    """Return the video of an animated image."""
+    """Open an animated GIF or WebP as a video."""
     try:
         import PIL.Image
     except ImportError as error:
@@ -134,7 +138,7 @@ def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock:
         return image
 
     def frames_of(image: Any) -> Iterator[Any]:
-        # Not image.n_frames, which reads all of a GIF file, however many frames it has.
+        # image.n_frames is not used: it reads a whole GIF file, however many frames it has.
         for number in range(limits.max_frames + 1):
             clock.check()
             try:
@@ -175,7 +179,7 @@ def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        # Pillow's own limit, and broken metadata, about which it would write to stderr.
+        # Pillow would warn on stderr about its own pixel limit and about broken metadata.
         warnings.simplefilter("ignore")
         yield
 
@@ -193,12 +197,12 @@ class _File:
             ) from error
         self._av: Any = av
         self._data, self._demuxer, self._limits, self._clock = data, demuxer, limits, clock
-        # Opening decodes some frames: without a limit of its own the decoder would allocate them.
+        # Opening decodes some frames: without this limit the decoder would allocate any size.
         self._options = {"max_pixels": str(max(limits.max_pixels, OPENED_PIXELS))}
         self._height = self._width = 0
 
     def video(self, digest: str) -> Video:
-        """Count the frames and decode the first one."""
+        """Return the video, after counting its frames and decoding the first one."""
         with self._opened() as container:
             stream = self._stream(container)
             rate = stream.average_rate or stream.guessed_rate
@@ -228,8 +232,8 @@ class _File:
         )
 
     def _stream(self, container: Any) -> Any:
-        """Return the first video stream, prepared for decoding."""
-        cover = self._av.stream.Disposition.attached_pic  # a picture of the file, no video
+        """Return the first video stream, with the options for decoding set."""
+        cover = self._av.stream.Disposition.attached_pic  # a cover picture is no video
         found = [each for each in container.streams.video if cover not in each.disposition]
         if not found:
             raise InputError(SUBJECT, "has no frames", "send a file with a video stream")
@@ -237,7 +241,7 @@ class _File:
         if context.name not in DECODERS.split(","):
             raise InputError(SUBJECT, f"has an unknown codec; known are {DECODERS}", "convert it")
         self._check_pixels(context.width, context.height)
-        # Decoders count the margins of a frame.
+        # A decoder's limit counts the margins of a frame too, so it is higher than ours.
         context.options = {"max_pixels": str(2 * self._limits.max_pixels + 2**16)}
         context.thread_type, context.thread_count = "AUTO", NUM_THREADS
         return found[0]
@@ -246,11 +250,13 @@ class _File:
         most = self._limits.max_pixels
         if width * height > most:
             raise InputError(
-                SUBJECT, f"has frames of more than {most} pixels: {width} x {height}", "scale it"
+                SUBJECT,
+                f"has frames of more than {most} pixels: {width} x {height}",
+                "scale the video down",
             )
 
     def _count(self, container: Any, stream: Any) -> int:
-        """Return the number of frames, in most files without decoding them."""
+        """Return the number of frames, without decoding them for most codecs."""
         count = 0
         is_decoded = stream.codec_context.name in HIDES_FRAMES
         for packet in container.demux(stream):
@@ -261,7 +267,10 @@ class _File:
         return count
 
     def _read(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames; the last one replaces those that a truncated file lacks."""
+        """Yield the frames of some indices.
+
+        In a truncated file the last frame found replaces the missing ones.
+        """
         frame, number = None, 0
         with _errors(), self._clock.running():
             for frame in self._decoded(indices):
@@ -273,7 +282,7 @@ class _File:
                 yield frame
 
     def _decoded(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield those of the frames that the file has."""
+        """Yield the frames of some indices, as far as the file has them."""
         wanted = iter(indices)
         index = next(wanted, None)
         with self._opened() as container:
@@ -289,7 +298,7 @@ class _File:
                     return
 
     def _pixels(self, frame: Any) -> np.ndarray:
-        """Return a frame upright, of the first one's size."""
+        """Return a frame upright, scaled to the size of the first one."""
         self._check_pixels(frame.width, frame.height)
         quarters = round(frame.rotation / 90) % 4
         width, height = self._width or 0, self._height or 0

@@ -1,7 +1,13 @@
-"""Encoders: how transformers' vision tower and projector are called.
+"""Encoders: functions that call transformers' vision tower and projector.
 
-Legend: N tiles or images of one call, P squares of an image, M embeddings of one item, C channels,
-or hidden size of the text model, H height, W width.
+Suffixes of tensor names:
+
+    N: tiles or images of one call
+    P: squares or patches of an image
+    V: values of a patch
+    M: embeddings of one item
+    C: channels, or the hidden size of the text model
+    H, W: height, width
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +15,17 @@ from typing import Any
 
 import torch
 
-# Arrays of the items of one call, by the name of their feature.
+# name of a feature -> its tensors, one for each item of the call
 Inputs = Mapping[str, list[torch.Tensor]]
 # transformers' model and the inputs of items of equal shapes -> embeddings [M, C] of each item
 Encode = Callable[[Any, Inputs], Sequence[torch.Tensor]]
 
 
 def _encode_tiles(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Idefics3, SmolVLM. Not get_image_features: it takes a tile of zeros for padding."""
+    """Encode the tiles of Idefics3 or SmolVLM.
+
+    This does not call get_image_features, which would take a tile of zeros for padding.
+    """
     pixels_NCHW = torch.stack(inputs["pixel_values"])
     count, _, height, width = pixels_NCHW.shape
     size = model.config.vision_config.patch_size
@@ -28,43 +37,43 @@ def _encode_tiles(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 
 def _encode_square(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """LLaVA, InternVL."""
+    """Encode the squares of LLaVA, InternVL or Gemma 3."""
     return model.get_image_features(torch.stack(inputs["pixel_values"])).pooler_output
 
 
 def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Mistral 3."""
+    """Encode the images of Mistral 3, which have any size."""
     pixels_NCHW, count = torch.stack(inputs["pixel_values"]), len(inputs["pixel_values"])
     if count == 1 and pixels_NCHW.shape[2] * pixels_NCHW.shape[3] == _side(model) ** 2:
-        # transformers drops the first dimension of a single embedding
+        # Where one image has one embedding, transformers drops the first dimension: two do not.
         pixels_NCHW = pixels_NCHW.expand(2, -1, -1, -1)
     sizes = torch.tensor([pixels_NCHW.shape[2:]] * len(pixels_NCHW), device=pixels_NCHW.device)
     return model.get_image_features(pixels_NCHW, image_sizes=sizes).pooler_output[:count]
 
 
 def _side(model: Any) -> int:
-    """Pixels of a side of the square of an embedding."""
+    """Return the side in pixels of the square that becomes one embedding."""
     return model.config.vision_config.patch_size * model.config.spatial_merge_size
 
 
 def _encode_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """LLaVA-NeXT, LLaVA-OneVision."""
+    """Encode the squares of LLaVA-NeXT or LLaVA-OneVision."""
     pixels_NPCHW, sizes_N2 = (torch.stack(inputs[name]) for name in ("pixel_values", "image_sizes"))
     count, squares = pixels_NPCHW.shape[:2]
     others = {}
-    if squares == 1:  # as if they were images of one prompt, also where it is one image
+    if squares == 1:  # stated as images of one prompt with several, also where there is one image
         others["batch_num_images"] = torch.tensor([count + 1])
     return model.get_image_features(pixels_NPCHW, image_sizes=sizes_N2, **others).pooler_output
 
 
 def _encode_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """GLM."""
+    """Encode the patches of GLM."""
     patches, grids_N3 = torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
     return model.get_image_features(patches, image_grid_thw=grids_N3).pooler_output
 
 
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Gemma 4: patches without padding."""
+    """Encode the patches of Gemma 4, which have no padding here."""
     pixels_NCPV, columns_N1 = (
         torch.stack(inputs["pixel_values"]),
         torch.stack(inputs["image_grid"])[:, 1:],

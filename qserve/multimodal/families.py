@@ -1,6 +1,7 @@
 """VisionFamily: one row for each vision-language architecture that is served. Loads no torch.
 
-The text model is a row of formats/families.py; transformers builds the tower and its projector.
+The text model has its own row in formats/families.py. transformers builds the vision tower and the
+projector.
 """
 
 from collections.abc import Mapping
@@ -17,31 +18,33 @@ from qserve.model.filled_config import filled_config
 class VisionFamily:
     """Tokens, tensor names and layout of one architecture."""
 
-    architecture: str  # in config.json of the whole model
-    image_token_keys: tuple[str, ...] = ("image_token_id",)  # in config.json; the first found
+    architecture: str  # name in config.json of the whole model
+    # keys of config.json that may hold the image token; the first one found counts
+    image_token_keys: tuple[str, ...] = ("image_token_id",)
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
-    layout: str  # row of layouts.table.LAYOUTS: the tokens that an image becomes
-    # row of encoders.ENCODERS: how the tower is called; "grid": qwen_tower.py
+    layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
+    # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
-    video: str = ""  # row of video_processor.KINDS; "": it takes no videos
-    # number of pairs of channels of each axis where the text model's positions have three axes and
-    # config.json does not say it; (): positions are numbers
+    video: str = ""  # row of video_processor.KINDS; "": the model takes no videos
+    # number of channel pairs of each axis, where the text model's positions have three axes and
+    # config.json does not state it; (): positions have one axis
     axis_pairs: tuple[int, ...] = ()
-    has_interleaved_axes: bool = False
-    is_mutual: bool = False  # embeddings of an image attend to each other in both directions
-    # the same in layers with a window, where the text model's config says it
+    has_interleaved_axes: bool = False  # True: the axes alternate over the channel pairs
+    is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
+    # True: the same, but only in layers with a window, and if the text model's config states it
     has_mutual_windows: bool = False
-    # argument of transformers' model: 1 for each token of an image, else 0; "": there is none
+    # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
-    # the processor joins its newlines with those of the prompt around an image
+    # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
-    # prefix of a tensor's name in the file -> in transformers' model; the first match counts
+    # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
+    # counts
     prefixes: Mapping[str, str]
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of media that prompts may have."""
+        """Kinds of media that the model takes."""
         return frozenset({"image", "video"} if self.video else {"image"})
 
 
@@ -49,7 +52,7 @@ IDEFICS_3 = {
     "model.vision_model.": "vision_model.",
     "model.connector.": "connector.",
 }
-# The published files have a level more, which transformers 5 does not write.
+# Published checkpoints have a level in these names that transformers 5 does not write.
 LLAVA = {
     "vision_tower.vision_model.": "vision_tower.",
     "vision_tower.": "vision_tower.",
@@ -186,23 +189,25 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """Row and config.json of one vision-language model."""
+    """One vision-language model: its family and the values of its config.json."""
 
     family: VisionFamily
-    values: Mapping[str, Any]  # of config.json of the whole model, with transformers' defaults
+    # config.json of the whole model, completed with transformers' defaults
+    values: Mapping[str, Any]
     image_token_id: int
-    placeholder_id: int  # the token of an unexpanded image
-    video_token_id: int | None = None  # also of an unexpanded video; None: it takes no videos
+    placeholder_id: int  # token of an image in a prompt that is not expanded yet
+    # token of a video, before and after it is expanded; None: the model takes no videos
+    video_token_id: int | None = None
 
     @property
     def media_tokens(self) -> frozenset[int]:
-        """Tokens of media in prompts."""
+        """Token ids that mark media in prompts."""
         found = (self.image_token_id, self.placeholder_id, self.video_token_id)
         return frozenset(token for token in found if token is not None)
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
-        """Number of pairs of channels of each axis of a position; (): positions are numbers."""
+        """Number of channel pairs of each axis of a position; (): positions have one axis."""
         if not self.family.axis_pairs:
             return ()
         ropes = self.values["text_config"].get("rope_parameters") or {}
@@ -215,14 +220,15 @@ class VisionConfig:
 
     @property
     def sees_ahead_in_windows(self) -> bool:
-        """True if they do so in layers with a window alone."""
+        """True if they do so only in layers with a window."""
         stated = self.values["text_config"].get("use_bidirectional_attention")
         return self.family.has_mutual_windows and stated == "vision"
 
     def fill_id(self, kind: str = "image") -> int:
-        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding.
+        """Return the token at the positions of embeddings.
 
-        Inputs of each layer (Gemma 4) are those of the padding.
+        It is the token of the kind, or 0 if the text model has no embedding for that one. In models
+        with an input for each layer (Gemma 4) it is the padding token, whose inputs are used there.
         """
         token = self.video_token_id if kind == "video" else self.image_token_id
         text = self.values["text_config"]
@@ -233,12 +239,12 @@ class VisionConfig:
 
     @property
     def num_levels(self) -> int:
-        """Number of first layers after which something is added to rows with embeddings."""
+        """Number of first layers of the text model after which more embeddings are added."""
         return len(self.values["vision_config"].get("deepstack_visual_indexes") or ())
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "VisionConfig | None":
-        """Return what config.json describes; None for a text model. Raises InputError."""
+        """Read config.json's values. Return None for a text model. Raises InputError."""
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
@@ -255,11 +261,11 @@ class VisionConfig:
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Without the block, for which transformers would look for the library that wrote it.
+    # Without the quantization block: transformers would require the package that wrote it.
     plain = {key: value for key, value in values.items() if key != BLOCK}
     try:
         return {**filled_config(plain), "architectures": values["architectures"]}
-    except Exception as error:  # exceptions of config classes are not documented
+    except Exception as error:  # which exceptions config classes raise is not documented
         raise InputError(
             "config.json", f"transformers rejects it: {one_line(error)}", "fetch it again"
         ) from error

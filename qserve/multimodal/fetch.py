@@ -1,7 +1,7 @@
-"""Fetching of media over http or https, from allowed hosts with checked addresses alone.
+"""Fetching of media over http or https, only from allowed hosts and only from checked addresses.
 
-A name is resolved once for each hop, every address that it has is checked, and the connection goes
-to the checked address. A redirect is a new URL, which is checked like the first one.
+Each hop resolves the host's name once and checks every address found. The connection goes to the
+checked address. A redirect is a new URL, which is checked like the first one.
 """
 
 import http.client
@@ -24,7 +24,8 @@ MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
 SLICE_BYTES = 2**16
 HEADERS = {"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "qserve"}
-# Addresses inside of which is another address that may not be public, besides IPv4-mapped ones.
+# Networks whose addresses contain another address, which may not be public. IPv4-mapped addresses
+# are checked separately.
 TUNNELS = tuple(
     map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96"))
 )
@@ -33,16 +34,16 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchError(InputError):
-    """A file that was not fetched."""
+    """Error about a file that could not be fetched."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__("media URL", problem, remedy or "send it as a data: URL")
 
 
 def fetch(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> bytes:
-    """Return what a URL has, after redirects. Raises FetchError.
+    """Return the bytes of the file at a URL, after redirects. Raises FetchError.
 
-    `kind`: of media.KINDS. `ends`: when it must be there, by time.monotonic().
+    `ends`: deadline, as a value of time.monotonic(). `kind`: one of media.KINDS.
     """
     for _ in range(MAX_REDIRECTS + 1):
         parts, host, port = _checked_url(url, limits.hosts)
@@ -52,7 +53,7 @@ def fetch(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> by
         except FetchError:
             raise
         except (OSError, http.client.HTTPException, ValueError):
-            # Without the reason: it would reveal the ports of the server's network.
+            # The reason is left out: it would reveal open ports in the server's network.
             raise FetchError(f"{host:.100} did not send it, or not in time") from None
         if isinstance(found, bytes):
             return found
@@ -101,7 +102,7 @@ def _checked_address(host: str, port: int, hosts: Sequence[AllowedHost], ends: f
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public network, and no other inside it."""
+    """Return True for an address of the public network that contains no other address."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -113,7 +114,7 @@ def is_public(address: Address) -> bool:
 
 
 def _resolve(host: str, port: int, ends: float) -> list[str]:
-    """Return the addresses of a host, [] if it has none or if the resolver is late."""
+    """Return the addresses of a host; [] if it has none, or if resolving takes too long."""
     found: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
 
     def look_up() -> None:
@@ -123,7 +124,7 @@ def _resolve(host: str, port: int, ends: float) -> list[str]:
         except (OSError, UnicodeError):
             found.put([])
 
-    # getaddrinfo has no time limit; its thread ends with it.
+    # getaddrinfo has no time limit, so it runs in a thread that ends whenever the call does.
     threading.Thread(target=look_up, daemon=True, name="resolver").start()
     try:
         return found.get(timeout=max(0.0, ends - time.monotonic()))
@@ -134,12 +135,12 @@ def _resolve(host: str, port: int, ends: float) -> list[str]:
 def _get(
     parts: SplitResult, host: str, port: int, address: str, max_bytes: int, ends: float
 ) -> bytes | str:
-    """Return the body, or the URL of a redirect."""
+    """Send a request. Return the body, or the URL of a redirect."""
     seconds = ends - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
     plain = socket.create_connection((address, port), timeout=seconds)
-    # Each byte that arrives restarts the socket's own timeout.
+    # The socket's own timeout restarts with each byte that arrives, so a timer ends the connection.
     is_late = threading.Event()
     watchdog = threading.Timer(max(0.0, ends - time.monotonic()), _cut, [plain, is_late])
     watchdog.daemon = True
@@ -160,7 +161,7 @@ def _get(
         connection.request("GET", f"{path}?{query}" if query else path, headers=HEADERS)
         with connection.getresponse() as response:
             found = _body(response, host, max_bytes)
-        if is_late.is_set():  # what was cut looks like the end of a response
+        if is_late.is_set():  # a connection that was ended looks like the end of a response
             raise TimeoutError
         return found
     except FetchError:
@@ -175,7 +176,7 @@ def _get(
 
 
 def _cut(connection: socket.socket, is_late: threading.Event) -> None:
-    """End a connection while another thread reads from it."""
+    """End a connection from which another thread is reading."""
     is_late.set()
     try:
         connection.shutdown(socket.SHUT_RDWR)
@@ -197,7 +198,7 @@ def _body(response: http.client.HTTPResponse, host: str, max_bytes: int) -> byte
         body += piece
         is_large = len(body) > max_bytes
     if is_large:
-        raise FetchError(f"has more than {max_bytes} bytes", "send a smaller one")
+        raise FetchError(f"has more than {max_bytes} bytes", "send a smaller file")
     if stated.isdecimal() and len(body) != int(stated[:19]):
         raise FetchError(f"{host:.100} sent {len(body)} bytes of {int(stated[:19])}")
     return bytes(body)

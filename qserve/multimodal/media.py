@@ -12,7 +12,7 @@ from formats.errors import InputError
 from qserve.errors import ParameterError
 
 KINDS = ("image", "video", "audio")
-DIGEST = re.compile(r"[0-9a-f]{64}")  # of SHA-256: a shorter one makes wrong cache hits likely
+DIGEST = re.compile(r"[0-9a-f]{64}")  # SHA-256; a shorter digest would make wrong cache hits likely
 
 
 MAX_FRAME_STEP = 1e6
@@ -21,15 +21,15 @@ FEATURE_DTYPES = ("uint8", "int64", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Array that a processor made of a medium, as bytes: an input of the encoder.
+    """An input of the encoder: an array that a processor made from a medium, as bytes.
 
     Raises ParameterError.
     """
 
-    name: str  # of the encoder's argument, such as pixel_values
+    name: str  # name of the encoder's argument, such as pixel_values
     dtype: str  # one of FEATURE_DTYPES
     shape: tuple[int, ...]
-    data: bytes = field(repr=False)  # in C order, little-endian
+    data: bytes = field(repr=False)  # values in C order, little-endian
 
     def __post_init__(self) -> None:
         if self.dtype not in FEATURE_DTYPES:
@@ -46,32 +46,33 @@ class Feature:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> "Feature":
-        """Return a copy of an array of one of FEATURE_DTYPES."""
+        """Copy an array whose dtype is one of FEATURE_DTYPES."""
         data = np.ascontiguousarray(array).tobytes()
         return cls(name=name, dtype=str(array.dtype), shape=array.shape, data=data)
 
     def array(self) -> np.ndarray:
-        """Return the array, which is read-only."""
+        """Return the values as a read-only array."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """Positions of a prompt whose embeddings come from an encoder. Raises ParameterError.
+    """A range of positions in a prompt whose embeddings come from an encoder.
 
-    The prompt has a placeholder token at each of these positions, except where `is_embed` is 0:
-    there it has a token of its own, such as the end of a row of patches.
+    The prompt has a placeholder token at each of these positions. Where `is_embed` is 0 it has an
+    ordinary token instead, such as the one that ends a row of patches. Raises ParameterError.
     """
 
     kind: str  # one of KINDS
-    digest: str  # SHA-256 of the content and of all options of its processor, 64 hex digits
-    offset: int  # its first position in the prompt
-    length: int  # number of its positions
-    is_embed: bytes = b""  # a byte for each position, 1 or 0; empty: each has an embedding
-    is_mutual: bool = False  # its embeddings attend to each other in both directions
-    # frames, rows and columns of its embeddings, where positions have three axes; else ()
+    digest: str  # SHA-256 of the content and of all processor options, as 64 hex digits
+    offset: int  # first position in the prompt
+    length: int  # number of positions
+    # a byte for each position, 1 where it has an embedding, else 0; empty: all positions have one
+    is_embed: bytes = b""
+    is_mutual: bool = False  # True: the embeddings attend to each other in both directions
+    # numbers of frames, rows and columns of embeddings, where positions have three axes; else ()
     grid: tuple[int, ...] = ()
-    frame_step: float = 1.0  # distance of two frames on the first axis
+    frame_step: float = 1.0  # distance between two frames on the first axis
     # inputs of the encoder; empty only where no encoder runs
     features: tuple[Feature, ...] = field(default=(), compare=False, repr=False)
 
@@ -105,31 +106,34 @@ class MediaItem:
 
     @property
     def num_embeds(self) -> int:
-        """Number of its embeddings."""
+        """Number of embeddings."""
         return sum(self.is_embed) if self.is_embed else self.length
 
     def embed_positions(self) -> np.ndarray:
-        """Positions in the prompt of its embeddings, in order, int64."""
+        """Return the positions in the prompt of the embeddings, in order, as int64."""
         if not self.is_embed:
             return np.arange(self.offset, self.end)
         return self.offset + np.flatnonzero(np.frombuffer(self.is_embed, np.uint8))
 
     @property
     def end(self) -> int:
-        """Position after its last one."""
+        """Position after the last one."""
         return self.offset + self.length
 
     def key(self, start: int) -> bytes:
-        """Contribution to the key of a page that begins at token `start`.
+        """Return this item's part of the key of a cache page that begins at token `start`.
 
-        The relative offset counts: two layouts of equal items must have different keys. Each field
-        has a fixed length or a separator, so that no two items have equal bytes.
+        It contains the offset from `start`: the same items at other places must give another key.
+        Each field has a fixed length or a separator, so that different items have different bytes.
         """
         return f"\0{self.kind}\0{self.digest}\0{self.offset - start}\0".encode()
 
 
 def digest_of(*fields: str | bytes | memoryview) -> str:
-    """Return a SHA-256 of fields, each with its length, so that no two lists are equal bytes."""
+    """Return the SHA-256 of some fields as hex digits.
+
+    Each field is hashed with its length, so that different lists have different bytes.
+    """
     hashed = hashlib.sha256()
     for each in fields:
         data = each.encode() if isinstance(each, str) else each
@@ -138,7 +142,7 @@ def digest_of(*fields: str | bytes | memoryview) -> str:
 
 
 def check_media(subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
-    """Raise InputError if items overlap, are not in order, or exceed the prompt."""
+    """Raise InputError if items overlap, are not in order, or end after the prompt."""
     end = 0
     for number, item in enumerate(items):
         if item.offset < end:

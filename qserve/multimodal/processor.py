@@ -1,8 +1,8 @@
-"""MediaProcessor: images, videos and a prompt with placeholders to token ids and media items.
+"""MediaProcessor: turns a prompt, images and videos into token ids and media items.
 
-transformers' image processor of the model's folder makes the pixels of images, with Pillow; those
-of videos are video_processor.py's. Their rescaling is left to the encoder, so that they travel as
-bytes.
+transformers' image processor of the model's folder scales and cuts images, with Pillow.
+video_processor.py does it for videos. The encoder converts the pixels to floats, so that they are
+sent to the engine as bytes.
 """
 
 import json
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
-MAX_NEWLINES = 31  # of one token, in Gemma's vocabulary
-Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added
+MAX_NEWLINES = 31  # newlines of one token, at most, in Gemma's vocabulary
+Encode = Callable[[str, bool], list[int]]  # text, True: add special tokens -> token ids
 
 
 class MediaProcessor:
-    """Processors and placeholders of one vision-language model."""
+    """Processes the images and videos of prompts for one vision-language model."""
 
     def __init__(
         self,
@@ -36,13 +36,16 @@ class MediaProcessor:
         encode: Encode,
         video_limits: VideoLimits = VideoLimits(),  # noqa: B008  # immutable
     ) -> None:
-        """`encode`: the model's tokenizer. Raises InputError."""
+        """Load the processors of a model's folder. Raises InputError.
+
+        `encode`: the model's tokenizer.
+        """
         self.folder = str(folder)
         config = VisionConfig.of(read_json(Path(folder) / CONFIG))
         if config is None:
             raise InputError(
                 self.folder,
-                "takes text only: it has no vision tower that is known",
+                "takes text only: it has no known vision tower",
                 "use a vision-language model, or send no images",
             )
         self.config, self._encode = config, encode
@@ -51,11 +54,11 @@ class MediaProcessor:
         self._options = _options(self._image_processor)
         kind, self._video_limits = config.family.video, video_limits
         self._video_processor = VideoProcessor(folder, kind) if kind else None
-        # token -> number of newlines that it is, where they are joined with those of an image
+        # token -> number of newlines in it, for models that join them with those of an image
         self._newlines: dict[int, int] = {}
         if config.family.joins_newlines:
             self._newlines = _newline_tokens(encode)
-        self._token_ids: dict[str, int] = {}  # of texts of tokens without an embedding
+        self._token_ids: dict[str, int] = {}  # text of a token without an embedding -> its id
 
     def prepare(
         self,
@@ -64,9 +67,10 @@ class MediaProcessor:
         digests: Sequence[str],
         videos: Sequence[Video] = (),
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """Return token ids with the tokens of each placeholder's medium, and the media items.
+        """Replace each placeholder by the tokens of its image or video.
 
-        `digests`: SHA-256 of each image, in hexadecimal. Raises InputError.
+        Return the token ids and the media items. Raises InputError.
+        `digests`: SHA-256 of each image, as hex digits.
         """
         ids = self._encode(prompt, True) if isinstance(prompt, str) else list(prompt)
         config = self.config
@@ -83,7 +87,7 @@ class MediaProcessor:
             raise InputError("digests", f"expected {len(images)}, found {len(digests)}")
         found: list[int] = []
         items: list[MediaItem] = []
-        # a layout's name for images of a prompt that has more of them
+        # part of the digest of an image whose layout depends on the other images of its prompt
         several = "several" if self._layout.sees_others and len(images) > 1 else ""
         pairs, clips = zip(images, digests, strict=True), iter(videos)
         for token in ids:
@@ -105,16 +109,16 @@ class MediaProcessor:
         token_ids: list[int],
         items: list[MediaItem],
     ) -> None:
-        """Append the tokens and the items of an image.
+        """Append an image's tokens and items.
 
-        `several`: not empty where the layout is another one for images that are not alone.
+        `several`: not empty if the prompt has several images and the layout depends on it.
         """
         found = self._processed(image, has_others=bool(several))
         pieces = self._layout.pieces(found, self.config.values)
         self._expand("image", pieces, (digest, self._options + several), token_ids, items)
 
     def _expand_video(self, video: Video, token_ids: list[int], items: list[MediaItem]) -> None:
-        """Append the tokens and the items of a video."""
+        """Append a video's tokens and items."""
         assert self._video_processor is not None
         clip = self._video_processor.prepare(video, self._video_limits)
         pieces = VIDEO_LAYOUTS[self.config.family.video](clip, self.config.values)
@@ -129,7 +133,10 @@ class MediaProcessor:
         token_ids: list[int],
         items: list[MediaItem],
     ) -> None:
-        """Append the tokens and the items of pieces. `digested`: the content and all options."""
+        """Append the tokens and items of some pieces.
+
+        `digested`: digest of the content, and all options.
+        """
         text, number = "", 0
         for piece in pieces:
             if isinstance(piece, str):
@@ -159,7 +166,10 @@ class MediaProcessor:
         self._append_text(text, token_ids)
 
     def _append_text(self, text: str, token_ids: list[int], num_newlines: int = 0) -> None:
-        """Append the tokens of a text, or of newlines, joined with newlines before them."""
+        """Append the tokens of a text after `num_newlines` newlines.
+
+        Newlines at the end of `token_ids` are joined with those at the start of the text.
+        """
         text = "\n" * num_newlines + text
         if not text:
             return
@@ -169,7 +179,7 @@ class MediaProcessor:
         token_ids += self._encode(text, False)
 
     def _tokens_of(self, run: Run, fill_id: int) -> tuple[list[int], bytes]:
-        """Return the tokens of an item, and its mask of embeddings."""
+        """Return the tokens of an item, and the mask of those with an embedding."""
         ids, is_embed = [fill_id] * run.length, bytearray(b"\1" * run.length)
         for place, text in run.other_tokens.items():
             if text not in self._token_ids:
@@ -185,9 +195,9 @@ class MediaProcessor:
         return ids, bytes(is_embed) if run.other_tokens else b""
 
     def _processed(self, image: "Image", *, has_others: bool) -> Any:
-        """Return what transformers' image processor makes of an image. Raises InputError.
+        """Run transformers' image processor on an image. Raises InputError.
 
-        `has_others`: with a small image next to it.
+        `has_others`: add a small image, so that the processor does not see a single one.
         """
         options = self._layout.options(self.config.values)
         try:
@@ -206,7 +216,7 @@ class MediaProcessor:
             raise InputError(
                 "image",
                 f"of {width} x {height} pixels cannot be processed: {one_line(error)}",
-                "send one of another size",
+                "send an image of another size",
             ) from error
 
 
@@ -222,7 +232,7 @@ def _check_placeholders(ids: list[int], token: int, name: str, count: int) -> No
 
 
 def _newline_tokens(encode: Encode) -> dict[int, int]:
-    """Return the tokens that are newlines, with their number."""
+    """Return a table: token that consists of newlines -> number of its newlines."""
     found = {}
     for count in range(1, MAX_NEWLINES + 1):
         ids = encode("\n" * count, False)
@@ -232,7 +242,7 @@ def _newline_tokens(encode: Encode) -> dict[int, int]:
 
 
 def load_image_processor(folder: str | Path) -> Any:
-    """Load transformers' image processor of a folder, with Pillow. Raises InputError."""
+    """Load transformers' image processor of a folder, the one with Pillow. Raises InputError."""
     try:
         import PIL.Image  # noqa: F401
         from transformers import AutoImageProcessor
@@ -242,7 +252,7 @@ def load_image_processor(folder: str | Path) -> Any:
         return AutoImageProcessor.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False
         )
-    # A broken file raises any exception of its parser.
+    # For a broken file the parser may raise an exception of any kind.
     except Exception as error:
         raise CheckpointError(
             str(folder),
@@ -252,10 +262,10 @@ def load_image_processor(folder: str | Path) -> Any:
 
 
 def image_digest(image: "Image") -> str:
-    """Return the SHA-256 of an image's pixels, in hexadecimal."""
+    """Return the SHA-256 of an image's pixels as hex digits."""
     return digest_of("pixels", repr(image.size), image.convert("RGBA").tobytes())
 
 
 def _options(processor: Any) -> str:
-    """Return all options of an image processor as a text."""
+    """Return all options of an image processor as JSON text."""
     return json.dumps(processor.to_dict(), sort_keys=True, default=str)

@@ -1,11 +1,20 @@
-"""QwenTower: the vision towers of Qwen2-VL to Qwen3.5 with the project's operations.
+"""QwenTower: the vision towers of Qwen2-VL to Qwen3.5, computed with the project's operations.
 
-Weights and arithmetic are those of transformers' module. transformers launches 45 kernels a layer
-and waits for the device in each. It attends to one image or window after the other. Here a layer is
-nine kernels, and images of one size run together.
+Weights and arithmetic are those of transformers' module. For each layer transformers launches 45
+kernels and waits for the device, and it attends to one image or window after the other. Here a
+layer has nine kernels, and images of the same size are computed together.
 
-Legend: B images of one size, N patches of an image, T = B * N, C hidden size of the tower, H heads,
-D head size, M embeddings of an image, W hidden size of the text model.
+Suffixes of tensor names:
+
+    B: images of the same size
+    N: patches of an image
+    P: values of a patch
+    T: B * N, patches of all these images
+    C: hidden size of the tower
+    H: heads
+    D: head size
+    M: embeddings of an image
+    W: values of an embedding
 """
 
 from dataclasses import dataclass
@@ -22,32 +31,37 @@ from qserve.multimodal.rounded_linear import RoundedLinear
 
 ACTIVATIONS = {
     **{"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"},
-    "quick_gelu": "",  # Qwen2-VL: in torch
+    "quick_gelu": "",  # Qwen2-VL: computed with torch
 }
 QUICK = 1.702  # factor of quick_gelu
-NUM_PLANS = 32  # sizes of images whose tables are kept
+NUM_PLANS = 32  # number of image sizes whose tables are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GridPlan:
     """Tables for images of one size, on the device."""
 
-    cos_sin_ND: torch.Tensor  # float32: cosines, then sines
-    # numbers and weights of the four learned positions that a patch interpolates; None: it has none
+    cos_sin_ND: torch.Tensor  # float32 cosines, followed by the sines
+    # the four learned positions between which a patch interpolates, and their weights; None: the
+    # tower has no learned positions
     corners_4N: torch.Tensor | None
     weights_4N: torch.Tensor | None
-    # patches by windows, and how that is undone for embeddings; None: in their order
+    # order of the patches by windows, and the order that undoes it for embeddings; None: patches
+    # stay as they come
     order_N: torch.Tensor | None
     back_M: torch.Tensor | None
-    # windows of one length next to each other: (number, length)
+    # (number of windows, length), for each run of windows of one length
     windows: tuple[tuple[int, int], ...]
 
 
 class QwenTower:
-    """Turns patches of images into embeddings."""
+    """Turns the patches of images into embeddings."""
 
     def __init__(self, visual: Any) -> None:
-        """`visual`: transformers' module, whose weights it reads. Raises InputError."""
+        """Read the options of transformers' module `visual`, whose weights this tower uses.
+
+        Raises InputError.
+        """
         self._visual, config = visual, visual.config
         if config.hidden_act not in ACTIVATIONS:
             raise InputError(
@@ -58,11 +72,11 @@ class QwenTower:
         self._merge = config.spatial_merge_size
         self._num_heads = config.num_heads
         self._activation = ACTIVATIONS[config.hidden_act]
-        # blocks that see the whole image; None: all
+        # indices of the layers that attend to the whole image; None: all layers do
         self._whole = getattr(config, "fullatt_block_indexes", None)
         self._window = getattr(config, "window_size", 0) // config.patch_size // self._merge
         self._levels = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
-        # tables for images of a number of rows and columns of patches
+        # (rows, columns) of patches -> tables for images of this size
         self.plan = lru_cache(NUM_PLANS)(self._plan)
         self._norms = {
             module: _norm_spec(module)
@@ -72,7 +86,7 @@ class QwenTower:
 
     @property
     def square(self) -> int:
-        """Patches of an embedding."""
+        """Number of patches that are merged into one embedding."""
         return self._merge**2
 
     @property
@@ -82,7 +96,7 @@ class QwenTower:
 
     @property
     def out_features(self) -> int:
-        """Values of an embedding, with those of later levels next to them: W."""
+        """Number of values of an embedding, including those of all levels: W."""
         config = self._visual.config
         width = getattr(config, "out_hidden_size", config.hidden_size)
         return width * (1 + len(self._levels))
@@ -92,9 +106,9 @@ class QwenTower:
         return self._visual.patch_embed.proj.weight.dtype
 
     def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return embeddings [B, M, W], with those of later levels next to them.
+        """Return the embeddings [B, M, W] of images, with the values of all levels side by side.
 
-        `rows`, `columns`: of patches, which come in blocks of those that are merged.
+        `rows` and `columns` count patches. Patches that are merged must be next to each other.
         """
         visual, plan = self._visual, self.plan(rows, columns)
         batch, count, _ = patches_BNP.shape
@@ -132,7 +146,10 @@ class QwenTower:
     def _add(
         self, x_TC: torch.Tensor, branch_TC: torch.Tensor | None, norm: Any, reader: Any
     ) -> tuple[LinearInput, torch.Tensor]:
-        """Return the norm of the sum as its reader takes it, and the sum."""
+        """Add a layer's output to the stream. Return the normalized sum and the sum.
+
+        The first one is in the form that the linear `reader` takes.
+        """
         form, spec = _form(reader, len(x_TC)), self._norms[norm]
         if branch_TC is None:
             return ops.norm(x_TC, None, spec, form)
@@ -176,11 +193,11 @@ class QwenTower:
         return last(ops.activate(inner, spec, _form(last, rows)))
 
     def _level(self, block: int) -> Any:
-        """Merger of what the text model adds after one of its first layers."""
+        """Return the merger after a block, whose output one of the text model's layers adds."""
         return self._visual.deepstack_merger_list[self._levels.index(block)]
 
     def _merged(self, x_TC: torch.Tensor, merger: Any) -> torch.Tensor:
-        """Return an embedding for each square of patches."""
+        """Merge each square of patches into one embedding."""
         square = self.square
         if hasattr(merger, "ln_q"):
             normed = ops.norm(x_TC, None, self._norms[merger.ln_q])[0].unflatten(0, (-1, square))
@@ -223,7 +240,7 @@ class QwenTower:
 
 
 def _inner(mlp: Any) -> Any:
-    """First linear of a feed-forward, or the gate."""
+    """Return the first linear of a feed-forward, or its gate."""
     names = ("linear_fc1", "fc1", "gate_proj")
     return next(getattr(mlp, name) for name in names if hasattr(mlp, name))
 
@@ -240,13 +257,13 @@ def _norm_spec(module: Any) -> ops.NormSpec:
 
 
 def _in_blocks(values_NX: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
-    """Reorder patches from rows to blocks of those that are merged."""
+    """Reorder patches from row by row to block by block; the patches of a block are merged."""
     sizes = rows // merge, merge, columns // merge, merge
     return values_NX.unflatten(0, sizes).transpose(1, 2).flatten(0, 3)
 
 
 def _corners(rows: int, columns: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers and weights [4, N] of the learned positions around each patch."""
+    """Return the four learned positions around each patch, and their weights, both [4, N]."""
     down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
     floors, parts, ends = [], [], []
     for places in (down, right):
@@ -264,9 +281,9 @@ def _corners(rows: int, columns: int, side: int) -> tuple[torch.Tensor, torch.Te
 def _windows(
     rows: int, columns: int, size: int
 ) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
-    """Return embeddings by windows, and the number of windows of each length.
+    """Return the order of embeddings by windows, and the number of windows of each length.
 
-    Windows at the right and lower edge are smaller. Windows of one length are next to each other.
+    Windows at the right and lower edges are smaller. Windows of one length are next to each other.
     """
     numbers = torch.arange(rows * columns).view(rows, columns)
     by_length: dict[int, list[torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""MediaReader: from the URLs of a conversation's images and videos to token ids and media items.
+"""MediaReader: reads the images and videos of a conversation, and turns them into media items.
 
-It blocks, for seconds with large images, so it runs in a worker process of the server.
+Its calls block, for seconds with large images, so it runs in a worker process of the server.
 """
 
 import hashlib
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
     from qserve.multimodal.processor import MediaProcessor
 
-MAX_FEATURE_BYTES = 88 * 2**20  # of one prompt; a message to the engine has at most 96 MiB
-MAX_SOURCE_BYTES = 128 * 2**20  # files of one prompt
-MAX_FRAME_PIXELS = 2**25  # of one frame of a video file, before scaling
+# limit for the features of one prompt: a message to the engine has at most 96 MiB
+MAX_FEATURE_BYTES = 88 * 2**20
+MAX_SOURCE_BYTES = 128 * 2**20  # limit for the files of one prompt together
+MAX_FRAME_PIXELS = 2**25  # limit for one frame of a video file, before scaling
 
 
 class ReadImage(NamedTuple):
     image: "Image"
-    digest: str  # SHA-256 of the file, in hexadecimal
+    digest: str  # SHA-256 of the file, as hex digits
 
 
 class MediaUrl(NamedTuple):
@@ -40,7 +41,7 @@ ReadMedia = dict[MediaUrl, ReadImage | Video]
 
 
 class MediaReader:
-    """Images and videos of requests to one vision-language model."""
+    """Reads the images and videos of requests to one vision-language model."""
 
     def __init__(
         self,
@@ -49,9 +50,9 @@ class MediaReader:
         limits: MediaLimits,
         kinds: Sequence[str] = ("image",),
     ) -> None:
-        """`encode`: the model's tokenizer. `kinds`: of media that the model takes.
+        """Store the arguments; the first image or video loads the processors.
 
-        The processors are loaded with the first image or video.
+        `encode`: the model's tokenizer. `kinds`: kinds of media that the model takes.
         """
         self._folder, self._encode, self.limits, self.kinds = folder, encode, limits, kinds
         self._processor: MediaProcessor | None = None
@@ -69,9 +70,10 @@ class MediaReader:
     def prepare(
         self, token_ids: Sequence[int], urls: Sequence[MediaUrl], known: ReadMedia
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """Return token ids with each medium's tokens, and the media items. Raises InputError.
+        """Read the media of `urls` and replace each placeholder in `token_ids` by its tokens.
 
-        `known`: media of the request that have been read; others are added.
+        Return the token ids and the media items. Raises InputError.
+        `known`: media of the request that were read before; this call adds the others.
         """
         for kind, most in (("image", self.limits.max_images), ("video", self.limits.max_videos)):
             count = sum(url.kind == kind for url in urls)
@@ -79,7 +81,7 @@ class MediaReader:
                 raise InputError(
                     "messages",
                     f"expected at most {most} {kind}s, found {count}",
-                    f"send fewer; the server's flag is {LIMIT_FLAG}",
+                    f"send fewer, or raise the server's {LIMIT_FLAG}",
                 )
         self._read([url for url in dict.fromkeys(urls) if url not in known], known)
         ids, items = self._processed(token_ids, [(url.kind, known[url]) for url in urls])
@@ -95,7 +97,7 @@ class MediaReader:
     def _read(self, urls: Sequence[MediaUrl], known: ReadMedia) -> None:
         ends = time.monotonic() + self.limits.fetch_seconds
         room = MAX_SOURCE_BYTES
-        pixels = self.limits.max_pixels  # of all images: they are in memory together
+        pixels = self.limits.max_pixels  # for all images, which are in memory together
         for url in urls:
             data = read_source(url.url, self.limits, ends, url.kind)
             room -= len(data)
@@ -112,7 +114,7 @@ class MediaReader:
                 continue
             image = decode_image(data, pixels)
             pixels -= image.width * image.height
-            # MediaProcessor adds its options, and frames each field by its length.
+            # MediaProcessor combines this digest with its options.
             known[url] = ReadImage(image, hashlib.sha256(data).hexdigest())
 
     def _processed(
@@ -132,7 +134,7 @@ class MediaReader:
         except InputError as error:
             if error.__cause__ is None:
                 raise
-            # Without the text of the library, which may contain an address of memory.
+            # transformers' own message is left out: it may contain a memory address.
             raise InputError(
-                "image", "cannot be processed for this model", "send one of another size"
+                "image", "cannot be processed for this model", "send an image of another size"
             ) from None

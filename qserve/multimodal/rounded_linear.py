@@ -1,4 +1,4 @@
-"""RoundedLinear: a linear of a vision tower with weights and inputs of 8 bits."""
+"""RoundedLinear: a linear of a vision tower whose weights and inputs are quantized."""
 
 import re
 
@@ -13,20 +13,21 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.forms import InputForm, LinearInput
 
 SETTING = "--mm-encoder-quantization"
-# Embeddings, mergers and projectors stay in float.
+# Names of linears inside of layers. Embeddings, mergers and projectors stay in float.
 IN_LAYERS = re.compile(r"^(visual|vision_tower|vision_model)\..*(blocks|layers?)\.\d+\.")
 
 
-# linears before an activation function that keeps zeros
+# linears before an activation function, which maps zero to zero
 INNER = ("linear_fc1", "fc1", "gate_proj", "up_proj")
-MULTIPLE = 32  # of inputs, for the kernels: SigLIP and Qwen3-VL have 4304
+# The kernels need a multiple of this number of inputs; SigLIP and Qwen3-VL have 4304.
+MULTIPLE = 32
 
 
 class RoundedLinear(torch.nn.Module):
-    """y = x W^T + b. Weights are rounded to nearest, inputs row by row as they come.
+    """Computes y = x W^T + b. Weights are rounded to nearest once, inputs row by row in each call.
 
-    Inputs are padded with zeros to a multiple of 32. So are the outputs before an activation
-    function: the linear after it then takes them as they are.
+    Inputs are padded with zeros to a multiple of 32. Before an activation function the outputs are
+    padded too, so that the linear after it needs no padding.
     """
 
     def __init__(self, weight: PreparedWeight, bias_N: torch.Tensor | None) -> None:
@@ -36,7 +37,7 @@ class RoundedLinear(torch.nn.Module):
 
     @classmethod
     def of(cls, linear: torch.nn.Linear, scheme: Scheme, name: str) -> "RoundedLinear":
-        """Round a linear. Raises InputError where no kernel takes its size."""
+        """Round a linear. Raises InputError if no kernel takes its size."""
         num_outputs, num_inputs = linear.weight.shape
         more_inputs = -num_inputs % MULTIPLE
         more_outputs = -num_outputs % MULTIPLE if name.rpartition(".")[2] in INNER else 0
@@ -54,7 +55,7 @@ class RoundedLinear(torch.nn.Module):
             ) from error
 
     def form(self, rows: int) -> InputForm:
-        """Return the form in which it takes `rows` of inputs from the operation before it."""
+        """Return the form in which this linear takes its inputs, for a number of rows."""
         return ops.plan_linear(self.weight, rows).input
 
     def forward(self, x: LinearInput) -> torch.Tensor:
@@ -64,7 +65,7 @@ class RoundedLinear(torch.nn.Module):
 
 
 def round_layers_(model: torch.nn.Module, scheme: Scheme) -> None:
-    """Replace the linears in the layers of a model's vision tower. Raises InputError."""
+    """Replace the linears in the layers of a model's vision tower in place. Raises InputError."""
     chosen = [
         name
         for name, module in model.named_modules()

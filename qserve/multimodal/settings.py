@@ -1,4 +1,4 @@
-"""MediaSettings: the flags about images and videos in requests, and MediaLimits, what they allow.
+"""MediaSettings: the flags about images and videos in requests; MediaLimits: their parsed values.
 
 Loads no torch.
 """
@@ -13,7 +13,7 @@ from formats.errors import InputError
 from qserve.command_line.setting import setting
 
 ANY_HOST = "*"
-WEB_PORTS = (80, 443)  # of an allowed host that is stated without a port
+WEB_PORTS = (80, 443)  # ports of an allowed host that states none
 HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 FLAG = "--allowed-media-domains"
 LIMIT_FLAG = "--limit-mm-per-prompt"
@@ -25,8 +25,8 @@ LIMIT_FORM = 'image=N, video=N, or {"image": N, "video": N}'
 class AllowedHost:
     """One entry of --allowed-media-domains."""
 
-    host: str  # in lower case; "*": any; "*.example.com": its subdomains
-    port: int | None = None  # None: the ports of http and https
+    host: str  # name or address in lower case; "*": any host; "*.example.com": its subdomains
+    port: int | None = None  # None: 80 and 443, the ports of http and https
 
     @classmethod
     def parse(cls, text: str) -> "AllowedHost":
@@ -57,34 +57,34 @@ def is_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """Sources and sizes of the images and videos that requests may have."""
+    """The allowed sources and sizes of the images and videos in requests."""
 
-    hosts: tuple[AllowedHost, ...] = ()  # (): nothing is fetched
-    local_path: str | None = None  # None: no file URLs
-    max_images: int = MAX_IMAGES  # of one prompt
-    max_bytes: int = 20 * 2**20  # of one image's file
-    max_pixels: int = 2**26  # of one image
-    fetch_seconds: float = 10.0  # for all images and videos of one prompt
-    max_videos: int = MAX_VIDEOS  # of one prompt
-    max_video_bytes: int = 64 * 2**20  # of one video's file
-    max_video_frames: int = 768  # that are chosen of one video
-    max_video_pixels: int = 3 * 2**23  # of all chosen frames of one video, after scaling
-    video_seconds: float = 30.0  # for decoding one video
+    hosts: tuple[AllowedHost, ...] = ()  # hosts to fetch from; (): nothing is fetched
+    local_path: str | None = None  # folder of file: URLs; None: they are not allowed
+    max_images: int = MAX_IMAGES  # images of one prompt
+    max_bytes: int = 20 * 2**20  # bytes of one image's file
+    max_pixels: int = 2**26  # pixels of one image
+    fetch_seconds: float = 10.0  # time for fetching all images and videos of one prompt
+    max_videos: int = MAX_VIDEOS  # videos of one prompt
+    max_video_bytes: int = 64 * 2**20  # bytes of one video's file
+    max_video_frames: int = 768  # frames that are chosen from one video
+    max_video_pixels: int = 3 * 2**23  # pixels of all chosen frames of one video, after scaling
+    video_seconds: float = 30.0  # time for decoding one video
 
     def num_bytes(self, kind: str) -> int:
-        """Largest file of a kind of media."""
+        """Return the largest number of bytes of a file of this kind of media."""
         return self.max_video_bytes if kind == "video" else self.max_bytes
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a class may have one such base only
 class MediaSettings:
-    """Settings of images and videos in requests."""
+    """Settings for the images and videos in requests."""
 
     allowed_media_domains: list[str] = setting(
         [],
         "hosts from which images and videos of requests may be fetched: HOST, HOST:PORT,"
-        " *.example.com, or * for all; addresses that are not public must be listed themselves;"
-        " default: none, so that they come as data: URLs",
+        " *.example.com, or * for all; an address that is not public must be listed itself;"
+        " default: none, so that only data: URLs can be sent",
         many=True,
     )
     allowed_local_media_path: str | None = setting(
@@ -95,14 +95,14 @@ class MediaSettings:
         f"maximum number of images and videos in one prompt, as {LIMIT_FORM}; default:"
         f" {MAX_IMAGES} images and {MAX_VIDEOS} videos",
     )
-    max_media_bytes: int = setting(20 * 2**20, "largest file of one image in bytes", low=1)
+    max_media_bytes: int = setting(20 * 2**20, "largest image file in bytes", low=1)
     max_image_pixels: int = setting(
         2**26, "maximum pixels of one image, checked before it is decoded", low=1, high=2**28
     )
     media_fetch_timeout: float = setting(
         10.0, "seconds that fetching all images and videos of one request may take", low=0.001
     )
-    max_video_bytes: int = setting(64 * 2**20, "largest file of one video in bytes", low=1)
+    max_video_bytes: int = setting(64 * 2**20, "largest video file in bytes", low=1)
     max_video_frames: int = setting(
         768, "maximum frames of one video that the model sees", low=1, high=2**14
     )
@@ -121,7 +121,7 @@ class MediaSettings:
 
     @property
     def media_limits(self) -> MediaLimits:
-        """Parsed settings of images and videos. Raises InputError."""
+        """The parsed settings. Raises InputError."""
         folder = self.allowed_local_media_path
         if folder is not None and not Path(folder).is_dir():
             raise InputError("--allowed-local-media-path", f"{folder} is not a folder")
@@ -142,7 +142,7 @@ class MediaSettings:
 
 
 def _counts(text: str | None) -> dict[str, int]:
-    """Parse the most media of each kind. Raises InputError."""
+    """Parse the maximum number of media of each kind. Raises InputError."""
     from qserve.multimodal.media import KINDS  # loads numpy
 
     if text is None:

@@ -1,4 +1,4 @@
-"""Bytes of an image or a video by its URL: data:, http(s):, or file: below an allowed folder."""
+"""Reading of an image or a video by its URL: data:, http(s):, or file: in an allowed folder."""
 
 import base64
 import binascii
@@ -15,7 +15,7 @@ from qserve.multimodal.settings import FLAG, MediaLimits
 SUBJECT = "media URL"
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,20}(?=:)")
 DATA_HEAD = re.compile(r"data:([^,;]{0,100})((?:;[^,;]{0,100}){0,8}?)(;base64)?,", re.IGNORECASE)
-# prefixes of a data: URL's type; a URL may have none
+# kind -> allowed prefixes of the media type in a data: URL; a URL without a media type is allowed
 TYPES = {
     "image": ("image/", "application/octet-stream"),
     "video": ("video/", "image/gif", "image/webp", "application/octet-stream"),
@@ -25,9 +25,9 @@ SPACES = str.maketrans("", "", " \t\r\n")
 
 
 def read_source(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> bytes:
-    """Return the bytes that a URL names. Raises InputError.
+    """Return the bytes of the file at a URL. Raises InputError.
 
-    `kind`: image or video. `ends`: when they must be there, by time.monotonic().
+    `ends`: deadline, as a value of time.monotonic(). `kind`: image or video.
     """
     found = SCHEME.match(url)
     scheme = found[0].lower() if found else ""
@@ -55,14 +55,16 @@ def read_source(url: str, limits: MediaLimits, ends: float, kind: str = "image")
 
 
 def read_data_url(url: str, max_bytes: int, kind: str = "image") -> bytes:
-    """Return the bytes in a data: URL. Raises InputError."""
+    """Decode the bytes in a data: URL. Raises InputError."""
     head = DATA_HEAD.match(url)
     if head is None or not head[3]:
-        raise InputError(SUBJECT, f"expected data:{kind}/TYPE;base64, and base64 text", "encode it")
+        raise InputError(
+            SUBJECT, f"expected data:{kind}/TYPE;base64, and base64 text", "encode the file's bytes"
+        )
     if head[1] and not head[1].lower().startswith(TYPES[kind]):
         a_kind = "an image" if kind == "image" else f"a {kind}"
-        raise InputError(SUBJECT, f"expected the type of {a_kind}, found {head[1]!r}")
-    if len(url) - head.end() > max_bytes * 3:  # also if each character is escaped as in URLs
+        raise InputError(SUBJECT, f"expected the media type of {a_kind}, found {head[1]!r}")
+    if len(url) - head.end() > max_bytes * 3:  # too large even if each character is %-escaped
         raise _too_large(max_bytes)
     text = url[head.end() :]
     if "%" in text:
@@ -82,11 +84,11 @@ def read_data_url(url: str, max_bytes: int, kind: str = "image") -> bytes:
 
 
 def _too_large(max_bytes: int) -> InputError:
-    return InputError(SUBJECT, f"has more than {max_bytes} bytes", "send a smaller one")
+    return InputError(SUBJECT, f"has more than {max_bytes} bytes", "send a smaller file")
 
 
 def _read_file(url: str, folder: str, max_bytes: int) -> bytes:
-    """Read a file below a folder; links may not lead out of it."""
+    """Read a file in a folder or its subfolders. Links may not lead out of it."""
     refused = InputError(
         SUBJECT, f"names no regular file below {LOCAL_FLAG}", "send it as a data: URL"
     )
@@ -98,8 +100,8 @@ def _read_file(url: str, folder: str, max_bytes: int) -> bytes:
         path = Path(unquote(parts.path)).resolve(strict=True)
         if not path.is_relative_to(root):
             raise refused
-        # The path has no links now. One that appears before the next line is not followed at its
-        # end, and changes the path of what was opened elsewhere.
+        # `path` has no links now, but one may appear before the next line. O_NOFOLLOW refuses a
+        # link at its end. For one elsewhere in the path the check after opening fails.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -108,7 +110,7 @@ def _read_file(url: str, folder: str, max_bytes: int) -> bytes:
             if again != path or not os.path.samestat(os.stat(path), os.fstat(handle)):
                 raise refused
             found = file.read(max_bytes + 1)
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: a circle of links
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: links that form a circle
         raise refused from None
     if len(found) > max_bytes:
         raise _too_large(max_bytes)

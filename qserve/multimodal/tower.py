@@ -1,6 +1,7 @@
 """Tower: transformers' vision tower and projector of a model, with the checkpoint's weights.
 
-Legend: N tiles or images of one call, M embeddings of one item, C hidden size of the text model.
+Suffixes of tensor names: M embeddings of one item, C hidden size of the text model.
+For other suffixes see qwen_tower.py.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import round_layers_
 from qserve.multimodal.video_processor import VideoProcessor
 
-# Values of the pixels of one call, unless one item has more: bounds the memory of activations.
-# 21 tiles of 512 x 512, or 5 images of 1024 x 1024.
+# Limit of the pixel values of one call, which limits the memory of activations: 21 tiles of 512 x
+# 512, or 5 images of 1024 x 1024. A single item may have more.
 MAX_VALUES = 2**24
 
 
@@ -41,18 +42,19 @@ class Tower(torch.nn.Module):
         dtype: torch.dtype,
         encodes_alone: bool = False,
     ) -> None:
-        """`model`: transformers' model without its text part.
+        """Store the parts of the tower.
 
-        `normalizers`: by kind of media. `encodes_alone`: each frame in a call of its own, so that
-        its embeddings have the same bits whatever else a step encodes.
+        `model`: transformers' model without its text part. `normalizers`: kind of media ->
+        normalizer. `encodes_alone`: encode each frame in a call of its own, so that the
+        bits of its embeddings do not depend on what else a step encodes.
         """
         super().__init__()
         self.encodes_alone = encodes_alone
         self.config, self.normalizers, self.dtype = config, normalizers, dtype
         self.model = model
-        # instead of one of ENCODERS
+        # encoder of the "grid" families, which have no row in ENCODERS
         self.of_grids = QwenTower(model.visual) if config.family.encoder == "grid" else None
-        # patches of images of one size, and the rows and columns of each -> embeddings
+        # patches of images of one size, rows, columns -> embeddings
         self.encode_grid = None if self.of_grids is None else self.of_grids.encode
 
     @classmethod
@@ -67,15 +69,17 @@ class Tower(torch.nn.Module):
         encodes_alone: bool = False,
         scheme: str | None = None,
     ) -> "Tower":
-        """Build the tower. `entries`: its tensors by stored name; None: random weights.
+        """Load the tower. Raises InputError.
 
-        `scheme`: of the linears in its layers; None: float. Raises InputError.
+        `entries`: name in the checkpoint -> tensor; None: random weights. `scheme`: scheme of the
+        linears in the tower's layers; None: float.
         """
         model = _without_text(config, is_random=entries is None)
         if entries is not None:
             _fill_(model, config.family, entries, str(folder))
         model = model.to(device).requires_grad_(False)
-        for parameter in model.parameters():  # frequencies of rotations stay in float32
+        # Only parameters are converted: the rotary frequencies, which are buffers, stay in float32.
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.eval()
         if scheme is not None:
@@ -88,7 +92,7 @@ class Tower(torch.nn.Module):
 
     @property
     def workspace_bytes(self) -> int:
-        """Estimate of the memory of one call: the activations of a layer, and the pixels."""
+        """Estimated memory of one call: the activations of a layer, and the pixels."""
         num_patches = MAX_VALUES // self._values_of_patch
         pixels = (2 * self.dtype.itemsize + 16) * MAX_VALUES
         return self.activation_bytes(num_patches) + pixels
@@ -99,10 +103,11 @@ class Tower(torch.nn.Module):
         return 3 * side_of(vision, "patch_size") ** 2 * vision.get("temporal_patch_size", 1)
 
     def activation_bytes(self, num_patches: int) -> int:
-        """Estimate of the activations of a layer."""
+        """Return the estimated memory of the activations of a layer."""
         vision = self.config.values["vision_config"]
         hidden = vision.get("embed_dim", vision["hidden_size"])
-        # the stream, norm, queries, keys, values, their rotation, output; twice the feed-forward
+        # residual stream, norm, queries, keys and values, rotated queries and keys, output; and the
+        # feed-forward twice
         of_patch = 10 * hidden + 2 * vision.get("intermediate_size", 4 * hidden)
         return self.dtype.itemsize * num_patches * of_patch
 
@@ -112,7 +117,7 @@ class Tower(torch.nn.Module):
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:
-        """Return the embeddings [M, C] of each item."""
+        """Compute the embeddings [M, C] of each item."""
         frames = [(index, frame) for index, item in enumerate(items) for frame in frames_of(item)]
         groups: dict[tuple, list[int]] = {}
         for number, (_, frame) in enumerate(frames):
@@ -136,7 +141,7 @@ class Tower(torch.nn.Module):
         for frame in frames:
             for feature in frame.features:
                 if self.encode_grid is not None and feature.name == "image_grid_thw":
-                    continue  # it stays on the host
+                    continue  # only the host needs it
                 tensor = self._to_device(feature)
                 if feature.dtype == "uint8":
                     tensor = self.normalizers[frame.kind](tensor).to(self.dtype)
@@ -148,7 +153,7 @@ class Tower(torch.nn.Module):
         return ENCODERS[self.config.family.encoder](self.model, inputs)
 
     def _to_device(self, feature: Feature) -> torch.Tensor:
-        """Copy an array to the device, without waiting for it."""
+        """Copy a feature to the device, without waiting for the copy."""
         array, is_cuda = feature.array(), self.device.type == "cuda"
         dtype = getattr(torch, feature.dtype)
         host = torch.empty(array.shape, dtype=dtype, pin_memory=is_cuda)
@@ -157,20 +162,20 @@ class Tower(torch.nn.Module):
 
 
 def _likeness(feature: Feature) -> tuple[Any, ...]:
-    """Return a key: features with the same key are encoded in one call."""
+    """Return a key; features with equal keys can be encoded in one call."""
     of_grid = feature.data if feature.name == "image_grid_thw" else b""
     return feature.name, feature.shape, of_grid
 
 
 class Frame(NamedTuple):
-    """An image, or a group of frames of a video, which a tower sees together."""
+    """An image, or a group of frames of a video: the smallest input of the tower."""
 
-    kind: str  # of media.KINDS
+    kind: str  # one of media.KINDS
     features: tuple[Feature, ...]
 
 
 def frames_of(item: MediaItem) -> list[Frame]:
-    """Return the frames of an item: no tower sees one of them while it encodes another."""
+    """Split an item into frames, each of which the tower encodes independently."""
     count = item.grid[0] if item.grid else 1
     if count == 1:
         return [Frame(item.kind, item.features)]
@@ -188,7 +193,7 @@ def _grid_of(frame: Frame) -> np.ndarray:
 
 
 class Normalizer:
-    """The last step of an image processor: bytes to numbers, as transformers computes it."""
+    """The last step of an image processor: converts bytes to floats as transformers does."""
 
     def __init__(self, factor: float, mean: torch.Tensor, std: torch.Tensor) -> None:
         self.factor, self.mean, self.std = factor, mean, std
@@ -204,7 +209,10 @@ class Normalizer:
 
     @classmethod
     def of_video(cls, options: Mapping[str, Any], device: torch.device) -> "Normalizer":
-        """Read the options of a video processor, whose factor is part of mean and deviation."""
+        """Read the options of a video processor.
+
+        Here, as in transformers, the factor is a part of mean and standard deviation.
+        """
         factor = options["rescale_factor"] if options["do_rescale"] else 1.0
         if not options["do_normalize"]:
             mean, std = torch.zeros(3, 1, device=device), torch.ones(3, 1, device=device)
@@ -216,20 +224,20 @@ class Normalizer:
         return cls(1.0, mean, std)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """`pixels`: uint8, with channels, rows and columns last, or rows of patches."""
-        if pixels.ndim == 2:  # each patch has its channels one after the other
+        """Normalize uint8 pixels [..., channels, rows, columns], or patches [N, values]."""
+        if pixels.ndim == 2:  # in a patch all values of one channel are next to each other
             return self._normalized(pixels.unflatten(1, (len(self.mean), -1))).flatten(1)
         return self._normalized(pixels.flatten(-2)).view(pixels.shape)
 
     def _normalized(self, pixels: torch.Tensor) -> torch.Tensor:
-        # The product in float64, as in transformers: another rounding is another pixel.
+        # float64, as in transformers: another rounding would give another pixel
         return ((pixels.double() * self.factor).float() - self.mean) / self.std
 
 
 def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
-    """Return the vision part of transformers' model: no call of an encoder needs the text part.
+    """Return the vision part of transformers' model; no encoder calls the text part.
 
-    Without `is_random` its weights are not initialized.
+    `is_random`: initialize the weights at random; else they are left uninitialized.
     """
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
@@ -240,7 +248,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     for key in ("layer_types", "mlp_only_layers"):
         if text.get(key):
             text[key] = text[key][-1:] if key == "layer_types" else []
-    text.pop("per_layer_config", None)  # of layers that are left out
+    text.pop("per_layer_config", None)  # it describes layers that are left out
     for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if text.get(key):
             text[key] = 0
@@ -258,7 +266,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
 def _fill_(
     model: torch.nn.Module, family: VisionFamily, entries: Mapping[str, TensorEntry], folder: str
 ) -> None:
-    """Copy a checkpoint's tensors to the vision part. Raises CheckpointError."""
+    """Copy a checkpoint's tensors into the vision part. Raises CheckpointError."""
     prefixes = family.prefixes
     state = {
         name: tensor
@@ -272,7 +280,7 @@ def _fill_(
             if prefix is None:
                 continue
             name = prefixes[prefix] + stored.removeprefix(prefix)
-            if name.endswith("position_ids"):  # a constant, which older files hold
+            if name.endswith("position_ids"):  # a constant that older checkpoints contain
                 continue
             if name not in state:
                 raise CheckpointError(

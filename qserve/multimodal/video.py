@@ -1,4 +1,4 @@
-"""Video: frames that are read when they are needed, and the sources that make one of them.
+"""Video: frames that are read when they are needed. Here it is made from frames in memory.
 
 Loads no torch.
 """
@@ -19,21 +19,21 @@ FORMS = "a list of PIL images or an array [frames, height, width, 3] of bytes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Video:
-    """Frames of one size."""
+    """The frames of a video, all of one size."""
 
     num_frames: int
-    fps: float | None  # None: unknown
+    fps: float | None  # frames per second; None: unknown
     height: int
     width: int
-    digest: str  # SHA-256 of the content, in hexadecimal
-    # choose some of the frames; None: as the model's video processor says
+    digest: str  # SHA-256 of the content, as hex digits
+    # True: the model sees some of the frames; False: all; None: the model's video processor decides
     do_sample_frames: bool | None = None
-    # (indices in ascending order) -> these frames, uint8 [height, width, 3]
+    # indices in ascending order -> frames, uint8 [height, width, 3]
     read: Callable[[Sequence[int]], Iterator[np.ndarray]]
 
 
 def video_of_frames(stated: Any) -> Video:
-    """Return the video of frames, or of a pair of frames and options. Raises InputError."""
+    """Make a video from frames, or from a pair of frames and options. Raises InputError."""
     options: Mapping[str, Any] = {}
     if isinstance(stated, tuple) and len(stated) == 2 and isinstance(stated[1], Mapping):
         stated, options = stated
@@ -58,7 +58,7 @@ def video_of_frames(stated: Any) -> Video:
 
 
 def _frames(stated: Any) -> Sequence[np.ndarray]:
-    """Return frames as arrays of bytes of one shape. Raises InputError."""
+    """Convert frames to uint8 arrays of one shape. Raises InputError."""
     frames: Any
     if isinstance(stated, list | tuple):
         is_image = [all(hasattr(each, name) for name in ("size", "convert")) for each in stated]

@@ -1,7 +1,8 @@
-"""VideoProcessor: chooses, scales and cuts frames as transformers' video processors of Qwen do.
+"""VideoProcessor: chooses, scales and cuts frames exactly as transformers' processors of Qwen do.
 
-Those need torchvision, and use only torch's part of it, so they are not called here.
-Legend: G groups of frames, H and W height and width, P patches of a group, V values of a patch.
+transformers' video processors need torchvision but compute with torch alone, so they are not used.
+
+Suffixes of array names: G groups of frames, P patches of a group, V values of a patch.
 """
 
 import json
@@ -17,16 +18,17 @@ from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.video import SUBJECT, Video
 
-# Files with the options, the first found counts, and the key inside of them; "": the whole file.
+# (file that may have the options, key of the options in it; "": the whole file); the first one
+# found counts
 FILES = (
     ("processor_config.json", "video_processor"),
     ("video_preprocessor_config.json", ""),
     ("preprocessor_config.json", ""),
 )
-UNKNOWN_FPS = 24.0  # as in transformers
-DEFAULT_FPS = 2.0  # frames that are chosen for a second, where the options do not say it
-MAX_RATIO = 200  # of the sides
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+UNKNOWN_FPS = 24.0  # assumed for a video that does not state it, as in transformers
+DEFAULT_FPS = 2.0  # number of frames chosen per second, where the options do not state it
+MAX_RATIO = 200  # limit for the ratio of the longer to the shorter side
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
 COMMON: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
@@ -41,37 +43,41 @@ COMMON: dict[str, Any] = {
     "max_frames": 768,
     "cap_pixels_per_frame": None,
 }
-EDGES = ("shortest_edge", "longest_edge")  # keys of `size`, which has numbers of pixels
+# keys of `size`; despite their names they are the least and the most pixels
+EDGES = ("shortest_edge", "longest_edge")
 
 
 class VideoLimits(NamedTuple):
-    """Limits in addition to the model's own. None: no other."""
+    """Limits in addition to the model's own. None: no limit."""
 
-    max_frames: int | None = None  # that are chosen
-    max_pixels: int | None = None  # of all chosen frames together, after scaling
+    max_frames: int | None = None  # number of chosen frames
+    max_pixels: int | None = None  # pixels of all chosen frames together, after scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """Chosen frames of one video, as inputs of the encoder."""
+    """The chosen frames of one video, as inputs of the encoder."""
 
     seconds: tuple[float, ...]  # mean time of each group
     seconds_per_group: float
     patches_GPV: np.ndarray  # uint8
-    grid: tuple[int, int, int]  # groups, rows and columns of patches
+    grid: tuple[int, int, int]  # numbers of groups, and of rows and columns of patches
 
 
 class VideoProcessor:
-    """Options of one model's video processor."""
+    """The video processor of one model."""
 
     def __init__(self, folder: str | Path, kind: str) -> None:
-        """`kind`: a row of KINDS. Raises InputError."""
+        """Read the options in a model's folder. Raises InputError.
+
+        `kind`: key of KINDS.
+        """
         self._kind = KINDS[kind]
         self.options = {**COMMON, **self._kind.defaults, **_stated_options(Path(folder))}
         size = dict(self.options["size"])
         if self._kind.has_pixel_keys:
             for key, edge in zip(("min_pixels", "max_pixels"), EDGES, strict=True):
-                # older files have them inside of `size`
+                # Older files have these keys inside of `size`.
                 stated = self.options.get(key) or size.get(key)
                 if stated is not None:
                     size[edge] = stated
@@ -85,11 +91,11 @@ class VideoProcessor:
 
     @property
     def text(self) -> str:
-        """All options."""
+        """All options as JSON text."""
         return json.dumps(self.options, sort_keys=True, default=str)
 
     def prepare(self, video: Video, limits: VideoLimits = VideoLimits()) -> Clip:  # noqa: B008
-        """Choose, scale and cut frames. Raises InputError."""
+        """Choose frames of a video, scale them, and cut them into patches. Raises InputError."""
         group, patch = self.options["temporal_patch_size"], self.options["patch_size"]
         indices = self.sample(video, limits.max_frames)
         height, width = self.size(len(indices), video.height, video.width, limits.max_pixels)
@@ -114,7 +120,7 @@ class VideoProcessor:
         )
 
     def sample(self, video: Video, most: int | None = None) -> list[int]:
-        """Return the indices of the frames that the model sees."""
+        """Return the indices of the frames that the model sees, at most `most`."""
         if not self._samples(video):
             return list(range(video.num_frames))
         total, options = video.num_frames, self.options
@@ -128,7 +134,10 @@ class VideoProcessor:
     def size(
         self, num_frames: int, height: int, width: int, most: int | None = None
     ) -> tuple[int, int]:
-        """Return the height and width to which frames are scaled. Raises InputError."""
+        """Return the height and width to which frames are scaled. Raises InputError.
+
+        `most`: limit for the pixels of all frames together.
+        """
         unit = self.options["patch_size"] * self.options["merge_size"]
         if self.options["do_resize"]:
             height, width = self._kind.size(num_frames, (height, width), unit, self.options, most)
@@ -145,7 +154,7 @@ class VideoProcessor:
         return bool(self.options["do_sample_frames"] if stated is None else stated)
 
     def _scaled(self, frame: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Scale a frame as torchvision does on a CPU; another rounding is another pixel."""
+        """Scale a frame exactly as torchvision does on a CPU."""
         if frame.shape[:2] == (height, width):
             return frame
         import torch
@@ -164,7 +173,7 @@ class VideoProcessor:
 
 
 def _stated_options(folder: Path) -> dict[str, Any]:
-    """Return the options in the first file of FILES that has them."""
+    """Read the options from the first file of FILES that has them."""
     for name, key in FILES:
         if (folder / name).is_file():
             found = read_json(folder / name)
@@ -175,7 +184,7 @@ def _stated_options(folder: Path) -> dict[str, Any]:
 
 
 def _groups(frames: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Yield stacks of `length` frames; the last frame fills up the last of them."""
+    """Yield stacks of `length` frames. The last one is filled up with copies of the last frame."""
     chosen: list[np.ndarray] = []
     for frame in frames:
         chosen.append(frame)
@@ -187,7 +196,10 @@ def _groups(frames: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
 
 
 def _patches(frames: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """Cut frames [group, H, W, 3] to patches [P, V], those of one embedding next to each other."""
+    """Cut frames [group, height, width, 3] into patches [P, V].
+
+    The patches of one embedding are next to each other.
+    """
     group, height, width, _ = frames.shape
     rows, columns = height // (patch * merge), width // (patch * merge)
     cut = frames.reshape(group, rows, merge, patch, columns, merge, patch, 3)
@@ -198,7 +210,7 @@ def _patches(frames: np.ndarray, patch: int, merge: int) -> np.ndarray:
 def _sample_evenly(
     total: int, count: float, low: int, high: int, options: Mapping[str, Any]
 ) -> list[int]:
-    """Qwen3-VL: from the first frame to the last one."""
+    """Choose frames at equal distances, from the first one to the last one (Qwen3-VL)."""
     chosen = min(max(int(count), low), high, total)
     return np.linspace(0, total - 1, chosen).round().astype(int).tolist()
 
@@ -206,7 +218,7 @@ def _sample_evenly(
 def _sample_groups(
     total: int, count: float, low: int, high: int, options: Mapping[str, Any]
 ) -> list[int]:
-    """Qwen2.5-VL: whole groups at equal distances from the first frame on."""
+    """Choose frames at equal distances from the first one on, in whole groups (Qwen2.5-VL)."""
     group = options["temporal_patch_size"]
     chosen = math.floor(min(max(count, low), high // group * group, total) / group) * group
     if chosen < group:
@@ -220,7 +232,7 @@ Sides = tuple[int, int]
 def _size_of_all(
     num_frames: int, sides: Sides, unit: int, options: Mapping[str, Any], most: int | None
 ) -> Sides:
-    """Qwen3-VL: `size` bounds the pixels of all frames together."""
+    """Return the scaled sides, where `size` limits the pixels of all frames together (Qwen3-VL)."""
     low, high = (options["size"][edge] for edge in EDGES)
     group = options["temporal_patch_size"]
     times = max(num_frames, group)
@@ -238,7 +250,7 @@ def _size_of_all(
 def _size_of_each(
     num_frames: int, sides: Sides, unit: int, options: Mapping[str, Any], most: int | None
 ) -> Sides:
-    """Qwen2.5-VL: `size` bounds the pixels of each frame."""
+    """Return the scaled sides, where `size` limits the pixels of each frame (Qwen2.5-VL)."""
     low, high = (options["size"][edge] for edge in EDGES)
     if options["cap_pixels_per_frame"]:
         total = int(options["max_video_tokens"] * unit**2 * 0.9)
@@ -250,10 +262,10 @@ def _size_of_each(
 
 
 def _fitted(sides: Sides, unit: int, low: int, high: int, times: int, counted: int) -> Sides:
-    """Scale sides to multiples of `unit` so that the area, multiplied, is from `low` to `high`.
+    """Scale sides to multiples of `unit`, with an area from `low` to `high`. Raises InputError.
 
-    `times`: the factor of the area; `counted`: that of the area that is compared.
-    Raises InputError.
+    The area is multiplied by a number of frames: by `counted` where it is compared with the limits,
+    by `times` where the scale is computed.
     """
     if max(sides) > MAX_RATIO * min(sides):
         raise InputError(
@@ -270,20 +282,20 @@ def _fitted(sides: Sides, unit: int, low: int, high: int, times: int, counted: i
     return rounded[0], rounded[1]
 
 
-# number of frames, requested number, least, most, options -> indices
+# number of frames, requested number, least number, greatest number, options -> indices
 Sample = Callable[[int, float, int, int, Mapping[str, Any]], list[int]]
-# number of frames, height and width, multiple, options, most pixels of all -> height and width
+# number of frames, (height, width), unit, options, most pixels of all frames -> (height, width)
 Size = Callable[[int, Sides, int, Mapping[str, Any], int | None], Sides]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoKind:
-    """One video processor of transformers."""
+    """Describes one video processor of transformers."""
 
     defaults: Mapping[str, Any]
     sample: Sample
     size: Size
-    has_pixel_keys: bool = False  # it reads min_pixels and max_pixels
+    has_pixel_keys: bool = False  # True: the options may have min_pixels and max_pixels
 
 
 KINDS: dict[str, VideoKind] = {

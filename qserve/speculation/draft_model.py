@@ -19,14 +19,14 @@ from qserve.speculation.drafter import BuildContext
 
 
 class DraftModelDrafter:
-    """A DeviceDrafter."""
+    """Drafts with a smaller model. See DeviceDrafter."""
 
     taps: tuple[int, ...] = ()
     looks_ahead = reads_images = False
     places_after = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
-        """`vocab_size`: of the target. It may differ from the drafter's by padding."""
+        """`vocab_size`: the target's vocabulary size. The drafter's may differ by padding."""
         self._decoder = decoder
         self._vocab_size = vocab_size
         self.attentions = tuple(layer.attention for layer in decoder.layers)

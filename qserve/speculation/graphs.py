@@ -111,7 +111,7 @@ class SpeculativeGraphs:
     """Captures and runs the speculative graphs."""
 
     def __init__(self, state: State, graphs: StepGraphs, device: torch.device) -> None:
-        """`graphs`: graphs of the model."""
+        """`graphs`: CUDA graphs of the model's own steps."""
         self.state, self._graphs, self.device = state, graphs, device
         self._copies = PinnedCopies(device)
         self._entries: dict[GraphKey, _Entry] = {}

@@ -31,7 +31,10 @@ class _Occurrences:
 
 
 class NgramDrafter:
-    """A HostDrafter. Its memory is one entry per token and n-gram length."""
+    """Drafts by prompt lookup. See HostDrafter.
+
+    Its memory is one entry per token and n-gram length.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._range = config.prompt_lookup_min, config.prompt_lookup_max

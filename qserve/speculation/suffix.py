@@ -43,7 +43,7 @@ class _Occurrences:
 
 
 class SuffixDrafter:
-    """A HostDrafter."""
+    """Drafts by suffix decoding. See HostDrafter."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._max_depth = config.suffix_decoding_max_tree_depth

@@ -12,7 +12,7 @@ from qserve.errors import ParameterError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
-MAX_GRAMMAR_CHARS = 64 * 1024  # of a grammar, of a regex, and of all choices together
+MAX_GRAMMAR_CHARS = 64 * 1024  # limit of a grammar, of a regex, and of all choices together
 MAX_CHOICES = 4096
 MAX_DEPTH = 64  # maximum nesting of brackets
 FIELD = "structured_outputs"

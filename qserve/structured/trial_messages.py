@@ -26,7 +26,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a fork: the grammar compiles within the limits."""
 
-    text: str  # in llguidance's JSON
+    text: str  # the grammar in llguidance's JSON
     num_bytes: int  # size of the compiled grammar
     copy_bytes: int  # additional bytes per output
 

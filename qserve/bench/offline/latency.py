@@ -1,4 +1,4 @@
-"""`qserve bench latency`: time one static batch in this process as a whole."""
+"""`qserve bench latency`: measure the time of one static batch in this process."""
 
 import dataclasses
 import time
@@ -19,11 +19,11 @@ from qserve.profile.recorder import recorded
 from qserve.profile.report import write_report
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-MOST_ID = 10_000  # prompts are random ids below this, as in vLLM
+MOST_ID = 10_000  # prompts have random token ids below this one, as in vLLM
 
 
 def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -> int:
-    """Run `bench latency`. The prefix cache is emptied before each iteration."""
+    """Run `bench latency`. Each iteration begins with an empty prefix cache."""
     engine = local_config(engine)
     check_input_len(engine, settings.input_len, settings.output_len)
     llm = LLM(**dataclasses.asdict(engine))
@@ -40,7 +40,7 @@ def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -
     )
 
     def run() -> tuple[float, float]:
-        """Seconds to the end of the batch, and to the latest first token of a request."""
+        """Return the seconds to the end of the batch, and to the last request's first token."""
         llm.reset_prefix_cache()
         started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -7,7 +7,10 @@ from qserve.command_line.setting import check_settings, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySettings:
-    """One static batch, run repeatedly. Names and defaults are vLLM's."""
+    """Settings of `bench latency`, which runs one static batch repeatedly.
+
+    Names and defaults are those of vLLM.
+    """
 
     input_len: int = setting(32, "prompt length of each request in tokens", low=1)
     output_len: int = setting(128, "output length of each request in tokens", low=1)
@@ -26,7 +29,7 @@ class LatencySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSettings:
-    """All requests sent together, in this process. Names are vLLM's."""
+    """Settings of `bench throughput`, which runs all requests together. Names are those of vLLM."""
 
     n: int = setting(1, "number of outputs per request", low=1)
     num_warmups: int = setting(0, "warm-up requests, not measured", low=0)
@@ -42,7 +45,7 @@ class ThroughputSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupSettings:
-    """Starts of a separate process, up to the first token."""
+    """Settings of `bench startup`, which starts separate processes up to the first token."""
 
     num_iters_cold: int = setting(3, "cold starts, with an empty cache of compiled kernels", low=1)
     num_iters_warmup: int = setting(1, "starts before the warm ones, not measured", low=0)

@@ -1,6 +1,6 @@
-"""Times of one start as JSON: `python -m qserve.bench.offline.start_once SETTINGS INPUT_LEN`.
+"""`python -m qserve.bench.offline.start_once SETTINGS INPUT_LEN`: print times of one start as JSON.
 
-The clock starts with the first import; the parent process adds the time before it.
+The clock starts before the first import. The parent process adds the time before that.
 """
 
 import time
@@ -13,7 +13,7 @@ import sys  # noqa: E402
 
 
 class PhaseTimes(logging.Handler):
-    """Collects the phase times logged by qserve/engine/start_phases.py."""
+    """Collects the times of phases that qserve/engine/start_phases.py logs."""
 
     def __init__(self) -> None:
         super().__init__()

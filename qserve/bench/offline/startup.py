@@ -1,7 +1,8 @@
-"""`qserve bench startup`: time from the start of a process to its first token, cold and warm.
+"""`qserve bench startup`: measure the time from the start of a process to its first token.
 
-In a cold start the cache of compiled kernels is empty; the model's files may be in the page cache.
-This module loads no torch; the processes it starts do.
+In a cold start the cache of compiled kernels is empty. A warm start finds kernels compiled by an
+earlier start. In both the model's files may be in the operating system's page cache. This module
+loads no torch, but the processes that it starts do.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from qserve.config import EngineConfig
 from qserve.hub.local import local_config
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-ROWS = {  # row -> (from, to)
+ROWS = {  # row of the table -> (begin, end) of its period
     "process to imports": ("started", "imported"),
     "imports to ready": ("imported", "ready"),
     "ready to first token": ("ready", "first_token"),
@@ -30,7 +31,7 @@ ROWS = {  # row -> (from, to)
 
 
 def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -> int:
-    """Run `bench startup`. A start is measured from process start to ready, as in vLLM's keys."""
+    """Run `bench startup`. The keys of startup times mean process start to ready, as in vLLM."""
     engine = local_config(engine)
     cold: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as caches:
@@ -38,7 +39,7 @@ def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -
             cache = os.path.join(caches, str(i))
             cold.append(start(engine, settings.input_len, cache))
             print(_line("cold", cold[-1]), flush=True)
-        # Warm starts find the kernels compiled by the last cold start.
+        # Warm starts use the cache of the last cold start.
         for _ in range(settings.num_iters_warmup):
             start(engine, settings.input_len, cache)
         warm = []
@@ -82,7 +83,10 @@ def _line(name: str, found: dict[str, Any]) -> str:
 
 
 def start(engine: EngineConfig, input_len: int, cache: str) -> dict[str, Any]:
-    """Times (time.time()) of one start that uses the compiled kernels in `cache`."""
+    """Start one process with `cache` as its folder of compiled kernels.
+
+    Return its times, measured by time.time(), and the durations of its phases.
+    """
     command = [sys.executable, "-m", "qserve.bench.offline.start_once"]
     command += [json.dumps(dataclasses.asdict(engine)), str(input_len)]
     started = time.time()

@@ -1,4 +1,4 @@
-"""`qserve bench throughput`: run all requests together in this process until the last ends."""
+"""`qserve bench throughput`: measure the time of many requests, sent together in this process."""
 
 import dataclasses
 import time
@@ -25,7 +25,7 @@ from qserve.profile.report import write_report
 def bench_throughput(
     model: str, engine: EngineConfig, data: DatasetSettings, settings: ThroughputSettings
 ) -> int:
-    """Run `bench throughput`. Prompts share no prefix unless the data set says so."""
+    """Run `bench throughput`. Prompts share a prefix only if the data set has one."""
     engine = local_config(engine)
     llm = LLM(**dataclasses.asdict(engine))
     llm.capture_graphs()
@@ -75,7 +75,7 @@ def bench_throughput(
 def run(
     llm: LLM, samples: list[Sample], settings: ThroughputSettings, show: bool
 ) -> dict[str, Any]:
-    """Run all samples; return the duration and the statistics of steps."""
+    """Run all samples. Return the duration, token counts and statistics of the steps."""
     engine = llm.llm_engine
     batches, num_preempted, peak_pages, num_input, num_output = [], 0, 0, 0, 0
     with tqdm(total=len(samples), desc="Processed prompts", disable=not show) as bar:

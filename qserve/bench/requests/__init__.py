@@ -1,1 +1,1 @@
-"""Requests that benchmarks send: data sets, traces, send times."""
+"""The requests that benchmarks send: data sets, traces and send times."""

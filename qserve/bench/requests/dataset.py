@@ -1,4 +1,4 @@
-"""Data sets of requests to send. A row of DATASETS makes samples from settings. Loads no torch."""
+"""Data sets of requests. Each function in READERS yields the samples of one. Loads no torch."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from qserve.bench.requests.dataset_settings import DatasetSettings
 from qserve.bench.requests.token_text import TokenText
 from qserve.bench.requests.trace import MOONCAKE_BLOCK, read_trace
 
-# vLLM's limits: shorter and longer conversations are skipped.
+# vLLM's limits in tokens: shorter and longer conversations are skipped
 SHAREGPT_MIN, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 SONNET_INTRODUCTION = "Pick as many lines as you can from these lines:"
 
@@ -25,13 +25,16 @@ class Sample:
     """One request to send."""
 
     prompt: str | list[int]
-    prompt_len: int
-    output_len: int
-    arrival: float | None = None  # seconds from the start, if the data set has times
+    prompt_len: int  # in tokens
+    output_len: int  # in tokens
+    arrival: float | None = None  # seconds from the start; None: the data set has no times
 
 
 def load_samples(settings: DatasetSettings, text: TokenText, seed: int) -> list[Sample]:
-    """Return `num_prompts` samples; a file with fewer is repeated. Raises InputError."""
+    """Return `num_prompts` samples. A file with fewer is repeated. Raises InputError.
+
+    Requests with times are not repeated, so there may be fewer of these.
+    """
     random = np.random.default_rng(seed)
     samples: list[Sample] = []
     for sample in READERS[settings.dataset_name](settings, text, random):
@@ -41,7 +44,7 @@ def load_samples(settings: DatasetSettings, text: TokenText, seed: int) -> list[
     if not samples:
         raise InputError(
             settings.dataset_path or settings.dataset_name,
-            "contains no request that can be sent",
+            "contains no usable request",
             "check that its prompts are not empty, too short or too long",
         )
     timed = samples[0].arrival is not None
@@ -65,7 +68,7 @@ def _random(
 
 
 def _draw(length: int, ratio: float, random: np.random.Generator) -> int:
-    """Draw uniformly from floor(L(1-r)) to ceil(L(1+r)), at least 1."""
+    """Draw uniformly from floor(L(1-r)) to ceil(L(1+r)), for length L and ratio r; at least 1."""
     low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
     return max(1, int(random.integers(low, high + 1)))
 
@@ -113,7 +116,7 @@ def _sonnet(
 
 
 def _bundled_lines() -> list[str]:
-    """Lines of the packaged calibration texts, for a first try without a file."""
+    """Return the lines of the packaged calibration texts, so that no file is required."""
     texts = Path(__file__).resolve().parents[3] / "calibrate" / "texts" / "texts.jsonl"
     lines = []
     for row in texts.read_text(encoding="utf-8").splitlines():
@@ -192,7 +195,7 @@ def _path(settings: DatasetSettings) -> str:
 
 
 def _rows(settings: DatasetSettings, field: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSON or JSON Lines file with their positions. Raises InputError."""
+    """Yield the rows of a JSON or JSON Lines file, each after its position. Raises InputError."""
     path = _path(settings)
     return json_rows(read_text(Path(path)), path, (field,))
 

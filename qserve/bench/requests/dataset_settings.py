@@ -1,6 +1,6 @@
 """Settings of the requests to send: data set, lengths, shared prefixes.
 
-Names are vLLM's. Loads no torch.
+The names are those of vLLM. Loads no torch.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ DATASETS = (
     "azure",
     "timed_trace",
 )
+# data sets for which `bench serve` sets --ignore-eos by default
 SYNTHETIC = ("random", "sonnet", "prefix_repetition", "burstgpt", "azure", "timed_trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSettings:
-    """Data set of a benchmark's requests."""
+    """Settings of a benchmark's requests."""
 
     dataset_name: str = setting(
         "random",
-        "random: token ids; sharegpt: a file of conversations; sonnet: lines after a shared "
-        "prefix; custom: JSON or JSON Lines with prompt and output_tokens; "
-        "prefix_repetition: repeated prefixes; burstgpt, azure, timed_trace (Mooncake's "
-        "jsonl): lengths of a trace, and its times with --use-trace-timestamps",
+        "random: random tokens; sharegpt: a file of conversations; sonnet: lines of text after a "
+        "shared prefix; custom: JSON or JSON Lines with prompt and output_tokens; "
+        "prefix_repetition: random tokens after one of several prefixes; burstgpt, azure, "
+        "timed_trace (Mooncake's jsonl): the lengths in a trace, and with "
+        "--use-trace-timestamps its times",
         DATASETS,
     )
     dataset_path: str | None = setting(None, "file of the data set, if it has one")
@@ -53,7 +55,7 @@ class DatasetSettings:
         low=0,
     )
     sharegpt_output_len: int | None = setting(
-        None, "sharegpt: output length in tokens; default: the length of the file's answers", low=1
+        None, "sharegpt: output length in tokens; default: the length of each answer", low=1
     )
     sonnet_input_len: int = setting(550, "sonnet: prompt length in tokens", low=1)
     sonnet_output_len: int = setting(150, "sonnet: output length in tokens", low=1)
@@ -63,15 +65,17 @@ class DatasetSettings:
         low=0,
     )
     custom_output_len: int = setting(
-        256, "custom: output length in tokens for lines without output_tokens", low=1
+        256, "custom: output length in tokens of requests without output_tokens", low=1
     )
     prefix_repetition_prefix_len: int = setting(
-        256, "prefix_repetition: length of a shared prefix in tokens", low=1
+        256, "prefix_repetition: length of each prefix in tokens", low=1
     )
     prefix_repetition_suffix_len: int = setting(
-        256, "prefix_repetition: tokens of a prompt after its prefix", low=1
+        256, "prefix_repetition: number of tokens after the prefix", low=1
     )
-    prefix_repetition_num_prefixes: int = setting(10, "different prefixes", low=1)
+    prefix_repetition_num_prefixes: int = setting(
+        10, "prefix_repetition: number of different prefixes", low=1
+    )
     prefix_repetition_output_len: int = setting(
         128, "prefix_repetition: output length in tokens", low=1
     )
@@ -82,11 +86,11 @@ class DatasetSettings:
     tokenizer: str | None = setting(
         None,
         "folder with tokenizer.json; default: the model, if it is a local folder; without a "
-        "tokenizer prompts are token ids, and text data sets count words",
+        "tokenizer, random prompts are sent as token ids, and texts are measured in words",
     )
     random_vocab_size: int | None = setting(
         None,
-        "random: token ids are below this; default: the vocabulary size of the tokenizer or "
+        "random tokens have ids below this one; default: the vocabulary size of the tokenizer or "
         "the model folder, else 8000",
         low=2,
     )

@@ -1,6 +1,6 @@
-"""TokenText: prompts of an exact number of tokens, as text if a tokenizer is available.
+"""TokenText: makes prompts of an exact number of tokens, as text if there is a tokenizer.
 
-Uses only the tokenizers library, which loads no torch.
+It uses only the package tokenizers, which loads no torch.
 """
 
 import json
@@ -15,10 +15,16 @@ ATTEMPTS = 10  # attempts to find a text that encodes to the requested number of
 
 
 class TokenText:
-    """Tokenizer of a folder, or none: then prompts stay token ids, and words count as tokens."""
+    """Makes and measures prompts with a folder's tokenizer.
+
+    If the folder has no tokenizer, prompts stay token ids, and each word counts as a token.
+    """
 
     def __init__(self, folder: str | None, vocab_size: int | None = None) -> None:
-        """`folder` need not exist: it may be the name of a remote model. Raises InputError."""
+        """Load the tokenizer of a folder, if there is one. Raises InputError.
+
+        `folder` may also be the name of a remote model, which has no tokenizer here.
+        """
         self._tokenizer, self._plain_ids = None, None
         self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
         path = None if folder is None else Path(folder)
@@ -37,7 +43,7 @@ class TokenText:
 
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
-            # The library raises plain Exception for unreadable files.
+            # The package raises plain Exception for unreadable files.
             raise InputError(str(file), f"cannot be read: {error}") from None
         special = set(self._tokenizer.get_added_tokens_decoder())
         size = min(self._tokenizer.get_vocab_size(), vocab_size or 2**31)
@@ -45,22 +51,22 @@ class TokenText:
         self.vocab_size = size
 
     def random_ids(self, count: int, random: np.random.Generator) -> list[int]:
-        """Random token ids, without control tokens as far as these are known."""
+        """Return random token ids, without control tokens if there is a tokenizer."""
         if self._plain_ids is not None:
             return self._plain_ids[random.integers(0, len(self._plain_ids), count)].tolist()
         return random.integers(0, self.vocab_size, count).tolist()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; without a tokenizer one placeholder per word."""
+        """Return the token ids of a text; without a tokenizer, one placeholder per word."""
         if self._tokenizer is None:
             return list(range(len(text.split())))
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def prompt(self, ids: list[int], random: np.random.Generator) -> tuple[str | list[int], int]:
-        """A prompt that encodes to `len(ids)` tokens if possible, and its length.
+        """Return a prompt, of `len(ids)` tokens if possible, and its length in tokens.
 
-        Decoding ids and encoding the text gives different ids, mostly fewer; the missing ones are
-        drawn again.
+        Encoding the text of some ids can give other ids, mostly fewer. This draws the missing ones
+        again, for a limited number of attempts.
         """
         if self._tokenizer is None:
             return ids, len(ids)

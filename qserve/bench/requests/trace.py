@@ -1,8 +1,8 @@
-"""Traces of requests: arrival times and lengths from the published files. Loads no torch.
+"""Traces of requests: reads arrival times and lengths from published files. Loads no torch.
 
-The first line determines the format: BurstGPT's and Azure's CSV, Mooncake's JSON lines (timestamp
-in milliseconds, input_length, output_length, hash_ids), Vidur's CSV, and a detailed result of
-`bench serve`.
+The formats are BurstGPT's and Azure's CSV, Mooncake's JSON lines (timestamp in milliseconds,
+input_length, output_length, hash_ids), Vidur's CSV, and a detailed result of `bench serve`. If it
+is not stated, the first line determines it.
 """
 
 import csv
@@ -22,15 +22,16 @@ class TraceRow:
     """One request of a trace."""
 
     arrival: float  # in seconds
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...] = ()  # equal leading ids stand for equal leading blocks of tokens
+    input_len: int  # in tokens
+    output_len: int  # in tokens
+    # an id for each block of the prompt: prompts whose first ids are equal share these blocks
+    hash_ids: tuple[int, ...] = ()
 
 
 def read_trace(path: str, most: int | None = None, kind: str | None = None) -> list[TraceRow]:
-    """The first `most` requests in order of arrival, the first at 0. Raises InputError.
+    """Read the first `most` requests of a file, ordered by arrival. Raises InputError.
 
-    `kind` is one of FORMATS; None detects it from the first line.
+    The first one arrives at 0. `kind`: key of FORMATS; None: detect it from the first line.
     """
     text_path = Path(path)
     if not text_path.is_file():
@@ -76,7 +77,7 @@ def _reader_of(path: str, head: str) -> Callable[[Iterator[str]], Iterator[Trace
 
 
 def _burstgpt(lines: Iterator[str]) -> Iterator[TraceRow]:
-    """Rows of GPT-4 that did not fail, as in vLLM."""
+    """Yield the requests to GPT-4 that did not fail, as vLLM does."""
     for row in csv.DictReader(lines):
         if row["Model"] == "GPT-4" and int(row["Response tokens"]) > 0:
             yield TraceRow(
@@ -122,7 +123,7 @@ def _vidur(lines: Iterator[str]) -> Iterator[TraceRow]:
 
 
 def _result(lines: Iterator[str]) -> Iterator[TraceRow]:
-    """Successful requests of a detailed result."""
+    """Yield the successful requests of a detailed result of `bench serve`."""
     content = json.loads("".join(lines))
     requests = zip(
         content["start_times"],
@@ -143,7 +144,7 @@ FORMATS = {
     "vidur": _vidur,
     "result": _result,
 }
-# A word in the first line -> the reader; the first match counts.
+# (text in the first line, reader); the first match counts
 BY_FIELD = (
     ("Response tokens", _burstgpt),
     ("ContextTokens", _azure),

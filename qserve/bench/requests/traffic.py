@@ -1,4 +1,4 @@
-"""Send times of requests: gamma-distributed intervals, at a constant rate or a ramp.
+"""Send times of requests, with gamma-distributed intervals and a constant or rising rate.
 
 Loads no torch.
 """
@@ -16,11 +16,12 @@ def arrival_times(
     ramp_up: tuple[str, float, float] | None = None,
     seed: int = 0,
 ) -> list[float]:
-    """Seconds from the start at which each of `count` requests is sent.
+    """Return the time of each of `count` requests, in seconds from the start.
 
-    The intervals are Gamma(burstiness, 1 / (rate * burstiness)): 1 is a Poisson process, infinity
-    is even spacing. Without `ramp_up` (strategy, start, end) the times are scaled so that the last
-    request is sent at count / rate, as in vLLM.
+    The intervals have the distribution Gamma(burstiness, 1 / (rate * burstiness)). With a
+    burstiness of 1 this is a Poisson process, with infinity the intervals are equal. `ramp_up` is
+    (strategy, start rate, end rate). Without it the times are scaled so that the last request is
+    sent at count / rate, as in vLLM.
     """
     if ramp_up is None and math.isinf(rate):
         return [0.0] * count

@@ -1,1 +1,1 @@
-"""Benchmarks of a server: load, metrics, sweeps."""
+"""Benchmarks of a server: sending of requests, metrics, sweeps."""

@@ -1,8 +1,9 @@
-"""Small HTTP/1.1 client for streams, which passes on the body as it arrives.
+"""A small HTTP/1.1 client for streams, which passes each piece of a body on as it arrives.
 
 Each connection is one protocol object, without tasks or buffers between the socket and the reader.
 One core therefore handles tens of thousands of chunks a second. A chunk takes a third of the CPU
-time that httpx takes (49 us, not 143 us), so that a fast server is measured and not the client.
+time that it takes with httpx, 49 us instead of 143 us. So the client does not limit the measurement
+of a fast server.
 """
 
 import asyncio
@@ -13,12 +14,12 @@ from urllib.parse import urlsplit
 
 from formats.errors import InputError, one_line
 
-OnBody = Callable[[bytes, float], None]  # called with (a piece of the body, time.perf_counter())
+OnBody = Callable[[bytes, float], None]  # called with (piece of the body, time.perf_counter())
 MAX_HEAD_BYTES = 64 * 1024
 
 
 class HttpFailure(Exception):
-    """The server could not be reached, or its answer could not be read."""
+    """Error about a server that cannot be reached, or whose reply cannot be read."""
 
 
 class _Connection(asyncio.Protocol):
@@ -28,19 +29,19 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.is_open = False
         self.may_be_reused = False
-        self.has_answered = False  # a byte of the current answer has arrived
+        self.has_answered = False  # True: a byte of the current reply has arrived
         self._status: asyncio.Future[int] | None = None
         self._on_body: OnBody | None = None
         self._buffer = bytearray()
         self._reader: Callable[[], bool] = self._read_head
         self._code = 0
-        self._left = 0  # bytes left of the body, or of the current chunk
+        self._left = 0  # remaining bytes of the body, or of the current chunk
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport, self.is_open = transport, True
 
     def ask(self, request: bytes, on_body: OnBody) -> "asyncio.Future[int]":
-        """Send a request; the future holds the status once the whole answer has arrived."""
+        """Send a request. The future gets the status when the whole reply has arrived."""
         self._status = asyncio.get_running_loop().create_future()
         self._on_body, self._reader = on_body, self._read_head
         self.has_answered = self.may_be_reused = False
@@ -57,7 +58,7 @@ class _Connection(asyncio.Protocol):
             while self._reader():
                 pass
         except (ValueError, HttpFailure) as error:
-            self._fail(f"the server's answer is not HTTP: {error}")
+            self._fail(f"the server's reply is not HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -67,7 +68,7 @@ class _Connection(asyncio.Protocol):
             self._finish()
         else:
             self._fail(
-                f"the server closed the connection ({error or 'before the answer was complete'})"
+                f"the server closed the connection ({error or 'before the reply was complete'})"
             )
 
     def _read_head(self) -> bool:
@@ -83,7 +84,7 @@ class _Connection(asyncio.Protocol):
         for line in lines[1:]:
             name, _, value = line.partition(b":")
             fields[name.strip().lower()] = value.strip().lower()
-        if self._code < 200:  # 100 Continue: another header follows
+        if self._code < 200:  # such as 100 Continue: another header follows
             return True
         self.may_be_reused = fields.get(b"connection") != b"close"
         if b"chunked" in fields.get(b"transfer-encoding", b""):
@@ -155,12 +156,12 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Reusable connections to one server."""
+    """Sends requests to one server, over connections that are reused."""
 
     def __init__(
         self, url: str, headers: Mapping[str, str] | None = None, *, verify: bool = True
     ) -> None:
-        """Raises InputError for an invalid URL."""
+        """Parse the server's URL. Raises InputError."""
         parts = urlsplit(url)
         try:
             self._host, port = parts.hostname, parts.port
@@ -181,9 +182,9 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def stream(self, method: str, path: str, body: bytes, on_body: OnBody) -> int:
-        """Send a request and pass the body piece by piece to `on_body`. Returns the status.
+        """Send a request and pass the body piece by piece to `on_body`. Return the status.
 
-        Raises HttpFailure. Cancelling closes the connection.
+        Raises HttpFailure. If the call is cancelled, the connection is closed.
         """
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}"
         if body or method == "POST":
@@ -194,7 +195,8 @@ class HttpClient:
             try:
                 code = await connection.ask(request, on_body)
             except HttpFailure:
-                # The server may close an idle connection while a request is on its way.
+                # The server may have closed an idle connection before the request arrived, so the
+                # request is sent again.
                 if is_new or connection.has_answered:
                     raise
                 continue
@@ -208,7 +210,7 @@ class HttpClient:
             return code
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Send a request; return the status and the whole body. Raises HttpFailure."""
+        """Send a request. Return the status and the whole body. Raises HttpFailure."""
         pieces: list[bytes] = []
         code = await self.stream(method, path, body, lambda piece, _: pieces.append(piece))
         return code, b"".join(pieces)

@@ -1,4 +1,7 @@
-"""LoadClient: send samples to an OpenAI server and record the times of their tokens. No torch."""
+"""LoadClient: sends samples to an OpenAI server and records the times of their tokens.
+
+Loads no torch.
+"""
 
 import asyncio
 import json
@@ -25,12 +28,12 @@ OK = 200
 
 
 class LoadClient:
-    """Client of one server and one model."""
+    """Sends the samples of a benchmark to one model of one server."""
 
     def __init__(
         self, settings: ServeBenchSettings, model: str, http: HttpClient, text: TokenText
     ) -> None:
-        """Raises InputError if --extra-body is not a JSON object."""
+        """Parse --extra-body. Raises InputError if it is not a JSON object."""
         self._settings, self._model, self._http, self._text = settings, model, http, text
         self._extra = {}
         if settings.extra_body is not None:
@@ -44,7 +47,7 @@ class LoadClient:
                 )
 
     def body(self, sample: Sample, ignore_eos: bool) -> bytes:
-        """Request body of a sample. Raises InputError for token ids with a chat backend."""
+        """Return the request body of a sample. Raises InputError for token ids in a chat."""
         settings = self._settings
         fields: dict[str, Any] = {"model": self._model}
         if not settings.is_chat:
@@ -59,7 +62,7 @@ class LoadClient:
             raise InputError(
                 "--tokenizer",
                 "requires a folder with tokenizer.json: a chat accepts no token ids",
-                "add it, or use --backend openai",
+                "add this file, or use --backend openai",
             )
         fields["max_tokens"] = sample.output_len
         fields["temperature"] = settings.temperature
@@ -72,7 +75,7 @@ class LoadClient:
         return json.dumps(fields).encode()
 
     async def send(self, sample: Sample, body: bytes) -> RequestRecord:
-        """Send one request and read its stream to the end; failures are recorded."""
+        """Send one request and read its stream to the end. A failure becomes part of the record."""
         stream = StreamTimes()
         record = RequestRecord(prompt_len=sample.prompt_len, start=time.perf_counter())
         try:
@@ -94,7 +97,7 @@ class LoadClient:
         record.text = "".join(stream.text)
         record.token_times = stream.token_times
         if not record.token_times and stream.first_choice is not None:
-            # None of its tokens has text: the only chunk is the one with the finish reason.
+            # If no token has text, the only chunk is the one with the finish reason.
             record.token_times = [stream.first_choice]
         if stream.first_choice is None:
             record.error = record.error or "the stream contained no choice"
@@ -108,7 +111,7 @@ class LoadClient:
 
 
 def _shorten(body: bytes) -> str:
-    """Message of an error body, on one line."""
+    """Return the message in the body of an error, shortened and on one line."""
     text = body.decode(errors="replace")
     try:
         error = json.loads(text)["error"]

@@ -1,4 +1,7 @@
-"""`qserve bench serve`: load an OpenAI server and measure what its clients see. Loads no torch."""
+"""`qserve bench serve`: send requests to an OpenAI server and measure what its clients see.
+
+Loads no torch.
+"""
 
 import asyncio
 import json
@@ -23,16 +26,16 @@ from qserve.bench.serving.serve_settings import ServeBenchSettings, read_pairs
 from qserve.bench.serving.speculation import speculation_counts, speculation_result
 from qserve.bench.statistics import percentiles
 
-LAG_SECONDS = 0.01  # interval of the measurements of the event loop's delay
-LAG_LIMIT_MS = 1.0  # above this 99th percentile the client itself is too slow
-READY_PAUSE = 0.5
+LAG_SECONDS = 0.01  # interval at which the event loop's delay is measured
+LAG_LIMIT_MS = 1.0  # if the 99th percentile is higher, the client itself is too slow
+READY_PAUSE = 0.5  # seconds between attempts to reach the server
 
 
 @dataclass(slots=True, kw_only=True)
 class Lag:
-    """Delays of the client itself in seconds, which show if it is the bottleneck."""
+    """Delays of the client itself in seconds, which show whether it is the bottleneck."""
 
-    sends: list[float] = field(default_factory=list)  # delay of each send after its scheduled time
+    sends: list[float] = field(default_factory=list)  # time from each scheduled to the actual send
     loop: list[float] = field(default_factory=list)  # delays of the event loop
 
     async def watch(self) -> None:
@@ -47,7 +50,7 @@ class Lag:
 
 
 def bench_serve(model: str | None, settings: ServeBenchSettings, data: DatasetSettings) -> int:
-    """Run `bench serve`. Returns 1 if no request succeeded."""
+    """Run `bench serve`. Return 1 if no request succeeded."""
     result = asyncio.run(run(settings, data))
     print(table(result, settings.metrics, settings.percentiles))
     for error, count in result.pop("first_errors").items():
@@ -65,7 +68,7 @@ def bench_serve(model: str | None, settings: ServeBenchSettings, data: DatasetSe
 
 
 async def run(settings: ServeBenchSettings, data: DatasetSettings) -> dict[str, Any]:
-    """Send all requests and wait for them. Returns vLLM's result and `first_errors`.
+    """Send all requests and wait for them. Return a result with vLLM's keys and `first_errors`.
 
     Raises InputError.
     """
@@ -112,18 +115,21 @@ async def run(settings: ServeBenchSettings, data: DatasetSettings) -> dict[str, 
 
 
 async def first_model(http: HttpClient, wait: float) -> str:
-    """Name of the first model that the server lists. Raises InputError."""
+    """Return the name of the first model that the server lists. Raises InputError."""
     problem = await _until_ready(lambda: http.request("GET", "/v1/models"), wait)
     if isinstance(problem, str):
         raise InputError("GET /v1/models", problem, "start the server, or check --base-url")
     try:
         return json.loads(problem)["data"][0]["id"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise InputError("GET /v1/models", "lists no model", "give --model") from None
+        raise InputError("GET /v1/models", "lists no model", "set --model") from None
 
 
 async def _until_ready(ask, wait: float) -> bytes | str:
-    """Body of the first answer with status 200, or the reason for none within `wait` seconds."""
+    """Call `ask` until its status is 200, and return the body.
+
+    After `wait` seconds, return the problem of the last call instead.
+    """
     end = time.monotonic() + wait
     while True:
         try:
@@ -145,7 +151,7 @@ async def _warm_up(
     bodies: Sequence[bytes],
     settings: ServeBenchSettings,
 ) -> None:
-    """Send one request until the server answers it, then the warm-up requests.
+    """Repeat one request until the server completes it, then send the warm-up requests.
 
     Raises InputError.
     """
@@ -153,7 +159,7 @@ async def _warm_up(
         end = time.monotonic() + settings.ready_check_timeout_sec
         while (record := await client.send(samples[0], bodies[0])).error:
             if time.monotonic() >= end:
-                raise InputError(settings.url, f"answered no request: {record.error}")
+                raise InputError(settings.url, f"completed no request: {record.error}")
             await asyncio.sleep(READY_PAUSE)
     if settings.num_warmups:
         limit = asyncio.Semaphore(settings.max_concurrency or settings.num_warmups)
@@ -166,7 +172,7 @@ async def _warm_up(
 
 
 def _times(settings: ServeBenchSettings, samples: Sequence[Sample]) -> list[float]:
-    """Send time of each sample, in seconds from the start."""
+    """Return the send time of each sample, in seconds from the start."""
     if samples[0].arrival is not None:
         return [sample.arrival for sample in samples]
     ramp_up = None
@@ -193,9 +199,9 @@ async def _send_all(
     settings: ServeBenchSettings,
     lag: Lag,
 ) -> list[RequestRecord]:
-    """Send each sample at its time, within the concurrency limit.
+    """Send each sample at its time, or later if --max-concurrency requires it.
 
-    Records keep the samples' order.
+    Return the records in the order of the samples.
     """
     from tqdm import tqdm
 
@@ -245,7 +251,7 @@ async def _profile(http: HttpClient, path: str) -> None:
 def _identity(
     settings: ServeBenchSettings, data: DatasetSettings, model: str, num_prompts: int
 ) -> dict[str, Any]:
-    """vLLM's keys that describe the run."""
+    """Return the keys of vLLM's result that describe the run."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": settings.backend,
@@ -269,7 +275,7 @@ def _identity(
 
 
 def save(result: dict[str, Any], settings: ServeBenchSettings) -> Path:
-    """Write the result as JSON and return its path. The default name is vLLM's."""
+    """Write the result as JSON and return the path. The default name is the same as in vLLM."""
     name = settings.result_filename
     if name is None:
         concurrency = f"-concurrency{settings.max_concurrency}" if settings.max_concurrency else ""

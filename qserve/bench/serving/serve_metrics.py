@@ -1,11 +1,12 @@
-"""Serving metrics: vLLM's JSON keys and table from request records. Loads no torch.
+"""Serving metrics: computed from request records, with vLLM's JSON keys and table. Loads no torch.
 
-Per successful request, by the client's clock:
-TTFT   first chunk with tokens - request sent (after any wait for --max-concurrency)
-ITL    gaps between chunks with tokens, pooled over all requests; a chunk may hold several tokens
-TPOT   (E2EL - TTFT) / (output tokens - 1); requests of one token have none (0 in goodput)
-E2EL   last chunk - request sent
-Throughputs divide by the duration from the first send to the last chunk of all requests.
+These are measured for each successful request, by the client's clock:
+- TTFT: time from sending the request to the first chunk with tokens. A wait for --max-concurrency
+  does not count.
+- ITL: times between chunks with tokens, of all requests together. A chunk may have several tokens.
+- TPOT: (E2EL - TTFT) / (output tokens - 1). A request of one token has none; for goodput it is 0.
+- E2EL: time from sending the request to the last chunk.
+Throughputs are divided by the time from the first send to the last chunk of all requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,15 @@ TITLES = {
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request as the client saw it. Times are seconds of one clock."""
+    """One request as the client saw it. Times are seconds of the same clock."""
 
-    prompt_len: int
+    prompt_len: int  # in tokens
     start: float
     output_len: int = 0  # in tokens
     token_times: list[float] = field(default_factory=list)  # time of each chunk with tokens
     end: float = 0.0
     text: str = ""
-    error: str = ""  # reason of the failure, else empty
+    error: str = ""  # reason for the failure; "": it succeeded
 
     @property
     def ttft(self) -> float:
@@ -57,12 +58,12 @@ class RequestRecord:
         return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
-@dataclass(frozen=True, kw_only=True)  # not slotted, for cached properties
+@dataclass(frozen=True, kw_only=True)  # no slots, because cached properties need a __dict__
 class ServeMetrics:
-    """Measurements of a run."""
+    """The measurements of a run."""
 
     records: Sequence[RequestRecord]
-    duration: float
+    duration: float  # in seconds
 
     @cached_property
     def successful(self) -> list[RequestRecord]:
@@ -70,7 +71,7 @@ class ServeMetrics:
 
     @cached_property
     def seconds(self) -> dict[str, list[float]]:
-        """Metric -> its values."""
+        """A table: metric -> its values."""
         return {
             "ttft": [record.ttft for record in self.successful],
             "tpot": [record.tpot for record in self.successful if record.output_len > 1],
@@ -79,7 +80,7 @@ class ServeMetrics:
         }
 
     def goodput(self, limits_ms: Mapping[str, float]) -> float:
-        """Requests per second that meet all limits."""
+        """Return the number of requests per second that meet all limits."""
         good = 0
         for record in self.successful:
             values = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
@@ -88,9 +89,7 @@ class ServeMetrics:
 
     @cached_property
     def peaks(self) -> tuple[float, int]:
-        """Maximum output tokens within one second, and maximum requests in progress within one
-        second.
-        """
+        """Maximum numbers of output tokens and of requests in progress within one second."""
         if not self.successful:
             return 0.0, 0
         begin = min(record.start for record in self.successful)
@@ -112,7 +111,7 @@ class ServeMetrics:
         wanted: Sequence[float],
         limits_ms: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """Result with vLLM's keys; times in milliseconds."""
+        """Return the result with vLLM's keys, with times in milliseconds."""
         num_input = sum(record.prompt_len for record in self.successful)
         num_output = sum(record.output_len for record in self.successful)
         peak_tokens, peak_requests = self.peaks
@@ -139,7 +138,7 @@ class ServeMetrics:
         return found
 
     def details(self) -> dict[str, list]:
-        """vLLM's keys of --save-detailed for every request, including failed ones."""
+        """Return vLLM's keys for --save-detailed: values of every request, also of failed ones."""
         return {
             "input_lens": [record.prompt_len for record in self.records],
             "output_lens": [record.output_len for record in self.records],
@@ -158,7 +157,7 @@ class ServeMetrics:
 def table(
     result: Mapping[str, Any], metrics: Sequence[str], wanted: Sequence[float], title: str = TITLE
 ) -> str:
-    """Format a result as vLLM's table."""
+    """Format a result as a table like vLLM's."""
     rows = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),

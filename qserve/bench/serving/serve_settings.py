@@ -1,4 +1,4 @@
-"""Settings of `qserve bench serve`: server, load, metrics. Loads no torch."""
+"""Settings of `qserve bench serve`: server, requests, metrics. Loads no torch."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBenchSettings:
-    """Settings with vLLM's names and defaults, unless the help says otherwise."""
+    """Settings of `bench serve`. Names and defaults are those of vLLM, unless the help differs."""
 
-    model: str | None = None  # positional or --model; default: the first of /v1/models
+    model: str | None = None  # positional or --model; None: the first of /v1/models
     backend: str = setting(
         "openai",
         "type of server; -chat uses /v1/chat/completions, the others /v1/completions",
@@ -26,22 +26,22 @@ class ServeBenchSettings:
     )
     host: str = setting("127.0.0.1", "address of the server")
     port: int = setting(8000, "port of the server", low=0, high=2**16 - 1)
-    endpoint: str | None = setting(None, "path of the route; default: according to --backend")
+    endpoint: str | None = setting(None, "path of the route; default: depends on --backend")
     header: list[str] = setting([], "KEY=VALUE of a header to send", many=True)
     api_key: str | None = setting(
         None, "API key, sent as a Bearer token; default: OPENAI_API_KEY from the environment"
     )
     insecure: bool = setting(False, "do not check the certificate of an https server")
     served_model_name: str | None = setting(
-        None, "model name in requests; default: the model as given"
+        None, "model name in requests; default: the same as --model"
     )
     request_rate: float = setting(
         math.inf, "requests per second; inf: as fast as --max-concurrency allows", low=0
     )
     burstiness: float = setting(
         1.0,
-        "shape of the gamma distribution of request intervals: 1 is Poisson, less is "
-        "burstier, inf is evenly spaced",
+        "shape of the gamma distribution of the intervals between requests: 1 is a Poisson "
+        "process, less is burstier, inf means equal intervals",
         low=0,
     )
     ramp_up_strategy: str | None = setting(
@@ -51,22 +51,24 @@ class ServeBenchSettings:
     ramp_up_end_rps: float | None = setting(None, "requests per second at the end", low=0)
     max_concurrency: int | None = setting(
         None,
-        "maximum number of requests in progress; latency counts from the actual send",
+        "maximum number of requests in progress; latency is measured from the actual send",
         low=1,
     )
     num_warmups: int = setting(0, "warm-up requests, not measured", low=0)
     ready_check_timeout_sec: float = setting(
-        0.0, "seconds to wait until the server answers a first request; 0: no first request", low=0
+        0.0, "seconds to wait until the server completes a test request; 0: send none", low=0
     )
     request_timeout: float = setting(
         6 * 3600.0, "seconds after which a request counts as failed", low=0
     )
-    seed: int = setting(0, "seed of prompts, lengths and times", low=0)
+    seed: int = setting(0, "random seed of prompts, lengths and times", low=0)
     ignore_eos: bool = setting(
         False,
         "generate all output tokens regardless of end tokens; default for synthetic data sets",
     )
-    disable_ignore_eos: bool = setting(False, "let outputs end early, for synthetic data sets too")
+    disable_ignore_eos: bool = setting(
+        False, "let outputs end at an end token also for synthetic data sets"
+    )
     logprobs: int | None = setting(None, "number of log probabilities to request per token", low=0)
     temperature: float = setting(0.0, "sampling temperature", low=0)
     top_p: float | None = setting(None, "top-p; default: the server's")
@@ -76,17 +78,21 @@ class ServeBenchSettings:
     presence_penalty: float | None = setting(None, "presence penalty; default: the server's")
     repetition_penalty: float | None = setting(None, "repetition penalty; default: the server's")
     extra_body: str | None = setting(None, "JSON object of fields that are added to each request")
-    percentile_metrics: str = setting("ttft,tpot,itl", "metrics to report, of ttft,tpot,itl,e2el")
+    percentile_metrics: str = setting(
+        "ttft,tpot,itl", "metrics to report, some of ttft,tpot,itl,e2el"
+    )
     metric_percentiles: str = setting("99", "percentiles to report, such as 50,90,99")
     goodput: list[str] = setting(
         [],
-        "limits in milliseconds, such as ttft:500 tpot:30 e2el:5000; reports the requests "
-        "that meet all",
+        "limits in milliseconds, such as ttft:500 tpot:30 e2el:5000; reports the number of "
+        "requests per second that meet all of them",
         many=True,
     )
     save_result: bool = setting(False, "write the result as JSON")
     save_detailed: bool = setting(False, "also save the numbers and texts of every request")
-    append_result: bool = setting(False, "append a line to the file instead of overwriting it")
+    append_result: bool = setting(
+        False, "append the result to the file as a line, instead of overwriting it"
+    )
     result_dir: str | None = setting(None, "folder of the result; default: the current one")
     result_filename: str | None = setting(
         None, "file name of the result; default: made from label, rate, concurrency, model and date"
@@ -126,7 +132,7 @@ class ServeBenchSettings:
 
     @property
     def url(self) -> str:
-        """Scheme, host and port."""
+        """The server's URL: scheme, host and port."""
         return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
 
     @property
@@ -149,7 +155,7 @@ class ServeBenchSettings:
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """Metric -> its limit."""
+        """A table: metric -> its limit."""
         return read_limits("--goodput", self.goodput)
 
     @property
@@ -158,7 +164,7 @@ class ServeBenchSettings:
 
 
 def read_metrics(text: str) -> tuple[str, ...]:
-    """Parse the metrics to report, in the table's order. Raises InputError."""
+    """Parse the metrics to report, and return them in the order of METRICS. Raises InputError."""
     asked = [name for name in text.split(",") if name]
     for name in asked:
         if name not in METRICS:
@@ -169,7 +175,7 @@ def read_metrics(text: str) -> tuple[str, ...]:
 
 
 def read_percentiles(text: str) -> tuple[float, ...]:
-    """Parse numbers such as 50,99.9. Raises InputError."""
+    """Parse percentiles such as 50,99.9. Raises InputError."""
     try:
         found = tuple(float(each) for each in text.split(",") if each)
     except ValueError:
@@ -190,7 +196,9 @@ def read_limits(flag: str, texts: list[str]) -> dict[str, float]:
             name = ""
         if name not in ("ttft", "tpot", "e2el"):
             raise InputError(
-                flag, f"expected ttft:MS, tpot:MS or e2el:MS, found {text!r}", "such as ttft:500"
+                flag,
+                f"expected ttft:MS, tpot:MS or e2el:MS, found {text!r}",
+                "write for example ttft:500",
             )
     return limits
 

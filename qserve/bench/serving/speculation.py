@@ -1,4 +1,4 @@
-"""Speculative decoding counters of a server's /metrics, before and after a run. Loads no torch."""
+"""Speculative decoding in a run, by the counters of the server's /metrics. Loads no torch."""
 
 import re
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ COUNTER = re.compile(
 )
 POSITION = re.compile(r'position="(\d+)"')
 
-Counts = dict[tuple[str, int], float]  # (counter, position or -1) -> value
+Counts = dict[tuple[str, int], float]  # (name of a counter, position or -1) -> value
 
 
 async def speculation_counts(http: HttpClient) -> Counts:
-    """Read the counters, summed over engines; empty if the server has none."""
+    """Read the counters, summed over all engines; {} if the server has none."""
     try:
         code, body = await http.request("GET", "/metrics")
     except HttpFailure:
@@ -26,7 +26,7 @@ async def speculation_counts(http: HttpClient) -> Counts:
 
 
 def read_counts(page: str) -> Counts:
-    """Parse a page in Prometheus' text format."""
+    """Parse the counters in a page of Prometheus' text format."""
     counts: Counts = {}
     for name, labels, value in COUNTER.findall(page):
         position = POSITION.search(labels)
@@ -36,7 +36,10 @@ def read_counts(page: str) -> Counts:
 
 
 def speculation_result(before: Counts, after: Counts) -> Mapping[str, Any]:
-    """Result with vLLM's keys; empty if nothing was drafted in between."""
+    """Return the result of a run with vLLM's keys; {} if nothing was drafted.
+
+    `before` and `after` are the counters before and after the run.
+    """
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     drafts, tokens = grown.get(("drafts", -1), 0), grown.get(("draft_tokens", -1), 0)
     accepted = grown.get(("accepted_tokens", -1), 0)

@@ -1,8 +1,8 @@
-"""StreamTimes: arrival times of the tokens of one streamed answer in OpenAI's event format.
+"""StreamTimes: arrival times of the tokens in one streamed reply in OpenAI's event format.
 
-A chunk counts if it has new tokens: text, reasoning or a tool call, a token count that rose
-(`usage` in every chunk, or `token_ids`), or an empty text, which servers send for a token whose
-text is held back. Chunks that only open or end an answer do not count.
+A chunk counts if it has new tokens. Signs of new tokens are text, reasoning, a tool call,
+`token_ids`, or a higher token count in `usage`. An empty text is another sign: servers send it for
+a token whose text is held back. Chunks that only begin or end a reply do not count.
 """
 
 import json
@@ -11,25 +11,25 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class StreamTimes:
-    """Filled by `feed` as the answer arrives. Times are time.perf_counter()."""
+    """The contents of one streamed reply, with times as values of time.perf_counter()."""
 
     token_times: list[float] = field(default_factory=list)  # time of each chunk with tokens
     first_choice: float | None = None  # time of the first chunk with a choice
-    last_choice: float | None = None
+    last_choice: float | None = None  # time of the last one
     text: list[str] = field(default_factory=list)
-    completion_tokens: int | None = None  # the server's count
+    completion_tokens: int | None = None  # number of output tokens, as the server counts them
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str = ""
     is_done: bool = False
-    body: bytearray = field(default_factory=bytearray)  # body of an answer that is not a stream
+    body: bytearray = field(default_factory=bytearray)  # start of the body, for error messages
     _rest: bytes = b""
 
     def feed(self, piece: bytes, when: float) -> None:
-        """Process a piece of the answer's body."""
+        """Process a piece of the reply's body, which arrived at time `when`."""
         if not self.is_done and len(self.body) < 4096:
-            self.body += piece[:4096]  # for error messages
+            self.body += piece[:4096]
         data = self._rest + piece if self._rest else piece
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")

@@ -1,6 +1,6 @@
-"""`qserve bench sweep serve`: combinations of settings, one folder each. Loads no torch.
+"""`qserve bench sweep serve`: run a benchmark with each combination of settings. Loads no torch.
 
-Results are vLLM's: a folder for each combination with run=N.json, summary.json and summary.csv.
+As in vLLM, each combination has a folder with run=N.json, summary.json and summary.csv.
 """
 
 import csv
@@ -22,15 +22,15 @@ from qserve.bench.serving.sweep_settings import SweepSettings
 from qserve.bench.statistics import mean
 from qserve.processes.child_process import stop_blocking
 
-STOP_SECONDS = 60
+STOP_SECONDS = 60  # time for a server to end
 
 
 def bench_sweep_serve(settings: SweepSettings) -> int:
-    """Run `bench sweep serve`. Returns 1 if a run failed; the other runs are kept."""
+    """Run `bench sweep serve`. Return 1 if a run failed; the results of the others are kept."""
     servers, benches = _params(settings.serve_params), _params(settings.bench_params)
     if settings.workload_var is not None:
         if settings.workload_values is None:
-            raise InputError("--workload-values", "requires --workload-var", "such as 1,2,4")
+            raise InputError("--workload-var", "requires --workload-values", "such as 1,2,4")
         values = settings.workload_values.split(",")
         benches = [
             {**bench, settings.workload_var: value}
@@ -54,7 +54,10 @@ def bench_sweep_serve(settings: SweepSettings) -> int:
 
 
 def command_of(command: str, params: Mapping[str, Any]) -> list[str]:
-    """Command with flags. True stands for a flag without a value, False for no flag."""
+    """Return the words of a command with some flags added.
+
+    True adds a flag without a value. False and None add nothing.
+    """
     words = shlex.split(command)
     if words[0] == "qserve":
         words = [sys.executable, "-m", *words]
@@ -70,7 +73,7 @@ def command_of(command: str, params: Mapping[str, Any]) -> list[str]:
 def _run_all(
     settings: SweepSettings, bench: Mapping[str, Any], folder: Path
 ) -> tuple[list[dict[str, Any]], int]:
-    """Results of a combination's runs, and the number of failures."""
+    """Run a combination --num-runs times. Return the results and the number of failures."""
     runs, failed = [], 0
     for index in range(settings.num_runs):
         path = folder / f"run={index}.json"
@@ -93,7 +96,7 @@ def _run_all(
 
 @contextmanager
 def _server(settings: SweepSettings, params: Mapping[str, Any]) -> Iterator[None]:
-    """Run a server if the sweep starts it. Raises InputError if it does not become ready."""
+    """Run a server with --serve-cmd, if stated. Raises InputError if it does not become ready."""
     if settings.serve_cmd is None:
         yield
         return
@@ -147,7 +150,7 @@ def _name(params: Mapping[str, Any]) -> str:
 
 
 def _means(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean of each number; for other values the first."""
+    """Return the mean of each number; for values that are no numbers, the first one."""
     found = {}
     for key, value in runs[0].items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,14 +14,14 @@ DEFAULT_Y = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
 
 
 def bench_plot(results: str, settings: PlotSettings) -> int:
-    """Plot each of --y over --x."""
+    """Run `bench sweep plot`: plot each key of --y over --x."""
     rows = read_results(results)
     asked = settings.y or DEFAULT_Y
     keys = [key for key in asked if any(key in row for row in rows)]
     if not keys:
         there = sorted({key for row in rows for key, value in row.items() if is_number(value)})
         raise InputError(
-            "--y", f"no result has {' or '.join(asked)}", f"its numbers are {', '.join(there)}"
+            "--y", f"no result has {' or '.join(asked)}", f"choose among {', '.join(there)}"
         )
     pyplot = import_pyplot("a plot")
     figure, axes = pyplot.subplots(1, len(keys), figsize=(6 * len(keys), 4), squeeze=False)
@@ -36,14 +36,14 @@ def bench_plot(results: str, settings: PlotSettings) -> int:
 
 
 def bench_plot_pareto(results: str, settings: PlotSettings) -> int:
-    """Plot output tokens/s per GPU over those per user, and their Pareto frontier."""
+    """Run `bench sweep plot_pareto`: plot output tokens/s per GPU over tokens/s per user."""
     rows, pyplot = read_results(results), import_pyplot("a plot")
     points = pareto_points(rows, settings.gpus)
     if not points:
         raise InputError(results, "requires results with median_tpot_ms and output_throughput")
     figure, axis = pyplot.subplots(figsize=(7, 5))
     axis.scatter(*zip(*points, strict=True))
-    # Also if the frontier is one point.
+    # A marker makes a frontier of only one point visible too.
     style = {"color": "tab:orange", "marker": "o"}
     axis.plot(*zip(*frontier(points), strict=True), label="Pareto frontier", **style)
     axis.set_xlabel("output tokens/s per user (1 / median TPOT)")
@@ -53,7 +53,7 @@ def bench_plot_pareto(results: str, settings: PlotSettings) -> int:
 
 
 def read_results(path: str) -> list[dict[str, Any]]:
-    """Read a sweep's folder, its summary.json, or a folder of results. Raises InputError."""
+    """Read the results of a sweep, of a folder, or of one file. Raises InputError."""
     place = Path(path)
     if place.is_dir():
         whole = place / "summary.json"
@@ -75,7 +75,10 @@ def read_results(path: str) -> list[dict[str, Any]]:
 def curves(
     rows: Sequence[Mapping[str, Any]], by: str, x: str, y: str
 ) -> dict[str, list[tuple[float, float]]]:
-    """One line per value of `by`, in order of x. Rows without both numbers are left out."""
+    """Return a line for each value of `by`, as points in order of x.
+
+    Rows without both numbers are left out.
+    """
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         try:
@@ -85,7 +88,7 @@ def curves(
         if point[0] != float("inf"):
             found[str(row.get(by) or row.get("backend") or "")].append(point)
     if not found:
-        raise InputError(f"--x {x}", f"no result has a number of it and of {y}")
+        raise InputError(f"--x {x}", f"no result has a number for this key and for {y}")
     return {name: sorted(points) for name, points in found.items()}
 
 
@@ -94,7 +97,7 @@ def is_number(value: object) -> bool:
 
 
 def pareto_points(rows: Sequence[Mapping[str, Any]], gpus: int) -> list[tuple[float, float]]:
-    """(tokens/s per user, tokens/s per GPU) of each result that has both."""
+    """Return (tokens/s per user, tokens/s per GPU) of each result that has both."""
     return [
         (1000 / row["median_tpot_ms"], row["output_throughput"] / gpus)
         for row in rows
@@ -103,7 +106,7 @@ def pareto_points(rows: Sequence[Mapping[str, Any]], gpus: int) -> list[tuple[fl
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other point exceeds in both values, ordered by the first."""
+    """Return the points that no other point exceeds in both values, ordered by the first value."""
     found: list[tuple[float, float]] = []
     for point in sorted(points, reverse=True):
         if not found or point[1] > found[-1][1]:

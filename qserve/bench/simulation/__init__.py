@@ -1,1 +1,1 @@
-"""Simulation of replicas and routers on a virtual clock."""
+"""Simulation of servers and a router on a virtual clock."""

@@ -1,8 +1,8 @@
-"""Replica: the engine's own scheduler and page pool on a virtual clock. Loads no torch.
+"""Replica: runs the engine's own scheduler and page pool on a virtual clock. Loads no torch.
 
-As in the engine (qserve/engine/engine.py), one step may be in flight while the next is planned. A
-request that arrives meanwhile is seen one step later, and a sampled token reaches the host one step
-late.
+As in the engine (qserve/engine/engine.py), a step may run while the next one is planned. So a
+request that arrives while a step runs is planned one step later, and the scheduler sees a sampled
+token one step late.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from qserve.engine.scheduling.plan import StepPlan
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.params.sampling_params import SamplingParams
 
-TOKEN, END = 7, 8  # sampled by every step; END ends an output
+TOKEN, END = 7, 8  # the sampled tokens; END ends an output
 Watch = Callable[[float, StepPlan, float], None]  # called with (start, plan, end)
 
 
@@ -26,17 +26,21 @@ class SimulatedRequest:
 
     name: str
     arrival: float
-    input_len: int
-    output_len: int
-    prompt: list[int] | None = None  # None: made on arrival, with a prefix of its own
-    sent: float = 0.0
+    input_len: int  # in tokens
+    output_len: int  # in tokens
+    prompt: list[int] | None = None  # None: any tokens, since the prompt shares no prefix
+    sent: float = 0.0  # arrival plus the server's overhead
     first_token: float = 0.0
     last_token: float = 0.0
     token_times: array = field(default_factory=lambda: array("d"))
     num_preemptions: int = 0
 
     def to_request(self, max_tokens: int | None) -> Request:
-        """`max_tokens`: the limit that it states; its output ends by END. None: its length."""
+        """Return the engine's request.
+
+        `max_tokens`: limit that the request states; its output ends earlier, with END. None: the
+        limit is the output length.
+        """
         prompt = [0] * self.input_len if self.prompt is None else list(self.prompt)
         most = self.output_len if max_tokens is None else max(max_tokens, self.output_len)
         params = SamplingParams(max_tokens=most, ignore_eos=max_tokens is None)
@@ -67,7 +71,12 @@ class Replica:
         watch: Watch | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens`: as for SimulatedRequest.to_request."""
+        """Create an idle server.
+
+        `steps_in_flight`: number of steps that may run while the next one is planned. `keep_times`:
+        record the time of each token. `watch`: called for each step. `max_tokens`: see
+        SimulatedRequest.to_request.
+        """
         self.scheduler = scheduler
         self._max_tokens = max_tokens
         self.clock = 0.0
@@ -77,7 +86,7 @@ class Replica:
         self._depth = steps_in_flight
         self._keep_times, self._watch = keep_times, watch
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        self._free_at = 0.0  # time when the device finishes all launched steps
+        self._free_at = 0.0  # time at which the device finishes the launched steps
         self._open: dict[str, SimulatedRequest] = {}
 
     @property
@@ -89,14 +98,14 @@ class Replica:
         return bool(self._in_flight) or self.scheduler.num_requests > 0
 
     def add(self, request: SimulatedRequest) -> None:
-        """Queue a request. Raises InputError if it can never run."""
+        """Add a request to the queue. Raises InputError if it can never run."""
         if not self.has_work:
             self.clock = max(self.clock, request.sent)
         self.scheduler.add(request.to_request(self._max_tokens))
         self._open[request.name] = request
 
     def step(self) -> list[SimulatedRequest]:
-        """Simulate Engine.step. Return the requests that ended, with the clock at their end."""
+        """Simulate Engine.step. Return the requests that ended; `clock` is then their end."""
         plan = self.scheduler.schedule()
         for each in plan.preempted:
             self._open[each.request_id].num_preemptions += 1
@@ -135,8 +144,8 @@ class Replica:
         return ended
 
     def _token(self, request: Request) -> int:
-        """The token that a step sampled for a request."""
+        """Return the token that a step sampled for a request."""
         if self._max_tokens is None or request.request_id not in self._open:
-            return TOKEN  # ended by an earlier step
+            return TOKEN  # no END is needed, or an earlier step ended the request
         num_output = request.num_known - request.num_prompt_tokens
         return END if num_output + 1 == self._open[request.request_id].output_len else TOKEN

@@ -1,4 +1,4 @@
-"""Routers, one row each: choose the replica for a request. Loads no torch."""
+"""Routers: functions that choose the replica for a request; one row each. Loads no torch."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ import numpy as np
 from qserve.bench.simulation.replica import Replica, SimulatedRequest
 from qserve.engine.ipc.prefix_table import PrefixTable
 
-PREFIX = 512  # number of leading tokens by which "prefix" distinguishes prompts
+PREFIX = 512  # number of first tokens by which the router "prefix" distinguishes prompts
 
 Choose = Callable[[Sequence[Replica], SimulatedRequest], int]
 
 
 def make_router(name: str, seed: int) -> Choose:
-    """Create a row of ROUTERS with its own state."""
+    """Create a router with a state of its own. `name`: key of ROUTERS."""
     return ROUTERS[name](seed)
 
 
@@ -41,7 +41,7 @@ def _least_outstanding(seed: int) -> Choose:
 
 
 def _prefix(seed: int) -> Choose:
-    """Send prompts with the same beginning to the same replica, which then finds their pages."""
+    """Choose the same replica for prompts with the same beginning, which reuses their pages."""
 
     def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:
         leading = request.name if request.prompt is None else str(request.prompt[:PREFIX])
@@ -51,7 +51,7 @@ def _prefix(seed: int) -> Choose:
 
 
 def _prefix_load(seed: int) -> Choose:
-    """Choose as `qserve serve --router prefix`: by the prompts sent to each and by its load."""
+    """Choose by each replica's earlier prompts and its load, as `qserve serve --router prefix`."""
     table = PrefixTable()
 
     def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:

@@ -1,7 +1,7 @@
-"""`qserve bench simulate`: run a trace through the real scheduler on a virtual clock. Loads no
-torch.
+"""`qserve bench simulate`: run requests through the engine's scheduler on a virtual clock.
 
-The result and table have the form of `bench serve`, and are reproducible for equal settings.
+The result and the table have the form of those of `bench serve`. Equal settings give equal results.
+Loads no torch.
 """
 
 import json
@@ -29,9 +29,9 @@ from qserve.engine.scheduling.policies import make_policy
 from qserve.engine.scheduling.scheduler import Scheduler
 
 TITLE = "Simulated Serving Result"
-# With more requests, times of single tokens are not kept, and ITL is not reported.
+# With more requests the times of single tokens are not recorded, and ITL is not reported.
 MOST_WITH_TOKEN_TIMES = 50_000
-GOOD_SHARE = 0.99
+GOOD_SHARE = 0.99  # share of requests that must meet the limits of --find-max-rate
 
 
 def bench_simulate(settings: SimulateSettings, data: DatasetSettings) -> int:
@@ -48,7 +48,7 @@ def bench_simulate(settings: SimulateSettings, data: DatasetSettings) -> int:
     print(
         f"{result['num_steps']} steps in {elapsed:.1f} s,"
         f" {result['num_preempted']} preemptions, at most {result['peak_pages']} of"
-        f" {settings.num_pages} KV pages; the fit of step times is off by {100 * times.error:.1f} %"
+        f" {settings.num_pages} KV pages; mean error of the step times: {100 * times.error:.1f} %"
     )
     if settings.output_json is not None:
         Path(settings.output_json).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def simulate(
     times: StepTimes,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Simulate all requests; return the keys of `bench serve`. Raises InputError."""
+    """Simulate all requests. Return a result with the keys of `bench serve`. Raises InputError."""
     requests = make_requests(settings, data)
     keep = len(requests) <= MOST_WITH_TOKEN_TIMES
     replicas = [
@@ -111,7 +111,7 @@ def simulate(
 
 
 def make_scheduler(settings: SimulateSettings) -> Scheduler:
-    """Create the scheduler as the engine does."""
+    """Create a scheduler in the same way as the engine."""
     return Scheduler(
         BlockPool(settings.num_pages, settings.block_size),
         max_num_seqs=min(settings.max_num_seqs, settings.max_num_batched_tokens),
@@ -125,7 +125,7 @@ def make_scheduler(settings: SimulateSettings) -> Scheduler:
 
 
 def make_requests(settings: SimulateSettings, data: DatasetSettings) -> list[SimulatedRequest]:
-    """Requests in order of arrival. Prompts have tokens only if they may share a prefix."""
+    """Return the requests in order of arrival. Prompts have tokens only with --prefix-caching."""
     if settings.trace is None or settings.prefix_caching:
         if settings.trace is not None:
             data = replace(
@@ -164,8 +164,10 @@ def make_requests(settings: SimulateSettings, data: DatasetSettings) -> list[Sim
 def drive(
     replicas: Sequence[Replica], requests: Sequence[SimulatedRequest], settings: SimulateSettings
 ) -> None:
-    """Send each request at its time, or when a slot is free; step the replica with the earliest
-    clock.
+    """Run the replicas until all requests have ended.
+
+    Each request is sent at its time, or later if --max-concurrency requires it. The next step is
+    always one of the replica with the earliest clock.
     """
     choose = make_router(settings.router, settings.seed)
     waiting = deque(requests)
@@ -193,7 +195,7 @@ def drive(
 
 
 def find_max_rate(settings: SimulateSettings, data: DatasetSettings, times: StepTimes) -> float:
-    """Find the highest rate by bisection, to 2 %. Raises InputError if no rate meets the limits."""
+    """Find the highest rate that meets the limits, by bisection to 2 %. Raises InputError."""
 
     def is_good(rate: float) -> bool:
         found = simulate(replace(settings, request_rate=rate), data, times)

@@ -11,49 +11,61 @@ ROUTERS = ("round-robin", "random", "least-outstanding", "prefix", "prefix-load"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateSettings:
-    """Simulated server: its scheduler, its pages, its step times."""
+    """Settings of `bench simulate`: the server's scheduler, pages and step times; the requests."""
 
     trace: str | None = setting(
         None,
         "trace file of requests with their times (BurstGPT, Azure, Mooncake, Vidur, or a "
-        "detailed result of `bench serve`); default: --dataset-name and --request-rate",
+        "detailed result of `bench serve`); default: requests of --dataset-name at --request-rate",
     )
-    steps: str | None = setting(None, "result of `bench forward`, from which step times are fitted")
-    step_ms: float | None = setting(None, "constant time of a step, instead of --steps", low=0)
-    num_pages: int = setting(30_000, "KV pages", low=1)
+    steps: str | None = setting(
+        None, "file with the result of `bench forward`, to which step times are fitted"
+    )
+    step_ms: float | None = setting(
+        None, "constant time of a step in milliseconds, instead of --steps", low=0
+    )
+    num_pages: int = setting(30_000, "number of KV pages", low=1)
     block_size: int = setting(16, "number of tokens in one KV page", low=1)
     max_num_seqs: int = setting(256, "maximum number of requests in one step", low=1)
     max_num_batched_tokens: int = setting(8192, "token budget of one step", low=1)
-    scheduling_policy: str = setting("fcfs", "policy, as for `qserve serve`")
-    admission: str = setting("forecast", "as for `qserve serve`", ("forecast", "fits"))
+    scheduling_policy: str = setting("fcfs", "scheduling policy, as in `qserve serve`")
+    admission: str = setting(
+        "forecast", "when requests are admitted, as in `qserve serve`", ("forecast", "fits")
+    )
     max_tokens: int | None = setting(
         None,
-        "limit of output tokens that each request states; its output ends earlier, which the "
-        "scheduler does not know before (default: each states its own length)",
+        "limit of output tokens that each request states; the scheduler does not know that its "
+        "output ends earlier; default: each request states the length of its output",
         low=1,
     )
     prefill_batch_size: int = setting(
-        1, "number of prompts that the policy controlled computes together", low=1
+        1, "number of prompts that the scheduling policy controlled computes together", low=1
     )
     prefix_caching: bool = setting(
         False,
-        "reuse KV pages of earlier prompts; needs a trace that says which prompts share a prefix",
+        "reuse KV pages of earlier prompts; needs a trace that states which prompts share a prefix",
     )
     sync_scheduling: bool = setting(False, "do not plan a step while another one runs")
     request_overhead_ms: float = setting(
-        0.0, "overhead of the server per request before its first step", low=0
+        0.0, "milliseconds that the server takes for each request before its first step", low=0
     )
-    request_rate: float = setting(float("inf"), "requests per second, without a trace", low=0)
-    burstiness: float = setting(1.0, "as for `bench serve`", low=0)
+    request_rate: float = setting(
+        float("inf"), "requests per second, where there is no --trace", low=0
+    )
+    burstiness: float = setting(
+        1.0, "shape of the distribution of intervals, as in `bench serve`", low=0
+    )
     max_concurrency: int | None = setting(None, "maximum number of requests in progress", low=1)
-    seed: int = setting(0, "seed of lengths, times and the router", low=0)
-    replicas: int = setting(1, "number of servers after the router", low=1)
+    seed: int = setting(0, "random seed of lengths, times and the router", low=0)
+    replicas: int = setting(1, "number of servers behind the router", low=1)
     router: str = setting("round-robin", "how the router chooses a server", ROUTERS)
     find_max_rate: bool = setting(
         False, "search for the highest --request-rate at which 99 of 100 requests meet --goodput"
     )
-    percentile_metrics: str = setting("ttft,tpot,itl,e2el", f"some of {','.join(METRICS)}")
-    metric_percentiles: str = setting("50,90,99", "percentiles to report")
+    percentile_metrics: str = setting(
+        "ttft,tpot,itl,e2el", f"metrics to report, some of {','.join(METRICS)}"
+    )
+    metric_percentiles: str = setting("50,90,99", "percentiles to report, such as 50,90,99")
     goodput: list[str] = setting([], "limits in milliseconds, such as ttft:500 tpot:30", many=True)
     output_json: str | None = setting(
         None, "output file of the result, with the keys of `bench serve`"

@@ -1,1 +1,1 @@
-"""Measurements of single steps, their least times, and profiles."""
+"""Measurements of single steps: their times, the least possible times, and profiles."""

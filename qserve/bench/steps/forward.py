@@ -1,4 +1,7 @@
-"""`qserve bench forward`: measure exact steps of a model; random weights are enough."""
+"""`qserve bench forward`: measure single steps of a model, which may have random weights.
+
+The settings state the requests of each step exactly.
+"""
 
 import contextlib
 import dataclasses
@@ -20,14 +23,15 @@ from qserve.hub.local import local_config
 from qserve.profile.recorder import recorded
 from qserve.profile.report import write_report
 
-MOST_SPREAD = 0.5  # percent; above this, another program ran or the clock changed
+# In percent. A larger spread means that another program ran, or that the GPU's clock changed.
+MOST_SPREAD = 0.5
 
 
 def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -> int:
     """Run `bench forward`."""
     config = local_config(config)
     if settings.plot is not None:
-        import_pyplot("--plot")  # fails before the measurement, not after
+        import_pyplot("--plot")  # if it fails, it must fail before the measurement
     found: list[dict[str, Any]] = []
     result = {
         "model_id": model,
@@ -37,10 +41,10 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
     }
     with contextlib.closing(Engine(config)) as engine:
         if engine.runner.graphs is not None:
-            result[GRAPH_ROWS] = engine.runner.graphs.rows  # row counts that a step is padded to
+            result[GRAPH_ROWS] = engine.runner.graphs.rows  # row counts to which a step is padded
         for each in _measured(engine, settings):
             found.append(each)
-            write_json(settings.output_json, result)  # written even if a later case fails
+            write_json(settings.output_json, result)  # the file is complete if a later case fails
     if settings.plot is not None:
         from qserve.bench.steps.heat_map import draw_heat_maps
 
@@ -54,10 +58,10 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
 
 
 def _measured(engine: Engine, settings: ForwardSettings) -> Iterator[dict[str, Any]]:
-    """Yield the result of each case after printing it."""
+    """Measure each case, print its result, and yield it."""
     timer = StepTimer(engine)
     for case in settings.cases:
-        timer.step_of(case)  # rejects invalid cases before any measurement
+        timer.step_of(case)  # raises InputError before any measurement
     for case in settings.cases:
         found = measure(timer, case, settings)
         print(_line(found), flush=True)
@@ -69,7 +73,7 @@ def _measured(engine: Engine, settings: ForwardSettings) -> Iterator[dict[str, A
 
 
 def measure(timer: StepTimer, case: StepCase, settings: ForwardSettings) -> dict[str, Any]:
-    """Median and samples of one case."""
+    """Measure one case. Return the median and the samples."""
     step = timer.step_of(case)
     run, graph = timer.replayed(step)
     timer.sample_us(run, max(3, settings.iters // 4))  # warm-up with the same shape
@@ -84,7 +88,7 @@ def measure(timer: StepTimer, case: StepCase, settings: ForwardSettings) -> dict
         "median_us": median(samples),
         "spread_pct": spread_percent(samples),
         "samples_us": samples,
-        "step_us": median(launches),  # includes input transfer and sampling
+        "step_us": median(launches),  # with the transfer of inputs, and with sampling
         "graph": graph,
     }
 
@@ -92,7 +96,7 @@ def measure(timer: StepTimer, case: StepCase, settings: ForwardSettings) -> dict
 def profile_case(
     engine: Engine, timer: StepTimer, case: StepCase, settings: ForwardSettings
 ) -> str:
-    """Trace some replays; return the table as text."""
+    """Write a trace of some replays of a case, and return its table as text."""
     run, _ = timer.replayed(timer.step_of(case))
     timer.sample_us(run, 2)
     trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"

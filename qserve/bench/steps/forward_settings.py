@@ -11,13 +11,13 @@ from qserve.command_line.setting import check_settings, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSettings:
-    """Steps to measure, and the number of repetitions."""
+    """Settings of `bench forward`: the steps to measure, and the number of repetitions."""
 
     case: list[str] = setting(
         [],
         "NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests with TOKENS new tokens each "
-        "after CONTEXT computed tokens; c: a chunk before the end of its prompt; such as "
-        "decode=32*1@8192 or mix=2048,32*1@4096",
+        "after CONTEXT computed tokens; c: a chunk before the end of its prompt; DRAFTS: number "
+        "of drafts to verify; such as decode=32*1@8192 or mix=2048,32*1@4096",
         many=True,
     )
     shapes: str | None = setting(
@@ -32,8 +32,10 @@ class ForwardSettings:
     prefill_tokens: str | None = setting(
         None, "also measure prompts of these lengths, such as 128,2048"
     )
-    prefill_contexts: str = setting("0", "computed tokens before these prompts")
-    iters: int = setting(20, "replays per sample", low=1)
+    prefill_contexts: str = setting(
+        "0", "numbers of computed tokens before these prompts, such as 0,4096"
+    )
+    iters: int = setting(20, "number of replays per sample", low=1)
     samples: int = setting(5, "number of samples; the result is their median", low=1)
     profile_dir: str | None = setting(
         None, "folder for a trace of each case; also prints the time by operator class"
@@ -48,7 +50,7 @@ class ForwardSettings:
 
     @property
     def cases(self) -> list[StepCase]:
-        """The cases of all flags. Raises InputError."""
+        """The cases of all flags together. Raises InputError."""
         found = [StepCase.parse(each) for each in self.case]
         if self.shapes is not None:
             found += _read_shapes(self.shapes)
@@ -61,7 +63,7 @@ class ForwardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings:
-    """The second of two results of the same benchmark."""
+    """Settings of `bench compare`: the second of two results of the same benchmark."""
 
     b: str = setting("", "the result to compare with", positional=True)
 

@@ -1,4 +1,4 @@
-"""Heat maps of `bench forward`: microseconds over batch size or tokens, and context length."""
+"""Heat maps of `bench forward`: microseconds by batch size or new tokens, and by context length."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from qserve.bench.pyplot import import_pyplot
 def draw_heat_maps(
     cases: Sequence[dict[str, Any]], path: str, **grids: tuple[list[int], list[int]]
 ) -> None:
-    """Draw `grids`: "decode" or "prefill" -> (batches or tokens, contexts). Grids without a case
-    are left out.
+    """Draw a heat map for each of `grids`: "decode" or "prefill" -> (batches or tokens, contexts).
 
-    Raises InputError without matplotlib, or if there is nothing to draw.
+    Grids without a case are left out. Raises InputError if there is nothing to draw, or if
+    matplotlib is not installed.
     """
     pyplot = import_pyplot("--plot")
     times = {case["case"]: case["median_us"] for case in cases}
@@ -36,7 +36,7 @@ def draw_heat_maps(
         axis.set_ylabel("tokens in context")
         axis.set_title(f"{kind}, microseconds")
         for (y, x), value in np.ndenumerate(values):
-            # The upper half of the color map is light.
+            # The colors of the higher values are light.
             color = "black" if image.norm(np.log(value)) > 0.5 else "white"
             axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     figure.tight_layout()

@@ -1,4 +1,4 @@
-"""`qserve profile`: time of exact steps by operator class, measured or from an existing trace."""
+"""`qserve profile`: show the time of steps by operator class, measured or from a trace."""
 
 import contextlib
 from pathlib import Path
@@ -11,7 +11,7 @@ from qserve.profile.settings import ProfileSettings
 
 
 def profile(model: str | None, config: EngineConfig, settings: ProfileSettings) -> int:
-    """Run the command. Loads torch only to run steps."""
+    """Run `qserve profile`. It loads torch only if it measures steps."""
     if settings.trace is not None:
         summary = summarize(settings.trace)
         print(to_text(summary))
@@ -20,7 +20,7 @@ def profile(model: str | None, config: EngineConfig, settings: ProfileSettings) 
             print(difference(summary, summarize(settings.with_trace)))
         return 0
     if model is None:
-        raise InputError("MODEL", "expected a model folder, found none", "pass it, or --trace")
+        raise InputError("MODEL", "expected a model folder, found none", "name it, or set --trace")
     if not settings.case:
         raise InputError("--case", "expected at least one case", "such as decode=32*1@4096")
     _run(config, settings)

@@ -1,10 +1,11 @@
-"""StepCase: an exact step to measure, parsed from a text.
+"""StepCase: a step to measure, with its exact requests, parsed from a text.
 
-decode=32*1@8192        32 requests of 1 new token each, after 8192 computed ones
-prefill=8192            one request of 8192 new tokens
-chunk=512@4096c         512 tokens inside of a prompt: no token is sampled
-verify=16*4@4096:3      16 requests that verify 3 drafts each: 4 tokens, all sampled
-mix=2048,32*1@4096      requests of several kinds in one step
+Examples:
+decode=32*1@8192        32 requests with 1 new token each, after 8192 computed tokens
+prefill=8192            one request with 8192 new tokens
+chunk=512@4096c         one request with 512 tokens inside of its prompt: no token is sampled
+verify=16*4@4096:3      16 requests that verify 3 drafts each: 4 tokens, each of which is sampled
+mix=2048,32*1@4096      several kinds of requests in one step
 """
 
 import re
@@ -17,13 +18,13 @@ PIECE = re.compile(r"(?:(\d+)\*)?(\d+)(?:@(\d+))?(c)?(?::(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseRequests:
-    """`count` equal requests of a case. Names are vLLM's."""
+    """Equal requests of a case. The names are those of vLLM."""
 
-    query_len: int
-    kv_len: int = 0  # number of tokens computed before
+    query_len: int  # number of new tokens of each request
+    kv_len: int = 0  # number of tokens computed in earlier steps
     num_draft_tokens: int = 0
-    chunked: bool = False
-    count: int = 1
+    chunked: bool = False  # True: the new tokens end before the prompt does
+    count: int = 1  # number of requests
 
     @property
     def num_sampled(self) -> int:
@@ -32,7 +33,7 @@ class CaseRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCase:
-    """One step."""
+    """One step to measure."""
 
     name: str
     requests: tuple[CaseRequests, ...]

@@ -1,4 +1,4 @@
-"""Floors: least time that a step's bytes and operations take on this GPU, by operator class."""
+"""Floors of a step: the least time that its bytes and operations take on this GPU, by class."""
 
 import torch
 
@@ -7,14 +7,16 @@ from qserve.bench.steps.step_case import StepCase
 from qserve.engine.engine import Engine
 
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
-A_PRODUCT = "model.layers.0.mlp.up_proj"  # its scheme represents those of all layers
+A_PRODUCT = "model.layers.0.mlp.up_proj"  # linear whose scheme counts as that of all layers
 
 
 def floors_us(engine: Engine, case: StepCase) -> dict[str, float]:
-    """Microseconds of one step by class; empty for a GPU that was not measured, and for experts.
+    """Return the least microseconds of one step: operator class -> time.
 
-    Products: reading all weights once, or two operations per weight and token on bf16 units.
-    Attention: reading the keys and values of the context once, or its operations.
+    It is {} for a GPU whose limits were not measured, and for models with experts. The time of
+    products is that of reading all weights once, or of two operations per weight and token on the
+    bf16 units, whichever is longer. The time of attention is that of reading the keys and values of
+    the context once, or of its operations.
     """
     model = engine.model_config
     if engine.runner.device.type != "cuda" or EXPERTS & model.values.keys():
@@ -34,7 +36,7 @@ def floors_us(engine: Engine, case: StepCase) -> dict[str, float]:
     pairs = sum(
         each.count * each.query_len * (each.kv_len + each.query_len / 2) for each in case.requests
     )
-    # equal shards; a page's bytes are already those of one rank
+    # All shards are equal. The bytes of a page are already those of one rank.
     ranks = engine.config.num_ranks // engine.config.prefill_context_parallel_size
     num_bytes, operations = num_bytes / ranks, operations / ranks
     attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers / ranks

@@ -1,8 +1,9 @@
-"""StepTimer: replay exact steps on an engine's model and time them.
+"""StepTimer: replays single steps on an engine's model and measures their time.
 
-`Replay` (engine/runner/worker.py) runs the step. With several ranks every rank runs it and the
-leader's time counts, because each all-reduce waits for all ranks. KV pages contain zeros. A small
-model's weights and keys stay in the L2 cache between replays, so its times are optimistic.
+`Replay` (engine/runner/worker.py) runs the step. With several ranks every rank runs it. The
+leader's time counts, because each all-reduce waits for all ranks. KV pages contain zeros. The
+weights and keys of a small model stay in the L2 cache between replays, so its measured times are
+shorter than in reality.
 """
 
 import time
@@ -24,7 +25,7 @@ Run = Callable[[int], None]  # called with the number of repetitions
 
 
 class StepTimer:
-    """Runs cases on an idle engine."""
+    """Measures steps on an idle engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,14 +42,16 @@ class StepTimer:
         for flag, needed, limit in limits:
             if needed > limit:
                 raise InputError(
-                    f"case {case.name}", f"needs {needed}, and {flag} is {limit}", "raise it"
+                    f"case {case.name}",
+                    f"needs {needed}, but {flag} is {limit}",
+                    "raise this limit",
                 )
         pool, page_size = engine.scheduler.pool, engine.config.block_size
         if case.num_pages(page_size) > pool.num_free:
             raise InputError(
                 f"case {case.name}",
                 f"needs {case.num_pages(page_size)} KV pages, but only {pool.num_free} are free",
-                "raise the memory of the engine",
+                "raise --gpu-memory-utilization",
             )
         chunks, tables = [], []
         for kind in case.requests:
@@ -62,16 +65,19 @@ class StepTimer:
             StepPlan(chunks=tuple(chunks)), page_size=page_size, rows=RequestRows(len(chunks))
         )
         for table in tables:
-            pool.release_(table)  # nothing else runs, so the pages keep their contents
+            pool.release_(table)  # the pages keep their contents, because nothing else runs
         return replace(step, page_moves=pool.take_moves())
 
     def replayed(self, step: StepInput) -> tuple[Run, str]:
-        """Function that runs the model on a step, and its mode: "engine", "captured" or "none"."""
+        """Prepare a step. Return a function that runs it, and the kind of CUDA graph that it uses.
+
+        The kind is "engine", "captured" or "none".
+        """
         graph = self._engine.workers.prepare_replay(step)
         return self._engine.workers.run_replay, graph
 
     def sample_us(self, run: Run, iters: int) -> float:
-        """Microseconds per run, back to back."""
+        """Run a step `iters` times without a pause. Return the microseconds of one run."""
         if not self._on_gpu:
             started = time.perf_counter()
             run(iters)
@@ -84,7 +90,7 @@ class StepTimer:
         return 1e3 * start.elapsed_time(end) / iters
 
     def launch_us(self, step: StepInput, iters: int) -> float:
-        """Microseconds of a whole step: input transfer, model, sampling."""
+        """Return the microseconds of a whole step: transfer of inputs, model, sampling."""
 
         def run(count: int) -> None:
             for _ in range(count):

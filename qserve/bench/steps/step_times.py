@@ -1,9 +1,10 @@
-"""StepTimes: duration of a step, fitted to results of `bench forward`. Loads no torch.
+"""StepTimes: estimates the duration of a step, by a fit to results of `bench forward`.
 
-    seconds = products(T) + a * keys that decodes read + b * pairs of prompt tokens and their keys
+    seconds = products(T) + a * keys + b * pairs
 
-T is the number of the step's tokens, or of the rows of its CUDA graph. `products` is linear between
-the measured T. One least-squares fit of relative errors gives all parameters.
+T is the number of tokens of the step, or the number of rows of its CUDA graph. Between the measured
+T, `products` is linear. Decodes read `keys`. Prompt tokens and the keys that they read are `pairs`.
+One least-squares fit of the relative errors determines all parameters. Loads no torch.
 """
 
 import json
@@ -18,32 +19,32 @@ from formats.errors import InputError, one_line
 from qserve.engine.scheduling.itl_control import StepLoad
 from qserve.engine.scheduling.plan import StepPlan, load_of
 
-KEYS, PAIRS = 1e5, 1e7  # units of keys and pairs, so that the factors have similar magnitude
-GRAPH_ROWS = "graph_rows"  # key in the result
+KEYS, PAIRS = 1e5, 1e7  # units of keys and pairs, which give the factors similar magnitudes
+GRAPH_ROWS = "graph_rows"  # key in the result of `bench forward`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Model of a step's duration in seconds."""
+    """A model of the duration of steps."""
 
-    token_counts: tuple[float, ...]  # ascending
-    product_seconds: tuple[float, ...]  # at these token counts
-    key_seconds: float
-    pair_seconds: float
-    decode_rows: tuple[int, ...] = ()  # row counts of the decode graphs, ascending
-    chunk_rows: tuple[int, ...] = ()  # row counts of the graphs with prompts
+    token_counts: tuple[float, ...]  # the measured T in ascending order
+    product_seconds: tuple[float, ...]  # products(T) for each of them
+    key_seconds: float  # for KEYS keys
+    pair_seconds: float  # for PAIRS pairs
+    decode_rows: tuple[int, ...] = ()  # row counts of the graphs for decodes, ascending
+    chunk_rows: tuple[int, ...] = ()  # row counts of the graphs for steps with prompts, ascending
     error: float = 0.0  # mean relative error of the fit
 
     @classmethod
     def fixed(cls, seconds: float) -> "StepTimes":
-        """Constant step time."""
+        """Return a model in which each step takes the same time."""
         return cls(
             token_counts=(1.0,), product_seconds=(seconds,), key_seconds=0.0, pair_seconds=0.0
         )
 
     @classmethod
     def read(cls, path: str) -> "StepTimes":
-        """Read a result of `bench forward`. Raises InputError."""
+        """Fit to the result of `bench forward` in a file. Raises InputError."""
         try:
             result = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = result.get(GRAPH_ROWS, {"decode": (), "chunk": ()})
@@ -60,7 +61,11 @@ class StepTimes:
         decode_rows: tuple[int, ...] = (),
         chunk_rows: tuple[int, ...] = (),
     ) -> "StepTimes":
-        """Fit to the time of the whole step, with inputs and sampling, where it was measured."""
+        """Fit to measured cases.
+
+        The time of a whole step, with transfer of inputs and with sampling, is used if the case has
+        it.
+        """
         loads = [_load_of_case(case) for case in cases]
         tokens = [_padded(load, decode_rows, chunk_rows) for load in loads]
         seconds = np.array([case.get("step_us", case["median_us"]) for case in cases]) / 1e6
@@ -68,7 +73,7 @@ class StepTimes:
         columns = np.array([_features(*each, knots) for each in zip(loads, tokens, strict=True)])
         weighted = columns / seconds[:, None]
         factors, *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
-        if (factors[-2:] < 0).any():  # too few contexts to separate them: drop both terms
+        if (factors[-2:] < 0).any():  # too few context lengths to fit both terms: leave them out
             factors[-2:] = 0
             factors[:-2], *_ = np.linalg.lstsq(weighted[:, :-2], np.ones(len(seconds)), rcond=None)
         errors = np.abs(columns @ factors / seconds - 1)
@@ -86,7 +91,7 @@ class StepTimes:
         return self.of_load(load_of(plan.chunks))
 
     def of_load(self, load: StepLoad) -> float:
-        """Beyond the largest measured token count, extrapolate with the last slope."""
+        """Estimate a step's seconds. Above the measured token counts, the last slope is used."""
         tokens = _padded(load, self.decode_rows, self.chunk_rows)
         counts, seconds = self.token_counts, self.product_seconds
         if len(counts) > 1 and tokens > counts[-1]:
@@ -101,14 +106,17 @@ class StepTimes:
 
 
 def _padded(load: StepLoad, decode_rows: tuple[int, ...], chunk_rows: tuple[int, ...]) -> float:
-    """Row count of the smallest graph that holds the step; beyond the largest graph, the tokens."""
+    """Return the row count of the smallest CUDA graph that fits a step; without one, its tokens."""
     tokens = load.num_prompt_tokens + load.num_decodes
     rows = chunk_rows if load.num_prompt_tokens else decode_rows
     return float(next((each for each in rows if each >= tokens), tokens))
 
 
 def _features(load: StepLoad, tokens: float, knots: np.ndarray) -> np.ndarray:
-    """Weights of the neighbouring knots of a token count, then keys and pairs."""
+    """Return the weight of each knot for a token count, then the keys and the pairs.
+
+    Only the neighbouring knots have weights that are not 0.
+    """
     tents = [np.interp(tokens, knots, row) for row in np.eye(len(knots))]
     return np.array([*tents, load.num_keys / KEYS, load.num_pairs / PAIRS])
 

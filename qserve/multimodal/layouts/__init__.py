@@ -1,1 +1,1 @@
-"""Layouts: the tokens that an image or a video becomes, and which of them have embeddings."""
+"""Layouts: the tokens of an image or a video, and which of them have embeddings."""

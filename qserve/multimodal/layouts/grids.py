@@ -1,6 +1,6 @@
-"""Layouts of patches of an image of any size, or of a video. Loads no torch.
+"""Layouts of images of any size, or of videos, that are cut into patches. Loads no torch.
 
-A square of patches has one embedding.
+Each square of patches has one embedding.
 """
 
 import math
@@ -13,12 +13,12 @@ from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values,
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.video_processor import Clip
 
-# of the frames of one video, and config.json
+# the frames of one video, values of config.json -> the video's pieces
 VideoLayout = Callable[[Clip, Values], Iterator[Piece]]
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Qwen, GLM: the chat template writes the tokens around an image."""
+    """Yield the item of an image. In Qwen and GLM the chat template writes the tokens around it."""
     grid = np.asarray(found["image_grid_thw"])[0]
     merged = _merged(grid.tolist(), values)
     pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # whole numbers, as floats
@@ -35,11 +35,11 @@ def _merged(grid: Sequence[int], values: Values) -> tuple[int, int, int]:
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     vision = values["vision_config"]
     size = vision["spatial_merge_size"]
-    # the frames, rows and columns of patches that the item's positions say
+    # numbers of frames, rows and columns of patches, according to the item's positions
     grid = np.array(item.grid or (0, 0, 0)) * (1, size, size)
     stated = feature_of(item, "image_grid_thw")
     if stated is None or not np.array_equal(stated.array(), grid):
-        grid = np.zeros(3, np.int64)  # no feature has this shape
+        grid = np.zeros(3, np.int64)  # a shape that no feature has: the check fails
     values_of_patch = (
         vision.get("in_channels", vision.get("in_chans", 3))
         * vision["temporal_patch_size"]
@@ -56,7 +56,10 @@ GRID = Layout(pieces=_pieces, inputs=_inputs)
 
 
 def whole_clip(clip: Clip, values: Values) -> Iterator[Piece]:
-    """Qwen2-VL, Qwen2.5-VL: one item, whose first axis has the time; that of Qwen2-VL counts."""
+    """Yield the one item of a video, whose first axis is the time (Qwen2-VL, Qwen2.5-VL).
+
+    Qwen2.5-VL measures this time in seconds. Qwen2-VL counts the groups of frames.
+    """
     per_second, step = values["vision_config"].get("tokens_per_second"), 1.0
     if per_second is not None:
         step = float(np.float32(per_second) * np.float32(clip.seconds_per_group))
@@ -64,7 +67,7 @@ def whole_clip(clip: Clip, values: Values) -> Iterator[Piece]:
 
 
 def stamped_groups(clip: Clip, values: Values) -> Iterator[Piece]:
-    """Qwen3-VL, Qwen3.5: each group of frames is an item after a text with its time."""
+    """Yield an item for each group of frames, after a text with its time (Qwen3-VL, Qwen3.5)."""
     for seconds, patches_PV in zip(clip.seconds, clip.patches_GPV, strict=True):
         yield f"<{seconds:.1f} seconds><|vision_start|>"
         yield _clip_run(patches_PV, (1, *clip.grid[1:]), values)

@@ -1,7 +1,8 @@
-"""Layouts of an image in one square and again in tiles, all of them one item. Loads no torch.
+"""Layouts of an image that is encoded twice: as one square, and as tiles. Loads no torch.
 
-The tiles are those of the resolution of a list that fits best. What pads it has no embeddings, and
-each row of the others ends with the embedding of a newline.
+All of this is one item. The model lists resolutions, and the one that fits the image best sets the
+number of tiles. Padding has no embeddings. Each row of the other embeddings ends with that of a
+newline.
 """
 
 import math
@@ -14,8 +15,8 @@ from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values,
 from qserve.multimodal.layouts.squares import square_length
 from qserve.multimodal.media import Feature, MediaItem
 
-SIZES = "image_sizes"  # height and width of the image in pixels
-MAX_SIDE = 2**24  # of an image
+SIZES = "image_sizes"  # feature with the height and width of the image in pixels
+MAX_SIDE = 2**24  # limit of an image's height and width
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
@@ -27,7 +28,7 @@ def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
 
 
 def _length(height: int, width: int, num_squares: int, values: Values) -> int:
-    """Number of embeddings of an image of a size."""
+    """Return the number of embeddings of an image with this height and width."""
     base = square_length(values)
     if num_squares == 1:
         return base + 1
@@ -38,7 +39,8 @@ def _length(height: int, width: int, num_squares: int, values: Values) -> int:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    most = values.get("vision_aspect_ratio", "")  # anyres_max_9: embeddings of 9 tiles at most
+    # anyres_max_9: at most as many embeddings as 9 tiles have
+    most = values.get("vision_aspect_ratio", "")
     if most:
         ratio = math.sqrt(rows * columns / (int(most.rpartition("_")[2]) * side**2))
         if ratio > 1.1:
@@ -47,9 +49,10 @@ def _length(height: int, width: int, num_squares: int, values: Values) -> int:
 
 
 def _tiles(height: int, width: int, values: Values) -> tuple[int, int]:
-    """Number of rows and columns of tiles of the resolution that fits an image best.
+    """Return the numbers of rows and columns of tiles of the resolution that fits an image best.
 
-    It shows most of the image's pixels; of equals it wastes fewest of its own.
+    This is the one that shows most of the image's pixels; among equals, the one that wastes fewest
+    of its own pixels.
     """
 
     def rank(resolution: tuple[int, int]) -> tuple[int, int]:
@@ -70,7 +73,8 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     if sizes is not None and (sizes.dtype, sizes.shape) == ("int64", (2,)):
         height, width = sizes.array().tolist()
     if not (0 < height < MAX_SIDE and 0 < width < MAX_SIDE):
-        return {"pixel_values": ("uint8", (0,)), SIZES: ("int64", (2,))}, 0  # no item has these
+        # shapes that no item has: the check fails
+        return {"pixel_values": ("uint8", (0,)), SIZES: ("int64", (2,))}, 0
     is_alone = pixels is None or pixels.shape[:1] != (1,) or not values.get("vision_aspect_ratio")
     num_squares = 1 + math.prod(_tiles(height, width, values)) if is_alone else 1
     expected = {
@@ -81,5 +85,5 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
 
 
 NEXT = Layout(pieces=_pieces, inputs=_inputs)  # LLaVA-NeXT
-# LLaVA-OneVision: an image of several has no tiles
+# LLaVA-OneVision: where a prompt has several images, they have no tiles.
 ONE_VISION = Layout(pieces=_pieces, inputs=_inputs, takes_samples=True, sees_others=True)

@@ -1,4 +1,4 @@
-"""Layout: how an image of one kind of model becomes tokens and features. Loads no torch."""
+"""Layout: the tokens and features of an image, for one kind of model. Loads no torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from qserve.multimodal.media import Feature, MediaItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Tokens that one item covers."""
+    """The tokens of one item. See MediaItem for `features`, `grid` and `frame_step`."""
 
-    length: int  # number of image tokens
+    length: int  # number of tokens
     features: tuple[Feature, ...]
     grid: tuple[int, ...] = ()
-    frame_step: float = 1.0  # of MediaItem
-    # texts of tokens without an embedding, by their place among the tokens
+    frame_step: float = 1.0
+    # place among the tokens -> text of a token that has no embedding
     other_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
-Piece = str | int | Run  # a text or a token around items, or an item
-Values = Mapping[str, Any]  # of config.json, with transformers' defaults
-Stated = tuple[str, tuple[int, ...]]  # dtype and shape
+Piece = str | int | Run  # a text or a token id next to items, or an item
+Values = Mapping[str, Any]  # config.json, completed with transformers' defaults
+Stated = tuple[str, tuple[int, ...]]  # dtype and shape of a feature
 
 
 def _no_options(values: Values) -> dict[str, Any]:
@@ -31,25 +31,26 @@ def _no_options(values: Values) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an image becomes tokens and features."""
+    """The functions and options that turn an image into tokens and features."""
 
-    # of what an image processor returned for one image, and config.json
+    # result of the image processor for one image, values of config.json -> the image's pieces
     pieces: Callable[[Mapping[str, Any], Values], Iterator[Piece]]
-    # the features that an item must have, and the number of its embeddings
+    # item, values of config.json -> features that the item must have, number of its embeddings
     inputs: Callable[[MediaItem, Values], tuple[dict[str, Stated], int]]
-    # options of the image processor that the model's own processor sets
+    # values of config.json -> options of the image processor that the model's own processor sets
     options: Callable[[Values], dict[str, Any]] = _no_options
-    takes_samples: bool = False  # the image processor takes a list of the images of each prompt
-    # an image becomes other tokens where its prompt has more of them
+    # True: the image processor takes one list of images for each prompt
+    takes_samples: bool = False
+    # True: the tokens of an image are others where its prompt has several images
     sees_others: bool = False
 
     def given(self, images: Sequence[Any]) -> list[Any]:
-        """Return the images of one prompt as the image processor takes them."""
+        """Return the images of one prompt in the form that the image processor takes."""
         return [list(images)] if self.takes_samples else list(images)
 
 
 def side_of(vision: Values, key: str) -> int:
-    """Return a size in pixels, of a square. Raises InputError."""
+    """Return the side of a square in pixels, from a key of vision_config. Raises InputError."""
     found = vision[key]
     sides = set(found) if isinstance(found, list | tuple) else {found}
     if len(sides) != 1:
@@ -62,5 +63,5 @@ def side_of(vision: Values, key: str) -> int:
 
 
 def feature_of(item: MediaItem, name: str) -> Feature | None:
-    """Return an item's feature by its name; None: it has none."""
+    """Return the feature of an item with this name, or None."""
     return next((each for each in item.features if each.name == name), None)

@@ -1,4 +1,4 @@
-"""Layout of patches of an image of any size, whose squares are pooled. Loads no torch."""
+"""Layout of images of any size that are cut into patches and pooled. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ CHANNELS = 3
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Gemma 4: patches between tokens of the image's begin and end."""
+    """Yield the item of an image, between the start and end tokens of images (Gemma 4)."""
     length = int(found["num_soft_tokens_per_image"][0])
     num_patches = length * values["vision_config"]["pooling_kernel_size"] ** 2
     patches = np.asarray(found["pixel_values"][0])[:num_patches]
@@ -35,7 +35,7 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     if stated is not None and (stated.dtype, stated.shape) == ("int64", (2,)):
         rows, columns = stated.array().tolist()
     if not (0 < rows <= most and 0 < columns <= most) or rows % size or columns % size:
-        rows = columns = 0  # no feature has this shape
+        rows = columns = 0  # a shape that no feature has: the check fails
     expected = {
         "pixel_values": ("uint8", (CHANNELS, rows * columns, vision["patch_size"] ** 2)),
         "image_grid": ("int64", (2,)),

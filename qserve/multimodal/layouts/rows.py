@@ -1,4 +1,4 @@
-"""Layout of images of any size, whose rows of embeddings end with tokens. Loads no torch."""
+"""Layout of images of any size, whose rows of embeddings end with a token. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from qserve.multimodal.media import Feature, MediaItem
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Mistral 3: each row has a token at its end."""
+    """Yield the item of an image, in which each row ends with a token (Mistral 3)."""
     height, width = (int(size) for size in found["image_sizes"][0])
     pixels_CHW = np.asarray(found["pixel_values"])[0][:, :height, :width]
     size = _square_size(values)
@@ -25,13 +25,13 @@ def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
 
 
 def _square_size(values: Values) -> int:
-    """Height and width in pixels of the square of an embedding."""
+    """Return the side in pixels of the square that becomes one embedding."""
     return values["vision_config"]["patch_size"] * values["spatial_merge_size"]
 
 
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     size = _square_size(values)
-    longest = values["vision_config"]["image_size"]  # the tower has no position beyond it
+    longest = values["vision_config"]["image_size"]  # the tower has no positions beyond this side
     pixels = feature_of(item, "pixel_values")
     height, width = pixels.shape[1:] if pixels is not None and len(pixels.shape) == 3 else (0, 0)
     if not (0 < height <= longest and 0 < width <= longest) or height % size or width % size:

@@ -1,4 +1,4 @@
-"""Layouts of images that are scaled to one square, which is one item. Loads no torch."""
+"""Layouts of images that are scaled to one square. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,20 +10,20 @@ from qserve.multimodal.media import Feature, MediaItem
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """LLaVA: the square alone."""
+    """Yield the square, with nothing around it (LLaVA)."""
     pixels_CHW = np.asarray(found["pixel_values"])[0]
     yield Run(length=square_length(values), features=(Feature.of("pixel_values", pixels_CHW),))
 
 
 def _framed_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Gemma 3: a square between tokens of its begin and end, and empty lines."""
+    """Yield the square, between the start and end tokens of images and empty lines (Gemma 3)."""
     yield "\n\n<start_of_image>"
     yield from _pieces(found, values)
     yield "<end_of_image>\n\n"
 
 
 def square_length(values: Values) -> int:
-    """Number of embeddings of a square."""
+    """Return the number of embeddings of a square."""
     if "mm_tokens_per_image" in values:
         return values["mm_tokens_per_image"]
     vision = values["vision_config"]

@@ -1,4 +1,7 @@
-"""The tables of layouts, and the check of an item's features. Loads no torch."""
+"""Tables of the layouts of images and videos, and the check of an item's features.
+
+Loads no torch.
+"""
 
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.layouts import grids, high_resolution, pooled, rows, squares, tiles
@@ -28,7 +31,7 @@ def layout_of(vision: VisionConfig) -> Layout:
 
 
 def check_features(item: MediaItem, vision: VisionConfig) -> str:
-    """Return why an encoder would not make an item's embeddings of its features; "" if it does."""
+    """Return why an item's features do not fit the encoder or its embeddings; "" if they do."""
     expected, num_embeds = layout_of(vision).inputs(item, vision.values)
     found = {each.name: (each.dtype, each.shape) for each in item.features}
     if found.keys() != expected.keys():

@@ -1,4 +1,4 @@
-"""Layouts of images that are cut into square tiles, each an item. Loads no torch."""
+"""Layouts of images that are cut into square tiles, one item each. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
 def _idefics_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Rows of tiles end with a newline; the whole image is the last tile."""
+    """Yield the tiles, with a newline after each row. The last tile is the whole image."""
     pixels_NCHW = np.asarray(found["pixel_values"])[0]
     rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
     length, tiles = _idefics_length(values), iter(pixels_NCHW)
@@ -41,7 +41,7 @@ def _idefics_length(values: Values) -> int:
 
 
 def _idefics_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
-    # Tiles are squares of the tower's size, or the number of embeddings is another one.
+    # Only squares of the tower's size have this number of embeddings.
     return _tile_inputs(values), _idefics_length(values)
 
 
@@ -59,7 +59,7 @@ IDEFICS = Layout(
 
 
 def _intern_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Tiles without a separator; the whole image is the last one."""
+    """Yield the tiles, with nothing between them. The last tile is the whole image."""
     yield "<img>"
     for pixels_CHW in np.asarray(found["pixel_values"]):
         yield _tile(pixels_CHW, _intern_length(values))

@@ -183,7 +183,7 @@ def _dtype(found: Name) -> str:
 
 
 def _sizes(found: object) -> tuple[int, ...]:
-    """A shape or stride."""
+    """Return a shape or stride as a tuple of numbers."""
     if isinstance(found, Made):
         _check(found, SIZE)
         (found,) = found.arguments

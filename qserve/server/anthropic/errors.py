@@ -65,7 +65,7 @@ class ConvertErrors:
             await self._app(scope, receive, send)
             return
         request_id = scope["state"]["request_id"]
-        start: Message | None = None  # of an error, until its body is complete
+        start: Message | None = None  # start of an error reply, kept until its body is complete
         has_started, body = False, b""
 
         async def converting(message: Message) -> None:

@@ -88,7 +88,7 @@ class MessageReply:
         return OutputParser(self.job.parsing).parse(output.text, is_cut=is_cut)
 
     def _start(self, output: Output) -> dict[str, Any]:
-        """The message before its first block."""
+        """Return the message as it is before its first content block."""
         ending = {"stop_reason": None, "stop_sequence": None}
         return self._message([], ending, self._usage(output, with_details=False))
 

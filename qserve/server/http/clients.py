@@ -44,7 +44,8 @@ class Turns:
         self._num_free = width
         self._most_of_one = max(1, width - 1)
         self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future]] = {}  # by client, in order of their turns
+        # client -> its waiting requests; clients are in the order of their turns
+        self._waiting: dict[str, deque[asyncio.Future]] = {}
 
     async def take(self, client: str) -> None:
         """Wait for a slot. The caller must call `give_back`."""

@@ -48,7 +48,8 @@ class ModelTurns:
         self._awake = awake
         self._woken_at = clock()
         self._num_running = 0
-        self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # by model, first come first
+        # index of a model -> waiting requests, in order of arrival
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._change: asyncio.Task[None] | None = None
 
     async def enter(self, index: int) -> None:

@@ -27,7 +27,7 @@ from qserve.engine.token_event import RequestFacts, TokenEvent
 from qserve.server.http.clients import Admission
 
 REASONS = ("stop", "length", "abort", "error")
-REJECTIONS = ("outputs", "prompt_tokens")  # in the order of Admission.held
+REJECTIONS = ("outputs", "prompt_tokens")  # reasons for rejections, in the order of Admission.held
 
 # gauges that are read from the engine's last report: name -> (help text, value)
 GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {

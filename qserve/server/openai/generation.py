@@ -131,9 +131,11 @@ async def _share_prompt_logprobs(job: Job, stream: Deltas) -> Deltas:
     until they are known.
     """
     per_prompt = job.params[0].n
-    found: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt
+    # index of a prompt -> its log probabilities
+    found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
     begun: set[int] = set()  # choices with at least one delta yielded
-    held: dict[int, list[tuple[int, TextDelta]]] = {}  # by prompt
+    # index of a prompt -> deltas of its other choices, which wait
+    held: dict[int, list[tuple[int, TextDelta]]] = {}
     async with aclosing(stream):
         async for index, delta in stream:
             prompt, repeat = divmod(index, per_prompt)

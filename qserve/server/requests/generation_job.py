@@ -25,7 +25,7 @@ class PromptTooLong(ApiError):
     """The prompt fills the model's context and leaves no room for output."""
 
     def __init__(self, limit: int, length: int, *, is_at_least: bool = False) -> None:
-        """`length`: number of prompt tokens; with `is_at_least` a lower bound of it."""
+        """`length`: number of prompt tokens. `is_at_least`: the prompt may be longer than that."""
         found = f"at least {length}" if is_at_least else f"{length}"
         super().__init__(
             400,

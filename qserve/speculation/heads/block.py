@@ -147,7 +147,7 @@ class BlockDrafter:
     looks_ahead = reads_images = False
 
     def __init__(self, head: BlockHead, taps: tuple[int, ...]) -> None:
-        """`taps`: indices of the target's layers, see DeviceDrafter."""
+        """`taps`: indices of the target's layers whose states the head reads, see DeviceDrafter."""
         self.head, self.taps, self.attentions = head, taps, head.attentions
         self.places_after = 0 if head.config.samples_anchor else 1
 

@@ -171,7 +171,7 @@ URLS = {
     "number": (5, "with a URL in image_url"),
     "plain base64": (BASE64, "expected data:, http:, https: or file:"),
     "data without base64": (f"data:image/png,{BASE64}", "expected data:image/TYPE;base64"),
-    "data of a page": (f"data:text/html;base64,{BASE64}", "expected the type of an image"),
+    "data of a page": (f"data:text/html;base64,{BASE64}", "expected the media type of an image"),
     "base64 of other letters": ("data:image/png;base64,!!!!", "is not valid base64"),
     "data without end of its head": ("data:" + "a;" * 5000, "expected data:image/TYPE;base64"),
     "other scheme": ("ftp://pictures.example/a.png", "expected data:, http:, https: or file:"),

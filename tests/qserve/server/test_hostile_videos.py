@@ -186,7 +186,7 @@ REQUESTS = {
     "video as an image": (
         [{"type": "image_url", "image_url": {"url": GOOD}}],
         {},
-        "expected the type of an image",
+        "expected the media type of an image",
     ),
 }
 

@@ -79,7 +79,7 @@ class ToolReference(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer. Its signature is not verified."""
+    """Reasoning of an earlier reply. Its signature is not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -92,7 +92,7 @@ class RedactedThinking(Body):
 
 
 class ToolUse(Body):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier reply."""
 
     type: Literal["tool_use"]
     id: str

@@ -77,5 +77,5 @@ def test_side_by_side(server, tmp_path):
 def test_a_key_that_no_result_has(tmp_path, capsys):
     (tmp_path / "r.json").write_text('{"label": "a", "request_rate": 2.0, "mean_ttft_ms": 3}')
     assert main(["bench", "sweep", "plot", str(tmp_path), "--y", "ttft"]) == 1
-    words = "--y: no result has ttft (its numbers are mean_ttft_ms, request_rate)"
+    words = "--y: no result has ttft (choose among mean_ttft_ms, request_rate)"
     assert words in capsys.readouterr().err
