@@ -77,7 +77,7 @@ def _whole() -> str:
 
 
 def to_markdown() -> str:
-    """Return the served families as a list with one item per kind, as qserve/docs/models.md has it."""
+    """Return the list of served families in qserve/docs/models.md: one item per kind."""
     items = ((kind, ", ".join(_titles(kind))) for kind in KINDS)
     return "\n".join(
         textwrap.fill(

@@ -16,8 +16,6 @@ import torch
 
 from formats.errors import InputError
 
-KINDS = ("torch", "cuda")
-
 
 class ProfiledRunner(Protocol):
     """The attributes of ModelRunner that Recorder uses."""

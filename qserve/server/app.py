@@ -1,7 +1,6 @@
 """Builds the server's ASGI app: routes, middleware, and the Service of each model."""
 
 import logging
-import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,17 +48,12 @@ from qserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_BODIES = 32  # bodies of the maximum size that fit into memory at the same time
-# Policies that ignore a request's priority. A user-defined policy may use it.
-ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
-DRAIN_SECONDS = 0.05  # polling interval while the server stops
-REPLY_GRACE = 1  # seconds for clients to read the error of an aborted request
 # Route table: modules with `routes`, searched in this order.
 TOPICS = (
     *(completions, chat, responses, stored, anthropic, pooling, tokenize, models),
     *(status, pages),
 )
 OPERATOR_TOPICS = (control, adapters)  # with several models, the query names the model
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def make_service(

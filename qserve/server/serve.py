@@ -119,13 +119,15 @@ async def _load(
 ) -> list[HostedModel]:
     """Load the models one after the other. With --memory-sharing sleep only the first is awake."""
     loaded: list[HostedModel] = []
+    awake = ""  # the model that was loaded last
     takes_turns = models[0].server.memory_sharing == SLEEP
     try:
         for each in reversed(models) if takes_turns else models:
             if takes_turns and loaded:
-                await fall_asleep(loaded[-1].client, each.engine.model)
+                await fall_asleep(loaded[-1].client, awake)
+            awake = each.engine.model
             if len(models) > 1:
-                logger.info("Loading %s", each.engine.model)
+                logger.info("Loading %s", awake)
             loaded.append(
                 await HostedModel.start(
                     each.engine,

@@ -46,9 +46,9 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping | bool):
-            object.__setattr__(self, "json", _dump(self.json))
+            object.__setattr__(self, "json", _dump("json", self.json))
         if isinstance(self.structural_tag, Mapping):
-            object.__setattr__(self, "structural_tag", _dump(self.structural_tag))
+            object.__setattr__(self, "structural_tag", _dump("structural_tag", self.structural_tag))
         object.__setattr__(self, "choice", tuple(self.choice or ()))
         given = [name for name in KINDS if getattr(self, name) not in (None, (), False)]
         if len(given) != 1:
@@ -119,11 +119,11 @@ class StructuredOutputsParams:
             raise ParameterError(f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} nested levels")
 
 
-def _dump(schema: object) -> str:
+def _dump(field: str, value: object) -> str:
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(f"{FIELD}.json", f"expected a JSON schema: {error}") from None
+        raise ParameterError(f"{FIELD}.{field}", f"expected JSON: {error}") from None
 
 
 def _depth(text: str) -> int:

@@ -35,7 +35,7 @@ class PageLink(Protocol):
 
 
 class MappedLink:
-    """Link between engines of one host, which map each other's buffers and find files in a folder."""
+    """Link between engines of one host: each maps the others' buffers. A folder has their files."""
 
     def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
         """`extra`: kv_connector_extra_config. Raises InputError."""

@@ -93,7 +93,6 @@ class ContentBlocks:
         block, self._open, self._space = self._open, None, ""
         if block is None:
             return
-        self._space = ""
         if block["type"] == THINKING:
             block["signature"] = SIGNATURE
             yield self._delta("signature_delta", signature=SIGNATURE)

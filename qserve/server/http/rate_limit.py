@@ -1,5 +1,6 @@
 """Rate limit per API key, or per client address if there are no keys."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ class LimitRate:
         if scope["type"] == "http" and scope["method"] == "POST":
             wait = self._take(self._client(scope))
             if wait > 0:
+                seconds = math.ceil(wait)
                 error = ApiError(
                     429,
                     f"Rate limit exceeded: {self._limit} requests per minute."
-                    f" Try again in {wait:.0f} s.",
-                    headers={"Retry-After": str(max(1, round(wait + 0.5)))},
+                    f" Try again in {seconds} s.",
+                    headers={"Retry-After": str(seconds)},
                 )
                 await error.response(scope, receive, send)
                 return

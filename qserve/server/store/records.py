@@ -166,7 +166,7 @@ class Records:
     def delete_item(self, owner: str, name: str, item: str) -> bytes:
         """Delete an item of a conversation. Returns the conversation. Raises ApiError(404)."""
         with self._database.transaction():
-            size = len(self.item(owner, name, item))
+            size = _size([(item, self.item(owner, name, item))])
             self._database.run(
                 "DELETE FROM items WHERE owner = ? AND record = ? AND id = ?", owner, name, item
             )

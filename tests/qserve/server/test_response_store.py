@@ -1,5 +1,6 @@
 """Stored responses and conversations: what is kept, for whom, how long, and what can fail."""
 
+import contextlib
 import json
 import sqlite3
 import stat
@@ -136,6 +137,21 @@ def test_conversations(server):
     gone = server.request("DELETE", path).json()
     assert gone == {"id": name, "object": "conversation.deleted", "deleted": True}
     assert server.get(path).status_code == server.get(f"{path}/items").status_code == 404
+
+
+def test_an_item_that_is_deleted_frees_the_bytes_that_it_took(stored, tmp_path):
+    server = stored()
+    path = f"{CONVERSATIONS}/{server.post(CONVERSATIONS, {}).json()['id']}"
+
+    def num_bytes():
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as database:
+            return database.execute("SELECT num_bytes FROM records").fetchone()[0]
+
+    before = num_bytes()
+    added = server.post(f"{path}/items", {"items": [{"role": "user", "content": "one"}]}).json()
+    assert num_bytes() > before
+    server.request("DELETE", f"{path}/items/{added['data'][0]['id']}")
+    assert num_bytes() == before
 
 
 def test_a_client_reaches_only_its_own(server):
