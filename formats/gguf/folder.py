@@ -97,6 +97,15 @@ def gguf_name(folder: str | Path) -> str:
     return path.name if (path / INDEX).is_file() else ""
 
 
+def origin(folder: str | Path) -> Path:
+    """Return the GGUF file that a folder was made from, for messages; else the folder itself."""
+    path = Path(folder)
+    try:
+        return Path(json.loads((path / INDEX).read_text(encoding="utf-8"))["files"][0][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return path
+
+
 def folder_of_file(file: Path) -> Path:
     """Return the folder of a GGUF file, and make it if it does not exist yet."""
     if not file.is_file():

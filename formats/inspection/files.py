@@ -14,6 +14,7 @@ from formats.checkpoint import CONFIG, INDEX, SINGLE, TensorEntry, read_header, 
 from formats.errors import CheckpointError
 from formats.files.side_files import TOKENIZER_FILES
 from formats.files.tensor_entry import StatedShape
+from formats.gguf.folder import origin
 from formats.gguf.opened import is_gguf_folder, open_gguf
 from formats.inspection.findings import Findings
 
@@ -98,7 +99,7 @@ def check_tokenizer(folder: Path, findings: Findings) -> None:
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         findings.warning(
-            str(folder),
+            str(origin(folder)),
             f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there; the weights can be"
             " read, but servers that take text refuse the folder",
             "copy tokenizer.json and tokenizer_config.json from the original model",

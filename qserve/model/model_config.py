@@ -22,7 +22,7 @@ from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_jso
 from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.gguf.folder import model_folder
+from formats.gguf.folder import model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support
@@ -170,7 +170,7 @@ class ModelConfig:
         stated = block or raw.get(BLOCK)
         if quantization is not None and stated is not None:
             method = stated.get("quant_method") if isinstance(stated, dict) else stated
-            quantization.check_method(str(folder), method)
+            quantization.check_method(str(origin(folder)), method)
             quantization = None
         family = family_of(raw)
         try:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
 from formats.files.side_files import TOKENIZER_FILES
-from formats.gguf.folder import model_folder
+from formats.gguf.folder import model_folder, origin
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from qserve.text.chat_prompt import ChatPrompt, control_pattern
 from qserve.text.load_tokenizer import load_tokenizer
@@ -53,7 +53,7 @@ class Tokenizer:
             # For a folder without a tokenizer, transformers' message has several pages.
             has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
             raise TextError(
-                folder,
+                str(origin(folder)),
                 f"has no tokenizer that transformers can load: {one_line(error)}"
                 if has_one
                 else f"has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}",

@@ -96,7 +96,7 @@ def export_gguf(
     layers.pop("F32", None)
     most = layers.most_common(1)[0][0] if layers else "F32"
     metadata["general.file_type"] = Value(type="u32", value=FILE_TYPES.get(most, 1))
-    metadata |= tokenizer_metadata(reader.folder, reader.config["vocab_size"])
+    metadata |= tokenizer_metadata(reader.folder, reader.config["vocab_size"], row.name)
     size = write_gguf(target, metadata, tensors)
     try:
         check_states(target, reader.config)

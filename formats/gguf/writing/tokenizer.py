@@ -27,10 +27,19 @@ REMEDY = "write another format"
 SPELLED_OUT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 
 
-def tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
+GEMMA_4 = "gemma4"  # architecture, and its kind of vocabulary: SentencePiece with merges
+# Its special tokens that llama.cpp shows, because it parses tool calls and thoughts by them
+VISIBLE = (
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+
+
+def tokenizer_metadata(folder: Path, vocab_size: int, architecture: str) -> dict[str, Any]:
     """Return the tokenizer's metadata; {} for a folder without a tokenizer.
 
-    Raises CheckpointError if GGUF has no name for the tokenizer.
+    `architecture`: general.architecture, because llama.cpp has a tokenizer type for Gemma 4. Raises
+    CheckpointError if GGUF has no name for the tokenizer.
     """
     if not (folder / FILE).is_file():
         if (folder / "tokenizer.model").is_file():
@@ -47,19 +56,32 @@ def tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     added = {each["id"]: each for each in tokenizer.get("added_tokens", [])}
     texts = _texts(model["vocab"], added, vocab_size, folder)
     types = [_type_of(i, text, added, model) for i, text in enumerate(texts)]
+    special = _special_tokens(tokenizer, stated, texts)
+    if architecture == GEMMA_4:
+        types = [
+            USER_DEFINED if text in VISIBLE else kind
+            for text, kind in zip(texts, types, strict=True)
+        ]
     keys: dict[str, Any] = {"tokens": texts, "token_type": Value(type="i32", value=types)}
     if model.get("byte_fallback"):
         keys |= _sentence_piece(tokenizer, texts, types, merges)
+        # llama.cpp adds a first token to every text of this kind
+        if architecture == GEMMA_4 and special["add_bos_token"].value:
+            keys |= {"model": GEMMA_4, "merges": _joined(merges)}
     else:
         keys |= {
             "model": "gpt2",
             "pre": _pre_name(tokenizer, bool(model.get("ignore_merges")), folder),
-            "merges": [f"{left} {right}" for left, right in merges],
+            "merges": _joined(merges),
         }
-    keys |= _special_tokens(tokenizer, stated, texts)
+    keys |= special
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     template = _template(folder, stated)
     return found | ({"tokenizer.chat_template": template} if template else {})
+
+
+def _joined(merges: list[list[str]]) -> list[str]:
+    return [f"{left} {right}" for left, right in merges]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
+from formats.gguf.folder import origin
 from formats.in_memory.dense import is_dense
 from formats.in_memory.weights import Weight
 from formats.layouts import (
@@ -64,7 +65,7 @@ class WeightSource:
             dense = self._dense(module, shape)
             return dense if rows is None else dense[list(rows)]
         if name not in self.reader:
-            raise CheckpointError(name, f"is missing from {self.reader.folder}")
+            raise CheckpointError(name, f"is missing from {origin(self.reader.folder)}")
         found = self.reader.entries[name].shape
         if found != shape:
             raise CheckpointError(

@@ -123,6 +123,19 @@ def test_folder_is_made_once_and_made_anew_for_a_changed_file(written, cache):
     assert CheckpointReader(path).folder != first
 
 
+def test_errors_name_the_file_and_not_its_folder(written, docs_5m, tmp_path):
+    path = written(Q4_0)
+    with pytest.raises(InputError, match="docs.gguf is quantized already") as caught:
+        LLM(str(path), device="cpu", quantization="w4a16")
+    assert ".cache" not in str(caught.value)
+    bare = {k: v for k, v in llama_metadata(docs_5m).items() if not k.startswith("tokenizer.")}
+    path = write_gguf(tmp_path / "bare.gguf", bare, llama_tensors(docs_5m, F16))
+    (problem,) = inspect_checkpoint(path).problems
+    assert problem.subject == str(path) and problem.text.startswith("has no tokenizer")
+    with pytest.raises(InputError, match="bare.gguf: has no tokenizer"):
+        Tokenizer(path)
+
+
 def test_split_files_are_one_model_and_a_missing_one_is_named(docs_5m, tmp_path):
     metadata, tensors = llama_metadata(docs_5m), llama_tensors(docs_5m, F16)
     names = list(tensors)

@@ -38,7 +38,7 @@ def test_own_rule_of_bloom_is_written_by_its_name(tmp_path):
         "use_regex": false}]}}""",
         encoding="utf-8",
     )
-    assert tokenizer_metadata(tmp_path, 2)["tokenizer.ggml.pre"] == "bloom"
+    assert tokenizer_metadata(tmp_path, 2, "bloom")["tokenizer.ggml.pre"] == "bloom"
 
 
 def test_merges_of_gemma_4_are_listed_and_cross_words(docs_5m, tmp_path, monkeypatch):
