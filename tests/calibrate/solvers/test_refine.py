@@ -124,7 +124,7 @@ def test_recipe_refines_what_gptaq_finds(small_5m, tmp_path, act_order):
             scheme=Scheme.parse("w3a16-sym-g64"),
             recipe=name,
             act_order=act_order,
-            samples=8,
+            samples=16,
             sequence_length=128,
             progress=False,
         )
