@@ -129,7 +129,7 @@ class Family:
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: Flag = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
-    positions: Positions | None = None  # learned, added to embeddings; None: no such table
+    positions: Positions | None = None  # added to embeddings; None: no such table
     logits_divisor_key: str = ""  # logits are divided by it
     logits_factor_key: str = ""  # logits are multiplied by it
     # Keys of config.json for variants that are not supported, with the value that they must have. A
@@ -435,7 +435,7 @@ class Family:
             shapes[self.embedding_norm] = (("hidden_size",),)
             if self.norm_bias:
                 shapes[self.embedding_norm_bias] = (("hidden_size",),)
-        if self.positions is not None:
+        if self.positions is not None and self.positions.name:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         if self.layer_inputs is not None:
             shapes |= self.layer_inputs.tensors
