@@ -77,7 +77,8 @@ class HiddenStates:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
             self.states_WSD = _in_file(spill, shape, runner.dtype)
-        scale = runner.layer_map.family.embedding_factor(runner.config.to_dict())
+        values = {**runner.raw_config, **runner.config.to_dict()}  # the usual keys, and defaults
+        scale = runner.layer_map.family.embedding_factor(values)
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
             rows_SD = rows_SD * torch.tensor(scale, dtype=runner.dtype)

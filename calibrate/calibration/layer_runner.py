@@ -32,6 +32,7 @@ from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
+from formats.numerics.sinusoids import sinusoids
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
@@ -108,11 +109,16 @@ class LayerRunner:
         stored = (table or reader.entries[layer_map.last_norm]).dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
         self._positions: dict[tuple[int, str, float | None], Any] = {}
-        # Learned position embeddings [S, D]; None: the model has none.
+        # Position embeddings [S, D] that are added to the embeddings; None: the model has none.
         self.positions_SD: torch.Tensor | None = None
         if row.positions is not None:
-            table = reader.get(row.positions.name)[row.positions.offset :]
-            self.positions_SD = table.to(device, self.dtype)
+            if row.positions.name:
+                table = reader.get(row.positions.name)
+            else:
+                sizes = row.sizes(reader.config)
+                zero = getattr(config, "pad_token_id", None)
+                table = sinusoids(sizes["positions"], sizes["hidden_size"], zero)
+            self.positions_SD = table[row.positions.offset :].to(device, self.dtype)
         self._embedding_norm: nn.Module | None = None
         if row.embedding_norm:
             bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
@@ -273,6 +279,8 @@ class LayerRunner:
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
+        elif self.eager and mask is not None:  # XGLM's layers check its shape
+            mask = mask.expand(len(hidden_BSD), -1, -1, -1)
         indexer = self.layer_map.family.indexer
         if indexer is not None and not indexer.is_in(layer, self.raw_config):
             others["prev_topk_indices"] = self._all_keys(hidden_BSD)

@@ -136,9 +136,11 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """Learned position embeddings, in a table with `offset` rows before position 0."""
+    """Position embeddings that are added to tokens', in a table with `offset` rows before position
+    0: learned, or sinusoids (numerics/sinusoids.py).
+    """
 
-    name: str  # name of the table
+    name: str = ""  # name of the table; empty: sinusoids, which no file holds
     offset: int = 0
     length_key: str = "max_position_embeddings"  # key of config.json: table rows minus the offset
 

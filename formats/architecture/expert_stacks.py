@@ -62,6 +62,7 @@ CODES = {
     **dict.fromkeys(("", ".weight"), (torch.float8_e4m3fn, torch.uint8)),
     **dict.fromkeys(("_packed", ".weight_packed"), (torch.int32, torch.uint8)),
 }
+SCALES = "_scale_inv"  # what follows the name of a stack with blocks of float8
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REMEDY = (
     "write the linears of each expert apart (experts.0.gate_proj.weight), or quantize the float"
@@ -242,7 +243,8 @@ def _split_floats(
         if match is None:
             found[name] = entry
             continue
-        if match["rest"] or entry.dtype not in FLOATS or len(entry.shape) != 3:
+        leaf = _leaf(match, entry, entries, experts)
+        if not leaf or len(entry.shape) != 3:
             raise CheckpointError(
                 f"{match['layer']}.{match['stack']}",
                 f"expected float weights of all experts in three dims, found {name}"
@@ -253,14 +255,30 @@ def _split_floats(
         transposed = experts.stacks_transposed
         if config.get(EITHER_ORDER):  # the same decision as in transformers
             transposed = entry.shape[2] != config.get(projection.inputs)
-        found |= _float_linears(match["layer"], name, entry, projection, transposed)
+        found |= _float_linears(match["layer"], name, entry, projection, transposed, leaf)
     return found
 
 
+def _leaf(match: re.Match, entry: Any, entries: Mapping[str, TensorEntry], experts: Experts) -> str:
+    """Return the field of a linear that a tensor of a stack holds; "": one that is not read.
+
+    Stacks of one linear each, as Step-3.5's, may hold float8 with a scale for each block.
+    """
+    if not match["rest"] and entry.dtype in FLOATS:
+        return "weight"
+    codes = entries.get(f"{match['layer']}.{match['stack']}")
+    scales = entries.get(f"{match['layer']}.{match['stack']}{SCALES}")
+    if len(experts.stacks) != 3 or codes is None or codes.dtype != torch.float8_e4m3fn:
+        return ""
+    if scales is None or scales.shape[:1] != codes.shape[:1]:
+        return ""
+    return {"": "weight", SCALES: f"weight{SCALES}"}.get(match["rest"] or "", "")
+
+
 def _float_linears(
-    prefix: str, name: str, entry: Any, projection: Projection, transposed: bool
+    prefix: str, name: str, entry: Any, projection: Projection, transposed: bool, leaf: str
 ) -> dict[str, TensorEntry]:
-    """Return the entries of one stack's linears."""
+    """Return the entries of a field of one stack's linears."""
     count, outputs = len(projection.members), entry.shape[2 if transposed else 1]
     if outputs % count:
         raise CheckpointError(
@@ -271,7 +289,7 @@ def _float_linears(
         full: take(entry, full, expert, each * place, each)
         for expert in range(entry.shape[0])
         for place, linear in enumerate(projection.expert(expert).linears)
-        for full in [f"{prefix}.{linear.name}.weight"]
+        for full in [f"{prefix}.{linear.name}.{leaf}"]
     }
 
 

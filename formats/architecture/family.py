@@ -131,7 +131,7 @@ class Family:
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: Flag = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
-    positions: Positions | None = None  # learned positions, added to embeddings; None: none
+    positions: Positions | None = None  # position table added to embeddings; None: none
     logits_divisor_key: str = ""  # key of config.json: divisor of the logits
     logits_factor_key: str = ""  # key of config.json: factor of the logits
     # Keys of config.json -> the only supported value, which missing keys also have. A tuple holds
@@ -433,7 +433,7 @@ class Family:
             shapes[self.embedding_norm] = (("hidden_size",),)
             if self.norm_bias:
                 shapes[self.embedding_norm_bias] = (("hidden_size",),)
-        if self.positions is not None:
+        if self.positions is not None and self.positions.name:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         if self.layer_inputs is not None:
             shapes |= self.layer_inputs.tensors

@@ -13,6 +13,14 @@ FAMILIES = {
         },
     ),
     "biogpt": ("BioGptConfig", {"tie_word_embeddings": True}),
+    # the row of sinusoids that is zero is one of a prompt's positions
+    "xglm": (
+        "XGLMConfig",
+        {
+            **{"d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4},
+            **{"tie_word_embeddings": True, "pad_token_id": 5},
+        },
+    ),
 }
 # of what other families have, too: a few tests run them
 ROWS = tuple(FAMILIES)

@@ -136,7 +136,7 @@ DENSE = (
     ),
     family_row(
         "GraniteForCausalLM",
-        "Granite",
+        "Granite and MiniCPM",
         "granite",
         **GRANITE,
         **MLP_BIAS,

@@ -75,3 +75,33 @@ def _four_times(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     inner = 4 * hidden if is_size(hidden) else None
     return known_sizes(intermediate_size=inner, num_key_value_heads=heads)
+
+
+def minicpm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Granite's factors of embeddings, branches, scores and logits for MiniCPM's keys.
+
+    Raises CheckpointError for a model with experts.
+    """
+    if not any(key in config for key in ("scale_emb", "scale_depth", "dim_model_base")):
+        return {}
+    if config.get("num_experts"):
+        raise CheckpointError(
+            "config.json num_experts",
+            f"expected none, found {config['num_experts']!r:.80}: MiniCPM's experts are not read",
+            "use a model of the family without them",
+        )
+    layers, hidden, heads = (
+        config.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    base, depth = config.get("dim_model_base", 1), config.get("scale_depth", 1)
+    if not (is_size(layers) and is_size(hidden) and is_size(heads) and is_size(base)):
+        return {}
+    if type(depth) not in (int, float):
+        return {}
+    return {
+        "embedding_multiplier": config.get("scale_emb", 1),
+        "residual_multiplier": depth / layers**0.5,
+        "attention_multiplier": (config.get("head_dim") or hidden // heads) ** -0.5,
+        "logits_scaling": hidden / base,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }

@@ -12,7 +12,7 @@ from formats.families import family_of
 # model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
-    **{"minimax_text_01": "minimax", "minimax_m1": "minimax"},
+    **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
@@ -21,9 +21,14 @@ _SAME_FILES = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+    "MiniCPMForCausalLM": "GraniteForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 # model_type -> function that derives the keys for which a new name is not enough
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "granite": classics.minicpm,
     "gpt2": parts.inner_width("n_inner"),
     "gptj": parts.inner_width("n_inner"),
     "codegen": parts.inner_width("n_inner"),

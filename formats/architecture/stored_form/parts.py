@@ -22,7 +22,10 @@ def expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
     if config.get("mlp_layer_types") is not None or not is_size(count) or type(first) is not int:
         return {}
-    layers = range(min(count, MAX_LAYERS))
+    layers, stated = range(min(count, MAX_LAYERS)), config.get("is_moe_layer")
+    if isinstance(stated, list):  # K-EXAONE's
+        kinds = ("dense", "sparse")
+        return {"mlp_layer_types": [kinds[bool(each)] for each in stated[: len(layers)]]}
     return {"mlp_layer_types": ["dense" if i < first else "sparse" for i in layers]}
 
 

@@ -19,6 +19,7 @@ from formats.errors import CheckpointError
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, merge
+from formats.numerics.sinusoids import sinusoids
 from qkernels import QuantLinear
 from qkernels.choice import FIXED_ORDER
 from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
@@ -133,12 +134,15 @@ class Weights:
         return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
 
     def positions(self) -> torch.Tensor | None:
-        """Return learned position embeddings [positions, C]; None if the model has none."""
-        learned = self.family.positions
-        if learned is None:
+        """Return the position embeddings [positions, C] to add; None if the model has none."""
+        row = self.family.positions
+        if row is None:
             return None
-        shape = self.shape(self.family.model_tensors[learned.name])
-        return self.tensor(learned.name, shape)[learned.offset :]
+        shape = self.shape((("positions",), ("hidden_size",)))
+        if row.name:
+            return self.tensor(row.name, shape)[row.offset :]
+        table_PC = sinusoids(*shape, zero_row=self.config.values.get("pad_token_id"))
+        return table_PC[row.offset :].to(self.device, self.dtype)
 
     def layer_inputs(self) -> LayerInputs | None:
         """Return the block that computes per-layer inputs; None if the model has none."""

@@ -17,11 +17,15 @@ from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
 exhaustive = pytest.mark.exhaustive
+LATER = ("gpt_neo", "biogpt", "xglm", "lfm3")
 
 
 @pytest.mark.parametrize(
     "family",
-    ["codegen", *(pytest.param(name, marks=exhaustive) for name in ("gpt_neo", "biogpt", "lfm3"))],
+    [
+        "codegen",
+        *(pytest.param(name, marks=exhaustive) for name in ("gpt_neo", "biogpt", "xglm", "lfm3")),
+    ],
 )
 def test_files_are_sound_and_converted(family, written, tmp_path):
     folder = written("w4a16-sym-g32", "gptq", family)
@@ -30,6 +34,15 @@ def test_files_are_sound_and_converted(family, written, tmp_path):
         problems = inspect_checkpoint(each).problems
         assert all("has no tokenizer" in problem.text for problem in problems), problems
     assert torch.equal(logits(tmp_path / "x"), logits(folder))
+
+
+def test_a_stored_table_of_sinusoids_is_not_read(tiny_model, tmp_path):
+    """Older writers stored it."""
+    source, name = tiny_model("xglm"), "model.embed_positions.weights"
+    folder = edited(source, tmp_path / "x", lambda state: state.update({name: torch.ones(258, 64)}))
+    assert torch.equal(logits(folder), logits(source))
+    problems = inspect_checkpoint(folder).problems
+    assert all("has no tokenizer" in problem.text for problem in problems), problems
 
 
 @exhaustive

@@ -10,13 +10,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from calibrate.pipeline import quantize_checkpoint
 from formats.architecture.stored_form.config import usual_config
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.save import save_quantized
+from formats.scheme import Scheme
 from qserve.llm import LLM
+from tests.conftest import make_tiny
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.tiny_families import TINY_FAMILIES
 
 MASK = torch.ones(1, 1, 256, 256).tril()
 
@@ -47,6 +51,83 @@ def test_gpt2_as_it_was_published(tiny_model, tmp_path):
         for problem in inspect_checkpoint(folder).problems
         if problem.severity == "error"
     ] == []
+
+
+MINICPM = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
+
+
+def as_minicpm(**different):
+    """Keys of MiniCPM instead of Granite's factors, which follow from them."""
+
+    def change(config):
+        for key in ("embedding", "residual", "attention", "logits"):
+            config.pop(f"{key}_{'scaling' if key == 'logits' else 'multiplier'}")
+        del config["tie_word_embeddings"]
+        config.update(MINICPM)
+        config.update(architectures=["MiniCPMForCausalLM"], model_type="minicpm", **different)
+
+    return change
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_minicpm_is_granite_with_keys_of_its_own(tmp_path, tied):
+    """Its factors: of embeddings; of branches, over the root of the layers; of logits."""
+    factors = {
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 1.4 / 3**0.5},
+        **{"attention_multiplier": 0.25, "logits_scaling": 64 / 16},
+    }
+    name = TINY_FAMILIES["granite"][0]
+    source = make_tiny(tmp_path / "x", name, {**factors, "tie_word_embeddings": tied})
+    given = {} if tied else {"tie_word_embeddings": False}
+    folder = edited(source, tmp_path / "y", config=as_minicpm(**given))
+    assert relative(logits(folder), of_transformers(source)) < 1e-5
+    for each, quantized in ((source, tmp_path / "a"), (folder, tmp_path / "b")):
+        quantize_checkpoint(
+            each,
+            quantized,
+            scheme=Scheme.parse("w4a16-sym-g32"),
+            output_format="gptq",
+            recipe="rtn",
+            progress=False,
+        )
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["architectures"] == ["MiniCPMForCausalLM"]
+    assert written["model_type"] == "minicpm"
+    assert torch.equal(logits(tmp_path / "b"), logits(tmp_path / "a"))
+
+
+def test_experts_of_minicpm_are_refused(tiny_model, tmp_path):
+    change = as_minicpm(num_experts=8)
+    folder = edited(tiny_model("granite"), tmp_path / "x", config=change)
+    with pytest.raises(InputError, match=r"config\.json num_experts: expected none, found 8"):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "keys"),
+    [
+        ("llama", "LLaMAForCausalLM", {}),
+        ("phimoe", "PhiMoEForCausalLM", {}),
+        (
+            "exaone_moe",
+            "ExaoneMoEForCausalLM",
+            {"is_moe_layer": [False, True, True], "first_last_k_dense_replace": 1},
+        ),
+    ],
+)
+def test_published_names_of_architectures(tiny_model, tmp_path, family, architecture, keys):
+    """Files name classes of the code that was published with them."""
+    source = tiny_model(family)
+    stated = json.loads((source / "config.json").read_text())
+
+    def change(config):
+        config.update(architectures=[architecture], **keys)
+        if keys:
+            assert config.pop("mlp_layer_types") == ["dense", "sparse", "sparse"]
+
+    assert stated["architectures"] != [architecture]
+    folder = edited(source, tmp_path / "x", config=change)
+    assert torch.equal(logits(folder), logits(source))
 
 
 def test_masks_of_gpt_neox_are_not_read(tiny_model, tmp_path):

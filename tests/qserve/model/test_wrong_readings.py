@@ -8,6 +8,7 @@ from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from tests.qserve.model.variants import TOKENS, relative
 from tests.qserve.model.wrong_readings import (
+    alternating_positions,
     by_scores_alone,
     every_layer,
     exchanged_inputs,
@@ -15,6 +16,7 @@ from tests.qserve.model.wrong_readings import (
     exchanged_slopes,
     exchanged_slopes_of_xielu,
     experts_read_dense_input,
+    filled_padding,
     in_sequence,
     keys_for_values,
     longer_chunk,
@@ -28,6 +30,7 @@ from tests.qserve.model.wrong_readings import (
     other_streams,
     plain_embedding,
     plain_relu,
+    relu,
     router_of,
     router_reads_experts_input,
     scaled_outputs,
@@ -112,6 +115,10 @@ WRONG = {
     "window one longer, GPT-Neo": ("gpt_neo", moved_window(1)),
     "embeddings not multiplied, BioGPT": ("biogpt", plain_embedding),
     "positions without their offset, BioGPT": ("biogpt", moved_positions),
+    "positions without their offset, XGLM": ("xglm", moved_positions),
+    "sines and cosines in turn, XGLM": ("xglm", alternating_positions),
+    "a padding token with a position, XGLM": ("xglm", filled_padding),
+    "GELU taken for ReLU, XGLM": ("xglm", every_layer(relu)),
     "neighbours taken for halves, Falcon": ("falcon", every_layer(other_rotation)),
     "feed-forward that reads attention's sum, Falcon": ("falcon", in_sequence),
     "one norm of two": ("falcon 40b", every_layer(one_norm)),

@@ -91,6 +91,18 @@ def moved_positions(decoder):
     decoder.embedding.positions = decoder.embedding.positions.roll(2, 0)
 
 
+def alternating_positions(decoder):
+    """The sine of a frequency, its cosine, then those of the next."""
+    halves = decoder.embedding.positions.chunk(2, 1)
+    decoder.embedding.positions = torch.stack(halves, 2).flatten(1)
+
+
+def filled_padding(decoder):
+    """The padding token's row as the next one, not zeros."""
+    row = decoder.embedding.positions.abs().sum(1).argmin()
+    decoder.embedding.positions[row] = decoder.embedding.positions[row + 1]
+
+
 def norms_of(decoder):
     return [each for each in decoder.modules() if type(each).__name__ == "Norm"]
 
@@ -112,6 +124,10 @@ def set_norms(**values):
 
 def other_activation(layer):
     layer.mlp.activation = ActSpec(kind="gelu", gated=False)
+
+
+def relu(layer):
+    layer.mlp.activation = ActSpec(kind="relu", gated=False)
 
 
 def in_sequence(decoder):
