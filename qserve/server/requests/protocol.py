@@ -26,6 +26,7 @@ from qserve.params.parameter_types import (
     A_TEXT,
     AN_INTEGER,
     AN_OBJECT,
+    shown,
     wrong_type,
 )
 from qserve.params.sampling_params import (
@@ -449,5 +450,7 @@ def _api_error(error: PydanticError) -> ApiError:
     problem = first["msg"]
     if first["type"] in EXPECTED:
         problem = wrong_type(EXPECTED[first["type"]], first["input"])
+    elif isinstance(first["input"], str | int | float) and "found" not in problem:
+        problem += f", found {shown(first['input'])}"
     message = problem if param is None else f"{param}: {problem}"
     return ApiError(400, message, param)

@@ -119,6 +119,19 @@ def test_field_out_of_range_or_type_is_named(server, error, field, value):
     assert not server.client.requests
 
 
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "boss", "content": "a"}, "user, assistant, tool, found 'boss'"),
+        ({"role": "user", "content": 5}, "image_url and video_url, found 5"),
+        ({"role": "b" * 10**6, "content": "a"}, "assistant, tool, found 'bbb"),
+    ],
+)
+def test_wrong_value_in_a_message_is_shown(server, error, message, text):
+    found = error(server.post("/v1/chat/completions", {"messages": [message]}), 400)
+    assert text in found["message"] and len(found["message"]) < 1000
+
+
 @pytest.mark.parametrize("value", [0, -1, "5"])
 def test_max_completion_tokens_is_named_and_not_max_tokens(server, error, value):
     for call in (server.complete, server.chat):
