@@ -190,7 +190,9 @@ class _Export:
             head = modules["token_embd"] if self._row.head == "own" else None
         elif self._row.head == "tied":
             raise CheckpointError(
-                head, f"is a head of its own, which {self._row.name} has none of in GGUF", REMEDY
+                head,
+                f"is a separate output head, which {self._row.name} does not have in GGUF",
+                REMEDY,
             )
         for name, module in modules.items():
             found += self._tensor(name, [module])
