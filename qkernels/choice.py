@@ -25,7 +25,7 @@ class KernelChoice:
     def refuses(self, name: str, variants: tuple[str, ...] = ()) -> str | None:
         """Return why the choice excludes a kernel with these variants; None: it may run."""
         if self.only is not None and self.only not in (name, *variants):
-            return f"{self.only} was asked for"
+            return f"{self.only} was requested"
         if name in self.never or (variants and self.never.issuperset(variants)):
             return "forbidden by name"
         return None
@@ -36,7 +36,7 @@ class KernelChoice:
             return refusal
         if name in self.never:
             return "forbidden by name"
-        return f"{takes}, and wherever it runs: it was asked for" if name == self.only else takes
+        return f"{takes}; requested, so used wherever it can run" if name == self.only else takes
 
 
 @functools.cache
@@ -49,5 +49,5 @@ def parse_choice(text: str | None) -> KernelChoice:
     never = frozenset(name[1:] for name in names if name.startswith("-"))
     only = [name for name in names if not name.startswith("-")]
     if len(only) > 1:
-        raise ValueError(f"expected one kernel to be asked for, found {', '.join(only)}")
+        raise ValueError(f"expected at most one requested kernel, found {', '.join(only)}")
     return KernelChoice(only=only[0] if only else None, never=never)

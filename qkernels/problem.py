@@ -93,7 +93,7 @@ def fixed_order(problem: Problem, gpu: Callable[[Problem], str | None]) -> str |
     `gpu` returns the reason on a GPU; a CPU supports every problem.
     """
     if problem.requested != FIXED_ORDER:
-        return "runs where it is requested by name"
+        return "runs only if requested by name"
     return None if problem.device == "cpu" else gpu(problem)
 
 

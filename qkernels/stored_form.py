@@ -76,9 +76,9 @@ def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
         if weight.global_scale is not None and weight.global_scale.numel() != 1:
             raise CheckpointError(
                 "QuantLinear",
-                f"its {weight.out_features} outputs have global scales of their own, and its"
-                " tensors hold one",
-                "make a layer that can only run, by for_inference",
+                f"its {weight.out_features} outputs have several global scales, but its"
+                " tensors can store only one",
+                "make a layer that only runs, with for_inference",
             )
         return compressed_tensors.encode(weight)
     return gptq.encode(weight)

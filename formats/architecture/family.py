@@ -78,7 +78,7 @@ class Family:
     # that the block uses.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_factor_key: str = ""  # key of config.json: factor of the values
-    value_norm: bool = False  # values are normalized by head, without weights
+    value_norm: bool = False  # values are normalized per head, without weights
     # Fields that differ in layers with full attention (`layer_types`). The size of their heads is
     # "global_head_dim".
     full_layers: Mapping[str, Any] = field(default_factory=dict)
@@ -350,7 +350,7 @@ class Family:
     def first_projections(
         self, config: Mapping[str, Any], layer: int | None = None
     ) -> tuple[Projection, ...]:
-        """Return the projections that read the first input of a layer with these blocks.
+        """Return the projections that read a layer's first input.
 
         A layer with only experts has none: its router reads the input.
         """

@@ -51,7 +51,7 @@ def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:
 
 
 def num_experts(config: Mapping[str, Any]) -> int | None:
-    """Return the number of experts per layer, under either key of config.json."""
+    """Return the number of experts per layer, under the first of the keys that config.json has."""
     stated = [config[key] for key in NUM_EXPERTS_KEYS if key in config]
     return stated[0] if stated and is_size(stated[0]) else None
 
@@ -106,7 +106,7 @@ def _mamba_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     return {
         "mamba_inner": inner,
         "mamba_conv": channels,  # x, B and C
-        "mamba_in": inner + channels + sizes["mamba_n_heads"],  # z first, steps last
+        "mamba_in": inner + channels + sizes["mamba_n_heads"],  # z, then channels, then time steps
     }
 
 
@@ -115,7 +115,8 @@ def named_sizes(
 ) -> dict[str, int | None]:
     """Return sizes by name; None if config.json does not state one.
 
-    `inner_key` is the key of the width of a dense feed-forward, "intermediate_size".
+    `inner_key` is config.json's key for the width of a dense feed-forward, usually
+    "intermediate_size".
     """
     stated = {k: v for k, v in config.items() if k in _NUMBERS and (v is None or is_size(v))}
     numbers = {**defaults, **stated}

@@ -29,7 +29,7 @@ _Entry = TypeVar("_Entry", bound=StoredTensor)
 
 
 def says_tied(config: Mapping[str, Any]) -> bool:
-    """Return True if config.json, or else its family's default, asks for a tied head."""
+    """Return True if config.json, or else the family's default, states a tied head."""
     family = family_of(config)
     return config.get(TIE, family is not None and family.tied) is True
 
@@ -39,10 +39,10 @@ def settle_head(
 ) -> tuple[dict[str, Any], dict[str, _Entry]]:
     """Return config.json and the tensors, with the tie flag corrected by the tensors.
 
-    If the flag asks for a tie but the head is not a copy of the embedding, `tie_word_embeddings`
-    becomes false. A quantized head is not a copy. If only the head is stored, it is used as the
-    embedding. Reads both matrices up to their first difference. Raises CheckpointError if that
-    fails.
+    If the flag is set but the head is not a copy of the embedding, `tie_word_embeddings` becomes
+    false. A quantized head is not a copy. If only the head is stored, it is used as the embedding.
+    Reads both matrices up to their first difference. Raises CheckpointError if a matrix cannot be
+    read.
     """
     if not says_tied(config):
         return config, entries
@@ -61,7 +61,7 @@ def settle_head(
 
 
 def _same(left: StoredTensor, right: StoredTensor) -> bool:
-    """Return True if head and embedding hold the same numbers."""
+    """Return True if head and embedding contain the same numbers."""
     is_float = left.dtype.is_floating_point and right.dtype.is_floating_point
     if left.shape != right.shape or len(left.shape) != 2 or not is_float:
         return False

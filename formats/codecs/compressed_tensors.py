@@ -20,7 +20,7 @@ from formats.numerics.bits import code_multiple, pack, packed_length, unpack
 from formats.scheme import CHANNEL, MXFP8, Scheme, microscaled_inputs
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-# of activations
+# tensors of activation quantization
 INPUT_FIELDS = ("input_scale", "input_zero_point", "input_global_scale")
 FP4_LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 MXFP8_LAYOUT, MXFP6_LAYOUT = "mxfp8-quantized", "mxfp6-pack-quantized"
@@ -132,7 +132,7 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
                 f"{name}.weight_zero_point",
                 f"expected {[rows, scales_NG.shape[1]]}, found {list(stored.shape)}",
             )
-        # Zeros end at the last whole word in the library's files; codes may fill part of another.
+        # The library stores only words that contain zeros; `unpack` needs the last one to be full.
         filled = -(-out_features // code_multiple(spec.bits)) * code_multiple(spec.bits)
         stored = torch.nn.functional.pad(stored, (0, 0, 0, packed_length(filled, spec.bits) - rows))
         zeros_NG = unpack(stored, spec.bits, dim=0)[:out_features].contiguous()

@@ -33,7 +33,7 @@ OWN_RULES: tuple[Rule, ...] = (
         "slow",
         any_scheme(
             lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
-            "bits other than 4 and 8 have no kernel of their own",
+            "there is no dedicated kernel for bits other than 4 and 8",
         ),
         OWN_SOURCE,
     ),
@@ -65,7 +65,7 @@ OWN_RULES: tuple[Rule, ...] = (
         "slow",
         when(
             lambda f: f.config is not None and f.config.unrounded_inputs,
-            "inputs stay in 16 bits: there is no kernel for how the file rounds them",
+            "inputs stay in 16 bits: no kernel rounds them as the file states",
         ),
         OWN_SOURCE,
     ),

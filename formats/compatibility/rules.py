@@ -230,7 +230,7 @@ RULES: tuple[Rule, ...] = (
         "no",
         lambda f: (
             (name := _unlisted_linear(f))
-            and f"takes {name} for quantized, which is float but not listed as such, and fills it"
+            and f"treats {name}, which is float but not listed as such, as quantized, and fills it"
             " with random numbers: quantize again"
         ),
         "transformers 5.23.0 and compressed-tensors, run on qwen2_moe, qwen3_next and qwen3_5_moe",

@@ -120,7 +120,7 @@ VENDOR_RULES: tuple[Rule, ...] = (
         "own-mxfp8",
         OURS,
         "slow",
-        any_scheme(lambda s: s.weight == MXFP8, "MXFP8 has no kernel of its own"),
+        any_scheme(lambda s: s.weight == MXFP8, "there is no dedicated kernel for MXFP8"),
         OWN_SOURCE,
     ),
     row(

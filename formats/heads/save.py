@@ -137,7 +137,7 @@ def save_eagle3(
         if HeadFolder(writer.staging).config.taps(num_layers) != config.taps(num_layers):
             raise CheckpointError(
                 f"taps {list(config.stated_taps)}",
-                "readers of a flat config would take them for the usual ones, counted otherwise",
+                "readers of a flat config would take them for the defaults, counted differently",
                 "choose others",
             )
         writer.publish()

@@ -7,7 +7,7 @@ float original, since no supported format can store their numbers. Needs no torc
 METHODS: dict[str, tuple[str, str]] = {
     "exl3": ("ExLlamaV3", "trellis-coded weights after Hadamard rotations"),
     "exl2": ("ExLlamaV2", "weights of 2 to 8 bits mixed within a linear, with reordered inputs"),
-    "fbgemm_fp8": ("FBGEMM", "float8 weights with inputs clipped at a bound of their own"),
+    "fbgemm_fp8": ("FBGEMM", "float8 weights with inputs clipped at a stored bound"),
     "quanto": ("optimum-quanto", "int2 to int8 and float8 weights as quanto's own tensors"),
     "aqlm": ("AQLM", "sums of vectors from learned codebooks"),
     "vptq": ("VPTQ", "vectors from learned codebooks"),
@@ -26,7 +26,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "paroquant": ("ParoQuant", "4-bit weights after rotations of pairs of inputs"),
     "squeezellm": ("SqueezeLLM", "a table of values for each output"),
     "quip": ("QuIP#", "lattice codebooks after Hadamard rotations"),
-    "deepspeedfp": ("DeepSpeed", "6- and 8-bit floats of its own"),
+    "deepspeedfp": ("DeepSpeed", "custom 6- and 8-bit floats"),
     "mlx": ("MLX", "affine weights packed for Apple GPUs"),
 }
 REMEDY = (

@@ -70,7 +70,7 @@ def sm90_prefill(problem: Problem) -> str | None:
 
 def fixed_order(problem: Problem) -> str | None:
     if problem.requested != FIXED_ORDER:
-        return "runs where it is requested by name"
+        return "runs only if requested by name"
     if problem.pages_dtype == INT4_PAGES:
         return "does not support 4-bit pages"
     if problem.device == "cpu":

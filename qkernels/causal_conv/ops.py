@@ -76,7 +76,9 @@ def check_recent(
 ) -> None:
     """Raise KernelError unless the kept inputs of recent rows match the step."""
     if (recent_PNI is None) != (step.lacking_R is None):
-        raise KernelError(f"{op} recent", "expected it and the step's lacking rows, or neither")
+        raise KernelError(
+            f"{op} recent", "expected both recent and the step's lacking rows, or neither"
+        )
     if recent_PNI is None:
         return
     check_tensor(f"{op} recent", recent_PNI, (None, None, inputs), (beside.dtype,), beside)

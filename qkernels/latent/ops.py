@@ -105,7 +105,7 @@ def latent_attention(
         argument = f"{op} {name.rpartition('_')[0]}"
         check_tensor(argument, getattr(step, name), shape, (torch.int32,), q_THE)
     if step.last_keys_T is not None:
-        raise KernelError(f"{op} last_keys", "expected None: rows that see later keys")
+        raise KernelError(f"{op} last_keys", "expected None, found rows that see later keys")
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * cache.page_size:
         raise KernelError(
@@ -159,7 +159,9 @@ def _check_pages(op: str, cache: PagedLatents, width: int, beside: torch.Tensor)
     check_tensor(f"{op} pages", cache.pages, (None, None, width), dtypes, beside)
     if cache.pages.dtype.itemsize == 1:
         if cache.scales is None:
-            raise KernelError(f"{op} scales", f"expected those of {cache.pages.dtype}, found none")
+            raise KernelError(
+                f"{op} scales", f"expected scales of {cache.pages.dtype} pages, found none"
+            )
         shape = (*cache.pages.shape[:2], 2)
         check_tensor(f"{op} scales", cache.scales, shape, (torch.float32,), beside)
     for name, tensor in (("pages", cache.pages), ("scales", cache.scales)):

@@ -166,7 +166,9 @@ def _adapted(
 ) -> LinearOutput:
     """Run `linear` on x [M, K], M >= 1, with a kernel that also adds the LoRA term."""
     if plan is None or not plan.adds_adapters:
-        raise KernelError("linear term", "its plan adds no adapters", "call lora_expand_ after it")
+        raise KernelError(
+            "linear term", "expected a plan that adds adapters", "call lora_expand_ afterwards"
+        )
     if isinstance(x, Limbs):
         check_limbs_of(x, weight, bias)
         M = x.num_rows
@@ -220,12 +222,14 @@ def check_codes(
 ) -> None:
     """Raise KernelError unless the weight takes codes [M, K] with one scale per row."""
     if weight.activation is None or weight.activation.per == "group":
-        raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
+        raise KernelError(
+            "linear_codes weight", "expected one that takes 8-bit inputs with a scale per row"
+        )
     wanted = CODE_DTYPES[weight.activation.type]
     check_tensor("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)
     if codes_MK.device != weight.device:
         raise KernelError(
-            "linear_codes codes", f"expected them on {weight.device}, found {codes_MK.device}"
+            "linear_codes codes", f"expected codes on {weight.device}, found {codes_MK.device}"
         )
     rows = codes_MK.shape[0]
     check_tensor("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
@@ -240,7 +244,7 @@ def check_limbs_of(limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | No
     if limbs.words.device != weight.device or limbs.in_features != weight.in_features:
         raise KernelError(
             "linear limbs",
-            f"expected those of {weight.in_features} inputs on {weight.device},"
+            f"expected limbs of {weight.in_features} inputs on {weight.device},"
             f" found {limbs.in_features} on {limbs.words.device}",
         )
     if bias is not None:

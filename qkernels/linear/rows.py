@@ -19,7 +19,7 @@ def dense(problem: Problem) -> str | None:
 def fixed_order(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"computes each row alone on a cpu, not on {problem.device}"
-    return None if problem.requested == FIXED_ORDER else "runs where it is requested by name"
+    return None if problem.requested == FIXED_ORDER else "runs only if requested by name"
 
 
 LINEAR = Operation(

@@ -130,7 +130,7 @@ def fixed_order_on_cpu(problem: Problem) -> str | None:
     It then computes each token alone.
     """
     if problem.requested != FIXED_ORDER:
-        return "runs where it is requested by name"
+        return "runs only if requested by name"
     return None if problem.device == "cpu" else "for a CPU: on a GPU it is a variant of triton"
 
 

@@ -46,11 +46,11 @@ def stack_fault(matrices: Sequence[ExpertMatrix]) -> str | None:
         if isinstance(matrix, torch.Tensor):
             continue
         if matrix.input_order is not None:
-            return "its experts sort their inputs, each in an order of its own"
+            return "its experts sort their inputs, possibly in different orders"
         if matrix.input_scale is not None and not torch.equal(
             matrix.input_scale, first.input_scale
         ):
-            return "its experts have static input scales of their own"
+            return "its experts have different static input scales"
     return None
 
 

@@ -115,12 +115,17 @@ SM90_FEW_TOKENS = Variant(
 VARIANTS: tuple[Variant, ...] = (
     SM90_FEW_TOKENS,
     Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
-    Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
+    Variant(
+        name="sorted",
+        tokens="token counts that no other variant takes",
+        refuses=lambda layer: None,
+        plan=_sorted,
+    ),
 )
 # Batch-invariant: a token's bits do not depend on the other tokens (choice.py). Runs on request.
 ON_REQUEST = Variant(
     name=FIXED_ORDER,
-    tokens="any number of tokens, where it is requested by name",
+    tokens="any number of tokens, if requested by name",
     refuses=lambda layer: None,
     plan=_fixed_order,
 )

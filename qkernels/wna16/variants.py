@@ -240,7 +240,7 @@ LARGE_M = Variant(
 CUBLAS = Variant(
     name="cublas",
     config=None,
-    rows="what no other takes",
+    rows="row counts that no other variant takes",
     grouped=True,
     default=lambda shape, M, fused: None,
 )

@@ -214,7 +214,7 @@ def test_both_layouts_are_the_same_head(taps, tmp_path):
 def test_taps_that_a_flat_config_cannot_say_are_refused(tmp_path):
     """One more than the usual ones would be read as the usual ones."""
     config = replace(read_head_config(NESTED, EAGLE3), stated_taps=(3, 5, 6))
-    with pytest.raises(CheckpointError, match="take them for the usual ones"):
+    with pytest.raises(CheckpointError, match="take them for the defaults"):
         save_eagle3(
             tmp_path / "head",
             config,

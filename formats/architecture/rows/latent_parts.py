@@ -1,9 +1,9 @@
 """Values of the rows of families with multi-head latent attention (MLA) in families.py.
 
-The first projection computes a latent of each token and one rotated key for all heads; both are
-cached. `kv_b_proj` computes the keys and values of all heads from a latent: for each head, first
-the rows of its key (W_UK), then the rows of its value (W_UV). Queries come from `q_proj`, or from a
-separate latent (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
+The first projection computes a latent and one rotated key, shared by all heads, for each token;
+both are cached. `kv_b_proj` computes the keys and values of all heads from a latent: for each head,
+first the rows of its key (W_UK), then the rows of its value (W_UV). Queries come from `q_proj`, or
+from a separate latent (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
 """
 
 from dataclasses import replace

@@ -27,7 +27,7 @@ def latent_metadata(
     """
     if not config.get("rope_interleave", True):
         raise CheckpointError(
-            "config.json rope_interleave", "expected true, which GGUF takes for granted", REMEDY
+            "config.json rope_interleave", "expected true, which GGUF assumes", REMEDY
         )
     nope, rope, values, rank = (
         config[key]

@@ -305,7 +305,7 @@ def test_variant_that_llama_cpp_does_not_compute_is_refused(family, different, w
 
 def test_head_that_llama_cpp_does_not_read_is_refused(tmp_path):
     source = make_tiny(tmp_path / "source", *TINY_FAMILIES["cohere2"])
-    with pytest.raises(InputError, match="lm_head: is a head of its own, which cohere2 has none"):
+    with pytest.raises(InputError, match="lm_head: is a separate output head, which cohere2 does"):
         export_gguf(source, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 

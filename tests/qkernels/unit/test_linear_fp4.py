@@ -56,7 +56,7 @@ def test_from_packed(kind):
 
 def test_two_global_scales_are_no_layer_of_a_file():
     merged = merge([random_fp4("nvfp4", 8, 64), random_fp4("nvfp4", 8, 64, std=1.0)])
-    with pytest.raises(CheckpointError, match="its 16 outputs have global scales of their own"):
+    with pytest.raises(CheckpointError, match="its 16 outputs have several global scales"):
         QuantLinear.from_packed(merged)
     layer = QuantLinear.for_inference(merged, None, torch.float32)
     assert torch.equal(layer(torch.eye(64)).t(), merged.dequantize())

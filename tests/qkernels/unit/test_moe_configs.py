@@ -255,7 +255,7 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
     [
         ("w4a16-sym", (2048, 768), None, "few tokens of an expert"),
         ("w4a16-sym", (2048, 768), "-sm90_few_tokens", "forbidden by name"),
-        ("w4a16-sym", (2048, 768), "sm90_few_tokens", "wherever it runs: it was asked for"),
+        ("w4a16-sym", (2048, 768), "sm90_few_tokens", "requested, so used wherever it can run"),
         ("w4a16-sym-g32", (2880, 2880), None, "takes groups divisible by 128, not 32 of 2880"),
         ("w8a16-sym", (2048, 768), None, "takes 4-bit weights"),
         ("w8a8", (2048, 768), None, "takes 4-bit weights"),

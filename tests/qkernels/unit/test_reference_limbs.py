@@ -93,7 +93,7 @@ def test_a_product_of_limbs_is_that_of_the_inputs(make_weight, symmetric):
     limbs = ops.to_limbs(x, LimbForm(bits=4, with_sums=not symmetric))
     got = ops.linear(limbs, weight)
     assert torch.equal(got, ops.linear(x, weight))
-    with pytest.raises(KernelError, match="expected those of 256 inputs"):
+    with pytest.raises(KernelError, match="expected limbs of 256 inputs"):
         ops.linear(ops.to_limbs(x[:, :128], limbs.form), weight)
     reordered = replace(weight, input_order=torch.arange(256))
     with pytest.raises(KernelError, match="the weight sorts its inputs"):
