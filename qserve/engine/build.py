@@ -48,7 +48,7 @@ class EngineParts:
     @classmethod
     def start(cls, config: EngineConfig, ranks: WaitingRanks | None = None) -> "EngineParts":
         """Load the model. Raises InputError."""
-        # Created before the model loads, so that a mistyped policy name fails at once.
+        # Created before the model loads, so that a mistyped policy name fails early.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         model = read_model(config)
         if model.rounding is not None:

@@ -246,7 +246,7 @@ class RemoteKv:
         if wait_a_little:
             futures = [each for fetch in self._fetches.values() for each in fetch.futures]
             futures += [each for _, writes in self._held.values() for each in writes]
-            # Finished futures are left out, because they would end the wait at once.
+            # Finished futures are left out, because with one of them wait() returns immediately.
             wait([each for each in futures if not each.done()], MAX_WAIT_SECONDS, FIRST_COMPLETED)
         for fetch in list(self._given_up):
             if all(future.done() for future in fetch.loads):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to read one rank's buffer."""
+    """Description of one rank's buffer, with which a reader can read it."""
 
     facts: BufferFacts
     metadata: bytes  # of the NIXL agent
