@@ -169,9 +169,9 @@ def _host_tiers(
         if config.kv_transfer is not None:
             raise InputError(
                 "--kv-transfer-config",
-                "the memory for KV pages holds no snapshot of states, and pages are useful only"
+                "the memory for KV pages has no room for a state snapshot; pages are useful only"
                 " with one",
-                "give more memory, or set --num-state-snapshots",
+                "add memory for KV pages, or set --num-state-snapshots",
             )
         return None, None
     if not room:

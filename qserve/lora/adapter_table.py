@@ -143,7 +143,7 @@ class AdapterTable:
             raise InputError(
                 f"adapter {name}",
                 f"expected the folder {adapter.path}, found {lora.lora_path}",
-                "give another folder another name",
+                "use another name for another folder",
             )
         self._ids[number] = name
         return adapter

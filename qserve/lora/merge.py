@@ -52,7 +52,7 @@ def merge_adapter(
     if find_block(reader.folder, reader.config) is not None:
         raise CheckpointError(
             str(source),
-            "is quantized: rounding to its grid would lose most of an adapter",
+            "is quantized: quantizing the merged weights again would lose most of the adapter",
             "merge into the float model and quantize the result, or serve the adapter with this"
             " model: --enable-lora",
         )

@@ -47,13 +47,13 @@ class ParallelSettings:
     )
     data_parallel_address: str | None = setting(
         None,
-        "with --data-parallel-rank and --enable-expert-parallel: where the engines meet:"
+        "with --data-parallel-rank and --enable-expert-parallel: where the engines connect;"
         " file:///PATH of a new file, or tcp://HOST:PORT",
     )
     prefill_engines: int = setting(
         0,
-        "engines that only compute prompts, on GPUs of their own, and send the KV pages to the"
-        " other engines from GPU to GPU",
+        "number of prefill engines: these only compute prompts, on GPUs of their own, and send the"
+        " KV pages to the other engines from GPU to GPU",
         low=0,
         high=64,
     )
@@ -130,7 +130,7 @@ class ParallelSettings:
                 raise InputError(
                     "--record-expert-loads",
                     f"counts in one process, but {flag} is {value}",
-                    f"record without {flag}: loads depend on the model and the requests alone",
+                    f"record without {flag}: loads depend only on the model and the requests",
                 )
 
     def _check_shared_experts(self) -> None:
@@ -147,7 +147,7 @@ class ParallelSettings:
         if self.data_parallel_rank is not None and not is_given:
             raise InputError(
                 f"--data-parallel-rank {self.data_parallel_rank}",
-                "does not know where to meet the engines that have the other experts",
+                "requires the address where the engines that share experts connect",
                 "add --data-parallel-address",
             )
         for flag, value in (

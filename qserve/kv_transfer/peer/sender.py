@@ -183,4 +183,4 @@ def _register(tensor: torch.Tensor) -> None:
     try:
         register_host(tensor)
     except PeerAccessError as error:
-        logger.warning("KV peer: copies to the index block the host: %s", error)
+        logger.warning("KV peer: copies to the index make the host wait: %s", error)
