@@ -131,9 +131,8 @@ class RemoteKv:
         self._cache.model, self._cache.exports = model, [] if config.saves else None
         self._clock = clock
         self._fetches: dict[Request, _Fetch] = {}
-        self._given_up: list[
-            _Fetch
-        ] = []  # fetches of dropped requests; threads still write to their slots
+        # fetches of dropped requests; threads still write to their slots
+        self._given_up: list[_Fetch] = []
         self._known: dict[bytes, None] = {}  # keys that the connector has, the latest last
         self._writes: dict[Future, int] = {}  # unfinished write -> its number of pages
         # request id -> final event, held until these writes end
