@@ -71,7 +71,7 @@ class ParallelSettings:
     )
     gpu_offset: int = setting(
         0,
-        "index of the first GPU to use, if other servers that exchange KV pages use those before it",
+        "index of the first GPU to use, if others are used by servers that exchange KV pages",
         low=0,
         high=255,
     )
