@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str:
-    """One-line message of an error, with the file's name for an OSError."""
+    """Return the one-line message of an error, with the file's name for an OSError."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {one_line(error)}"
     return re.sub(r"`(\w+)`", lambda found: _flag(found[1]), str(error))
@@ -276,7 +276,7 @@ FLAGS = {"kv_cache": "kv_cache_scheme", "output_format": "format"}
 
 
 def _flag(argument: str) -> str:
-    """Flag for a Python argument in back quotes; any other text is returned unchanged."""
+    """Return the flag of a Python argument. Anything else stays in back quotes."""
     name = FLAGS.get(argument, argument)
     known = any(name == field.name for cls in TOOLS for field in dataclasses.fields(cls))
     return f"--{name.replace('_', '-')}" if known else f"`{argument}`"
@@ -296,7 +296,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _with_config_file(argv: list[str]) -> list[str]:
-    """Command-line arguments with those of the --config file inserted. Raises InputError."""
+    """Return the command-line arguments with those of the --config file. Raises InputError."""
     command, depth = COMMANDS.get(argv[0]) if argv else None, 1
     while command is not None and command.commands:
         command = command.commands.get(argv[depth]) if depth < len(argv) else None
@@ -317,7 +317,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
     }
     # The file's settings come first: for a repeated flag the last value counts.
     arguments = config_file.as_arguments(path, settings, known)
-    # Positional arguments stay together: the parser takes several only without flags in between.
+    # Positional arguments stay together, as the parser takes several only if no flag is in between.
     num_first = next((i for i, each in enumerate(others) if each.startswith("-")), len(others))
     if argument is not None and not num_first:
         listed = argument if isinstance(argument, list) else [argument]

@@ -1,7 +1,7 @@
-"""Settings of the engine: each is a field, a flag and its documentation. Also those of the server.
+"""Settings of the engine. Each field is a flag and has its documentation.
 
-The field `max_num_seqs` is the flag `--max-num-seqs`; the field's metadata hold its help text.
-Names follow vLLM where the meaning is the same. The module loads no torch.
+The field `max_num_seqs` is the flag `--max-num-seqs`. The field's metadata hold its help text.
+Names are those of vLLM where the meaning is the same. The module does not import torch.
 """
 
 import json
@@ -30,8 +30,8 @@ DEVICES = ("auto", "cuda", "cpu")
 MODEL_IMPLS = ("auto", "native", "transformers")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES, "int4")
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "w4a8", "experts", "attention")
-# What --batch-invariant requests of these operations; "float": linears that are not quantized;
-# "states": recurrent states and causal convolutions.
+# --batch-invariant selects the kernels of this name for these operations. "float": linears that
+# are not quantized. "states": recurrent states and causal convolutions.
 FIXED_ORDER = "fixed_order"
 FIXED_ORDER_OPERATIONS = (
     *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
@@ -46,10 +46,7 @@ FIXED_ORDER_OPERATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(HubSettings, ParallelSettings):
-    """The engine's settings.
-
-    Raises InputError for bad values, also when Python code creates one.
-    """
+    """The engine's settings. Raises InputError for invalid values."""
 
     # The model's folder, GGUF file or hub name; a positional argument on the command line.
     model: str
@@ -73,7 +70,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     max_num_seqs: int = setting(256, "maximum number of requests in one step", low=1)
     max_num_batched_tokens: int = setting(
         8192,
-        "token budget of one step; smaller values steady the inter-token latency, larger "
+        "token budget of one step; smaller values make the inter-token latency steadier, larger "
         "ones raise throughput",
         low=1,
     )
@@ -85,8 +82,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         "auto",
         "data type of KV pages; auto: 8 bits if the checkpoint was calibrated for them, "
         "else --dtype; int8, fp8: half the memory, with scales computed at write time if "
-        "the checkpoint has none; int4: half of int8's, which costs accuracy: measure it with "
-        "`qserve eval`",
+        "the checkpoint has none; int4: half the memory of int8 at a loss of accuracy, which "
+        "`qserve eval` measures",
         KV_CACHE_DTYPES,
     )
     kv_cache_memory: float | None = setting(
@@ -109,9 +106,9 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     num_state_snapshots: int | None = setting(
         None,
-        "for models with recurrent layers: state snapshots on the device, from which "
-        "requests with the same prefix start; default: a quarter of the memory for KV pages, "
-        "at most one for 256 tokens of these; 0: no reuse",
+        "for models with recurrent layers: number of state snapshots on the device, from which "
+        "requests with the same prefix start; default: as many as fit into a quarter of the memory "
+        "for KV pages, at most one per 256 tokens of these; 0: no reuse",
         low=0,
         high=2**20,
     )
@@ -139,8 +136,9 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     admission: str = setting(
         "forecast",
-        "when a waiting request starts: forecast: when the KV pages are expected to last until the "
-        "running requests end, by the lengths of earlier outputs; fits: as soon as its prompt fits",
+        "when a waiting request starts; forecast: when the KV pages are expected to last until the "
+        "running requests end, judged by the lengths of earlier outputs; fits: as soon as its "
+        "prompt fits",
         ("forecast", "fits"),
     )
     prefill_batch_size: int = setting(
@@ -154,7 +152,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     batch_invariant: bool = setting(
         False,
-        "compute a request to the same bits in any batch, and with any chunks of its prompt, "
+        "compute the same bits for a request in any batch, and with any chunks of its prompt, "
         "prefix-cache hits, preemption or drafts; a little slower",
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
@@ -163,7 +161,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     mm_encoder_quantization: str | None = setting(
         None,
-        "round the linear layers of the vision tower to int8 or float8 while it loads",
+        "quantize the linear layers of the vision tower to int8 or float8 while it loads",
         ("w8a8", "w8a8-fp8"),
     )
     max_seq_len_to_capture: int | None = setting(
@@ -173,7 +171,7 @@ class EngineConfig(HubSettings, ParallelSettings):
         low=1,
     )
     async_scheduling: bool = setting(
-        True, "plan the next step while the current one runs on the GPU; off: one after the other"
+        True, "plan the next step while the current one runs on the GPU; off: after it has ended"
     )
     compile_processes: int | None = setting(
         None,
@@ -184,8 +182,8 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     plain_kernel_launch: bool = setting(
         False,
-        "launch every kernel through Triton, without qserve's own launcher: slower, for finding out"
-        " which of the two causes a fault",
+        "launch every kernel through Triton, without qserve's own launcher; slower; for finding out"
+        " whether the launcher causes a fault",
     )
     kernel: list[str] = setting(
         [],
@@ -211,7 +209,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     speculative_config: str | None = setting(
         None,
-        'draft tokens and verify several in a step: {"method": "ngram", '
+        'draft several tokens and verify them in one step: {"method": "ngram", '
         '"num_speculative_tokens": 4}; other methods are suffix, mtp, and with "model": '
         "FOLDER or hub name draft_model, eagle, eagle3, peagle, medusa, dflash, dspark; the keys "
         "are vLLM's",
@@ -225,19 +223,19 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     activation_bits: int | None = setting(
         None,
-        "run a checkpoint that states 4-bit activations (W4A4) with activations of 8 or 16 bits,"
-        " which changes its outputs a little; without it such a checkpoint is refused",
+        "run a checkpoint made for 4-bit activations (W4A4) with activations of 8 or 16 bits, which"
+        " changes its outputs a little; without this flag, such a checkpoint is refused",
         (8, 16),
     )
     quantization: str | None = setting(
         None,
-        "round the linear layers of a float checkpoint to this scheme while it loads: w4a16, w8a16,"
+        "quantize the linear layers of a float checkpoint to this scheme at load: w4a16, w8a16,"
         " w8a8, fp8 or another of `quantize --scheme` that needs no calibration; w4a16-auto: with "
         "the largest groups that fit",
     )
     quantization_config: str | None = setting(
         None,
-        'exceptions from --quantization: {"ignore": [PATTERN, ...], "targets": {PATTERN: SCHEME}}; '
+        'exceptions to --quantization: {"ignore": [PATTERN, ...], "targets": {PATTERN: SCHEME}}; '
         'with --quantization online also {"linear": SCHEME, "moe": SCHEME}',
     )
     load_format: str = setting(
@@ -249,7 +247,7 @@ class EngineConfig(HubSettings, ParallelSettings):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        # Every reader takes the folder that is made for a GGUF file.
+        # For a GGUF file, all code reads the folder made from it.
         if self.model and Path(self.model).exists() and find_gguf(self.model) is not None:
             object.__setattr__(self, "model", str(model_folder(self.model)))
         _ = self.speculation  # raises if it is invalid
@@ -315,7 +313,7 @@ class EngineConfig(HubSettings, ParallelSettings):
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Operation -> the selected and excluded kernels, as qkernels' operations take them."""
+        """Selected and excluded kernels by operation, in the form that qkernels takes."""
         found: dict[str, str] = {}
         for each in self.kernel:
             operation, equals, name = each.partition("=")
@@ -335,7 +333,7 @@ class EngineConfig(HubSettings, ParallelSettings):
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Make an EngineConfig of Python values: dicts and sequences, too. Raises InputError."""
+    """Create an EngineConfig from Python values, including dicts and tuples. Raises InputError."""
     given = {name: list(each) if type(each) is tuple else each for name, each in settings.items()}
     for name in ("speculative_config", "kv_transfer_config", "quantization_config"):
         if isinstance(given.get(name), dict):

@@ -48,7 +48,7 @@ class EngineParts:
     @classmethod
     def start(cls, config: EngineConfig, ranks: WaitingRanks | None = None) -> "EngineParts":
         """Load the model. Raises InputError."""
-        # Created before the model loads, so that a mistyped policy name fails at once.
+        # Created before the model loads, so that a mistyped policy name fails early.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         model = read_model(config)
         if model.rounding is not None:
@@ -169,9 +169,9 @@ def _host_tiers(
         if config.kv_transfer is not None:
             raise InputError(
                 "--kv-transfer-config",
-                "the memory for KV pages holds no snapshot of states, and pages are useful only"
+                "the memory for KV pages has no room for a state snapshot; pages are useful only"
                 " with one",
-                "give more memory, or set --num-state-snapshots",
+                "add memory for KV pages, or set --num-state-snapshots",
             )
         return None, None
     if not room:

@@ -22,29 +22,29 @@ LIMITS = (
     Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
-        "its layers are called as a whole",
+        "its layers cannot be called one by one",
     ),
     Limit(
         "--record-expert-loads",
         lambda config: config.record_expert_loads is not None,
-        "its experts are counted in no layer",
+        "the tokens of its experts are not counted",
     ),
     Limit(
         "--enable-lora",
         lambda config: config.enable_lora,
-        "its linears take no adapters",
+        "its linear layers do not support adapters",
     ),
     Limit(
         "--speculative-config",
         lambda config: (
             config.speculation is not None and config.speculation.method not in WITHOUT_HEAD
         ),
-        "it has no hidden states of single layers for a drafter; ngram works",
+        "a drafter cannot read the hidden states of its layers; ngram works",
     ),
     Limit(
         "--load-format dummy",
         lambda config: config.load_format == "dummy",
-        "its weights are compared with transformers at the start",
+        "its weights are checked against transformers at startup",
     ),
 )
 

@@ -54,7 +54,7 @@ class InputProcessor:
     ) -> Request:
         """Create a request that can be queued. Raises InputError for invalid inputs."""
         if params.n != 1:
-            raise ValueError("the engine runs one output per request; callers fan out n")
+            raise ValueError("expected n=1: the engine runs one output per request")
         subject, length = f"request {request_id}", len(prompt_token_ids)
         self._check_prompt(subject, prompt_token_ids)
         if handling.media:

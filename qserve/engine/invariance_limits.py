@@ -16,12 +16,12 @@ LIMITS = (
     Limit(
         "--kv-cache-dtype int4",
         lambda config: config.kv_cache_dtype == "int4",
-        "no kernel with a fixed order reads 4-bit pages",
+        "no batch-invariant kernel reads 4-bit pages",
     ),
     Limit(
         "--spec-acceptance",
         lambda config: config.speculation is not None and config.speculation.acceptance != "exact",
-        "texts then depend on the drafts, and drafts on the other requests",
+        "outputs then depend on the drafts, and drafts on the other requests",
     ),
 )
 

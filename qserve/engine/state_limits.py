@@ -31,17 +31,17 @@ LIMITS = (
     Limit(
         "--kv-transfer-config with --num-state-snapshots 0",
         lambda config: config.kv_transfer is not None and config.num_state_snapshots == 0,
-        "pages are useful only with snapshots of states",
+        "pages are useful only with state snapshots",
     ),
     Limit(
         "--kv-transfer-config peer or nixl, or --prefill-engines",
         lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
-        "the connector sends KV pages, and no states",
+        "the connector sends only KV pages, not states",
     ),
     Limit(
         "--prefill-context-parallel-size",
         lambda config: config.prefill_context_parallel_size > 1,
-        "a state follows the tokens one after the other",
+        "a recurrent state depends on all earlier tokens",
     ),
     Limit(
         "--pipeline-parallel-size",
@@ -60,7 +60,7 @@ LATENT_LIMITS = (
     Limit(
         "--enable-lora with --batch-invariant",
         lambda config: config.enable_lora and config.batch_invariant,
-        "adapters of kv_b_proj are products whose order depends on the batch",
+        "the order of sums in products with kv_b_proj adapters depends on the batch",
     ),
 )
 
@@ -70,7 +70,7 @@ CONTEXT_LIMITS = (
     Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
-        "stages have no tokens of their own",
+        "it is not implemented for pipeline stages",
     ),
     Limit(
         "--speculative-config",
@@ -85,7 +85,7 @@ CONTEXT_LIMITS = (
     Limit(
         "--distributed-executor-backend ray",
         lambda config: config.distributed_executor_backend == "ray",
-        "ranks of several nodes were not tested",
+        "it is not tested on several nodes",
     ),
 )
 

@@ -1,6 +1,6 @@
-"""RankPages: transfer of one rank's KV pages to and from its connector.
+"""RankPages: loads and saves one rank's KV pages through its connector.
 
-Every rank keeps its own shard of a page under its own key, so all ranks may use one folder. Threads
+Every rank stores its shard of a page under a separate key, so all ranks may use one folder. Threads
 do the transfers. A failure of the connector counts as a miss.
 """
 
@@ -15,39 +15,39 @@ import torch
 
 from qserve.kv_transfer.connector import KvConnector
 
-LOADERS, WRITERS = 4, 2  # threads
+LOADERS, WRITERS = 4, 2  # numbers of threads
 
 logger = logging.getLogger(__name__)
 
 
 class HostCopy(Protocol):
-    """Copy from the device to the host that is under way."""
+    """A copy from the device to the host, in progress."""
 
     def wait(self) -> torch.Tensor:
-        """Return the copy, complete."""
+        """Wait for the copy and return it."""
 
 
 class PageMemory(Protocol):
-    """A rank's pages on the device and its slots on the host (engine: PageCopies)."""
+    """A rank's pages on the device and slots on the host, as the engine's PageCopies has them."""
 
     @property
     def page_bytes(self) -> int: ...
 
     def slot(self, number: int) -> memoryview:
-        """Bytes of a slot, valid after `idle`'s result was called."""
+        """Return the bytes of a slot. Call the function from `idle` before using them."""
 
     def idle(self) -> Callable[[], None]:
-        """Return a function that waits for the copies under way now."""
+        """Return a function that waits for the copies started so far."""
 
     def read(self, pages: Sequence[int]) -> HostCopy | None:
-        """Begin to copy pages [N, bytes] to the host; None: memory ran out."""
+        """Start copying pages [N, bytes] to the host. Returns None if memory runs out."""
 
 
 class RankPages:
-    """Connector of one rank with the slots and pages of this rank.
+    """The connector of one rank, with the rank's slots and pages.
 
-    Keys are uint8 [N, 32], those of the leader. `kind`: states, whose snapshots have the keys of
-    the pages at whose ends they were made.
+    Keys are uint8 [N, 32], as the leader has them. `kind`: "" for pages, "states" for snapshots; a
+    snapshot has the key of the page at whose end it was made.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class RankPages:
         return self._copies.page_bytes
 
     def match(self, keys_NB: np.ndarray) -> Future:
-        """Number of pages that can be loaded, up to the first that cannot."""
+        """Count the leading pages that can be loaded."""
         return self._loaders.submit(_match, self._connector, self._own(keys_NB))
 
     def deepest(self, keys_NB: np.ndarray) -> Future:
-        """Number of keys up to the last that can be loaded, whether or not those before it can."""
+        """Count the keys up to the last one that can be loaded; earlier ones may be missing."""
         return self._loaders.submit(_deepest, self._connector, self._own(keys_NB))
 
     def load(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Fill reserved slots. The future returns for each slot if it was loaded."""
+        """Fill reserved slots. The future's result says for each slot if it was loaded."""
         pages = [self._copies.slot(slot) for slot in slots]
         idle = self._copies.idle()
         return self._loaders.submit(_load, self._connector, self._own(keys_NB), pages, idle)
 
     def save(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
-        """Save pages as they are after all launched work, if there is memory for the copy."""
+        """Save pages as they are after all launched work. Does nothing if memory runs out."""
         copy = self._copies.read(pages)
         if copy is None:
             logger.warning("%d KV pages are not saved: memory ran out", len(pages))
@@ -94,7 +94,7 @@ class RankPages:
         return self._writers.submit(_save, self._connector, self._own(keys_NB), copy)
 
     def _own(self, keys_NB: np.ndarray) -> list[bytes]:
-        """Keys of this rank's shards."""
+        """Return the keys of this rank's shards."""
         keys = [key_B.tobytes() for key_B in keys_NB]
         return [sha256(key + self._name).digest() for key in keys] if self._name else keys
 
@@ -117,7 +117,7 @@ def _load(
     pages: Sequence[memoryview],
     idle: Callable[[], None],
 ) -> list[bool]:
-    """Load pages up to the first that fails. Returns for each page if it was loaded."""
+    """Load pages until one fails. Returns for each page if it was loaded."""
     idle()
     loaded = [False] * len(keys)
     for index, (key, page) in enumerate(zip(keys, pages, strict=True)):

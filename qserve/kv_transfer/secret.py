@@ -1,4 +1,4 @@
-"""read_secret: the secret that engines share, from a file."""
+"""`read_secret`: reads the secret that engines share from a file."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ MAX_SECRET_BYTES = 64  # longest key that SHA-256 uses unhashed
 
 
 def read_secret(path: object) -> bytes:
-    """Content of the file without outer white space; empty without a file. Raises InputError."""
+    """Return the file's content without outer white space; b"" if `path` is None.
+
+    Raises InputError.
+    """
     if path is None:
         return b""
     try:

@@ -1,7 +1,8 @@
 """SharedPages: the leader's access to KV pages that are sharded over all ranks.
 
 A page can be loaded if every rank has its shard, and is loaded once every rank has loaded it. Only
-the thread that launches steps calls the methods: calls reach each rank in the order of its steps.
+the thread that launches steps may call the methods, so that calls and steps reach each rank in the
+same order.
 """
 
 import logging
@@ -20,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class OtherRanks(Protocol):
-    """Ranks of the model other than the leader (engine: RankGroup)."""
+    """The ranks other than the leader. RankGroup of the engine implements this."""
 
     def begin(self, name: str, *values: Any) -> list[Future]:
-        """Start a call on each rank. Returns the future results."""
+        """Start a call on each rank. Returns the futures of the results."""
 
 
 class SharedPages:
-    """KV pages of one engine's ranks, or snapshots of their states."""
+    """KV pages, or state snapshots, of all ranks of an engine."""
 
     def __init__(
         self,
@@ -36,23 +37,24 @@ class SharedPages:
         page_bytes: Sequence[int],
         kind: str = "pages",
     ) -> None:
-        """`rank_group`: None with one rank. `page_bytes`: bytes of each rank's shard.
+        """`ours`: the leader's pages. `rank_group`: the other ranks; None: one rank.
 
-        `kind`: pages or states, as ranks name their calls.
+        `page_bytes`: bytes of a page's shard on each rank. `kind`: "pages" or "states", which is
+        part of the names of the ranks' calls.
         """
         self._ours, self._rank_group, self.page_bytes = ours, rank_group, tuple(page_bytes)
         self._kind = kind
 
     def match(self, keys: Sequence[bytes]) -> Future:
-        """Number of pages that can be loaded, up to the first that cannot."""
+        """Count the leading pages that can be loaded."""
         return self._begin("match", min, 0, _array(keys))
 
     def deepest(self, keys: Sequence[bytes]) -> Future:
-        """Number of keys up to the last whose page can be loaded."""
+        """Count the keys up to the last one whose page can be loaded."""
         return self._begin("deepest", min, 0, _array(keys))
 
     def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> Future:
-        """Fill reserved slots. The future returns for each slot if it was loaded."""
+        """Fill reserved slots. The future's result says for each slot if it was loaded."""
         nothing = [False] * len(keys)
         return self._begin("load", in_all, nothing, _array(keys), list(slots))
 
@@ -78,12 +80,12 @@ def _array(keys: Sequence[bytes]) -> np.ndarray:
 
 
 def in_all(loaded: list[list[bool]]) -> list[bool]:
-    """For each page, whether all ranks have loaded it."""
+    """Return, for each page, True if all ranks have loaded it."""
     return [all(of_ranks) for of_ranks in zip(*loaded, strict=True)]
 
 
 def merged(futures: Sequence[Future], merge: Callable[[list[Any]], Any], miss: Any) -> Future:
-    """Merge the results of all futures once the last is done."""
+    """Return a future for the merged results of all futures. `miss`: result of a failed future."""
     whole: Future = Future()
     left, lock = len(futures), threading.Lock()
 

@@ -1,1 +1,1 @@
-"""LoRA adapters of a served model: requests, host and device memory, slots."""
+"""LoRA adapters of a served model: requests, host memory, device memory and slots."""

@@ -1,11 +1,12 @@
-"""The adapters that an engine knows, and the requests that wait for one. Knows no tensors.
+"""AdapterTable: the adapters that an engine knows, and the requests that wait for an adapter.
 
-A request comes to the scheduler when its adapter has a slot on the device, which it keeps until
-it has finished. Until then it stands here, in nobody's way: requests without an adapter, and those
-whose adapter has a slot, go on. Where MAX_PASSES of these have passed over the one that has waited
-longest, no more of them do until it has its slot.
+A request is queued in the scheduler when its adapter has a device slot; the adapter keeps the slot
+until the request finishes. A request that waits here does not block requests without an adapter or
+requests whose adapter has a slot. But after MAX_PASSES requests with an adapter have passed over
+the request that has waited longest, no more of them pass until that request has its slot.
 
-The host keeps the adapters used last. Others are read from their folders again, in a thread.
+The host keeps the most recently used adapters. Others are read again from their folders, in a
+thread.
 """
 
 import time
@@ -22,9 +23,9 @@ from qserve.lora.request import LoRARequest, parse_modules
 from qserve.lora.shared_adapters import SharedAdapter, SharedAdapters
 
 MAX_PASSES = 16
-# How long, and how many adapters, one that was loaded anew is kept for outputs on their way.
+# How long, and how many, replaced adapters are kept for requests that were made before.
 KEPT_SECONDS, MAX_REPLACED = 60.0, 8
-MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
+MAX_WAIT_SECONDS = 0.01  # longest wait of an engine that has nothing else to do
 
 Read = Callable[[str, Callable[[], bool]], SharedAdapter]
 Place = Callable[[int, SharedAdapter], None]
@@ -32,7 +33,7 @@ Ready = list[tuple[AdaptedRequest, str | None]]
 
 
 class AdapterTable:
-    """One model's adapters."""
+    """The adapters of one engine."""
 
     def __init__(
         self,
@@ -43,22 +44,22 @@ class AdapterTable:
         num_on_host: int,
         time: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` makes an adapter of a folder, or raises InputError; `place` fills a slot.
-
-        `read` is also given a function that says whether anything still waits for the adapter.
+        """`read`: reads an adapter from a folder, or raises InputError; its second argument is a
+        function that returns False when nothing waits for the adapter any more. `place`: copies an
+        adapter to a slot. `num_on_host`: maximum number of adapters on the host.
         """
         self._read, self._place, self._time = read, place, time
         self._num_on_host = num_on_host
         self.slots = AdapterSlots(num_slots)
         self._known: dict[str, Adapter] = {}
-        self._ids: dict[int, str] = {}
-        self._replaced: list[tuple[Adapter, float]] = []  # and until when, the oldest first
-        self._waiting: dict[Adapter, deque[AdaptedRequest]] = {}  # by arrival of their first
+        self._ids: dict[int, str] = {}  # lora_int_id -> name
+        self._replaced: list[tuple[Adapter, float]] = []  # (adapter, time to drop it), oldest first
+        self._waiting: dict[Adapter, deque[AdaptedRequest]] = {}
         self._num_waiting = 0
         self._num_arrived = 0
-        self._arrivals: dict[AdaptedRequest, int] = {}
-        self._oldest: AdaptedRequest | None = None  # of those that wait for a slot
-        self._num_passes = 0  # over it
+        self._arrivals: dict[AdaptedRequest, int] = {}  # request -> number in order of arrival
+        self._oldest: AdaptedRequest | None = None  # the oldest request that waits for a slot
+        self._num_passes = 0  # number of requests that passed over the oldest
         self._clock = 0
         self._reader: ThreadPoolExecutor | None = None
 
@@ -73,7 +74,7 @@ class AdapterTable:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digest of the weights of each known adapter that was read, by name."""
+        """Name -> digest of the weights, for known adapters that were read."""
         return {
             name: adapter.generation for name, adapter in self._known.items() if adapter.generation
         }
@@ -85,18 +86,18 @@ class AdapterTable:
         return tuple(sorted({adapter.name for adapter in self._waiting}))
 
     def read(self, path: str, is_wanted: Callable[[], bool] = lambda: True) -> SharedAdapter:
-        """Read a folder. Changes nothing, so any thread may.
+        """Read an adapter from a folder. Does not change the table, so any thread may call it.
 
-        Raises InputError, also where `is_wanted` says no before the end.
+        Raises InputError, also if `is_wanted` returns False before the end.
         """
         return self._read(path, is_wanted)
 
     def put(self, name: str, path: str, packed: SharedAdapter, number: int = 0) -> None:
-        """Let requests that come from now on have this under a name, new or known.
+        """Make an adapter available under a name, which may replace another adapter.
 
-        `number`: of the load, where there may be more of the name. Requests that were made before
-        it, with a lower one, and are still on their way have what stood there: the outputs of one
-        API request come one by one, and all are to have the same.
+        `number`: number of this load. Requests with a lower number were made before the load and
+        get the replaced adapter. This way all outputs of one API request, which arrive one by one,
+        use the same adapter.
         """
         self.unload(name)
         adapter = Adapter(name=name, path=path, number=number)
@@ -104,7 +105,7 @@ class AdapterTable:
         self._keep(adapter, packed)
 
     def unload(self, name: str) -> None:
-        """Forget a name, but not at once for requests that were made before it is loaded anew."""
+        """Remove a name. Its adapter is kept for a while, for requests made before a later load."""
         adapter = self._known.get(name)
         if adapter is None:
             return
@@ -117,14 +118,14 @@ class AdapterTable:
         self._take_off(name)
 
     def remove(self, name: str) -> bool:
-        """Forget a name; requests that have the adapter keep it. Returns whether it was known."""
+        """Remove a name. Requests that have the adapter keep it. Returns True if it was known."""
         adapter = self._take_off(name)
         if adapter is not None:
             self._let_go(adapter)
         return adapter is not None
 
     def find(self, lora: LoRARequest) -> Adapter:
-        """The adapter that a request asks for, which may have to be read. Raises InputError."""
+        """Return the adapter that a request asks for. It may not be read yet. Raises InputError."""
         name, number = lora.lora_name, lora.lora_int_id
         if self._ids.get(number, name) != name:
             raise InputError(
@@ -142,22 +143,22 @@ class AdapterTable:
             raise InputError(
                 f"adapter {name}",
                 f"expected the folder {adapter.path}, found {lora.lora_path}",
-                "give another folder another name",
+                "use another name for another folder",
             )
         self._ids[number] = name
         return adapter
 
     def add(self, request: AdaptedRequest) -> None:
-        """Let a request wait for its adapter."""
+        """Add a request that waits for its adapter."""
         self._waiting.setdefault(request.adapter, deque()).append(request)
         self._num_arrived += 1
         self._arrivals[request] = self._num_arrived
         self._num_waiting += 1
 
     def drop(self, request: AdaptedRequest) -> bool:
-        """Forget a request that was dropped. Returns whether it waited here.
+        """Remove a dropped request. Returns True if it waited here.
 
-        An adapter that no other request waits for is read no further.
+        If no other request waits for its adapter, reading the adapter is cancelled.
         """
         if request not in self._arrivals:
             return False
@@ -170,11 +171,14 @@ class AdapterTable:
         return True
 
     def take_ready(self, *, wait_a_little: bool) -> Ready:
-        """Requests whose adapter has a slot now, or with the reason why they cannot have one."""
+        """Remove and return requests that are done waiting: (request, None or an error message).
+
+        A request without an error has a slot now.
+        """
         if not self._waiting:
             return []
         if wait_a_little:
-            # A finished future would end the wait immediately, in every step.
+            # Finished futures are left out, because with one of them wait() returns immediately.
             readings = [each.reading for each in self._waiting if each.reading is not None]
             under_way = [reading for reading in readings if not reading.done()]
             wait(under_way, MAX_WAIT_SECONDS, FIRST_COMPLETED)
@@ -205,13 +209,13 @@ class AdapterTable:
         return self._known.pop(name, None)
 
     def _let_go(self, adapter: Adapter) -> None:
-        """Free an unloaded adapter; requests that use it keep it."""
+        """Free an unloaded adapter, unless requests still use it or wait for it."""
         if adapter not in self._waiting:
             self.slots.drop(adapter)
             adapter.packed = None
 
     def _before(self, name: str, number: int) -> Adapter | None:
-        """Adapter of a name at the time a request with this number was made."""
+        """Return the replaced adapter that had a name when a request with this number was made."""
         self._forget_replaced()
         fits = (a for a, _ in self._replaced if a.name == name and a.number <= number)
         return max(fits, key=_number, default=None)
@@ -239,7 +243,7 @@ class AdapterTable:
         self._num_waiting -= 1
 
     def _has_slot(self, adapter: Adapter) -> bool:
-        """Give an adapter a free slot if it has none. Returns True if it has one."""
+        """Give an adapter a free slot if it has none. Returns True if it has a slot now."""
         if self.slots.find(adapter) is not None:
             return True
         slot = self.slots.free()
@@ -259,7 +263,7 @@ class AdapterTable:
         return self._num_passes <= MAX_PASSES
 
     def _fetch(self, adapter: Adapter) -> str | None:
-        """See that an adapter is on the host some time. Returns why it cannot be read."""
+        """Start or finish reading an adapter to the host. Returns an error message on failure."""
         self._clock += 1
         adapter.last_used = self._clock
         if adapter.packed is not None or self.slots.find(adapter) is not None:
@@ -275,7 +279,7 @@ class AdapterTable:
             return None
         if self._known.get(adapter.name) is adapter:  # the next request tries again
             self.remove(adapter.name)
-        # Whatever it is, it is of this adapter's requests alone.
+        # Any error concerns only this adapter's requests.
         reason = str(error) if isinstance(error, InputError | OSError) else one_line(error)
         return f"adapter {adapter.name}: {reason}"
 
@@ -292,9 +296,10 @@ class AdapterTable:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        """Drop what the host has no room for. What is on the device, or awaited, stays.
+        """Drop the least recently used adapters that exceed the host's limit.
 
-        So what is read again, and may be other numbers under the name by then, is in no slot.
+        Adapters with a slot or with waiting requests stay. So a dropped adapter, whose folder may
+        have other weights when it is read again, has no slot.
         """
         on_host = [each for each in self._known.values() if each.packed is not None]
         needed = {*self.slots.held(), *self._waiting}
@@ -312,7 +317,7 @@ def _last_used(adapter: Adapter) -> int:
 
 
 def make_table(config: EngineConfig, shared: SharedAdapters | None) -> AdapterTable | None:
-    """Make the table with the adapters of --lora-modules. Raises InputError.
+    """Create the table with the adapters of --lora-modules. Raises InputError.
 
     Returns None without --enable-lora.
     """
@@ -327,7 +332,7 @@ def make_table(config: EngineConfig, shared: SharedAdapters | None) -> AdapterTa
 
 
 def adapters_of(table: AdapterTable | None) -> AdapterTable:
-    """The table. Raises InputError where the engine has none."""
+    """Return the table. Raises InputError if it is None."""
     if table is None:
         raise InputError("adapters", "this engine takes none", "start it with --enable-lora")
     return table

@@ -1,4 +1,4 @@
-"""`qserve merge`: add an adapter to a float model's weights. Imports torch only to compute."""
+"""`qserve merge`: adds a LoRA adapter to a float model's weights. Imports torch only to compute."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from qserve.hub.settings import HubSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeConfig(HubSettings):
-    """Settings of `qserve merge`, besides the float model."""
+    """Settings of `qserve merge`, except the float model."""
 
     adapter: str = setting(
         REQUIRED, "LoRA adapter saved by PEFT: folder or hub name", positional=True

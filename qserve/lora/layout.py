@@ -1,10 +1,10 @@
 """Memory layout of an adapter, the same on the host and in an adapter slot of the device.
 
 Row j of all A matrices and column j of all B matrices are adjacent and form a piece. An adapter of
-rank r is r pieces, copied in one operation. With tensor parallelism a rank holds the matrices of
-its own shards. For a linear split by outputs, that is all of A and a part of B. For a linear split
-by inputs, it is a part of A and all of B; the layer's sum over ranks adds up the products. Legend
-as in qkernels/lora/weights.py.
+rank r is r pieces, copied in one operation. With tensor parallelism, a rank holds what its shards
+of the linears need: all of A and a shard of B if the outputs are sharded, a shard of A and all of
+B if the inputs are sharded. In the second case the layer's all-reduce also adds up the products
+with A and B. Dimension letters as in qkernels/lora/weights.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Place:
     layer: int
     projection: Projection
     modules: tuple[str, ...]  # names of its linears in the checkpoint
-    parts: tuple[LinearPart, ...]  # this rank's outputs and inputs of each
+    parts: tuple[LinearPart, ...]  # this rank's shard of each
     sizes: tuple[int, ...]  # number of outputs of each
     inputs: int
     a: int  # offset of the A matrices, S K elements
@@ -52,7 +52,7 @@ class PackedAdapter:
 
 
 class AdapterLayout:
-    """The locations of a model's linears, or of those of some layers."""
+    """Location of each linear's matrices in a piece, for all layers of a model or for some."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class AdapterLayout:
         parts: Mapping[str, LinearPart] | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Create the layout of a model.
+        """Create the layout of a rank.
 
-        `config`: the whole model's. `parts`: this rank's shard of each sharded linear.
-        `layers`: the layers of this rank; None: all.
+        `config`: of the whole model. `parts`: this rank's shard of each sharded linear.
+        `layers`: the layers of this rank. None: all.
         """
         layers = range(config.num_layers) if layers is None else layers
         self.places = tuple(_places(config, parts or {}, layers))
@@ -72,7 +72,10 @@ class AdapterLayout:
         self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:
-        """Copy an adapter to the host; `pinned` for a GPU. Raises CheckpointError."""
+        """Copy an adapter to the host. `pinned`: in pinned memory, for a GPU.
+
+        Raises CheckpointError.
+        """
         pieces = torch.zeros(adapter.rank, self.piece, dtype=dtype, pin_memory=pinned)
         tables = (len(self.places), TABLE_COLUMNS)
         ranks = torch.zeros(tables, dtype=torch.int32, pin_memory=pinned)
@@ -100,7 +103,7 @@ class AdapterLayout:
 
 
 def adapter_digest(adapter: LoraAdapter) -> str:
-    """Digest of all weights of an adapter, on every rank: equal digests mean equal results."""
+    """Digest of all weights of an adapter. Equal digests mean equal results."""
     digest = blake2b(digest_size=16)
     for module, pair in sorted(adapter.pairs.items()):
         digest.update(f"{module} {pair.rank} {pair.scale!r} {pair.a_rK.dtype} ".encode())

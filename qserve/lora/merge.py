@@ -1,6 +1,6 @@
-"""Merge an adapter into a float model's weights and write a new checkpoint.
+"""Merge a LoRA adapter into a float model's weights and write a new checkpoint.
 
-One tensor is in memory at a time, in addition to the adapter and the shard that is being filled.
+Only one tensor is in memory at a time, besides the adapter and the shard that is being filled.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Merge:
     adapter: str
     target: str
     num_linears: int
-    update: float  # norm of the updates over norm of the adapted weights
-    lost: float  # norm of the rounding error over norm of the updates
+    update: float  # norm of the updates divided by norm of the adapted weights
+    lost: float  # norm of the rounding errors divided by norm of the updates
 
     def to_text(self) -> str:
         return (
@@ -42,16 +42,17 @@ def merge_adapter(
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> Merge:
-    """Write W + scale * B A for every adapted linear, computed in float32, rounded to W's dtype.
+    """Write a checkpoint with W + scale * B A for every adapted linear.
 
-    All other tensors are copied bit for bit. `target` appears only when it is complete and the
-    merged weights have been verified. Raises InputError, in which case no files remain.
+    The sum is computed in float32 and rounded to W's dtype. All other tensors are copied bit for
+    bit. `target` appears only after it is complete and the merged weights are verified. Raises
+    InputError; then no files remain.
     """
     reader = CheckpointReader(source, in_blocks=False)
     if find_block(reader.folder, reader.config) is not None:
         raise CheckpointError(
             str(source),
-            "is quantized: rounding to its grid would lose most of an adapter",
+            "is quantized: quantizing the merged weights again would lose most of the adapter",
             "merge into the float model and quantize the result, or serve the adapter with this"
             " model: --enable-lora",
         )

@@ -1,6 +1,6 @@
-"""RankAdapters: one rank's parts of adapters on the host.
+"""RankAdapters: one rank's shards of adapters, in host memory.
 
-The leader gives each adapter a number, by which slots are filled and parts are dropped.
+The leader numbers the adapters. The number selects the adapter to copy to a slot or to drop.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from qserve.lora.slot_memory import SlotMemory
 
 
 class RankAdapters:
-    """The adapters of one worker, and their slots."""
+    """The adapters of one worker, on the host and in device slots."""
 
     def __init__(self, memory: SlotMemory, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of activations."""
+        """`dtype`: dtype of activations."""
         self.memory = memory
         self._dtype, self._is_pinned = dtype, device.type == "cuda"
         self._packed: dict[int, PackedAdapter] = {}
 
     def read(self, number: int, path: str, is_wanted: Callable[[], bool] = lambda: True) -> str:
-        """Read this rank's part of a folder. Returns a digest of the whole adapter. Thread-safe.
+        """Read this rank's shard of an adapter. Returns a digest of the whole adapter. Thread-safe.
 
         Raises InputError, also if `is_wanted` returns False before the end.
         """
@@ -32,9 +32,9 @@ class RankAdapters:
         return adapter_digest(found)
 
     def place(self, slot: int, number: int) -> None:
-        """Fill a slot after the steps that were launched before. Does not wait for the copy."""
+        """Copy an adapter to a slot, after all launched steps. Does not wait for the copy."""
         self.memory.place(slot, self._packed[number])
 
     def forget(self, number: int) -> None:
-        """Drop this rank's part, if present. Thread-safe."""
+        """Drop this rank's shard of an adapter, if present. Thread-safe."""
         self._packed.pop(number, None)

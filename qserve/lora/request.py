@@ -1,4 +1,4 @@
-"""LoRARequest: the adapter of a request. The names follow vLLM's."""
+"""LoRARequest: the LoRA adapter of a request. Names follow vLLM's."""
 
 import json
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from formats.errors import InputError
 from qserve.errors import ParameterError
 
 MAX_NAME = 256
-MAX_RANK = 512  # of adapter slots
+MAX_RANK = 512  # maximum of --max-lora-rank
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter's name; its PEFT folder is read if the name is new."""
+    """The name of an adapter, and its PEFT folder, which is read if the name is not known yet."""
 
     lora_name: str
     lora_int_id: int  # unique per name
     lora_path: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ParameterError."""
+        """Check the values. Raises ParameterError."""
         if not 0 < len(self.lora_name) <= MAX_NAME or not self.lora_name.isprintable():
             raise ParameterError(
                 "lora_name",

@@ -1,8 +1,8 @@
 """SharedAdapters: the leader's access to adapters that are sharded over all ranks.
 
-Every rank reads the folder itself, in a thread, while steps run, and numbers its shard.
-An adapter is loaded when all ranks have read the same values; if one has not, no rank keeps it. A
-single rank works the same way.
+Every rank reads the adapter's folder itself, in a thread, while steps run, and stores its shard
+under a number. An adapter is loaded when all ranks have read the same values; otherwise no rank
+keeps it. With a single rank it works the same way.
 """
 
 import contextlib
@@ -20,35 +20,35 @@ from qserve.lora.rank_adapters import RankAdapters
 
 @dataclass(frozen=True, eq=False)
 class SharedAdapter:
-    """Adapter that every rank keeps on its host for as long as this object lives."""
+    """An adapter that every rank keeps in host memory while this object exists."""
 
     number: int
-    digest: str  # of all values: adapters with equal digests compute the same
+    digest: str  # digest of all values; adapters with equal digests give equal results
 
 
 class OtherRanks(Protocol):
-    """Ranks of the model other than the leader (engine: RankGroup)."""
+    """The ranks other than the leader. RankGroup of the engine implements this."""
 
     def begin(self, name: str, *values: Any) -> list[Future]:
-        """Start a call on each rank. Returns the future results."""
+        """Start a call on each rank. Returns the futures of the results."""
 
     def tell(self, name: str, *values: Any) -> None:
-        """Send a call to each rank, in the order of steps."""
+        """Send a call to each rank, in order with the steps."""
 
 
 class SharedAdapters:
-    """Adapters of one engine's ranks."""
+    """The adapters of all ranks of an engine."""
 
     def __init__(self, ours: RankAdapters, rank_group: OtherRanks | None) -> None:
-        """`rank_group`: None with one rank."""
+        """`ours`: the leader's adapters. `rank_group`: the other ranks; None: one rank."""
         self._ours, self._rank_group = ours, rank_group
         self._numbers = itertools.count()
-        self._forgotten: deque[int] = deque()  # not yet sent to the other ranks
+        self._forgotten: deque[int] = deque()  # dropped numbers, not yet sent to the other ranks
 
     def read(self, path: str, is_wanted: Callable[[], bool] = lambda: True) -> SharedAdapter:
-        """Let every rank read its shard of a folder, and wait. Any thread may call it.
+        """Read an adapter's folder on all ranks, and wait. Any thread may call this.
 
-        Raises InputError, also where `is_wanted` says no before the end.
+        Raises InputError, also if `is_wanted` returns False before the end.
         """
         number = next(self._numbers)
         self._tell_forgotten()
@@ -66,7 +66,7 @@ class SharedAdapters:
                     )
         except BaseException:
             for future in theirs:
-                future.exception()  # or it would be kept after it was forgotten
+                future.exception()  # wait, so that ranks drop the adapter after reading it
             self._forget(number)
             raise
         adapter = SharedAdapter(number, digest)
@@ -74,7 +74,7 @@ class SharedAdapters:
         return adapter
 
     def place(self, slot: int, adapter: SharedAdapter) -> None:
-        """Fill a slot of every rank, after all launched steps."""
+        """Copy an adapter to a slot on all ranks, after all launched steps."""
         self._tell_forgotten()
         if self._rank_group is not None:
             self._rank_group.tell("place_adapter", slot, adapter.number)
@@ -82,7 +82,7 @@ class SharedAdapters:
 
     def _forget(self, number: int) -> None:
         self._ours.forget(number)
-        # The garbage collector may call this in the middle of a message, so it is sent later.
+        # The garbage collector may call this while a message is being sent, so send it later.
         if self._rank_group is not None:
             self._forgotten.append(number)
 

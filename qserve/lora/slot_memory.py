@@ -1,6 +1,6 @@
-"""SlotMemory: the adapter slots on the device, and the decoder's linears that read them.
+"""SlotMemory: the adapter slots on the device, connected to the decoder's linears.
 
-Legend as in qkernels/lora/weights.py.
+Letters in names are those of qkernels/lora/weights.py.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from qserve.model.decoder import Decoder
 
 
 class SlotMemory:
-    """Memory of the adapter slots. Once created, the decoder's linears read `rows`."""
+    """Memory of the adapter slots. Creating it adds adapters to the decoder's linears."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SlotMemory:
                 continue
             owner, name = _linear_of(decoder, place)
             if isinstance(getattr(owner, name), RowParallel):
-                # its sum over ranks adds up the adapters' parts
+                # the linear's sum over ranks also adds up the adapters' partial sums
                 owner, name = getattr(owner, name), "inner"
             linear = AdaptedLinear(
                 getattr(owner, name),
@@ -74,18 +74,18 @@ class SlotMemory:
 
     @property
     def weights(self) -> Iterator[LoraWeights]:
-        """Matrices of each linear."""
+        """The adapter matrices of each linear."""
         return (self._weights(number, place) for number, place in enumerate(self.layout.places))
 
     @torch.inference_mode()
     def place(self, slot: int, adapter: PackedAdapter) -> None:
-        """Fill a slot after the steps that were launched before. Does not wait for the copy."""
+        """Copy an adapter to a slot, after all launched steps. Does not wait for the copy."""
         self.memory[slot, : adapter.rank].copy_(adapter.pieces, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
 
     def _weights(self, number: int, place: Place) -> LoraWeights:
-        """Views of one linear's matrices in all slots."""
+        """Return views of one linear's matrices in all slots."""
         L, R, piece = self.memory.shape
         S, K, N = len(place.sizes), place.inputs, sum(place.sizes)
         of_rank = (R * piece, piece)
@@ -99,7 +99,7 @@ class SlotMemory:
 
 
 def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
-    """The block that has a projection's linear, and the name of its attribute."""
+    """Return the block that has a projection's linear, and the name of the linear's attribute."""
     config = decoder.config
     family = config.family.of_layer(place.layer, config.values)
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]

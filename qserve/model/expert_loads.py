@@ -24,7 +24,7 @@ def check_loads(config: ModelConfig, file: str | None) -> None:
     if not config.family.experts or not num_experts(config.values):
         raise InputError(FLAG, f"{config.family.architecture} has no experts", "remove the flag")
     if not Path(file).absolute().parent.is_dir():
-        raise InputError(f"{FLAG} {file}", "its folder does not exist", "make the folder first")
+        raise InputError(f"{FLAG} {file}", "its folder does not exist", "create the folder first")
 
 
 class ExpertLoads:

@@ -17,7 +17,7 @@ from formats.files.json_file import fits_float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """The rope of a layer, from `rope_parameters` of config.json."""
+    """Rotary embedding of a layer, from `rope_parameters` of config.json."""
 
     type: str
     theta: float
@@ -37,7 +37,7 @@ class RopeConfig:
         interleaved: bool = False,
         is_reversed: bool = False,
     ) -> "RopeConfig":
-        """Create a rope. Raises InputError for an unsupported scaling type."""
+        """Create a RopeConfig. Raises InputError for an unsupported scaling type."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)

@@ -316,7 +316,7 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
         raise InputError(
             "--enable-expert-parallel",
             f"the model ({config.family.architecture}) {has}",
-            "remove the flag: --tensor-parallel-size alone divides each matrix",
+            "remove the flag: --tensor-parallel-size alone shards each matrix",
         )
     if settings.shares_experts and config.family.experts.latent:
         raise InputError(
@@ -349,7 +349,7 @@ def check_ranks(
         raise InputError(
             f"--pipeline-parallel-size {stages}",
             f"does not work with {family.architecture} with per-layer embeddings or shared keys:"
-            " layers read what other stages hold",
+            " layers read tensors of other stages",
             "use --tensor-parallel-size",
         )
     if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models

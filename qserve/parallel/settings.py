@@ -14,28 +14,28 @@ class ParallelSettings:
     """Settings that EngineConfig inherits."""
 
     tensor_parallel_size: int = setting(
-        1, "GPUs that each layer is split over; on a CPU: processes", low=1, high=64
+        1, "number of GPUs that share each layer; on a CPU: of processes", low=1, high=64
     )
     pipeline_parallel_size: int = setting(
-        1, "pipeline stages that the layers are split into, each on its own GPUs", low=1, high=64
+        1, "number of pipeline stages, each with some layers on its own GPUs", low=1, high=64
     )
     prefill_context_parallel_size: int = setting(
         1,
-        "GPUs, or sets of --tensor-parallel-size GPUs, that divide the tokens of a long prompt;"
-        " each holds all weights and KV pages, and all compute the same decode steps",
+        "number of GPUs, or of sets of --tensor-parallel-size GPUs, that divide the tokens of a"
+        " long prompt; each holds all weights and KV pages, and all compute the same decode steps",
         low=1,
         high=64,
     )
     prefill_context_parallel_min_tokens: int = setting(
         1024,
-        "with --prefill-context-parallel-size: minimum number of prompt tokens of a request in one"
-        " step to be divided",
+        "with --prefill-context-parallel-size: minimum number of prompt tokens of a request in a"
+        " step that are divided over the GPUs",
         low=1,
     )
     data_parallel_size: int = setting(
         1,
-        "engines that each run the whole model, on their own GPUs and with their own KV pages;"
-        " requests are divided among them",
+        "number of engines that each run the whole model, on their own GPUs and with their own KV"
+        " pages; requests are divided among them",
         low=1,
         high=64,
     )
@@ -47,13 +47,13 @@ class ParallelSettings:
     )
     data_parallel_address: str | None = setting(
         None,
-        "with --data-parallel-rank and --enable-expert-parallel: where the engines meet:"
+        "with --data-parallel-rank and --enable-expert-parallel: where the engines connect;"
         " file:///PATH of a new file, or tcp://HOST:PORT",
     )
     prefill_engines: int = setting(
         0,
-        "engines that only compute prompts, on GPUs of their own, and send the KV pages to the"
-        " other engines from GPU to GPU",
+        "number of prefill engines: these only compute prompts, on GPUs of their own, and send the"
+        " KV pages to the other engines from GPU to GPU",
         low=0,
         high=64,
     )
@@ -65,20 +65,20 @@ class ParallelSettings:
     )
     prefill_engine_min_tokens: int = setting(
         256,
-        "with --prefill-engines: prompts with fewer tokens that are not cached are computed where"
-        " they are decoded",
+        "with --prefill-engines: prompts with fewer uncached tokens are computed by the engine that"
+        " decodes them",
         low=1,
     )
     gpu_offset: int = setting(
         0,
-        "number of the first GPU, where other servers that exchange KV pages use those before it",
+        "index of the first GPU to use, if others are used by servers that exchange KV pages",
         low=0,
         high=255,
     )
     distributed_executor_backend: str = setting(
         "mp",
-        "what starts the ranks of a model on several devices; mp: processes on this "
-        "machine; ray: actors in a cluster",
+        "how the ranks of a model on several devices are started; mp: as processes on this "
+        "machine; ray: by actors in a cluster",
         EXECUTORS,
     )
     all_reduce: str = setting(
@@ -130,7 +130,7 @@ class ParallelSettings:
                 raise InputError(
                     "--record-expert-loads",
                     f"counts in one process, but {flag} is {value}",
-                    f"record without {flag}: loads depend on the model and the requests alone",
+                    f"record without {flag}: loads depend only on the model and the requests",
                 )
 
     def _check_shared_experts(self) -> None:
@@ -147,7 +147,7 @@ class ParallelSettings:
         if self.data_parallel_rank is not None and not is_given:
             raise InputError(
                 f"--data-parallel-rank {self.data_parallel_rank}",
-                "does not know where to meet the engines that have the other experts",
+                "requires the address where the engines that share experts connect",
                 "add --data-parallel-address",
             )
         for flag, value in (

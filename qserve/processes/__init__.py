@@ -1,1 +1,1 @@
-"""Child processes, messages between them, and their logs."""
+"""Child processes, messages between processes, and logs."""

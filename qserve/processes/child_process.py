@@ -1,4 +1,4 @@
-"""Start a module of this package as a process that is connected by a socket."""
+"""Start a module of this package as a child process, connected by a socket."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 async def start_child(
     module: str, *arguments: str
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Run `python -m module --fd=N ...` with N a connected Unix socket; return the other end."""
+    """Run `python -m module --fd=N ...`, N being a Unix socket. Returns the process and our end."""
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     try:
@@ -27,8 +27,8 @@ async def start_child(
                 *arguments,
                 pass_fds=(theirs.fileno(),),
                 env=_environment(),
-                # Ctrl-C in the terminal goes to the server, which stops the other processes in
-                # order.
+                # A new session, so that Ctrl-C in the terminal reaches only the server, which stops
+                # the other processes in order.
                 start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL,
             )
@@ -53,7 +53,7 @@ def start_child_blocking(module: str, *arguments: str) -> tuple[subprocess.Popen
 
 
 def stop_blocking(process: subprocess.Popen, seconds: float) -> None:
-    """End a process by SIGTERM, and by SIGKILL if it is there after `seconds`."""
+    """End a process with SIGTERM, and with SIGKILL if it still runs after `seconds`."""
     process.terminate()
     try:
         process.wait(seconds)
@@ -63,7 +63,7 @@ def stop_blocking(process: subprocess.Popen, seconds: float) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, so that the child imports the same packages."""
+    """Return an environment in which the child imports the same packages as this process."""
     home = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}

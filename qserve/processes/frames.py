@@ -12,11 +12,11 @@ MAX_PAYLOAD_BYTES = 96 * 2**20  # a prompt of a million tokens is about 5 MB, a 
 
 
 class MessageError(Exception):
-    """The other end sent an invalid message: it is another program or another version."""
+    """The other end sent an invalid message; it may be another program or version."""
 
 
 def frame(payload: bytes) -> bytes:
-    """Frame a payload. Raises MessageError if it exceeds every reader's limit."""
+    """Return the frame of a payload. Raises MessageError if it exceeds the readers' limit."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise MessageError(
             f"a message of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}, cannot be sent"
@@ -34,7 +34,7 @@ async def write(writer: asyncio.StreamWriter, payload: bytes | bytearray) -> Non
 
 
 def payload_size(header: bytes) -> int:
-    """Parse the payload length in a header. Raises MessageError above the limit."""
+    """Return the payload length in a header. Raises MessageError if it exceeds the limit."""
     size = int.from_bytes(header, "little")
     if size > MAX_PAYLOAD_BYTES:
         raise MessageError(f"a frame claims {size} bytes, more than {MAX_PAYLOAD_BYTES}")
@@ -47,7 +47,7 @@ def receive(connection: socket.socket) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> bytes:
-    """`receive` for asyncio. Raises IncompleteReadError if the other end is gone."""
+    """Wait for the next payload on an asyncio stream. Raises IncompleteReadError at its end."""
     return await reader.readexactly(payload_size(await reader.readexactly(HEADER_BYTES)))
 
 

@@ -1,4 +1,4 @@
-"""LogLimit: limit log lines that clients can cause, so that they cannot fill the disk."""
+"""LogLimit: limits the rate of log lines, so that clients cannot fill the disk with them."""
 
 import logging
 import re
@@ -7,16 +7,15 @@ import time
 
 WINDOW_SECONDS = 10.0
 LINES = 10  # of one kind within the window
-KINDS = 1000  # kept together; a kind is a message template, and a program has few
+KINDS = 1000  # maximum number of kinds to track; a kind is a message template
 NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class LogLimit(logging.Filter):
-    """Pass LINES lines of each kind per WINDOW_SECONDS; the next line reports how many were
-    dropped.
+    """Pass LINES lines of each kind per WINDOW_SECONDS. The next one reports how many were dropped.
 
-    Lines of one kind come from the same place: their logger and message template are equal, except
-    for numbers and addresses in the template.
+    Lines are of one kind if logger, level and message template are equal, except for numbers and
+    addresses in the template.
     """
 
     def __init__(self, lines: int = LINES, seconds: float = WINDOW_SECONDS) -> None:
@@ -42,7 +41,7 @@ class LogLimit(logging.Filter):
 
 
 def limit_logging() -> None:
-    """Add the limit to every handler of the root logger; without any, create one for warnings."""
+    """Add the limit to all handlers of the root logger. If it has none, create one for warnings."""
     root = logging.getLogger()
     if not root.handlers:
         logging.basicConfig(format="%(message)s")

@@ -1,4 +1,4 @@
-"""Format of log lines, in every process of a server."""
+"""Format of log lines, for all processes of a server."""
 
 import argparse
 import contextlib
@@ -15,17 +15,17 @@ TEXT = "%(levelname)s %(name)s: %(message)s"
 class LineHandler(logging.StreamHandler):
     """Write lines above visible progress bars instead of into them.
 
-    A line that cannot be written, as on a full disk, is dropped.
+    A line that cannot be written, for example because the disk is full, is dropped.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)  # not loaded: none are shown
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)  # None: no progress bars
         apart = contextlib.nullcontext() if bars is None else bars.external_write_mode(self.stream)
         with contextlib.suppress(OSError), apart:
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report a failure to write a line, unless there is no room for the report either."""
+        """Report a failure to write a line, unless it is an OSError, such as a full disk."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -48,24 +48,24 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, form: str, text: str = TEXT) -> None:
-    """Log from `level` on to stderr only, as `text` or JSON."""
+    """Log messages from `level` on to stderr only, in the format `text` or as JSON."""
     handler = LineHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def arguments(level: str, form: str) -> list[str]:
-    """Command-line arguments that give a child process the same log format."""
+    """Return command-line arguments that give a child process this log level and format."""
     return [f"--log-level={level}", f"--log-format={form}"]
 
 
 def name_argument(name: str) -> list[str]:
-    """Command-line argument that begins the lines of a child process with this name."""
+    """Return the command-line argument that adds a name to a child process's log lines."""
     return [f"--log-name={name}"]
 
 
 def named(name: str) -> str:
-    """Format of text lines of a process with this name."""
+    """Return the format of text lines for a process with this name."""
     return f"%(levelname)s {name} %(name)s: %(message)s" if name else TEXT
 
 

@@ -159,8 +159,8 @@ class Operations:
         if self._config.kv_transfer is not None:
             raise InputError(
                 "weight updates",
-                "are not supported with --kv-transfer-config: other engines would find KV pages of"
-                " other weights",
+                "are not supported with --kv-transfer-config: engines with different weights would"
+                " exchange KV pages",
             )
         if self._model.vision is not None:
             raise InputError(
@@ -218,7 +218,7 @@ class Operations:
                     raise InputError(
                         f"tensor {name:.200}",
                         "comes twice in the update",
-                        "send all parts again: those that came are dropped",
+                        "send all tensors again: those already sent are dropped",
                     )
             if broadcast is None:
                 coming = open_tensors(shared)

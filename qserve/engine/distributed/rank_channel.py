@@ -187,7 +187,7 @@ class RankChannel:
             with self._sending:
                 self._connection.sendall(frame)
         except OSError:
-            logger.debug("Rank %d is gone; its reader reports the reason", self.rank)
+            logger.debug("Rank %d has died; its reader reports the reason", self.rank)
 
     def begin(self, name: str, *values: Any) -> Future:
         """Start a call in a thread of the rank, in parallel with later calls. Thread-safe."""
@@ -208,7 +208,7 @@ class RankChannel:
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            logger.debug("Rank %d was already gone", self.rank)
+            logger.debug("Rank %d has already ended", self.rank)
         self._connection.close()
 
     def wait(self) -> None:

@@ -141,7 +141,7 @@ class RankGroup:
             self._on_stuck(error)
         elif self.is_waiting:
             # Nothing in this process can end a kernel that waits for another GPU.
-            logger.critical("Exiting the process: a step waits for a rank that is gone")
+            logger.critical("Exiting the process: a step waits for a dead rank")
             os._exit(1)
 
 

@@ -134,11 +134,13 @@ def main(argv: list[str] | None = None) -> int:
             if name == BEGIN:
                 number, name, *values = values
                 if name not in BEGUN:
-                    raise frames.MessageError(f"the leader begins {name!r}, which no rank knows")
+                    raise frames.MessageError(
+                        f"the leader called {name!r}, which is not a known background call"
+                    )
                 line.answer_later(number, getattr(rank, name)(*values))
                 continue
             if name not in CALLS:
-                raise frames.MessageError(f"the leader asks for {name!r}, which no rank knows")
+                raise frames.MessageError(f"the leader called {name!r}, which is not a known call")
             result = getattr(rank, name)(*values)
             if name in ANSWERED:
                 line.send("reply", result)

@@ -85,7 +85,7 @@ class WorkerGroup:
 
     def _join_experts(self, device: torch.device) -> ExpertExchange:
         config = self._config
-        with phase(f"Meeting the {config.data_parallel_size} engines that share the experts"):
+        with phase(f"Connecting the {config.data_parallel_size} engines that share experts"):
             return join_experts(
                 config.data_parallel_address,
                 config.data_parallel_rank,

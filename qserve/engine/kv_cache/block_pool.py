@@ -234,7 +234,7 @@ class BlockPool:
         for page, count in held.items():
             num_references[page] = count
         if num_references != self._num_references:
-            raise AssertionError(f"KV pages held by {held}, counted {self._num_references}")
+            raise AssertionError(f"KV pages: held {held}, counted {self._num_references}")
         free = [*self._blank, *self._cached]
         if sorted([*held, *free]) != list(range(self.num_pages)):
             raise AssertionError(f"KV pages lost or shared: held {held}, free {free}")

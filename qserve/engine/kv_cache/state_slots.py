@@ -19,9 +19,7 @@ class StatePool:
         """`num_slots`: None for a model without states; its requests get no slot."""
         self.num_slots = num_slots
         self._free = list(range(num_slots or 0))[::-1]
-        self._forks: dict[
-            int, int
-        ] = {}  # slot -> slot that it is copied from, before the next step
+        self._forks: dict[int, int] = {}  # slot -> slot to copy from before the next step
 
     @property
     def num_free(self) -> float:

@@ -131,9 +131,8 @@ class RemoteKv:
         self._cache.model, self._cache.exports = model, [] if config.saves else None
         self._clock = clock
         self._fetches: dict[Request, _Fetch] = {}
-        self._given_up: list[
-            _Fetch
-        ] = []  # fetches of dropped requests; threads still write to their slots
+        # fetches of dropped requests; threads still write to their slots
+        self._given_up: list[_Fetch] = []
         self._known: dict[bytes, None] = {}  # keys that the connector has, the latest last
         self._writes: dict[Future, int] = {}  # unfinished write -> its number of pages
         # request id -> final event, held until these writes end
@@ -246,7 +245,7 @@ class RemoteKv:
         if wait_a_little:
             futures = [each for fetch in self._fetches.values() for each in fetch.futures]
             futures += [each for _, writes in self._held.values() for each in writes]
-            # Finished futures are left out, because they would end the wait at once.
+            # Finished futures are left out, because with one of them wait() returns immediately.
             wait([each for each in futures if not each.done()], MAX_WAIT_SECONDS, FIRST_COMPLETED)
         for fetch in list(self._given_up):
             if all(future.done() for future in fetch.loads):

@@ -46,7 +46,8 @@ def num_pages_in(
     if fit.num_pages < 1:
         raise InputError(
             flag,
-            f"{room / GIB:.3g} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
+            f"{room / GIB:.3g} GiB have no room for a KV page of"
+            f" {runner.bytes_per_page / GIB:.3g} GiB",
             "raise it, or lower --block-size",
         )
     return fit

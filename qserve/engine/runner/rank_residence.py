@@ -30,7 +30,7 @@ class RankResidence:
             return getattr(self._residence, name)(*values)
         if name in OWN_CALLS:
             return getattr(self, f"_{name}")(*values)
-        raise ValueError(f"no call of a rank's residence: {name!r}")
+        raise ValueError(f"not a call of a rank's residence: {name!r}")
 
     def _stage_folder(self, folder: str | None, digests: bool) -> str:
         self._staged = None  # drop weights of an unfinished update
@@ -54,7 +54,7 @@ class RankResidence:
                 raise InputError(f"tensor {name}", f"has the dtype {dtype}", f"known: {known}")
             self._received[name] = torch.empty(shape, dtype=DTYPES[dtype])
         if name not in self._received:
-            raise InputError(f"tensor {name}", "its first bytes were refused")
+            raise InputError(f"tensor {name}", "its first part was refused")
         whole = self._received[name].flatten().view(torch.uint8)
         whole[start : start + len(content)] = torch.from_numpy(content)
 

@@ -89,7 +89,7 @@ class Residence:
         if is_cuda:
             torch.cuda.empty_cache()
         freed = self._pages.num_bytes + self._weights.num_bytes
-        logger.info("Sleeping at level %d: %.2f GiB are free", level, freed / GIB)
+        logger.info("Sleeping at level %d: freed %.2f GiB", level, freed / GIB)
 
     def wake_weights(self) -> None:
         """Bring the weights back from the host, or read them again. Raises InputError."""
@@ -98,7 +98,10 @@ class Residence:
         if self.lost_weights:
             self.fill(self.stage_folder(None))
             return
-        with phase("Waking the weights"), out_of_memory_is_named("waking the weights", OTHERS):
+        with (
+            phase("Waking up the weights"),
+            out_of_memory_is_named("waking up the weights", OTHERS),
+        ):
             self._weights.restore()
         self._weights = None
 
@@ -107,8 +110,13 @@ class Residence:
         if self._pages is None:
             return
         if self._weights is not None:
-            raise InputError("wake_up", "KV pages follow the weights", "wake the weights first")
-        with phase("Waking the KV pages"), out_of_memory_is_named("waking the KV pages", OTHERS):
+            raise InputError(
+                "wake_up", "KV pages wake up after the weights", "wake up the weights first"
+            )
+        with (
+            phase("Waking up the KV pages"),
+            out_of_memory_is_named("waking up the KV pages", OTHERS),
+        ):
             self._pages.restore()
         self._pages = None
         if self._capture_graphs is not None and self._runner.device.type == "cuda":
@@ -159,7 +167,7 @@ class Residence:
     def fill(self, staged: StagedWeights) -> None:
         """Replace the weights and wake them. No step may be in flight."""
         if self._weights is not None:
-            with out_of_memory_is_named("waking the weights", OTHERS):
+            with out_of_memory_is_named("waking up the weights", OTHERS):
                 self._weights.restore()
             self._weights = None
         with phase("Replacing the weights"):

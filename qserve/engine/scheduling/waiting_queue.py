@@ -263,7 +263,7 @@ class WaitingLevels:
 
     A steady stream of lower levels would starve higher levels, so waiting requests age. After
     `max_passes` admissions that passed over higher levels, the oldest request of the higher levels
-    joins the level of the last admission, ahead of all others there, and stays in this level until
+    joins the level of the last admission, ahead of all others there. It stays in this level until
     it finishes. Only one request ages at a time. A request with k older ones ahead of it in the
     higher levels joins after at most (k + 1) * max_passes admissions from lower levels.
     """

@@ -166,7 +166,7 @@ class NixlAgent:
                 if spins > SPINS:
                     time.sleep(SLEEP_SECONDS)
                     if time.monotonic() > until:
-                        raise TransferError(f"a read did not end in {READ_SECONDS:g} s")
+                        raise TransferError(f"a read did not end within {READ_SECONDS:g} s")
                 state = agent.check_xfer_state(handle)
             handle.release()
         except Exception as error:
@@ -177,7 +177,7 @@ class NixlAgent:
                 raise
             raise TransferError(f"NIXL: {_text(error)}") from error
         if state != "DONE":
-            raise TransferError(f"NIXL: a read ended as {state}")
+            raise TransferError(f"NIXL: a read ended with the state {state}")
 
     def close(self) -> None:
         self._lost.clear()

@@ -115,7 +115,7 @@ class AddressFinder:
             try:
                 self._look()
             except Exception:
-                logger.exception("KV peers cannot be looked for")
+                logger.exception("Looking for KV peers failed")
             with self._changed:
                 self._num_ended = self._num_begun
                 self._changed.notify_all()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to read one rank's buffer."""
+    """Description of one rank's buffer, with which a reader can read it."""
 
     facts: BufferFacts
     metadata: bytes  # of the NIXL agent
@@ -112,7 +112,7 @@ class PageServer:
                 answer = _receive(reader, NONCE_BYTES + DIGEST_BYTES)
                 nonces = nonce + answer[:NONCE_BYTES]
                 if not hmac.compare_digest(answer[NONCE_BYTES:], self._digest(b"read", nonces)):
-                    logger.warning("KV reader %s: has another secret", _name(reader))
+                    logger.warning("KV reader %s has another secret", _name(reader))
                     return
                 digest = self._digest(b"page", nonces + self._text)
                 reader.sendall(len(self._text).to_bytes(8, "little") + self._text + digest)

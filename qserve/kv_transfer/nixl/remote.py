@@ -82,7 +82,7 @@ class Staging:
 
     @property
     def buffer(self) -> Buffer:
-        """The memory; new memory if a timed-out read may still write it. Raises TransferError."""
+        """Memory that no timed-out read may still write to. Raises TransferError."""
         if self._buffer.is_lost:
             try:
                 fresh = self._agent.allocate(self.num_bytes, self._device)

@@ -35,7 +35,7 @@ class PageLink(Protocol):
 
 
 class MappedLink:
-    """Link between engines of one host: each maps the others' buffers. A folder has their files."""
+    """Link of engines of one host, which find and map each other's buffers through a folder."""
 
     def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
         """`extra`: kv_connector_extra_config. Raises InputError."""

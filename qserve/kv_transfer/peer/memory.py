@@ -106,7 +106,7 @@ class PeerMemory:
     def read(
         self, numbers: Sequence[int], slot: int, count: int
     ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Read tensors of slots [slot, slot + count) to this rank's device, each [count, ...]."""
+        """Read tensors of `count` slots from `slot` on; each is [count, ...] on this device."""
         for number in numbers:
             tensor = self._facts.tensors[number]
             start = self._offsets[number] + slot * tensor.num_bytes

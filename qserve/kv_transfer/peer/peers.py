@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """Another engine and its ranks' buffers. All ranks hold the same pages in the same slots."""
+    """Another engine and the buffers of its ranks, which hold the same pages in the same slots."""
 
     indexes: list[SlotTable]
     memories: list[SlotMemory]

@@ -1,8 +1,8 @@
-"""PageReceiver: copies pages of other engines into this rank's pages, layer by layer.
+"""PageReceiver: copies pages of other engines to this rank's pages, layer by layer.
 
-One thread serves all requests. It polls the indexes of the other engines: as soon as a layer of a
-page is complete there, it is copied here, while the other engine computes the next layers. A page
-counts as loaded if all its layers came and its slot was not given to another page meanwhile.
+One thread serves all requests. It polls the indexes of the other engines. As soon as a layer of a
+page is complete there, the thread copies the layer, while the other engine computes the next ones.
+A page counts as loaded if all its layers were copied and its slot was not reused meanwhile.
 """
 
 import contextlib
@@ -20,54 +20,54 @@ from qserve.kv_transfer.peer.peers import Peer, Peers
 from qserve.model.cache_spec import Cache
 
 POLL_SECONDS = 0.0003
-IDLE_SECONDS = 1.0  # between looks for peers, without requests
+IDLE_SECONDS = 1.0  # longest wait without requests
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Run:
-    """Pages of a job that lie in successive slots and were copied there in one batch."""
+    """Pages of a job that are in consecutive slots of a peer and were copied there in one batch."""
 
     peer: Peer
-    index: int  # of the first among the job's pages
+    index: int  # index of the first page among the job's pages
     count: int
-    number: int  # of the first, in the peer's buffer
+    number: int  # number of the first page in the peer's buffer
     batch: int
-    num_layers: int = 0  # copied here
+    num_layers: int = 0  # number of layers that were copied here
 
     def takes(self, peer: Peer, number: int, batch: int) -> bool:
-        """True if a page continues the run."""
+        """Return True if a page continues the run."""
         follows = number == self.number + self.count and number % peer.num_slots
         return bool(follows) and (peer, batch, 0) == (self.peer, self.batch, self.num_layers)
 
     @property
     def is_valid(self) -> bool:
-        """True if none of the slots was given to another page: the first is the next to go."""
+        """True if none of the slots was reused. The first slot is reused before the others."""
         return self.peer.is_valid(self.number)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    """Pages of one request that are to come."""
+    """Pages of one request that are being received."""
 
     keys: list[bytes]
     pages_N: torch.Tensor
-    waits: bool  # also for pages that are not announced yet
-    news: float  # when the last layer came
+    waits: bool  # True: also wait for pages that are not announced yet
+    news: float  # time of the last progress
     future: Future = field(default_factory=Future)
-    after: object = None  # event of the work that may still write to these pages
-    runs: list[_Run] = field(default_factory=list)  # of the pages that were announced
+    after: object = None  # event after work that may still write to these pages
+    runs: list[_Run] = field(default_factory=list)  # runs of the announced pages
     is_cancelled: bool = False
 
     @property
     def num_located(self) -> int:
-        """Leading pages that were announced."""
+        """Number of leading pages that were announced."""
         return self.runs[-1].index + self.runs[-1].count if self.runs else 0
 
 
 class PageReceiver:
-    """Pages of other engines for one rank. The engine's thread calls the methods."""
+    """Receives pages of other engines for one rank. Only the engine's thread may call methods."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class PageReceiver:
         patience: float,
         name: str = "kv-receive",
     ) -> None:
-        """`patience`: seconds that a request waits without news."""
+        """`patience`: seconds that a request waits without progress."""
         self._peers, self._device, self._caches = peers, device, caches
         self._patience, self._layer_ends = patience, ours.layer_ends
         self._tensors = ours.tensors
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
-        self._looking = threading.Lock()  # of the peers
+        self._looking = threading.Lock()  # held while using `_peers`
         self._is_closed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
@@ -94,14 +94,14 @@ class PageReceiver:
         self._thread.start()
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading pages that one engine has announced."""
+        """Return the number of leading pages that one engine has announced."""
         with self._looking:
             self._peers.refresh()
             return max((_leading(peer, keys) for peer in self._peers), default=0)
 
     @property
     def num_peers(self) -> int:
-        """Engines that live and whose pages can be used."""
+        """Number of engines that are alive and whose pages can be used."""
         with self._looking:
             self._peers.refresh(now=True)
             return len(self._peers)
@@ -109,9 +109,9 @@ class PageReceiver:
     def receive(
         self, number: int, keys: Sequence[bytes], pages: Sequence[int], *, waits: bool
     ) -> Future:
-        """Fill pages that nothing uses. The future returns for each if it was loaded.
+        """Fill unused pages. The future's result says for each page if it was loaded.
 
-        `waits`: also for pages that no engine has announced yet.
+        `waits`: also wait for pages that no engine has announced yet.
         """
         pages_N = torch.tensor(pages, dtype=torch.int64)
         if self._stream is not None:
@@ -126,14 +126,17 @@ class PageReceiver:
         return job.future
 
     def expect_no_more(self, number: int) -> None:
-        """Wait no longer for pages that are not announced. An unknown number is ignored."""
+        """Stop the call `number` of `receive` from waiting for pages that are not announced.
+
+        An unknown number is ignored.
+        """
         with self._changed:
             job = self._jobs.get(number)
             if job is not None:
                 job.waits = False
 
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon. An unknown number is ignored."""
+        """Make the call `number` of `receive` end soon. An unknown number is ignored."""
         with self._changed:
             job = self._jobs.get(number)
             if job is not None:
@@ -155,7 +158,7 @@ class PageReceiver:
             with self._changed:
                 while not self._jobs and not self._is_closed:
                     self._changed.wait(IDLE_SECONDS)
-                # whether a job waits is read before what peers announce: nothing is missed
+                # `waits` is read before the peers' announcements, so that none is missed
                 jobs = [(n, job, job.waits) for n, job in self._jobs.items()]
                 closed = self._is_closed
             if closed:
@@ -174,7 +177,7 @@ class PageReceiver:
                 time.sleep(POLL_SECONDS)
 
     def _advance(self, number: int, job: _Job, waits: bool) -> bool:
-        """Copy what has become complete. Returns True if something has."""
+        """Copy the layers that have become complete. Returns True if there were any."""
         self._locate(job)
         moved = False
         for run in job.runs:
@@ -183,7 +186,7 @@ class PageReceiver:
                 continue
             try:
                 self._copy(job, run, ready)
-            except RuntimeError as error:  # of the driver, or memory ran out
+            except RuntimeError as error:  # an error of the driver, or out of memory
                 self._peers.drop(run.peer, f"cannot be read ({error})")
                 self._forget_dead(job)
                 break
@@ -193,7 +196,7 @@ class PageReceiver:
         return moved
 
     def _locate(self, job: _Job) -> None:
-        """Find the pages that were announced since the last time."""
+        """Find the pages that were announced since the last call."""
         self._forget_dead(job)
         for index in range(job.num_located, len(job.keys)):
             for peer in self._peers:
@@ -209,7 +212,10 @@ class PageReceiver:
                 job.runs.append(_Run(peer=peer, index=index, count=1, number=number, batch=batch))
 
     def _forget_dead(self, job: _Job) -> None:
-        """Drop the runs from the first of a dead engine on: others may have the pages."""
+        """Drop the first run of a dead engine and all later runs.
+
+        Other engines may have their pages.
+        """
         alive = set(self._peers)
         for place, run in enumerate(job.runs):
             if run.peer not in alive:
@@ -217,7 +223,7 @@ class PageReceiver:
                 return
 
     def _copy(self, job: _Job, run: _Run, ready: int) -> None:
-        """Copy the layers of a run that are new."""
+        """Copy the new layers of a run. `ready`: number of layers that are complete."""
         tensors = [each for cache in self._caches() for each in cache.page_tensors]
         start = self._layer_ends[run.num_layers - 1] if run.num_layers else 0
         slot = run.number % run.peer.num_slots
@@ -247,11 +253,11 @@ class PageReceiver:
             )
             return True
         if left:
-            return not left[0].is_valid  # overwritten: it will not come
+            return not left[0].is_valid  # if overwritten, it will not arrive
         return not waits or not len(self._peers)
 
     def _end(self, number: int, job: _Job) -> None:
-        """Resolve the future, once the device has all copies."""
+        """Wait for the device's copies, and resolve the future."""
         if self._stream is not None:
             self._stream.synchronize()
         loaded = [False] * len(job.keys)
@@ -290,7 +296,7 @@ def _write(
     axis: int | None,
     source: Source,
 ) -> None:
-    """Write the heads of one source into pages."""
+    """Write the heads of one source to pages."""
     if axis is not None:
         found = found.narrow(axis + 1, source.start, source.count)
         tensor = tensor.narrow(axis + 1, source.target, source.count)

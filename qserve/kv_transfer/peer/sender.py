@@ -1,7 +1,7 @@
-"""PageSender: copies a rank's pages to its transfer buffer, layer by layer while others compute.
+"""PageSender: copies a rank's pages to its transfer buffer, layer by layer during the step.
 
-Before a step the engine names the pages that the step completes. Each layer's attention calls
-`send_layer` once the layer's keys are written; on a GPU the copy then runs on a stream of its own,
+Before a step the engine names the pages that the step completes. The attention of each layer calls
+`send_layer` after the layer's keys are written. On a GPU the copy then runs on a separate stream,
 and the number of complete layers is written to the index in the order of that stream. After a step
 in a CUDA graph, `send_rest` copies all layers.
 """
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """Pages that the next step, or the current one, completes."""
+    """Pages that the next or the current step completes."""
 
-    slots: list[slice]  # runs of slots that they are copied to
-    rows: list[slice]  # of the pages, for each run
+    slots: list[slice]  # ranges of slots to which the pages are copied
+    rows: list[slice]  # for each range, its pages
     pages_N: torch.Tensor  # int64, on the device
-    words_L: torch.Tensor  # int64, on the device: progress after each layer
-    num_sent: int = 0  # layers
+    words_L: torch.Tensor  # int64, on the device: progress word after each layer
+    num_sent: int = 0  # number of copied layers
 
 
 class PageSender:
-    """One rank's buffer. Only the thread that launches steps calls the methods."""
+    """Fills one rank's buffer. Only the thread that launches steps may call the methods."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PageSender:
         device: torch.device,
         caches: Callable[[], Sequence[Cache]],
     ) -> None:
-        """`index`: of `memory`. `caches`: of all layers, as they are now."""
+        """`index`: slot table of `memory`. `caches`: returns the current caches of all layers."""
         self._memory, self._device, self._caches = memory, device, caches
         self._index, facts = index, index.facts
         self._regions = [
@@ -53,7 +53,7 @@ class PageSender:
         self._layer_ends = facts.layer_ends
         self._known: dict[bytes, int] = {}  # key -> page number
         self._num_batches = 0
-        self._batches: list[_Batch] = []  # of the step that is launched next, or is being launched
+        self._batches: list[_Batch] = []  # for the step that is launched next or now
         self._progress_S = torch.from_numpy(self._index.progress)
         self._stream = self._done = None
         if device.type == "cuda":
@@ -65,12 +65,12 @@ class PageSender:
         return self._index.facts.num_slots
 
     def has(self, key: bytes) -> bool:
-        """True if the buffer has the page, or is about to."""
+        """Return True if the buffer has the page, or will have it after the next step."""
         number = self._known.get(key)
         return number is not None and self._index.is_valid(number)
 
     def begin(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Announce pages that the step that is launched next completes; up to `num_slots`."""
+        """Announce the pages, up to `num_slots`, that the next launched step completes."""
         self._num_batches += 1
         count = len(keys)
         first = self._index.begin(list(keys), self._num_batches)
@@ -97,24 +97,24 @@ class PageSender:
 
     @property
     def is_sending(self) -> bool:
-        """True if the step that is launched next, or is being launched, completes pages."""
+        """True if the step that is launched next or now completes announced pages."""
         return bool(self._batches)
 
     def wait_for_last(self) -> None:
-        """Let the device finish the copies of the last step before the pages may change."""
+        """Make the device finish the copies of the last step before pages change."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
             self._done = None
 
     def send_layer(self, cache: Cache) -> None:
-        """Copy a layer whose keys are written, if it is the next one."""
+        """Copy a layer whose keys are written, if it is the next layer to copy."""
         for batch in self._batches:
             layers = self._layers
             if batch.num_sent < len(layers) and layers[batch.num_sent] is cache:
                 self._send(batch, cache)
 
     def send_rest(self) -> None:
-        """Copy the layers that are left, after the step."""
+        """Copy the remaining layers, after the step."""
         if not self._batches:
             return
         for batch in self._batches:
@@ -126,7 +126,7 @@ class PageSender:
             self._done.record(self._stream)
 
     def forget_failed(self) -> None:
-        """Drop the pages of a step that failed."""
+        """Invalidate the buffer after a step failed."""
         if self._batches:
             self._index.invalidate()
             self._known.clear()
@@ -134,11 +134,11 @@ class PageSender:
 
     @property
     def _layers(self) -> list[Cache]:
-        """Caches that have pages of their own."""
+        """The caches that have pages."""
         return [each for each in self._caches() if each.page_tensors]
 
     def close(self) -> None:
-        """Remove the buffer; readers see that its writer is gone."""
+        """Remove the buffer. Readers notice that the writer is gone."""
         if self._stream is not None:
             self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._progress_S.data_ptr())
@@ -170,17 +170,17 @@ class PageSender:
                     region[slots].copy_(pages[rows])
             word = batch.words_L[batch.num_sent]
             for slots in batch.slots:
-                # on a GPU a copy to the host's memory: it follows those of the layer
+                # On a GPU this is a copy to host memory, which runs after the layer's copies.
                 count = slots.stop - slots.start
                 self._progress_S[slots].copy_(word.repeat(count), non_blocking=True)
 
 
 def _register(tensor: torch.Tensor) -> None:
-    """Let the device write to host memory without blocking the host."""
+    """Register host memory, so that the device can write to it without blocking the host."""
     from qkernels.collective.cuda_ipc import register_host
     from qkernels.collective.peer_memory import PeerAccessError
 
     try:
         register_host(tensor)
     except PeerAccessError as error:
-        logger.warning("KV peer: copies to the index block the host: %s", error)
+        logger.warning("KV peer: copies to the index make the host wait: %s", error)

@@ -1,4 +1,4 @@
-"""PeerSettings: kv_connector_extra_config of the connector `peer`."""
+"""PeerSettings: the settings in kv_connector_extra_config for the connector `peer`."""
 
 import os
 import tempfile
@@ -11,17 +11,17 @@ from formats.errors import InputError, one_line
 from qserve.kv_transfer.config import FLAG
 
 KEYS = ("path", "buffer_gb", "patience_s")
-MEMORY = Path("/dev/shm")  # files in memory, on Linux
+MEMORY = Path("/dev/shm")  # folder of in-memory files on Linux
 PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
-    """Where engines find each other, and how much they keep for each other."""
+    """Folder, buffer size and timeout of the connector."""
 
-    path: Path  # folder of the indexes; on a CPU also of the pages
-    buffer_gb: float | None = None  # per rank; None: the pages of four largest steps
-    patience_s: float = PATIENCE_SECONDS  # that a request waits without news
+    path: Path  # folder of the index files; on a CPU also of the page buffers
+    buffer_gb: float | None = None  # GiB per rank; None: the pages of four of the largest steps
+    patience_s: float = PATIENCE_SECONDS  # longest wait of a request without progress
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "PeerSettings":
@@ -47,7 +47,7 @@ class PeerSettings:
         )
 
     def make_folder(self) -> None:
-        """Make the folder, for this user alone. Raises InputError."""
+        """Create the folder with access for this user only. Raises InputError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.path.stat().st_uid
@@ -66,6 +66,6 @@ class PeerSettings:
 
 
 def default_folder() -> Path:
-    """Folder of this user's engines."""
+    """Return the default folder for engines of this user."""
     memory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     return memory / f"qserve-kv-{os.getuid()}"

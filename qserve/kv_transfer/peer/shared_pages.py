@@ -1,6 +1,7 @@
 """SharedPeerPages: the leader's access to the peer connectors of all ranks.
 
-Only the thread that launches steps calls the methods: calls reach each rank in order of its steps.
+Only the thread that launches steps may call the methods, so that calls and steps reach each rank in
+the same order.
 """
 
 from collections.abc import Sequence
@@ -14,20 +15,20 @@ from qserve.kv_transfer.shared_pages import in_all, merged
 
 
 class OtherRanks(Protocol):
-    """Ranks of the model other than the leader (engine: RankGroup)."""
+    """The ranks other than the leader. RankGroup of the engine implements this."""
 
     def begin(self, name: str, *values: Any) -> list[Future]:
-        """Start a call on each rank. Returns the future results."""
+        """Start a call on each rank. Returns the futures of the results."""
 
     def tell(self, name: str, *values: Any) -> None:
-        """Make a call on each rank, which has no result."""
+        """Send a call without a result to each rank."""
 
 
 class SharedPeerPages:
-    """Peer connectors of one engine's ranks."""
+    """The peer connectors of all ranks of an engine."""
 
     def __init__(self, ours: PeerRankPages, rank_group: OtherRanks | None) -> None:
-        """`rank_group`: None with one rank."""
+        """`ours`: the leader's connector. `rank_group`: the other ranks; None: one rank."""
         self._ours, self._rank_group = ours, rank_group
         self._number = 0
 
@@ -36,11 +37,11 @@ class SharedPeerPages:
         return self._ours.sender is not None
 
     def has(self, key: bytes) -> bool:
-        """True if a page is in the buffers of all ranks, or is on its way there."""
+        """Return True if the ranks' buffers have a page, or will have it after the next step."""
         return self._ours.sender.has(key)
 
     def send(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Send pages that the step that is launched next completes."""
+        """Send the pages that the next launched step completes."""
         size = self._ours.num_slots
         for start in range(0, len(keys), size):
             values = _array(keys[start : start + size]), list(pages[start : start + size])
@@ -49,20 +50,20 @@ class SharedPeerPages:
             self._ours.send(*values)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading pages that an engine has announced."""
+        """Return the number of leading pages that one engine has announced."""
         return self._ours.receiver.match(keys)
 
     @property
     def num_peers(self) -> int:
-        """Engines that live and whose pages can be used."""
+        """Number of engines that are alive and whose pages can be used."""
         return self._ours.receiver.num_peers
 
     def receive(
         self, keys: Sequence[bytes], pages: Sequence[int], *, waits: bool
     ) -> tuple[int, Future]:
-        """Fill pages that nothing uses. Returns the call's number, and whether each was loaded.
+        """Fill unused pages. Returns the call's number, and a future: whether each was loaded.
 
-        `waits`: also for pages that no engine has announced yet.
+        `waits`: also wait for pages that no engine has announced yet.
         """
         self._number += 1
         values = self._number, _array(keys), list(pages), waits
@@ -74,13 +75,13 @@ class SharedPeerPages:
         return self._number, whole
 
     def expect_no_more(self, number: int) -> None:
-        """Let a call of `receive` wait no longer for pages that are not announced."""
+        """Stop the call `number` of `receive` from waiting for pages that are not announced."""
         if self._rank_group is not None:
             self._rank_group.tell("expect_no_more_pages", number)
         self._ours.expect_no_more(number)
 
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon."""
+        """Make the call `number` of `receive` end soon."""
         if self._rank_group is not None:
             self._rank_group.tell("cancel_pages", number)
         self._ours.cancel(number)

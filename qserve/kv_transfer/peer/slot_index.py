@@ -1,9 +1,9 @@
-"""SlotIndex: the table of a transfer buffer in a file that other processes map.
+"""SlotIndex: the slot table of a transfer buffer, in a file that other processes map.
 
     MAGIC | length of the facts | facts (JSON) | begun | entries [S] | progress [S]
 
-The writer holds a lock of the file for as long as it lives: a lock that can be had means that the
-writer is gone, whatever the reason.
+The writer holds a lock on the file while it is alive. If a reader can get the lock, the writer is
+gone.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ PAGE = 4096
 
 
 class IndexFileError(Exception):
-    """The file is not an index, or not a complete one."""
+    """The file is not a complete index."""
 
 
 class SlotIndex(SlotTable):
-    """The mapped file. A writer makes it with `create`, readers `open` it."""
+    """A mapped index file. The writer calls `create`, readers call `open`."""
 
     def __init__(self, path: Path, file: int, facts: BufferFacts, start: int, *, writes: bool):
         self.path, self._file = path, file
@@ -39,7 +39,7 @@ class SlotIndex(SlotTable):
 
     @classmethod
     def create(cls, path: Path, facts: BufferFacts) -> "SlotIndex":
-        """Make the file and lock it. It gets its name when it is complete."""
+        """Create and lock the file. The file gets its final name when it is complete."""
         text = msgspec.json.encode(facts)
         start = -(-(len(MAGIC) + 8 + len(text)) // PAGE) * PAGE
         partial = path.with_suffix(PARTIAL)
@@ -82,7 +82,7 @@ class SlotIndex(SlotTable):
 
     @property
     def is_alive(self) -> bool:
-        """For readers: True if the writer lives."""
+        """True if the writer is alive. For readers."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,10 +91,10 @@ class SlotIndex(SlotTable):
         return False
 
     def close(self) -> None:
-        """Unmap the file; remove it if this engine wrote it."""
+        """Unmap the file. The writer also removes it."""
         if self._writes:
             self.path.unlink(missing_ok=True)
         super().close()
-        with contextlib.suppress(BufferError):  # somebody holds a view: it ends with that
+        with contextlib.suppress(BufferError):  # a view still exists; it keeps the map until then
             self._map.close()
         os.close(self._file)

@@ -1,9 +1,9 @@
-"""SlotTable: which page each slot of a transfer buffer holds, and how much of it is there.
+"""SlotTable: which page each slot of a transfer buffer has, and how many layers are complete.
 
-The slots are a ring: page number i of a buffer is written to slot i mod S, so it is valid while
-fewer than S pages were begun after it. A reader copies a slot without any lock and then looks at
-`begun` again: the copy is valid if the slot was not given to another page meanwhile. So a reader
-that dies holds nothing, and a writer never waits.
+The slots are a ring: page number i is written to slot i mod S, so a page is valid until S more
+pages were begun after it. A reader copies a slot without a lock and then reads `begun` again: the
+copy is valid if the slot was not reused meanwhile. So a reader that dies holds no lock, and a
+writer never waits.
 
     begun | entries [S] | progress [S]
 """
@@ -15,14 +15,14 @@ import numpy as np
 
 from qserve.kv_transfer.peer.layout import BufferFacts
 
-# `number` is the page's; `batch` distinguishes the copies that a slot receives (see progress)
+# `number`: number of the page. `batch`: distinguishes successive uses of a slot (see progress).
 ENTRY = np.dtype([("key", "S32"), ("number", "<u8"), ("batch", "<u8"), ("check", "<u8")])
-ENTRIES = 64  # bytes before them
-LAYER_BITS = 16  # of a progress word; the rest is the batch
+ENTRIES = 64  # offset of the entries in bytes
+LAYER_BITS = 16  # bits of a progress word for the layer count; the other bits are the batch
 
 
 class SlotTable:
-    """View of a table's bytes, by the engine that writes it or by one that reads it."""
+    """A view of a table's bytes, for the engine that writes it and for engines that read it."""
 
     def __init__(self, facts: BufferFacts, buffer: memoryview | mmap.mmap, start: int = 0) -> None:
         """`start`: offset of the table in `buffer`."""
@@ -34,13 +34,13 @@ class SlotTable:
 
     @property
     def begun(self) -> int:
-        """Number of pages whose slots were taken."""
+        """Number of pages that were begun so far."""
         return int(self._begun[0])
 
     def begin(self, keys: list[bytes], batch: int) -> int:
-        """Take the next slots for these pages. Returns the first page's number.
+        """Assign the next slots to these pages. Returns the first page's number.
 
-        Call it before a slot is overwritten.
+        Call this before overwriting the slots.
         """
         first, count = self.begun, self.facts.num_slots
         self._begun[0] = first + len(keys)
@@ -50,11 +50,11 @@ class SlotTable:
         return first
 
     def invalidate(self) -> None:
-        """Make all pages invalid: one of them will not become complete."""
+        """Make all pages invalid, because one of them will not become complete."""
         self.begin([bytes(32)] * self.facts.num_slots, batch=0)
 
     def entry(self, number: int) -> tuple[bytes, int] | None:
-        """Key and batch of a page; None: it is not written yet, or its slot has another page."""
+        """Return key and batch of a page; None if not written yet, or if its slot was reused."""
         found = self._entries[number % self.facts.num_slots].copy()
         key, batch = bytes(found["key"]).ljust(32, b"\0"), int(found["batch"])
         if int(found["number"]) != number or int(found["check"]) != _check(key, number, batch):
@@ -62,11 +62,11 @@ class SlotTable:
         return key, batch
 
     def is_valid(self, number: int) -> bool:
-        """True if the page's slot was not given to another page."""
+        """Return True if the page's slot was not reused."""
         return number + self.facts.num_slots >= self.begun
 
     def num_layers(self, number: int, count: int, batch: int) -> int:
-        """Number of complete layers of pages in successive slots, copied in one batch."""
+        """Return how many layers are complete of `count` pages of a batch in consecutive slots."""
         start = number % self.facts.num_slots
         words = self.progress[start : start + count]
         least, most = int(words.min()), int(words.max())
@@ -76,31 +76,31 @@ class SlotTable:
 
     @property
     def is_alive(self) -> bool:
-        """For readers: True if the writer lives."""
+        """True if the writer is alive. For readers."""
         return True
 
     def pull(self, first_page: int | None = None) -> None:
-        """For readers: renew what may have changed, and the entries from a page's number on.
+        """Update a reader's copy of the table; entries only from `first_page` on, unless None.
 
-        Raises TransferError. A table in mapped memory is always new.
+        Raises TransferError. A table in mapped memory is always up to date.
         """
 
     def close(self) -> None:
-        """End the use of the memory. A writer's readers see that it is gone."""
+        """Release the memory. Readers notice that a writer is gone."""
         del self._begun, self._entries, self.progress
 
 
 def progress_offset(num_slots: int) -> int:
-    """Start of the progress words."""
+    """Return the offset of the progress words."""
     return ENTRIES + num_slots * ENTRY.itemsize
 
 
 def table_bytes(num_slots: int) -> int:
-    """Size of a table."""
+    """Return the size of a table in bytes."""
     return progress_offset(num_slots) + 8 * num_slots
 
 
 def _check(key: bytes, number: int, batch: int) -> int:
-    """Checksum by which a reader sees that it read an entry while it was written."""
+    """Return a checksum, with which a reader detects an entry that was read during its write."""
     words = number.to_bytes(8, "little") + batch.to_bytes(8, "little")
-    return zlib.crc32(words, zlib.crc32(key)) + 1  # an empty entry has 0
+    return zlib.crc32(words, zlib.crc32(key)) + 1  # never 0, which an empty entry has

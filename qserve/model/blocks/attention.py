@@ -168,7 +168,8 @@ def check_capturable(operation: str, subject: str, remedy: str, **facts: Any) ->
         portable = next(each for each in choices if each.name == "triton")
         raise InputError(
             subject,
-            f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
+            "only plain torch supports it, which CUDA graphs cannot capture: triton"
+            f" {portable.reason}",
             remedy,
         )
 

@@ -25,7 +25,7 @@ def fallback_fields(
     longest = next((n for key in _LENGTHS if (n := getattr(config, key, None))), None)
     if type(longest) is not int or longest < 1:
         raise InputError(
-            f"{folder}/config.json", f"expected one of {', '.join(_LENGTHS)}", "state the length"
+            f"{folder}/config.json", f"expected one of {', '.join(_LENGTHS)}", "add the length"
         )
     heads = sizes["num_attention_heads"]
     num_layers = sizes["num_hidden_layers"]

@@ -45,8 +45,8 @@ def check_settings(folder: str, recipe: str, settings: Sequence[str]) -> None:
     flags = [f"--{name.replace('_', '-')}" for name in settings]
     raise InputError(
         flags[0] if flags else "--recipe",
-        f"{folder} has no row in `qserve families`, so that its linears can only be rounded or"
-        " solved by gptq",
+        f"{folder} has no row in `qserve families`, so its linears can only be rounded or quantized"
+        " by gptq",
         f"give --recipe {' or '.join(RECIPES)}, and only --scheme, --group-size N, --format,"
         " --ignore and, for gptq, --device and the flags of calibration data",
     )

@@ -41,8 +41,8 @@ def check_stage(config: ModelConfig, weights: Weights) -> None:
     if weights.layer(first).selects_keys and not row.is_in(first, config.values):
         raise InputError(
             "--pipeline-parallel-size",
-            f"layer {first}, the first of a stage, has no indexer: it sees the keys that an earlier"
-            " layer selects",
+            f"layer {first}, the first of a stage, has no indexer: it attends to the keys that an"
+            " earlier layer selects",
             f"use another number, or --max-model-len {config.values[row.count_key]}",
         )
 

@@ -105,8 +105,8 @@ def build_decoder(
     if not any(family.blocks(values, n).attention for n in range(config.num_layers)):
         raise InputError(
             "config.json layer_types",
-            "expected a layer with full attention, found none: pages of keys tell how long a"
-            " request is",
+            "expected a layer with full attention, found none: without KV pages the engine cannot"
+            " track the length of a request",
         )
     embedding = norm = head = layer_inputs = None
     if weights.has_ends:

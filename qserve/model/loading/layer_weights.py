@@ -316,8 +316,8 @@ class LayerWeights:
         if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:
             raise InputError(
                 f"{self._prefix} experts",
-                "no kernel supports them, and plain torch would synchronize with the GPU "
-                "after each choice",
+                "no kernel supports them, and plain torch would synchronize with the GPU after "
+                "each routing decision",
                 "use --kernel experts=reference and --enforce-eager to run them slowly",
             )
         return prepared

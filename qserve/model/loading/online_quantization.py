@@ -127,7 +127,7 @@ class OnlineQuantization:
         if self.scheme is None and not self.overrides:
             raise InputError(
                 f"{FLAG} {self.name}",
-                f"names a kind of quantized checkpoint, and {folder} is in float",
+                f"names a kind of quantized checkpoint, and {folder} is not quantized",
                 f"use a scheme, such as w4a16, w8a8 or fp8, or remove {FLAG}",
             )
         shapes = linear_shapes(family, config, sizes)
@@ -197,7 +197,7 @@ def _parse_scheme(text: str) -> tuple[Scheme, bool | None]:
     if _is_static(scheme):
         raise InputError(
             subject,
-            "its scales of activations come from calibration data",
+            "its activation scales come from calibration data",
             f"use {name.removesuffix('-static')}, or `qserve quantize` first",
         )
     states_no_groups = name in ALIASES | SCHEMES and not _is_fixed(scheme)

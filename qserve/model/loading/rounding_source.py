@@ -130,7 +130,7 @@ class RoundingSource(WeightSource):
 
 
 def _rounded_together(floats: list[torch.Tensor], scheme: Scheme) -> list[Weight] | None:
-    """Round several matrices at once. Returns None if one of them must be rounded separately."""
+    """Round several matrices together. Returns None if one of them must be rounded separately."""
     if len({each.dtype for each in floats}) > 1:
         return None
     rows, whole = floats[0].shape[0], torch.cat(floats)

@@ -316,7 +316,7 @@ class Weights:
             return [(merge(parts, members[0].name), list(members))]
         except CheckpointError as error:
             names = ", ".join(member.name for member in members)
-            logger.info("%s stay apart: %s", names, error.problem)
+            logger.info("%s are not merged into one matrix: %s", names, error.problem)
         runs: list[tuple[Weight, list[_Member]]] = []
         for weight, member in zip(parts, members, strict=True):
             before, run = runs[-1] if runs else (None, [])

@@ -101,7 +101,7 @@ def _rounding(model: ModelConfig) -> RoundingPlan | None:
         if scheme.activation is not None and not scheme.activation.dynamic:
             raise InputError(
                 f"weights {name}",
-                f"{scheme} needs scales of activations, which come from calibration",
+                f"{scheme} needs activation scales, which come from calibration",
                 "quantize the new weights with `qserve quantize` and give that folder",
             )
     return RoundingPlan(config=model.quant, schemes=schemes, reasons={})
@@ -119,7 +119,7 @@ def _check_same(running: ModelConfig, found: ModelConfig, folder: str) -> None:
             raise InputError(
                 f"{folder}/config.json {field.name}",
                 f"expected {str(ours):.100}, found {str(theirs):.100}",
-                "start a server of its own for another model",
+                "start another server for another model",
             )
     if running.sizes != found.sizes:
         raise InputError(f"{folder}/config.json", "its shapes are not the running model's")

@@ -70,12 +70,12 @@ def graph_keys(
 ) -> list[GraphKey]:
     """Return the keys of the graphs to capture, smallest first.
 
-    `counts`: numbers of tokens per request in decode graphs: 1, and more for verifies with drafts,
-    which have at most `max_rows` rows in total. Each chunk size has two graphs, for few and for
-    many requests, because a padding request costs attention blocks and rows of the LM head.
-    `with_adapters` adds a copy of each key for steps with adapters, `with_media` a copy of each
-    chunk key for steps with media, and `with_whole` a copy of each small decode key for whole
-    steps.
+    `counts`: numbers of tokens per request in decode graphs: 1, and more to verify drafts. These
+    graphs have at most `max_rows` rows. Each chunk size has two graphs, for few and for many
+    requests, because a padding request costs attention blocks and rows of the LM head.
+    `with_adapters`: add a copy of each key for steps with adapters. `with_media`: add a copy of
+    each chunk key for steps with media. `with_whole`: add a copy of each small decode key for
+    whole steps.
     """
     most = max(max_num_seqs, max_rows)  # maximum number of sampled rows in a chunk step
     decodes = [
