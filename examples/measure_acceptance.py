@@ -4,9 +4,9 @@
         --drafter '{"method": "eagle3", "model": "head"}' --drafter '{"method": "ngram"}'
 
 Prompts are the beginnings of the texts, and chats without their last answers. Each prompt is
-continued greedily and at temperature 1, with each drafter and without one. The texts must be the
-same, which is checked in float32. The acceptance length includes the bonus token. Acceptance rates
-by position are relative to all drafts.
+continued greedily and at temperature 1, with each drafter and without one. `same_texts` counts the
+outputs that equal those without a drafter: in float32 (the default) all must. The acceptance length
+includes the bonus token. Acceptance rates by position are relative to all drafts.
 
 Chats may have images. With --without-images each EAGLE head is measured a second time, with the
 placeholder token's embedding at the positions of images.

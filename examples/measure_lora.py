@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gb", type=float, default=8.0, help="memory of each engine's KV pages")
     parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument("--steps-only", action="store_true", help="not each linear")
+    parser.add_argument("--steps-only", action="store_true", help="measure decode steps only")
     parser.add_argument("--json", help="also write the results here")
     arguments = parser.parse_args()
     found = {"steps": measure_steps(arguments)}
