@@ -1,6 +1,6 @@
-"""Ask a running server one question and print the answer as it comes: `python ask.py URL QUESTION`.
+"""Ask a running server a question and stream the answer: `python ask.py URL QUESTION`.
 
-Needs nothing but Python. Any OpenAI client does the same with base_url=URL/v1.
+Needs only Python. Any OpenAI client can do the same with base_url=URL/v1.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 def stream_answer(
     url: str, question: str, max_tokens: int, temperature: float, api_key: str | None
 ) -> Iterator[str]:
-    """The pieces of the answer. Raises URLError, and RuntimeError for an error in mid-stream."""
+    """Yield the pieces of the answer. Raises URLError, or RuntimeError if the stream fails."""
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,

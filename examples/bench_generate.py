@@ -2,9 +2,10 @@
 
     python examples/bench_generate.py --shape llama-3-8b --batch 1 8 32
 
-The model has random weights in the given shape, in the given scheme or in floats (--float). The
-speed is real, the text is meaningless. Each printed line is one batch size, with --input tokens in
-and --output tokens out per request. With --speculative-config, a step is the mean time of a token.
+The model has random weights in the given shape and scheme, or float weights (--float). The speed is
+real, the text is meaningless. Each printed line is one batch size, with --input tokens in and
+--output tokens out per request. With --speculative-config, the printed step is the mean time per
+token.
 """
 
 import argparse

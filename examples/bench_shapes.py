@@ -1,4 +1,4 @@
-"""Sizes of published models, from their config.json, and folders for random weights."""
+"""Sizes of published models, from their config.json, to make folders for random weights."""
 
 import json
 from pathlib import Path
@@ -310,9 +310,9 @@ SHAPES = {
 
 
 def write_config(folder: Path, shape: str, scheme: str | None) -> None:
-    """A model folder that holds nothing but config.json. `scheme` None: float weights.
+    """Write a model folder that has only config.json. `scheme` None: float weights.
 
-    "w4a16-mxfp4" of gpt-oss is its published form: the experts alone.
+    For gpt-oss "w4a16-mxfp4" is the published form, in which only the experts are quantized.
     """
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,10 +1,10 @@
-"""Three calibration sets of one collection of documents: prose, documents with code, and chats.
+"""Make three calibration sets from a collection of documents: prose, documents, and chats.
 
     python examples/calibration_sets.py texts.jsonl FOLDER
 
-Writes prose.jsonl, docs.jsonl and chat.jsonl into the folder, for `compare_recipes.py`. Prose is
-the running text alone: paragraphs without headings, code, lists and tables. A chat asks for the
-sections of a document by their headings, and the answers are the sections.
+Writes prose.jsonl, docs.jsonl and chat.jsonl into the folder, for `compare_recipes.py`. Prose has
+only running text: paragraphs without headings, code, lists and tables. Documents are unchanged. In
+a chat the user asks for sections of a document by their headings, and the answers are the sections.
 """
 
 import argparse
@@ -30,14 +30,14 @@ def split(texts: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def paragraphs(text: str) -> str:
-    """Return the paragraphs of running text, with one line each; empty: there are none."""
+    """Return the paragraphs of running text, one line each, or "" if there are none."""
     found = (each.strip("\n") for each in CODE.sub("", text).split("\n\n"))
     running = (each for each in found if len(each) >= SHORTEST and not MARKUP.search(each))
     return "\n\n".join(" ".join(each.split()) for each in running)
 
 
 def as_chat(text: str) -> dict[str, Any] | None:
-    """Return a chat about up to four sections of a text; None: it has none."""
+    """Return a chat about up to four sections of a text, or None if it has no sections."""
     found = list(SECTION.finditer(text))
     messages = []
     ends = [*(section.start() for section in found), len(text)][1:]

@@ -1,4 +1,4 @@
-"""Compare servers: the same load from the same client, results in one table.
+"""Compare servers under the same load from the same client, in one table.
 
     python examples/compare.py qserve=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 \\
         -- --request-rate 8 --num-prompts 400 --random-input-len 1024 --random-output-len 128
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def measure(url: str, flags: list[str], folder: Path) -> dict:
-    """One run of the client."""
+    """Run the client once and return its results."""
     path = folder / "run.json"
     command = [sys.executable, "-m", "qserve", "bench", "serve", "--base-url", url, *flags]
     command += ["--save-result", "--result-dir", str(folder), "--result-filename", path.name]

@@ -1,13 +1,14 @@
-"""Table of recipes and of other tools on one float model, for calibration sets and test texts.
+"""Compare recipes and other quantization tools on one float model, in tables.
 
     python examples/compare_recipes.py MODEL --texts wiki.txt heldout.jsonl --calibration C.jsonl
 
-It shows perplexity, KL divergence and the share of equal top tokens. Each recipe is one `qserve
-quantize`, which is printed. Each text has the figures of `qserve eval --against MODEL`; the float
-model runs once. Other tools get the same windows of token ids. They are taken where this
-interpreter has them, or from another environment with `--tool llm-compressor=PYTHON`. A tool that
-fails is named, and the table continues. With several --calibration each recipe is calibrated on
-each of them. `--check` fails if a recipe ends above rtn.
+The tables have perplexity, KL divergence and the rate of equal top tokens. Each recipe is one
+`qserve quantize` command, which is printed. The figures for each text are those of `qserve eval
+--against MODEL`; the float model runs once. Other tools get the same windows of token ids. A tool
+runs in this interpreter if it is installed here, or in another environment with `--tool
+llm-compressor=PYTHON`. If a tool fails, it is named and the table continues. With several
+--calibration, each recipe is calibrated on each of them. `--check` fails if a recipe is worse than
+rtn.
 """
 
 import argparse
@@ -62,7 +63,7 @@ class Row:
 
 
 def run(command: Sequence[str], shown: str = "") -> str:
-    """Run a command, which is printed; returns what it prints."""
+    """Print and run a command; return its output."""
     print("$", shown or shlex.join(command), flush=True)
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
@@ -73,7 +74,7 @@ def qserve(*words: str) -> str:
 
 
 def quantize(folder: Path, recipe: str, calibration: str, arguments: argparse.Namespace) -> None:
-    """Quantize by a recipe of this project."""
+    """Quantize with a recipe of this project."""
     qserve(
         *("quantize", arguments.model, "-o", str(folder), "--recipe", recipe),
         *("--scheme", arguments.scheme, "--group-size", arguments.group_size),
@@ -87,7 +88,7 @@ def quantize(folder: Path, recipe: str, calibration: str, arguments: argparse.Na
 def quantize_by(
     python: str, tool: str, folder: Path, windows: Path, arguments: argparse.Namespace
 ) -> None:
-    """Quantize by another tool, which `python` has, on the same windows."""
+    """Quantize with another tool on the same windows. `python`: an interpreter with the tool."""
     spec = Scheme.parse(arguments.scheme, int(arguments.group_size)).weight
     iterations = arguments.iterations
     run(
@@ -102,7 +103,7 @@ def quantize_by(
 
 
 class Reference:
-    """The float model's logits on each text's windows, and other models' distance from them."""
+    """The float model's logits on the windows of each text, to compare other models with."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Reference:
         )
 
     def measure(self, folder: str | Path) -> dict[str, dict[str, Any]]:
-        """Return what `qserve eval --against` finds, by text."""
+        """Return the figures of `qserve eval --against`, by text."""
         model, found = self._load(folder), {}
         for text, windows in self.logits.items():
             total = AgreementSum()
@@ -164,7 +165,7 @@ def write_windows(file: Path, calibration: str, arguments: argparse.Namespace) -
 
 
 def tools_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the interpreter of each tool that is installed."""
+    """Return the tools that are installed, with the interpreter that has them."""
     found = {
         name: sys.executable
         for name, module in TOOLS.items()
@@ -191,7 +192,7 @@ def above_nearest(rows: Sequence[Row]) -> list[str]:
 
 
 def spread(rows: Sequence[Row]) -> str:
-    """Return a table of the least and the largest KL divergence over the calibration sets."""
+    """Return a table of the smallest and largest KL divergence over the calibration sets."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         found.setdefault((row.recipe, row.text), []).append(row.measured["divergence"])

@@ -1,9 +1,9 @@
-"""Your own quantization framework, end to end: your weights, our layers and files.
+"""Use your own quantization framework end to end, with this project's layers and files.
 
     python examples/custom_framework.py examples/models/docs-5m /tmp/docs-5m-mine
 
-It shows three ways: a solver as a recipe, corrected float weights, and finished integer codes. The
-written folder passes `qserve inspect` and can be served.
+It shows three ways: your solver as a recipe, corrected float weights, and finished integer codes.
+The written folder passes `qserve inspect` and can be served.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SCHEME = "w4a16-sym"
 
 
 def my_correction(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, spec: QuantSpec):
-    """Example algorithm: round, then one pass that corrects each group for the error before it.
+    """Example algorithm: round, then correct each group for the error of the group before it.
 
     Returns the corrected float weight, which lies on the grid, and the grid.
     """
@@ -59,7 +59,7 @@ def my_solver(
 
 
 def in_a_model_of_your_own() -> None:
-    """Replace nn.Linear by QuantLinear, with codes that are not rounded again."""
+    """Replace nn.Linear by QuantLinear with finished codes, which are not rounded again."""
     torch.manual_seed(0)
     spec = Scheme.parse(SCHEME).weight
     linear, inputs = nn.Linear(256, 128), torch.randn(512, 256)

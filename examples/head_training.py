@@ -1,4 +1,4 @@
-"""Shared code of train_eagle3.py and train_medusa.py: flags, data, training and its report."""
+"""Code shared by the scripts that train draft heads: flags, data, training and its report."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ def add_flags(made: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(arguments: argparse.Namespace) -> str:
-    """--device, where `auto` is the GPU if there is one."""
+    """Return the device of --device; `auto` means the GPU if there is one."""
     if arguments.device != "auto":
         return arguments.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,10 +75,10 @@ def chosen_device(arguments: argparse.Namespace) -> str:
 def read_windows(
     arguments: argparse.Namespace, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(windows to train on, windows held out), token ids [W, S] each.
+    """Return (training windows, held-out windows), token ids [W, S] each.
 
-    They come from --windows, or from the texts of --data and the target's continuations of their
-    beginnings. They are saved in --save-windows if that is given.
+    They come from --windows, or from the texts of --data and the target's continuations of the
+    texts' beginnings. With --save-windows they are also saved.
     """
     if arguments.windows:
         windows_WS = load_windows(arguments.windows)
@@ -111,10 +111,10 @@ def read_windows(
 def read_pictured_windows(
     arguments: argparse.Namespace, target: Target
 ) -> tuple[PicturedWindows, torch.Tensor, torch.Tensor]:
-    """Windows of a vision-language model, and the numbers [W, 1] of those to train on and of those
-    held out.
+    """Return windows for a vision-language model, and the numbers [W, 1] to train on and held out.
 
-    They come from the chats and texts of --data and the target's answers to the chats with images.
+    The windows come from the chats and texts of --data, and from the target's answers to the chats
+    with images.
     """
     for name in ("windows", "save_windows"):
         if getattr(arguments, name):
@@ -157,10 +157,10 @@ def train(
     measured: Losses | None = None,
     **settings: float,
 ) -> Trained:
-    """Train a head in place and measure it on the held-out windows; `outputs` is that of `fit`.
+    """Train a head in place and measure it on the held-out windows.
 
-    `measured` computes the accuracy, by default `losses`. `settings` are fields of FitSettings in
-    addition to the flags.
+    `outputs`: as in `fit`. `measured`: computes the accuracy; default: `losses`. `settings`: fields
+    of FitSettings in addition to the flags.
     """
     chosen = FitSettings(
         epochs=arguments.epochs,
@@ -184,7 +184,7 @@ def train(
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors in the form in which they are written: bfloat16, on the CPU."""
+    """Return the head's tensors in the written form: bfloat16, on the CPU."""
     return {name: each.detach().to("cpu", torch.bfloat16) for name, each in tensors.items()}
 
 
@@ -206,5 +206,5 @@ def write_result(
 
 
 def expected_length(accuracy: list[float]) -> float:
-    """Expected tokens per verification, with the bonus token, if steps were independent."""
+    """Return the tokens per verification, with the bonus token, if steps were independent."""
     return 1 + sum(math.prod(accuracy[: count + 1]) for count in range(len(accuracy)))

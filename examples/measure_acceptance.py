@@ -1,15 +1,15 @@
-"""Measure tokens per verification: acceptance of drafters on texts that they have not seen.
+"""Measure tokens per verification and acceptance rates of drafters, on unseen texts.
 
     python examples/measure_acceptance.py MODEL --text heldout.jsonl \\
         --drafter '{"method": "eagle3", "model": "head"}' --drafter '{"method": "ngram"}'
 
-Prompts are the beginnings of the texts, and chats without their last answers. Each is continued
-greedily and at temperature 1 with each drafter, and without one: the texts must be the same, which
-is checked in float32. The acceptance length includes the bonus token. Acceptance rates by position
-are relative to all drafts.
+Prompts are the beginnings of the texts, and chats without their last answers. Each prompt is
+continued greedily and at temperature 1, with each drafter and without one. `same_texts` counts the
+outputs that equal those without a drafter: in float32 (the default) all must. The acceptance length
+includes the bonus token. Acceptance rates by position are relative to all drafts.
 
 Chats may have images. With --without-images each EAGLE head is measured a second time, with the
-embedding of the placeholder token at the positions of images.
+placeholder token's embedding at the positions of images.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> None:
 def continued(
     llm: LLM, documents: list[Any], params: SamplingParams, arguments: argparse.Namespace
 ) -> list[Any]:
-    """Outputs for texts, which are cut, and then for chats."""
+    """Return the outputs for the beginnings of texts, and then for chats."""
     tokenizer = llm.get_tokenizer()
     texts = [each for each in documents if isinstance(each, str)]
     chats = [chat_of(each, arguments.text) for each in documents if not isinstance(each, str)]
@@ -98,7 +98,7 @@ def continued(
 
 
 def chat_of(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-    """A chat without its last answer; paths of images become images."""
+    """Return a chat without its last answer, with loaded images instead of paths."""
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     plain, images = without_images(messages, Path(source).absolute().parent)

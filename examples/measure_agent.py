@@ -1,16 +1,16 @@
-"""Measure an agent's conversations: turns of a growing prompt, tool results between, branches.
+"""Measure an agent's conversations: turns with a growing prompt, tool results, and branches.
 
     python examples/measure_agent.py --shape qwen3.6-35b-a3b
     python examples/measure_agent.py --shape tiny-hybrid --turns 8 --tokens 3000 --first 400
 
-The model has random weights in the given shape, in W4A16 or in floats (--float). Each turn's prompt
-is the whole conversation: a long first prompt, and then after each answer a tool result of its own
-length. Printed for turns: tokens of the prompt, the turn's own, those computed, and the time to the
-first token with the prefix cache (warm), and for the last turn also without (cold).
+The model has random weights in the given shape, in W4A16 or in float (--float). Each turn's prompt
+is the whole conversation: a long first prompt, and after each answer a tool result of random
+length. Each line shows the prompt's tokens, the turn's own tokens, the tokens computed, and the
+time to the first token with the prefix cache (warm); for the last turn also without it (cold).
 
-A turn's own tokens are those after the answer before it. The bound is one interval of state
-snapshots more. After the turns, branches continue earlier turns with other tool results. The exit
-code is 1 if a turn or a branch computes more than the bound.
+A turn's own tokens are those after the previous answer. A turn should compute at most its own
+tokens plus one interval of state snapshots (the bound). After the turns, branches continue earlier
+turns with other tool results. The exit code is 1 if a turn or a branch exceeds the bound.
 """
 
 import argparse
@@ -45,13 +45,13 @@ class Turn:
 
     @property
     def after(self) -> list[int]:
-        """Tokens that the next turn begins with."""
+        """Return the tokens with which the next turn's prompt begins."""
         return self.prompt + self.answer
 
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """Turns so far, and a source of the tokens to come."""
+    """The turns so far, and a source of random tokens for the next ones."""
 
     source: random.Random
     turns: list[Turn] = field(default_factory=list)
@@ -81,7 +81,7 @@ def run(llm: LLM, prompt: list[int], own: int, num_output: int) -> Turn:
 
 
 def run_turns(llm: LLM, arguments: argparse.Namespace) -> list[Conversation]:
-    """Run all conversations, one turn of each after the other."""
+    """Run all conversations, alternating between them after each turn."""
     chats = [Conversation(source=random.Random(number)) for number in range(arguments.chats)]
     rest = arguments.tokens - arguments.first - arguments.turns * arguments.output
     mean = max(1, rest // max(1, arguments.turns - 1))
@@ -109,7 +109,7 @@ def run_branches(llm: LLM, chats: list[Conversation], arguments: argparse.Namesp
 
 
 def report(label: str, turn: Turn, bound: int) -> bool:
-    """Print a turn's line. Returns True if it computed no more than the bound."""
+    """Print a turn's line. Returns True if the turn is within the bound."""
     is_fine = turn.computed <= bound
     mark = "" if is_fine else "   above the bound"
     print(
@@ -124,13 +124,15 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.6-35b-a3b")
     parser.add_argument("--float", action="store_true", help="float weights instead of W4A16")
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=80_000, help="of a conversation, about")
+    parser.add_argument(
+        "--tokens", type=int, default=80_000, help="approximate conversation length"
+    )
     parser.add_argument("--first", type=int, default=10_000, help="tokens of the first prompt")
     parser.add_argument(
         "--branch", type=int, default=1_000, help="tokens of a branch's tool result"
     )
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--chats", type=int, default=1, help="conversations, in turns")
+    parser.add_argument("--chats", type=int, default=1, help="number of conversations")
     parser.add_argument("--kv-offload-gb", type=float, default=0.0)
     parser.add_argument("--kv-cache-memory", type=float, help="GiB for KV pages on a GPU")
     parser.add_argument("--num-state-snapshots", type=int, help="default: memory decides")

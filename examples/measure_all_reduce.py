@@ -2,15 +2,16 @@
 
     python examples/measure_all_reduce.py --ranks 2 --json all_reduce.json
 
-1. Correctness first: sums under a CUDA graph whose input changes, bit by bit against plain torch,
-   and the kernel that norms, against plain torch and bitwise equal on all ranks. A wrong result
-   ends the run before anything is timed.
-2. us of all-reduce + residual + norm of M x 8192 bfloat16: one kernel; in two; NCCL and a norm.
-3. us of an all-reduce of 8 KB to 32 MB: one shot, two shots, NCCL, symmetric memory.
+1. Correctness: sums in a CUDA graph with changing inputs must equal plain torch bit by bit. The
+   kernel with the norm is compared with plain torch, and must be bit-identical on all ranks. A
+   wrong result ends the run before anything is timed.
+2. Time of all-reduce + residual + norm of M x 8192 bfloat16 in us: in one kernel, in two kernels,
+   and with NCCL and a norm.
+3. Time of an all-reduce of 8 KB to 32 MB in us: one shot, two shots, NCCL, symmetric memory.
 
-A time is that of one call within a CUDA graph of a chain of calls, after an untimed replay.
+A time is that of one call in a CUDA graph with a chain of calls, after an untimed replay.
 The run ends after --seconds. Waits in kernels are bounded, and the error names the missing rank.
-Without a GPU, `--tiny` runs all of it in Triton's interpreter, without times.
+Without a GPU, `--tiny` runs everything in Triton's interpreter, without times.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Start the ranks, and end all of them when one fails or time is up."""
+    """Start the ranks, and end all of them when one fails or the time limit is reached."""
     args = parse()
     if args.rank is not None:
         Measurement(args).run()
@@ -206,7 +207,7 @@ class Measurement:
             return
 
     def share(self, rank: int, count: int, seed: int = 0):
-        """Input of any rank: every rank can compute it, and so the expected sum."""
+        """Return the input of a rank. Every rank can compute all inputs, and the expected sum."""
         import torch
 
         generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -235,7 +236,7 @@ class Measurement:
             self.peers.check()
 
     def check(self) -> None:
-        """Raise unless sums are right under a graph, for even and odd sizes."""
+        """Raise an error unless sums in a graph are right, for even and odd sizes."""
         import torch
 
         from qkernels import reference as plain
@@ -335,7 +336,7 @@ class Measurement:
         self.say(f"{part} {key} {name}: {time_us:.2f} us")
 
     def norms(self) -> None:
-        """Residual stream, norm and sum of M rows, as in a layer."""
+        """Measure the sum over ranks, residual addition and norm of M rows, as in a layer."""
         import torch.distributed as dist
 
         from formats.scheme import ActivationSpec
@@ -408,7 +409,7 @@ class Measurement:
         self.per_size("nccl", lambda size: call)
 
     def symmetric(self) -> None:
-        """torch's own all-reduce, in place and over a buffer that already holds the input."""
+        """Measure torch's symmetric-memory all-reduce, in place on a buffer that has the input."""
         import torch
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric

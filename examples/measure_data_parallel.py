@@ -2,8 +2,9 @@
 
     python examples/measure_data_parallel.py --sizes 1 2  # an 8B's shape, random W4A16 weights
 
-Starts `qserve serve` for each size and sends all requests together, from two client processes,
-since one would limit the rate. Prints output tokens per second and the time to the first token.
+Starts `qserve serve` for each size and sends all requests at the same time, from two client
+processes, because one would limit the rate. Prints output tokens per second and the time to the
+first token.
 """
 
 import argparse
@@ -21,7 +22,7 @@ CLIENTS = 2
 
 
 def start(folder: str, size: int, max_num_seqs: int) -> tuple[subprocess.Popen, str]:
-    """A server that is ready, and its address."""
+    """Start a server, wait until it is ready, and yield its address."""
     settings = {"load_format": "dummy", "data_parallel_size": size}
     settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
     command = server_command(folder, settings)
@@ -35,7 +36,7 @@ def start(folder: str, size: int, max_num_seqs: int) -> tuple[subprocess.Popen, 
 
 
 def load(address: str, requests: int, tokens_in: int, tokens_out: int, seed: int) -> list[dict]:
-    """Results of the clients: requests of random tokens, sent together."""
+    """Send requests of random tokens together, from all clients, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
         clients = []
         for number in range(CLIENTS):

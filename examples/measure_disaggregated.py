@@ -1,12 +1,12 @@
-"""Measure prefill and decode on different engines against other uses of the GPUs, at one load.
+"""Compare prefill and decode on different engines with other uses of the GPUs, at equal load.
 
     python examples/measure_disaggregated.py --rates 2 4 --json apart.json  # two GPUs
 
 Three services get the same requests at the same (Poisson) times: one engine on one GPU; two engines
-(--data-parallel-size 2); one engine that computes prompts and one that decodes (--prefill-engines
-1). Printed are the time to the first token, the inter-token latency (ITL), and output tokens per
-second from the first request to the end of the last. The model is the shape of Llama-3-8B with
-random weights in W4A16.
+(--data-parallel-size 2); and a prefill engine with a decode engine (--prefill-engines 1). Printed
+are the time to the first token, the inter-token latency (ITL), and output tokens per second from
+the first request to the end of the last. The model has Llama-3-8B's shape and random weights in
+W4A16.
 
 On a CPU:
 

@@ -2,8 +2,9 @@
 
     python examples/measure_embeddings.py --json embeddings.json
 
-Qwen3-Embedding-0.6B's shape in bf16 and Llama-3-8B's in W4A16 and W8A8, random weights. Each text
-is its own token ids, all are requested together, and the last token's vector is returned.
+The models have random weights: Qwen3-Embedding-0.6B's shape in bf16, and Llama-3-8B's in W4A16 and
+W8A8. Texts are different random token ids, all are requested together, and the last token's vector
+is returned.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def texts_per_s(llm: LLM, count: int, length: int, seed: int) -> float:
 
 
 def measure(shape: str, scheme: str | None, arguments: argparse.Namespace) -> dict[str, float]:
-    """Texts a second, by tokens of a text."""
+    """Return the texts per second, by the number of tokens per text."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape, scheme)

@@ -2,8 +2,8 @@
 
     python examples/measure_engine.py --json engine.json
 
-Llama-3-8B's shape with random weights in W4A16, W8A8 and bf16, one after the other, each in a
-process of its own:
+The model has Llama-3-8B's shape and random weights in W4A16, W8A8 and bf16, one after the other,
+each in a separate process. Measured are:
 
 - ms of a decode step at batch 1 (128 tokens in) and 8, 32, 128 (512 in);
 - ms to the first token of one prompt of 128 tokens, and of one of 8000;
@@ -37,14 +37,14 @@ ROWS = {
 
 
 class Workloads:
-    """An engine and the prompts that it has not seen."""
+    """Workloads on one engine, with prompts that it has not seen before."""
 
     def __init__(self, llm, vocab_size: int) -> None:
         self._llm, self._vocab_size = llm, vocab_size
         self._random = random.Random(1)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """New prompts on each call, so the prefix cache has no hits."""
+        """Return new random prompts on each call, so that the prefix cache has no hits."""
         return [
             [self._random.randrange(2, self._vocab_size) for _ in range(length)]
             for _ in range(count)
@@ -75,7 +75,7 @@ class Workloads:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float | str]:
-    """All workloads with one scheme."""
+    """Run all workloads with one scheme."""
     import torch
     from bench_shapes import SHAPES, write_config
 
@@ -118,7 +118,7 @@ def show(scheme: str, name: str, value: float) -> None:
 
 
 def table(results: dict[str, dict], throughput: tuple[int, int, int]) -> str:
-    """The results in Markdown."""
+    """Format the results as a Markdown table."""
     lines = [f"| | {' | '.join(results)} |", f"|---{'|---' * len(results)}|"]
     for name, title in ROWS.items():
         if any(name in found for found in results.values()):

@@ -1,11 +1,11 @@
-"""Measure one layer of experts on one GPU as a rank of several would compute it.
+"""Measure a layer of experts on one GPU, in the form that a rank of several would compute.
 
     python examples/measure_expert_shards.py --shape qwen3-30b --ranks 2 --tokens 1 8 32 128 1024
 
-Three forms of the same layer (router, experts in 4 bits, norm) with random weights: whole, as a
-tensor-parallel rank has it (a slice of each expert), and as an expert-parallel rank has it (some of
-the experts whole). The sum over ranks is not part of it. Each time is a median over replays of one
-CUDA graph with 16 different inputs, which choose different experts.
+The same layer (router, experts in 4 bits, norm) with random weights is measured in three forms:
+whole; on a tensor-parallel rank (a slice of each expert); and on an expert-parallel rank (some
+experts, whole). The sum over ranks is not included. Each time is the median over replays of a CUDA
+graph with 16 different inputs, which choose different experts.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def layer(hidden: int, inner: int, here: int, routed: int, k: int, scheme: str):
 
 
 def median_us(prepared, routing: Routing, numbers_E, M: int, hidden: int, repeats: int) -> float:
-    """Microseconds of router, experts and norm for M random tokens."""
+    """Return the microseconds of router, experts and norm for M random tokens."""
     C, E = hidden, routing.num_experts
     router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
     spec = ops.NormSpec(weight_C=torch.ones(C, device="cuda", dtype=torch.bfloat16), eps=1e-6)

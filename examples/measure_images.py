@@ -1,19 +1,19 @@
-"""Measure a vision-language model: first tokens after images, decodes next to them, and its tower.
+"""Measure a vision-language model: the tower, first tokens after images, and concurrent decodes.
 
     python examples/measure_images.py --json images.json
 
 Qwen3-VL-8B's shape with random weights in W4A16:
 
-- host: ms to decode a PNG of 1024 x 1024 pixels, and to make patches of it, on one core;
-- encoder: images/s of the vision tower at several numbers of images in a call;
-- first: ms to the first token of a chat with one image, or one with a third of its sides; of a
-  prompt of text of the same length; of the second turn of the chat, whose pages are cached;
-- beside: times between tokens (ITL) of decodes alone, and while requests with an image, or with
-  text of the same length, arrive together, or one every --apart-ms; their times to first tokens;
+- host: ms to decode a PNG of 1024 x 1024 pixels, and to divide it into patches, on one core;
+- encoder: images/s of the vision tower for several numbers of images per call;
+- first: ms to the first token of a chat with one image (full size, or a third of its sides); of a
+  text prompt of the same length; and of the second turn of the chat, whose pages are cached;
+- beside: inter-token latency (ITL) of decodes alone, and while requests with an image, or with text
+  of the same length, arrive together or one every --apart-ms; also the time to their first tokens;
 - profile: device time of the tower by operator class.
 
-Images are processed before they are sent, as the server's worker processes do. No image is sent
-twice, but for the second turn.
+Images are preprocessed before they are sent, as in the server's worker processes. No image is sent
+twice, except in the second turn.
 """
 
 import argparse
@@ -48,7 +48,7 @@ Prompt = tuple[list[int], tuple[MediaItem, ...]]
 
 
 class Source:
-    """Prompts and images that no run has seen before."""
+    """Source of prompts and images that were not used before."""
 
     def __init__(self, folder: Path, side: int) -> None:
         self.side = side
@@ -67,7 +67,7 @@ class Source:
         return Image.fromarray(blocks).resize((size, size), Image.Resampling.BICUBIC)
 
     def chat(self, image: Any = None) -> Prompt:
-        """A prompt of one image between texts."""
+        """Return a prompt with one image between texts."""
         image = self.image() if image is None else image
         ids = [*self.tokens(TEXT_TOKENS), IMAGE_TOKEN, *self.tokens(TEXT_TOKENS)]
         return self._processor.prepare(ids, [image], [image_digest(image)])
@@ -77,12 +77,12 @@ class Source:
         return [self.chat(self.image(side))[1][0] for _ in range(count)]
 
     def text(self, like: Prompt) -> Prompt:
-        """A prompt of text as long as another."""
+        """Return a text prompt of the same length as another prompt."""
         return self.tokens(len(like[0])), ()
 
 
 class Answers:
-    """Times of the tokens of requests that run together."""
+    """Arrival times of the tokens of requests that run together."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
@@ -130,7 +130,7 @@ class Answers:
         return [1e3 * (self.times[name][0] - self.sent[name]) for name in names]
 
     def itl_ms(self, names: Sequence[str], start: float, end: float) -> list[float]:
-        """Times between tokens that came between two moments."""
+        """Return the inter-token latencies, in ms, between two moments."""
         found = []
         for name in names:
             times = [each for each in self.times[name] if start <= each <= end]
@@ -153,7 +153,7 @@ def host(source: Source, repeats: int) -> dict[str, float]:
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """Best time of some work on the device."""
+    """Return the best time of some work on the device, in seconds."""
     best = float("inf")
     for _ in range(repeats + 1):  # the first warms up
         _synchronize()
@@ -197,7 +197,7 @@ def first(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, 
 
 
 def beside(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Decodes alone, then next to requests with images, and next to text of the same length."""
+    """Measure decodes alone, with concurrent image requests, and with text of the same length."""
     found: dict[str, Any] = {}
     chats = [source.chat() for _ in range(2 * arguments.requests)]
     texts = [source.text(each) for each in chats[: arguments.requests]]
@@ -240,7 +240,7 @@ def beside(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str,
 
 
 def profile(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Device time of the tower by operator class, in ms, and its longest kernels."""
+    """Measure the tower's device time by operator class, in ms, and its longest kernels."""
     tower, found = llm.engine.runner.encoder.tower, {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -274,7 +274,7 @@ def _synchronize() -> None:
 
 
 def show(title: str, found: Any, indent: str = "") -> None:
-    """Print figures, one a line."""
+    """Print figures, one per line."""
     if not isinstance(found, dict):
         values = [found] if not isinstance(found, list | tuple) else found
         texts = [f"{each:,.2f}" if isinstance(each, float) else str(each) for each in values]

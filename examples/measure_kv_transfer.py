@@ -1,9 +1,10 @@
-"""Measure the time that loading a prompt's KV pages from a folder saves over computing it.
+"""Measure how much time it saves to load a prompt's KV pages from a folder.
 
     python examples/measure_kv_transfer.py --folder /dev/shm/kv --json kv_transfer.json
 
-Llama-3-8B's shape with random weights in W4A16. One engine computes prompts and saves their pages,
-another finds them: the time to the first token cold, from the folder, and from its own device.
+The model has Llama-3-8B's shape and random weights in W4A16. One engine computes prompts and saves
+their pages; another engine loads them. Printed is the time to the first token cold, with pages from
+the folder, and with pages on the device.
 
 Predicted before the first run, for one H200 and a folder in memory: a page is 2 MiB. Loading copies
 the file, computes its digest at 1 GB/s in each of 4 threads, and copies to the device at 40 GB/s:
@@ -30,7 +31,7 @@ VOCABULARY = 1000
 
 
 def first_tokens(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
-    """Milliseconds to the first token, one prompt after another, median; share that was cached."""
+    """Return the median milliseconds to the first token, one prompt at a time; cached fraction."""
     engine, times, cached = llm.engine, [], 0
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     for number, prompt in enumerate(prompts):
@@ -44,7 +45,7 @@ def first_tokens(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
 
 
 def settle(llm: LLM) -> float:
-    """Wait until all pages are written; seconds."""
+    """Wait until all pages are written, and return the seconds."""
     started = time.perf_counter()
     for future in list(llm.engine._remote_kv._writes):
         future.result()

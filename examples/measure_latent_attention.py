@@ -2,12 +2,11 @@
 
     python examples/measure_latent_attention.py --json latent.json
 
-For each number of heads and each step: the largest difference from plain torch in float32, the
-time, and the time that reading each entry once takes at --gb-per-s. Entries are random numbers, 576
-of a token, in shuffled pages of bfloat16 or int8. Chunks of one request are also computed over
-expanded keys and values, with the sizes of DeepSeek-V2-Lite (16 heads) or GLM-4.7-Flash (20): both
-ways with the products before and after the attention. On a GPU the time is that of a CUDA graph's
-replays.
+For each number of heads and each step it prints the largest difference from plain torch in float32,
+the time, and the time to read each entry once at --gb-per-s. Entries are 576 random numbers per
+token, in shuffled pages of bfloat16 or int8. Chunks of one request are also computed over expanded
+keys and values, with the sizes of DeepSeek-V2-Lite (16 heads) or GLM-4.7-Flash (20); both times
+include the products before and after attention. On a GPU, CUDA graphs are replayed.
 """
 
 import argparse
@@ -36,7 +35,7 @@ KEY_AND_VALUE = {16: (128, 128), 20: (192, 256)}  # P and V by heads
 
 
 def make_step(requests: int, count: int, keys: int, device: str) -> AttentionStep:
-    """Requests of equal lengths, whose pages are shuffled."""
+    """Make a step of requests of equal lengths, with shuffled pages."""
     pages = -(-keys // PAGE)
     table = torch.randperm(requests * pages, device=device).to(torch.int32).view(requests, pages)
     int32 = {"dtype": torch.int32, "device": device}
@@ -50,7 +49,7 @@ def make_step(requests: int, count: int, keys: int, device: str) -> AttentionSte
 
 
 def microseconds(run, device: str, repeats: int) -> float:
-    """Mean time of a call."""
+    """Return the mean time of a call."""
     run()
     if device != "cuda":
         start = time.perf_counter()

@@ -2,10 +2,11 @@
 
     python examples/measure_lora.py --json lora.json
 
-Llama-3-8B's shape with random weights in W4A16, adapters of random numbers. For each batch,
-alternating within one run: an engine without adapters; an engine with adapters that no request
-uses; all rows with one adapter; each row with its own (up to --max-loras); half of the rows with
-one. Then each linear of a layer, with and without adapters, is checked against plain torch.
+The model has Llama-3-8B's shape, with random weights in W4A16 and random adapters. For each batch
+these cases alternate within one run: an engine without adapters; an engine with adapters that no
+request uses; all rows with the same adapter; each row with its own (up to --max-loras); half of the
+rows with one. Then each linear of a layer is checked against plain torch and measured, with and
+without adapters.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def loras_of(kind: str, loras: list, batch: int) -> list | None:
 
 
 def step_ms(llm, batch: int, length: int, num_output: int, loras, rng: random.Random) -> float:
-    """Time of a decode step: a whole run less the time to its first tokens."""
+    """Return the time of a decode step: a whole run minus the time to its first tokens."""
     from qserve import SamplingParams
 
     def seconds(count: int) -> float:
@@ -120,9 +121,9 @@ def random_lora(K: int, sizes: tuple[int, ...], num_slots: int, rank: int):
 
 
 def adapted_product(plan, x, weight, lora, slots):
-    """Kernels of a layer after the norm: shrink, product, and expand if it is separate.
+    """Run a linear's kernels after the norm: shrink, product, and expand if it is separate.
 
-    `x`: as a tensor, and as the norm makes it.
+    `x`: the input as a tensor, and in the form that the norm produces.
     """
     from qkernels import ops
 
@@ -136,7 +137,7 @@ def adapted_product(plan, x, weight, lora, slots):
 
 
 def measure_kernels(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Microseconds of each linear of a layer in W4A16, all rows with an adapter.
+    """Measure the microseconds of each linear of a layer in W4A16, all rows with an adapter.
 
     Weights and adapters are read from memory. `shrink` alone is measured with one adapter.
     """
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gb", type=float, default=8.0, help="memory of each engine's KV pages")
     parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument("--steps-only", action="store_true", help="not each linear")
+    parser.add_argument("--steps-only", action="store_true", help="measure decode steps only")
     parser.add_argument("--json", help="also write the results here")
     arguments = parser.parse_args()
     found = {"steps": measure_steps(arguments)}

@@ -2,10 +2,10 @@
 
     python examples/measure_new_mixers.py --json mixers.json
 
-Runs one layer of DeepSeek-V3.2 (128 heads, an indexer of 64 heads of 128, 2,048 keys of a row), of
-Kimi Linear (32 heads of 128) and of MiniMax-Text-01 (64 heads of 128). It measures decode steps and
-one chunk of a prompt. Each line has the measured time, and the time that --gb-per-s takes for the
-bytes that must be read and written. On a GPU, CUDA graphs are replayed.
+Runs one layer of DeepSeek-V3.2 (128 heads, an indexer of 64 heads of 128, 2,048 selected keys per
+row), of Kimi Linear (32 heads of 128) and of MiniMax-Text-01 (64 heads of 128). It measures decode
+steps and one chunk of a prompt. Each line has the measured time, and the time to read and write the
+required bytes at --gb-per-s. On a GPU, CUDA graphs are replayed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Case = tuple[str, Callable[[], object], float]  # name, call, bytes
 
 
 def selected(requests: int, count: int, keys: int, most: int, heads: int, device: str) -> Iterator:
-    """Cases of selection and of attention: over selected keys, over all."""
+    """Make the cases of key selection, and of attention over selected keys and over all keys."""
     made = {"device": device, "dtype": torch.bfloat16}
     pages = -(-keys // PAGE) * requests
     rows = requests * count
@@ -67,7 +67,7 @@ def state_step(requests: int, count: int, device: str) -> StateStep:
 
 
 def states(requests: int, count: int, heads: int, width: int, device: str) -> Iterator:
-    """Cases of a delta net with decays by head and by channel, and of lightning attention."""
+    """Make the cases of delta nets (decay per head, per channel) and of lightning attention."""
     made = {"device": device, "dtype": torch.bfloat16}
     rows, inner = requests * count, heads * width
     step = state_step(requests, count, device)

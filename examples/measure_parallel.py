@@ -4,19 +4,20 @@
 
 Each part runs in its own process with a time limit, and its results are printed when it ends:
 
-- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1, and tokens of
-  a prompt that 2 ranks divide.
-- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: the shape of Llama-3-70B or 8B with random weights in W4A16.
+- check: the bundled model in W4A16. Tokens and logits of 2 ranks are compared with those of 1, and
+  so are the tokens after a prompt that 2 ranks divide.
+- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: Llama-3-70B's or 8B's shape with random weights in W4A16.
   Printed are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of
   8000; output tokens/s of 128 concurrent requests of 256 tokens in, 128 out.
-- qwen3-30b-ep2, -tp2, -tp1, gpt-oss-120b-ep2, -tp2: the same with experts divided whole, or each
-  one's width.
-- 8b-long-cp2, -tp2, -tp1: the first token of a prompt of 64000. GPUs divide its tokens, or layers.
+- qwen3-30b-ep2, -tp2, -tp1, gpt-oss-120b-ep2, -tp2: the same for mixtures of experts. With ep2 each
+  rank has whole experts, with tp2 a slice of each.
+- 8b-long-cp2, -tp2, -tp1: time to the first token after a prompt of 64000. GPUs divide the prompt's
+  tokens (cp) or the layers' features (tp).
 
-parallel_floors.py predicts these.
+parallel_floors.py predicts these times.
 
-If the check fails, no part with several ranks is measured. With a given shape, number of ranks and
-settings of the engine, all of it runs on a CPU:
+If the check fails, no part with several ranks is measured. With --shape and --device cpu everything
+runs on a CPU:
 
     python examples/measure_parallel.py --device cpu --shape tiny --max-model-len 256 --batches 1 2
 """
@@ -75,7 +76,7 @@ def tell(**result: object) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise if two ranks compute another result than one rank."""
+    """Raise an error if two ranks compute another result than one rank."""
     from calibrate.pipeline import quantize_checkpoint
     from formats.scheme import Scheme
     from qserve import LLM, SamplingParams
@@ -184,7 +185,7 @@ def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
 
 
 def run_part(part: str, limit: float) -> dict | None:
-    """Start a part and print its results. None: it failed, or took too long."""
+    """Run a part and print its results. Returns None if it failed or took too long."""
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
     environment = {**ENVIRONMENT, **os.environ}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

@@ -2,12 +2,12 @@
 
     python examples/measure_prefix_cache.py --json cache.json
 
-Llama-3-8B's shape with random weights in W4A16. Three workloads run with the cache and without
-it; the chats also with host memory (--kv-offload-gb) and few pages on the device:
+The model has Llama-3-8B's shape and random weights in W4A16. Three workloads run with and without
+the cache; chats also run with host memory (--kv-offload-gb) and few pages on the device:
 
-- unique: prompts that share nothing; the cost of keeping pages, in percent of the throughput;
-- shared: requests of one system prompt and a question each, all sent together;
-- chats: conversations of several turns; each turn's prompt is the whole conversation before it.
+- unique: prompts that share nothing, to measure the cost of keeping pages in percent of throughput;
+- shared: requests with the same system prompt and different questions, all sent together;
+- chats: conversations of several turns; each turn's prompt is the whole conversation so far.
 
 Runs with and without the cache alternate, --repeats times; the best of each is reported.
 """
@@ -34,7 +34,7 @@ VOCABULARY = 1000  # of the prompts' tokens; the smallest shape has more
 
 
 class Workload:
-    """Prompts that no run has seen before, from one source of random numbers."""
+    """Source of prompts that were not used before, from one random generator."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -44,7 +44,7 @@ class Workload:
 
 
 def run(llm: LLM, prompts: list[list[int]], num_output: int) -> dict[str, float]:
-    """Send prompts together: seconds to each first token, total seconds, cached share."""
+    """Send prompts together; return seconds to each first token, total seconds, cached fraction."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
     started, firsts, cached, outputs = time.perf_counter(), {}, {}, {}
@@ -77,7 +77,7 @@ def shared(llm: LLM, source: Workload, arguments: argparse.Namespace) -> dict[st
 
 
 def chats(llm: LLM, source: Workload, arguments: argparse.Namespace) -> dict[str, float]:
-    """The mean of the turns after the first."""
+    """Measure chats, and return the means over the turns after the first."""
     conversations = [source.tokens(arguments.turn_tokens) for _ in range(arguments.chats)]
     found = []
     for _ in range(arguments.turns):
@@ -114,7 +114,7 @@ def best(results: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """workload -> "off", "on" or "host" -> figures."""
+    """Return the figures by workload and by "off", "on" or "host"."""
     table: dict = {}
     with engine(arguments) as llm:
         cache = llm.engine.scheduler.cache

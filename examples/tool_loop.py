@@ -1,8 +1,8 @@
 """Let a model call Python functions until it answers: `python tool_loop.py URL QUESTION`.
 
-Needs the openai package, and a server that knows the format of its model's calls, from the chat
-template or --tool-call-parser. `--tool-choice required` works with any server: then the first
-answer is a call.
+Needs the openai package, and a server that parses the model's tool calls (it detects the format
+from the chat template, or uses --tool-call-parser). `--tool-choice required` works with any model:
+then the first answer is a call.
 """
 
 import argparse
@@ -51,7 +51,7 @@ TOOLS = {
 
 
 def result_of(name: str, arguments: str) -> str:
-    """Run a call and return its result, or the error that the model made, as text."""
+    """Run a call and return its result as text, or the error if the call is invalid."""
     try:
         function, _ = TOOLS[name]
         return json.dumps(function(**json.loads(arguments)))
@@ -60,7 +60,7 @@ def result_of(name: str, arguments: str) -> str:
 
 
 def answer(client: openai.OpenAI, question: str, tool_choice: str, max_tokens: int) -> str | None:
-    """Answer after all calls of the model; None if it still makes calls at the limit."""
+    """Return the answer after all tool calls, or None if the limit of rounds is reached."""
     tools = [
         {"type": "function", "function": {"name": name, **described}}
         for name, (_, described) in TOOLS.items()

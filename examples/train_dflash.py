@@ -3,10 +3,10 @@
     python examples/train_dflash.py MODEL --data texts.jsonl --output head
     python examples/train_dflash.py MODEL --data texts.jsonl --markov-rank 256 --output head
 
-Blocks begin at random places of the texts. From the target's states before a block the head learns
-to predict all tokens of the block in one pass. With --markov-rank the head is DSpark's: its drafts
-also depend on the token before. Embedding and output matrix are the target's. --draft-vocab keeps
-the most frequent tokens of the output matrix.
+Blocks begin at random positions of the texts. The head learns to predict all tokens of a block in
+one pass, from the target's states before the block. With --markov-rank it is a DSpark head, whose
+drafts also depend on the preceding token. Embedding and output matrix are the target's;
+--draft-vocab keeps only the most frequent tokens of the output matrix.
 
 The folder holds `original/` (z-lab, DeepSpec) and `speculators/` (vLLM).
 examples/measure_acceptance.py measures the head in the engine.
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
-    """A head whose layers are as wide as the target's."""
+    """Return the config of a head whose layers are as wide as the target's."""
     stated = target.config.to_dict()
     values = {key: stated[key] for key in SHARED if stated.get(key) is not None}
     values |= {"model_type": "qwen3", "num_hidden_layers": arguments.layers, "hidden_act": "silu"}
@@ -129,7 +129,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
 
 
 def even_taps(num_layers: int, count: int) -> list[int]:
-    """States from the output of the first layer to before the last, evenly spaced."""
+    """Choose evenly spaced states, from the first layer's output to the last layer's input."""
     spaced = torch.linspace(1, max(1, num_layers - 1), count)
     return sorted({round(float(each)) for each in spaced})
 

@@ -3,14 +3,14 @@
     python examples/train_eagle3.py MODEL --data texts.jsonl --output head
     python examples/train_eagle3.py MODEL --data texts.jsonl --parallel 8 --output head
 
-The target's own continuations of the texts are sampled first, then the head is trained on texts and
-continuations by the training-time test: each step takes the state that the step before made. At the
-end it prints the share of held-out positions where each step's likeliest token is the target's;
-examples/measure_acceptance.py measures the head in the engine.
+First the target's continuations of the texts are sampled. Then the head is trained on texts and
+continuations by the training-time test: each step reads the state that the previous step produced.
+At the end it prints the fraction of held-out positions where each step's most likely token equals
+the target's. examples/measure_acceptance.py measures the head in the engine.
 
-With --eagle31 the head is EAGLE-3.1's: each state is normed, and the normed state recurs. With
---parallel it is P-EAGLE's, which makes all drafts in one pass: rows of mask tokens follow random
-places of the texts.
+With --eagle31 it is an EAGLE-3.1 head: each state is normalized, and the next step reads the
+normalized state. With --parallel it is a P-EAGLE head, which makes all drafts in one pass: rows of
+mask tokens follow random positions of the texts.
 
 The folder holds `original/` (SafeAILab, SGLang) and `speculators/` (vLLM).
 """
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
-    """A head whose layers are as wide as the target's."""
+    """Return the config of a head whose layers are as wide as the target's."""
     stated, num_layers = target.config.to_dict(), target.config.num_hidden_layers
     values = {key: stated[key] for key in SHARED if stated.get(key) is not None}
     values |= {"model_type": "llama", "num_hidden_layers": arguments.layers, "hidden_act": "silu"}
@@ -174,7 +174,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
 
 
 def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
-    """States to read: the given ones, or the usual ones; a shallow model gets three that differ."""
+    """Choose the states to read: those given, else EAGLE-3's; three distinct in shallow models."""
     usual = usual_taps(num_layers)
     if stated:
         return tuple(stated)
@@ -184,7 +184,7 @@ def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
 
 
 def draft_vocabulary(windows_WS: torch.Tensor, config: LayersConfig) -> torch.Tensor | None:
-    """The most frequent tokens in ascending order; None: the head has all."""
+    """Return the most frequent tokens in ascending order, or None if the head has all tokens."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     counts = torch.bincount(windows_WS.flatten(), minlength=config.vocab_size)
@@ -192,7 +192,7 @@ def draft_vocabulary(windows_WS: torch.Tensor, config: LayersConfig) -> torch.Te
 
 
 def tables_of(draft_ids: torch.Tensor | None, config: LayersConfig) -> dict[str, torch.Tensor]:
-    """Tables of the draft vocabulary in a head's file; {}: it has all tokens."""
+    """Return the draft vocabulary's tables in a head's file, or {} if it has all tokens."""
     if draft_ids is None:
         return {}
     in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)

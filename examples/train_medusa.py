@@ -1,9 +1,10 @@
-"""Train Medusa heads for a model, and write them as Medusa's authors do.
+"""Train Medusa heads for a model, and write them in the layout of Medusa's authors.
 
     python examples/train_medusa.py MODEL --data texts.jsonl --output heads
 
-Data and flags are those of train_eagle3.py. Windows that it kept (--save-windows) can be used here.
-The heads learn the target's distribution one, two, ... tokens later from its frozen last state.
+Data and flags are the same as for train_eagle3.py, and windows that it saved (--save-windows) can
+be used here. From the target's frozen last state, the heads learn its distribution one, two, ...
+tokens later.
 """
 
 import argparse

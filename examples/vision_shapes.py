@@ -1,4 +1,4 @@
-"""Folders of vision-language models in a published size, for random weights."""
+"""Write folders of vision-language models of published sizes, for random weights."""
 
 import json
 import shutil

@@ -1,10 +1,10 @@
-"""Write a checkpoint of random weights in a real model's size, to measure its loading time.
+"""Write a checkpoint with random weights in a real model's size, to measure its loading time.
 
     python examples/write_dummy.py ./dummy-8b --shape llama-3-8b --scheme w4a16-sym
     python examples/measure_start.py --model ./dummy-8b
     python examples/write_dummy.py ./config-8b --config-only    # for --load-format dummy
 
-The weights are those of `--load-format dummy`, encoded as the scheme's usual format.
+The weights are the same as with `--load-format dummy`, encoded in the scheme's default format.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TOKENIZER = Path(__file__).parent / "models" / "docs-5m"
 
 
 class WritingSource(DummySource):
-    """Random weights that are also written."""
+    """Source of random weights that also writes them to a checkpoint."""
 
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device) -> None:
         super().__init__(config, device, seed=0)

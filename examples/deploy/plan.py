@@ -1,8 +1,9 @@
 """Plan a service on many GPUs by simulation: `python examples/deploy/plan.py --gpus 1000`.
 
-Simulates one cell (one router with several replicas) and agents that return, and multiplies. The
-engine's own scheduler, page pool and prefix cache run in it. Step times are fitted to measurements
-on one H200 (examples/MEASURED.md). The cost of networks and gateways is not included.
+Simulates one cell (one router with several replicas) under the load of agents with several turns,
+and multiplies the result. The simulation runs the engine's own scheduler, page pool and prefix
+cache. Step times are fitted to measurements on one H200 (examples/MEASURED.md). The cost of
+networks and gateways is not included.
 """
 
 import argparse
@@ -52,9 +53,10 @@ def step_times() -> StepTimes:
 
 
 def write_trace(path: Path, *, rate: float, count: int, seed: int = 0) -> None:
-    """Agents of 40 applications: a system prompt of 1024 tokens, then 8 turns of 512 on average.
+    """Write the requests of agents of 40 applications. `rate`: requests per second.
 
-    `rate`: requests per second. Turns are 5 s apart on average.
+    An agent has a system prompt of 1024 tokens, then 8 turns of 512 tokens on average, 5 s apart on
+    average.
     """
     random = np.random.default_rng(seed)
     new = itertools.count(1000)
@@ -78,7 +80,7 @@ def write_trace(path: Path, *, rate: float, count: int, seed: int = 0) -> None:
 
 
 def hit_rate(settings: SimulateSettings, data: DatasetSettings, times: StepTimes) -> dict:
-    """The simulation's result, with the share of prompt tokens that were not computed."""
+    """Return the simulation's result, with the fraction of prompt tokens found in the cache."""
     computed = 0
 
     def watch(start: float, plan: object, end: float) -> None:

@@ -3,12 +3,12 @@
     python examples/server_cycles                                     # the bundled model
     python examples/server_cycles --paused-requests refuse --cycles 50 --kills 0
 
-A server gets new weights over and over, from a folder and from tensors, while clients send
-requests. Two more servers, each started with one set of the weights, say which tokens are right:
-a reply must have their tokens, also where an update came in the middle of it. A request that gets
-no reply, a wrong token, or memory that grows ends the program with status 1. After the cycles the
-engine process is killed in the middle of updates, sleeps and wakes; the server must say so, start
-the engine again, and then have one set of the weights.
+A server gets new weights many times, from a folder and from tensors, while clients send requests.
+Two more servers, each started with one set of weights, give the expected tokens. Each reply must
+match them, even if an update comes in the middle of the reply. A request without a reply, a wrong
+token, or growing memory ends the program with exit status 1. After the cycles, the engine process
+is killed in the middle of updates, sleeps and wakes. The server must report this, start the engine
+again, and then hold exactly one of the two sets of weights.
 """
 
 import argparse

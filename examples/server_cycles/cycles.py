@@ -26,7 +26,7 @@ class Cycles:
         self._number = 0
 
     def cycle(self) -> None:
-        """One update, or one sleep and wake, and perhaps a pause and an abort of all."""
+        """Do one update, or one sleep and wake; at random also pause, and abort all requests."""
         chance, choice = self._random.random, self._random.choice
         self.load.wait_for_replies(1)
         time.sleep(0.05 * chance())
@@ -94,7 +94,7 @@ class Cycles:
             raise Wrong(f"the digest is not that of weights {self.in_use}")
 
     def kill(self, seconds: float) -> str:
-        """Kill the engine that many seconds after an operation began; returns what was said."""
+        """Kill the engine `seconds` after an operation began; return what the server said."""
         load, said = self.load, "it had ended before"
         load.num_kills += 1
         killer = threading.Timer(seconds, os.kill, (self.server.engine_pid(), signal.SIGKILL))
@@ -124,7 +124,7 @@ class Cycles:
         return f"{'update' if is_update else 'sleep'} killed after {seconds:.2f} s: {said}"
 
     def _until_alive(self) -> None:
-        """Wait for the restart. Until then /health is 503 and replies have Retry-After."""
+        """Wait for the restart. Until then /health must be 503, and replies have Retry-After."""
         deadline, was_down = time.monotonic() + WAIT_SECONDS, False
         while (status := self.server.status("/health")) != 200 or not was_down:
             was_down = was_down or status == 503

@@ -1,4 +1,4 @@
-"""Clients that send requests all the time, and compare what comes back."""
+"""Clients that send requests all the time and check the replies."""
 
 import contextlib
 import random
@@ -21,17 +21,17 @@ def prompt(number: int) -> list[int]:
 
 
 class Load:
-    """Clients that send requests until they are stopped, and what came back."""
+    """Clients that send requests until they are stopped; counts of their replies."""
 
     def __init__(self, server: Server, weights: Weights, *, refuses: bool, clients: int) -> None:
         self.server, self.weights, self._refuses = server, weights, refuses
         self.history = [OLD]  # weights that were in use, in order
-        self.is_changing = False  # the last of the history may be in use, or the one before
-        self.num_aborts = 0  # of all requests, begun so far
-        self.num_kills = 0  # counted when one begins, and again when it is over
+        self.is_changing = False  # True: the last or the second last of the history is in use
+        self.num_aborts = 0  # times that all requests were aborted, counted when it begins
+        self.num_kills = 0  # each kill counts twice: when it begins, and when it is over
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.messages: set[str] = set()  # of failures that a kill explains
+        self.messages: set[str] = set()  # error messages of requests that failed at a kill
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(number),))
@@ -42,14 +42,14 @@ class Load:
 
     @contextlib.contextmanager
     def changing(self, which: int) -> Iterator[None]:
-        """The weights may change inside the block, and have changed after it."""
+        """Mark that the weights may change inside the block, and have changed after it."""
         self.history.append(which)
         self.is_changing = True
         yield
         self.is_changing = False
 
     def stop(self) -> None:
-        """End the clients, each after its request. Raises Wrong."""
+        """End each client after its current request. Raises Wrong if one got no reply."""
         self._is_over.set()
         for thread in self._threads:
             thread.join(WAIT_SECONDS)
@@ -57,7 +57,7 @@ class Load:
                 raise Wrong("a request got no reply")
 
     def wait_for_replies(self, count: int) -> None:
-        """Return when so many more requests have ended as they should."""
+        """Return when `count` more requests have ended as they should."""
         wanted, deadline = self._num_good() + count, time.monotonic() + WAIT_SECONDS
         while self._num_good() < wanted:
             self.check()
@@ -98,7 +98,7 @@ class Load:
         elif answer.error:
             raise Wrong(f"a request was lost: {answer.error}")
         elif could_fail:
-            self.counts["near a kill"] += 1  # the weights of that moment are not known
+            self.counts["near a kill"] += 1  # which weights were in use is not known
         else:
             self._compare(given, count, answer, order, could_abort)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-SECONDS = 180.0  # that a request may take
+SECONDS = 180.0  # limit for one request
 
 
 class Wrong(Exception):
@@ -20,7 +20,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Reply to one completion, or what went wrong."""
+    """Reply to one completion, or its error."""
 
     status: int
     tokens: list[int]
@@ -30,7 +30,7 @@ class Answer:
 
 
 class Server:
-    """Started by its creation; `close` ends it."""
+    """A server process that starts on creation; `close` ends it."""
 
     key = "operator"
 
@@ -74,7 +74,7 @@ class Server:
         return self._send(path, None, "GET")[0]
 
     def complete(self, given: list[int], count: int, *, stream: bool = False) -> Answer:
-        """Greedy tokens after the given ones. Raises OSError without a whole reply."""
+        """Greedy tokens after the given ones. Raises OSError if the reply is incomplete."""
         body = {"prompt": given, "max_tokens": count, "temperature": 0, "ignore_eos": True}
         body |= {"logprobs": 0, "return_tokens_as_token_ids": True, "stream": stream}
         status, retry_after, text = self._send("/v1/completions", body, "POST")

@@ -1,4 +1,4 @@
-"""Two sets of weights, and the tokens that a fresh engine of each computes."""
+"""Two sets of weights, and the tokens that a freshly started engine computes with each."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ OLD, NEW = 0, 1
 
 
 class Weights:
-    """Two sets of weights, each as a folder and as tensors, and a fresh server of each."""
+    """Two sets of weights, each as a folder, as tensors and in a server that never changes."""
 
     def __init__(self, model: Path, scratch: Path, device: str, flags: list[str]) -> None:
         reader = CheckpointReader(model)
@@ -37,16 +37,16 @@ class Weights:
         return server.json("/weights/digest", method="GET")["total"]
 
     def tokens(self, which: int, given: list[int], count: int) -> list[int]:
-        """Greedy tokens that a fresh engine computes after the given ones."""
+        """Greedy tokens that an unchanged engine computes after the given ones."""
         key = which, *given
         if len(self._known.get(key, ())) < count:
             self._known[key] = self._servers[which].complete(given, count).tokens
         return self._known[key][:count]
 
     def explain(self, given: list[int], found: list[int], order: list[int], count: int) -> bool:
-        """True if weights that were in use in this order computed these tokens.
+        """Return True if these tokens can result from sets of weights in use in this order.
 
-        Each later set computes the KV pages of all earlier tokens again, and continues.
+        At each change the next set computes the KV pages of all earlier tokens again and continues.
         """
         rest = self.tokens(order[0], given, count)[: len(found)]
         if rest == found:
