@@ -274,7 +274,7 @@ class LayerRunner:
             ):
                 window = self.config.sliding_window if has_window else length
                 mask = mutual_mask(media, length, window, self.device, self.dtype)
-        accepted = inspect.signature(type(module).forward).parameters
+        accepted = inspect.signature(self._layer_class(layer).forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
