@@ -138,7 +138,7 @@ class Engine:
             )
         if handling.is_for_another and self._pause.is_on:
             raise InputError(  # otherwise the decoding engine would wait until the pause ends
-                "the prefill engine", "is paused or asleep", "resume it"
+                "the engine that computes prompts", "is paused or asleep", "resume it"
             )
         request = self._input_processor.make(
             request_id,

@@ -16,7 +16,7 @@ LIMITS = (
     Limit(
         "--kv-cache-dtype int4",
         lambda config: config.kv_cache_dtype == "int4",
-        "no batch-invariant kernel reads 4-bit pages",
+        "no kernel with a fixed order reads 4-bit pages",
     ),
     Limit(
         "--spec-acceptance",

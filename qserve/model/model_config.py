@@ -135,9 +135,9 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError.
 
-        `activation_bits`: bits of activations for a checkpoint that states 4-bit activations; None:
-        such a checkpoint is refused. With `is_drafter`, a checkpoint without such activations
-        ignores it. `quantization`: schemes to which a float checkpoint is rounded while it loads.
+        `activation_bits`: bits of activations for a checkpoint made for 4-bit activations; None:
+        such a checkpoint is refused. With `is_drafter`, other checkpoints ignore it.
+        `quantization`: schemes to which a float checkpoint is quantized while it loads.
         `implementation`: implementation of the layers, as in EngineConfig.model_impl.
         """
         folder = model_folder(folder)

@@ -196,12 +196,12 @@ class Attention(torch.nn.Module):
         sinks: torch.Tensor | None = None,  # float32 [H]
         slopes: torch.Tensor | None = None,  # float32 [H], for ALiBi
         chunk_size: int | None = None,  # rows attend only to keys in their chunk of positions
-        query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
+        query_scales: torch.Tensor | None = None,  # float32 [positions], for queries after rope
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         v_norm: torch.Tensor | None = None,  # [D]: norm of each head's values
-        keys_are_values: bool = False,  # True: values are the keys before norm and rotation
-        rotates_first: bool = False,  # True: norms per head come after the rotation
+        keys_are_values: bool = False,  # True: values are the keys before norm and rope
+        rotates_first: bool = False,  # True: norms per head come after rope
         is_gated: bool = False,  # True: qkv_proj also produces gates for the input of o_proj
         kernel: str | None = None,  # selected or excluded by name
         # norms of queries and keys, if a norm covers all heads and the heads are sharded
@@ -281,7 +281,7 @@ class Attention(torch.nn.Module):
     def _qkv_consumer(self) -> Consumer | None:
         """The operation that sums split-K partials of qkv_proj; None: qkv_proj sums them itself.
 
-        The rotation sums them, unless a norm over all heads precedes it or a norm per head follows.
+        Rope sums them, unless a norm over all heads precedes it or a norm per head follows it.
         """
         reads_tensors = self._norms_whole or self.rotates_first or self.v_norm is not None
         return None if reads_tensors else "rope"
@@ -321,7 +321,7 @@ class Attention(torch.nn.Module):
             cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
         if self.rotates_first:
             q, k = ops.apply_rope(q, k, cos_sin, positions_T, self.rotary.interleaved)
-            cos_sin = cos_sin[:, :0]  # the operation below only norms and writes; no rotation
+            cos_sin = cos_sin[:, :0]  # the operation below only norms and writes, without rope
         q = ops.rope_write_kv_(
             q,
             k,
@@ -354,7 +354,7 @@ class Attention(torch.nn.Module):
     def _attended(
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Return o_proj of the attention of rotated queries over the cache."""
+        """Return o_proj of the attention of `q`, queries after rope, over the cache."""
         output, fold = self.o_proj.plan(q.shape[0], "norm"), step.folded_rows
         takes_limbs = isinstance(output.input, LimbForm)
         writes_limbs = takes_limbs and gate is None and fold == 1

@@ -75,7 +75,7 @@ class UnevenAttention(Attention):
     def _attended(
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Return o_proj of the gated attention of rotated queries over the cache."""
+        """Return o_proj of the gated attention of `q`, queries after rope, over the cache."""
         out_THV = self._scored(q, step, cache, None)[..., : self.value_dim]
         if gate is not None:
             factors = self.activation(gate.float()).to(out_THV.dtype)
