@@ -51,8 +51,9 @@ class JournalError(CheckpointError):
 class Journal:
     """Context manager of the folder.
 
-    A crash leaves the folder, and so does any failure after all layers are solved. A user error
-    before that removes it, and so does any error of a run whose recipe has no version.
+    A crash after a finished layer leaves the folder, and so does any failure after all layers are
+    solved. A user error before that removes it, and so does any error of a run whose recipe has no
+    version.
     """
 
     def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ class Journal:
         self.identity = json.loads(json.dumps(identity))
         path = self.folder / IDENTITY
         stored = read_json(path) if path.exists() else None
-        if stored is not None and _resumes(stored):
+        if stored is not None and _resumes(stored) and self._has_layers():
             names = sorted(stored.keys() | self.identity.keys())
             for name in names:
                 before, now = stored.get(name), self.identity.get(name)
@@ -97,9 +98,10 @@ class Journal:
         if kind is None or issubclass(kind, JournalError):
             return
         mended = issubclass(kind, DiskError) or self.all_solved  # resuming can succeed
-        if issubclass(kind, InputError) and not mended or not _resumes(self.identity):
+        keeps = self._has_layers() and _resumes(self.identity)
+        if not keeps or (issubclass(kind, InputError) and not mended):
             self.remove()
-        elif any(self.folder.glob("layer-*")):
+        else:
             log.warning(
                 "%s keeps the finished layers: run the same command again to resume", self.folder
             )
@@ -175,6 +177,9 @@ class Journal:
             packed=packed, changed=changed, reports=reports, notes=tuple(record["notes"])
         )
 
+    def _has_layers(self) -> bool:
+        return any(self.folder.glob("layer-*"))
+
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:05d}.safetensors"
 
@@ -201,9 +206,14 @@ def _resumes(identity: dict[str, Any]) -> bool:
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
     """First difference as (name, before, now); objects are compared entry by entry."""
     if not isinstance(before, dict) or not isinstance(now, dict):
-        return name, before, now
+        return name, _short(before), _short(now)
     key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
     return _difference(f"{name} {key}", before.get(key), now.get(key))
+
+
+def _short(value: Any) -> Any:
+    """Return what names a value: of an object its first entry, such as the calibration's source."""
+    return next(iter(value.values()), None) if isinstance(value, dict) else value
 
 
 def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Weight:

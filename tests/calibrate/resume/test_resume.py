@@ -75,6 +75,7 @@ def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, do
     for change, named in (
         ({"seed": 1}, "calibration seed 0; this run has 1"),
         ({"samples": 1}, "calibration windows 2; this run has 1"),
+        ({"recipe": "rtn"}, "calibration '.*'; this run has None"),
         ({"recipe": "gptq"}, r"recipe 'rotate\+awq\+gptq'; this run has 'gptq'"),
         ({"ignore": [last]}, f"schemes {last} 'w4a16-sym'; this run has None"),
         ({"overrides": [(last, Scheme.parse("w8a16-sym"))]}, f"schemes {last} .* 'w8a16-sym'"),
@@ -87,6 +88,22 @@ def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, do
         with pytest.raises(InputError, match=f"unfinished run with {named}.*delete this folder"):
             quantize_checkpoint(docs_5m, killed, **options)
     assert sorted(path.name for path in unfinished(killed).glob("layer-*")) == layers
+
+
+def test_run_that_finished_no_layer_does_not_block_other_settings(docs_5m, tmp_path):
+    def fail(weight, stats, spec, name):
+        raise RuntimeError("of the first linear")
+
+    target = tmp_path / "out"
+    with pytest.raises(RuntimeError):
+        quantize_checkpoint(
+            docs_5m, target, recipe=Recipe(name="mine", solver=fail, version="1"), **OPTIONS
+        )
+    assert not unfinished(target).exists()
+    unfinished(target).mkdir()  # of a run that was killed
+    (unfinished(target) / "journal.json").write_text('{"recipe": "gptq", "seed": 5}')
+    quantize_checkpoint(docs_5m, target, **{**OPTIONS, "recipe": "rtn"})
+    assert not unfinished(target).exists() and (target / "config.json").exists()
 
 
 @pytest.fixture
