@@ -24,7 +24,7 @@ VLLM_FLAGS = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name that a misspelt one most likely stands for."""
+    """Return the known name that is most like a misspelt one, if any is."""
     words = {each.lstrip("-"): each for each in known}
     found = difflib.get_close_matches(name.lstrip("-"), list(words), 1)
     return words[found[0]] if found else None

@@ -147,8 +147,7 @@ class SamplingParams:
         prompt_logprobs = None if index and self.max_tokens != 0 else self.prompt_logprobs
         seed = self.seed
         if seed is not None:
-            # Seeds wrap around: the smallest 64-bit integer, which also means NO_SEED, follows the
-            # largest.
+            # The largest 64-bit seed is followed by the smallest, which also replaces NO_SEED.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
             seed = -(SEEDS // 2) if seed == NO_SEED else seed
         if (self.n, self.seed, self.prompt_logprobs) == (1, seed, prompt_logprobs):

@@ -83,7 +83,7 @@ class WebServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
         else:
             seconds = self._shutdown_timeout
-            logger.info("Stopping; running requests: %d, which have %g s to finish", count, seconds)
+            logger.info("Stopping; %d running requests may take %g s to finish", count, seconds)
             self._stopping.set()
             self._draining = asyncio.create_task(self._drain())
             asyncio.get_running_loop().call_later(seconds, self.stop)
