@@ -329,12 +329,12 @@ def _unequal_experts(schemes: Mapping[str, Scheme | None], family: Family) -> li
     if GATE not in names:
         return []
     gate, up = (f".{names[key].rpartition('.')[2]}" for key in (GATE, UP))
-    pairs = (
-        (module, module.removesuffix(gate) + up)
-        for module in schemes
-        if module.endswith(gate) and _is_expert(module)
-    )
-    return [name for pair in pairs if schemes[pair[0]] != schemes.get(pair[1]) for name in pair]
+    found = []
+    for module in schemes:
+        other = module.removesuffix(gate) + up
+        if module.endswith(gate) and _is_expert(module) and other in schemes:
+            found += [module, other] if schemes[module] != schemes[other] else []
+    return found
 
 
 def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
