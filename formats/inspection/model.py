@@ -107,10 +107,11 @@ def check_places(
     places.update(family.layer_tensors(config))
     ends = [name.removesuffix("weight") for name in (family.head, family.embedding)]
     outside = {*family.model_tensors, *(f"{end}{field}" for end in ends for field in fields)}
-    unplaced = []
+    unplaced, unread = [], family.unread(config)
     for name in shards.entries:
         layer = _IN_LAYER.match(name)
         known = name[layer.end() :] in places if layer else name in outside
+        known |= name.startswith(unread)  # of layers for drafts
         if known or is_kv_scale(name) or name.endswith(DERIVED):
             continue
         if not _is_zero_bias(name, shards, findings):

@@ -65,10 +65,11 @@ DENSE = (
     ),
     family_row(
         "Qwen2ForCausalLM",
-        "Qwen2",
+        "Qwen2 and MiMo",
         "qwen2",
         builder="llama",
         qkv=replace(QKV, bias=True),
+        draft_prefix="model.mtp_layers.",  # MiMo's
         window="layer_types",
         rules=ConfigRules(
             may_be_null=("num_key_value_heads", "head_dim"),

@@ -13,6 +13,7 @@ from formats.families import family_of
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
+    "mimo": "qwen2",
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
@@ -22,6 +23,7 @@ _SAME_FILES = {
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",

@@ -107,6 +107,7 @@ def test_experts_of_minicpm_are_refused(tiny_model, tmp_path):
     ("family", "architecture", "keys"),
     [
         ("llama", "LLaMAForCausalLM", {}),
+        ("qwen2", "MiMoForCausalLM", {"model_type": "mimo", "num_nextn_predict_layers": 1}),
         ("phimoe", "PhiMoEForCausalLM", {}),
         (
             "exaone_moe",
@@ -122,12 +123,20 @@ def test_published_names_of_architectures(tiny_model, tmp_path, family, architec
 
     def change(config):
         config.update(architectures=[architecture], **keys)
-        if keys:
+        if "is_moe_layer" in keys:
             assert config.pop("mlp_layer_types") == ["dense", "sparse", "sparse"]
 
     assert stated["architectures"] != [architecture]
-    folder = edited(source, tmp_path / "x", config=change)
+
+    def with_mtp_layer(state):
+        if architecture == "MiMoForCausalLM":
+            state["model.mtp_layers.0.input_proj.weight"] = torch.ones(64, 128)
+            state["model.mtp_layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+
+    folder = edited(source, tmp_path / "x", with_mtp_layer, change)
     assert torch.equal(logits(folder), logits(source))
+    problems = [problem.text for problem in inspect_checkpoint(folder).problems]
+    assert all("has no tokenizer" in text for text in problems), problems
 
 
 def test_masks_of_gpt_neox_are_not_read(tiny_model, tmp_path):
