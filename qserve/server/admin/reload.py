@@ -21,7 +21,8 @@ async def reload_settings(service: Service) -> None:
     if service.keys is not None:
         try:
             service.keys.reload()
-            logger.info("SIGHUP: %d API keys are valid", len(service.keys.digests))
+            if service.keys.digests:  # empty: the server was started without keys
+                logger.info("SIGHUP: %d API keys are valid", len(service.keys.digests))
         except InputError as error:
             logger.error("SIGHUP: cannot reload the API keys, the old keys stay valid: %s", error)
     adapters = service.adapters
