@@ -83,6 +83,24 @@ def kimi_delta(R: int, count: int, most_rows: int = 0, kernel: str | None = None
     ops.gated_rms_norm(out, z, empty(width), 1e-6, kernel, sigmoid=True)
 
 
+def olmo_delta(R: int, count: int) -> None:
+    """A delta net of OLMo-Hybrid: 30 heads, keys of 96, values of 192, written up to twice."""
+    heads, K, V = 30, 96, 192
+    keys, values, T, step = heads * K, heads * V, R * count, make_step(R, count)
+    states = StateSlots.zeros(
+        2,
+        channels=2 * keys + values,
+        taps=TAPS,
+        memory=(heads, K, V),
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    mixed, gates = empty(T, 2 * keys + values), empty(2, T, heads)
+    kept = states.memory_PHKV, step, states.recent_PNI
+    out = ops.delta_rule_(mixed, *gates, *torch.zeros(2, heads), *kept, write_factor=2.0)
+    ops.gated_rms_norm(out, empty(T, heads, V), empty(V), 1e-5)
+
+
 def lightning(R: int, count: int, most_rows: int = 0) -> None:
     """Lightning attention of MiniMax-Text-01: a group of Mamba-2 for each head."""
     heads, width = 64, 128
@@ -156,6 +174,8 @@ STATES: dict[str, Case] = {
     "delta net, fixed order, verifications": Case(
         run=lambda: delta_net(8, 4, most_rows=4, kernel="fixed_order")
     ),
+    "olmo delta, 8 requests of one token": Case(run=lambda: olmo_delta(8, 1)),
+    "olmo delta, a prompt": Case(run=lambda: olmo_delta(1, 200), product="wgmma"),
     "kimi delta, 8 requests of one token": Case(run=lambda: kimi_delta(8, 1), quick=SM90),
     "kimi delta, verifications": Case(run=lambda: kimi_delta(8, 4, most_rows=4)),
     "kimi delta, a prompt": Case(run=lambda: kimi_delta(1, 200)),
