@@ -94,7 +94,7 @@ def test_quality_is_that_of_the_library_with_rounded_inputs(made, small_5m, name
     loss = float(torch.nn.functional.nll_loss(found_SV, ids[0, 1:]))
     divergence = float((float_SV.exp() * (float_SV - found_SV)).sum(-1).mean())
     # Inputs at a boundary are rounded either way, which moves the perplexity by up to 1 percent.
-    # The divergence tells: it is less than half with inputs that are not rounded.
+    # The divergence decides: with inputs that are not rounded it is less than half.
     assert report.quality["perplexity"] == pytest.approx(math.exp(loss), rel=0.02)
     assert report.quality["divergence"] == pytest.approx(divergence, rel=0.03)
     assert json.loads((folder / "quality.json").read_text())["probe"] is None
