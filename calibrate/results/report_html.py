@@ -1,6 +1,7 @@
 """Render the report as one self-contained HTML page with tables and inline SVG plots."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from html import escape
 
 from calibrate.results.report import LinearReport, QuantizationReport
@@ -11,6 +12,7 @@ REPORT_HTML = "quantization_report.html"
 WIDTH, HEIGHT, MARGIN = 900, 240, 60
 MAX_LAYER_LABELS = 24  # more labels would overlap
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+Series = dict[str, dict[int, float]]  # line of a plot -> layer -> value
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#1f2937}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;text-align:right}
@@ -22,9 +24,7 @@ svg{width:100%;height:auto}text{font:11px system-ui,sans-serif;fill:#4b5563}
 
 def to_html(report: QuantizationReport) -> str:
     """Return the HTML page of a report."""
-    kinds: dict[str, list[LinearReport]] = {}
-    for linear in report.linears:
-        kinds.setdefault(_kind(linear.name), []).append(linear)
+    linears = report.linears
     with_data = any(linear.output_error is not None for linear in report.linears)
     parts = [
         f"<h1>{escape(report.scheme)} by {escape(report.recipe)}</h1>",
@@ -40,24 +40,25 @@ def to_html(report: QuantizationReport) -> str:
     ]
     if report.quality:
         parts.append(f"<p>Held-out text: {escape(measured_text(report.quality))}</p>")
-    parts.append(_section("Weight error per linear, %", _percent(kinds, "relative_error")))
+    errors = _mean(linears, _percent("relative_error"))
+    parts.append(_section("Weight error per linear, %", errors))
     if with_data:
-        parts.append(_section("Output error per linear, %", _percent(kinds, "output_error")))
-    parts.append(_section("Largest weight per layer", _values(kinds, "weight_absmax")))
+        parts.append(
+            _section("Output error per linear, %", _mean(linears, _percent("output_error")))
+        )
+    parts.append(_section("Largest weight per layer", _largest(linears, "weight_absmax")))
     if with_data:
-        parts.append(_section("Largest input per layer", _values(kinds, "input_absmax")))
+        parts.append(_section("Largest input per layer", _largest(linears, "input_absmax")))
     if report.kv_cache is not None:
-        scales: dict[str, list[float]] = {}
+        scales: Series = {}
         for name, scale in report.kv_scales.items():
-            scales.setdefault(name.rpartition(".")[2], []).append(scale)
+            layer, local = _place(name)
+            scales.setdefault(local.rpartition(".")[2], {})[layer] = scale
         parts.append(
             _section(f"Scales of the {report.kv_cache} KV cache per layer", line_plot(scales))
         )
-    bits = {
-        kind: [8 * r.num_bytes / (r.shape[0] * r.shape[1]) for r in linears]
-        for kind, linears in kinds.items()
-    }
-    parts.append(_section("Bits per weight", line_plot(bits)))
+    bits = _mean(linears, lambda r: 8 * r.num_bytes / (r.shape[0] * r.shape[1]))
+    parts.append(_section("Bits per weight", bits))
     if report.seconds_by_stage:
         parts.append(_section("Seconds by stage", bar_plot(report.seconds_by_stage)))
     parts += [_linears(report.linears), _repeat(report)]
@@ -69,10 +70,10 @@ def to_html(report: QuantizationReport) -> str:
     )
 
 
-def line_plot(series: dict[str, list[float]]) -> str:
+def line_plot(series: Series) -> str:
     """Plot one line per series over the layers, from 0 up. Hovering shows a point's value."""
-    top = max((value for values in series.values() for value in values), default=0) or 1
-    count = max((len(values) for values in series.values()), default=1)
+    top = max((value for values in series.values() for value in values.values()), default=0) or 1
+    count = 1 + max((layer for values in series.values() for layer in values), default=0)
     step = (WIDTH - 2 * MARGIN) / max(count - 1, 1)
     shapes = [_axis(top, y) for y in (0, 0.5, 1)]
     below = _height(0) + 16
@@ -82,15 +83,15 @@ def line_plot(series: dict[str, list[float]]) -> str:
     ]
     for number, (name, values) in enumerate(series.items()):
         color = COLORS[number % len(COLORS)]
-        points = [(MARGIN + i * step, _height(value / top)) for i, value in enumerate(values)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        points = {i: (MARGIN + i * step, _height(value / top)) for i, value in values.items()}
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points.values())
         shapes.append(
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         )
         shapes += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
-            f"<title>{escape(name)}, layer {i}: {value:.4g}</title></circle>"
-            for i, ((x, y), value) in enumerate(zip(points, values, strict=True))
+            f"<title>{escape(name)}, layer {i}: {values[i]:.4g}</title></circle>"
+            for i, (x, y) in points.items()
         ]
         if number < len(COLORS):
             x = MARGIN + number * (WIDTH - 2 * MARGIN) / len(COLORS)
@@ -124,19 +125,45 @@ def _axis(top: float, share: float) -> str:
     )
 
 
-def _kind(name: str) -> str:
-    """Return a linear's name within its layer, such as self_attn.q_proj."""
-    return name.rpartition("layers.")[2].partition(".")[2]
+def _place(name: str) -> tuple[int, str]:
+    """Return the layer of a module, and its name there; experts of a layer have one name."""
+    layer, _, local = name.rpartition("layers.")[2].partition(".")
+    if not layer.isdecimal():  # outside of layers, such as the head
+        return 0, name
+    return int(layer), re.sub(r"\bexperts\.\d+\.", "experts.", local)
 
 
-def _percent(kinds: dict[str, list[LinearReport]], field: str) -> str:
+def _by_place(linears: Sequence[LinearReport]) -> dict[str, dict[int, list[LinearReport]]]:
+    """Return the linears by name within their layer, and by layer."""
+    found: dict[str, dict[int, list[LinearReport]]] = {}
+    for linear in linears:
+        layer, local = _place(linear.name)
+        found.setdefault(local, {}).setdefault(layer, []).append(linear)
+    return found
+
+
+def _percent(field: str) -> Callable[[LinearReport], float]:
+    return lambda linear: 100 * (getattr(linear, field) or 0.0)
+
+
+def _mean(linears: Sequence[LinearReport], value: Callable[[LinearReport], float]) -> str:
+    """Plot a value per layer, the mean of the layer's experts."""
     return line_plot(
-        {kind: [100 * (getattr(r, field) or 0.0) for r in rows] for kind, rows in kinds.items()}
+        {
+            local: {i: sum(map(value, group)) / len(group) for i, group in layers.items()}
+            for local, layers in _by_place(linears).items()
+        }
     )
 
 
-def _values(kinds: dict[str, list[LinearReport]], field: str) -> str:
-    return line_plot({k: [getattr(r, field) or 0.0 for r in rows] for k, rows in kinds.items()})
+def _largest(linears: Sequence[LinearReport], field: str) -> str:
+    """Plot a field per layer, the largest of the layer's experts."""
+    return line_plot(
+        {
+            local: {i: max(getattr(r, field) or 0.0 for r in group) for i, group in layers.items()}
+            for local, layers in _by_place(linears).items()
+        }
+    )
 
 
 def _section(title: str, content: str) -> str:

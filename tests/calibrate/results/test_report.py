@@ -1,12 +1,14 @@
 """The report: its numbers, its file, its table."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.results import report_html
 from calibrate.results.report import LinearReport
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import Scheme
@@ -73,3 +75,31 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     text = report.to_text()
     for linear in report.linears:
         assert linear.name in text
+
+
+def test_plots_have_a_line_per_linear_of_a_layer_and_points_at_their_layers():
+    weight = torch.zeros(32, 32)
+    packed = PackedWeight.from_float(weight, SCHEME.weight)
+    names = {
+        "model.layers.0.mlp.experts.0.up_proj": 2.0,
+        "model.layers.0.mlp.experts.1.up_proj": 4.0,
+        "model.layers.3.self_attn.q_proj": 6.0,
+        "lm_head": 8.0,
+    }
+    linears = [
+        replace(measure(weight, packed), name=name, relative_error=error / 100)
+        for name, error in names.items()
+    ]
+    plot = report_html._mean(linears, report_html._percent("relative_error"))
+    assert re.findall(r"<title>(.*?)</title>", plot) == [
+        "mlp.experts.up_proj, layer 0: 3",
+        "self_attn.q_proj, layer 3: 6",
+        "lm_head, layer 0: 8",
+    ]
+    at_3 = re.search(r'<circle cx="([\d.]+)"[^>]*><title>self_attn', plot)[1]
+    assert float(at_3) == report_html.WIDTH - report_html.MARGIN
+    largest = report_html._largest(
+        [replace(r, weight_absmax=e) for r, e in zip(linears, names.values(), strict=True)],
+        "weight_absmax",
+    )
+    assert "mlp.experts.up_proj, layer 0: 4<" in largest
