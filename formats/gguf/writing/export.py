@@ -1,6 +1,6 @@
-"""A checkpoint written as a GGUF file, code for code where its linears are quantized.
+"""Write a checkpoint as a GGUF file, code for code if its linears are quantized.
 
-Rows of q and k, names and norms become GGUF's (model_tensors.py). Nothing is rounded unless the
+model_tensors.py converts rows of q and k, names and norms. Nothing is rounded unless the
 caller asks for a type of the embedding.
 """
 
@@ -37,7 +37,7 @@ from formats.names import GGUF_TYPES
 from formats.scheme import Scheme
 from formats.table import size_text
 
-# general.file_type by the most frequent type of the linears
+# most frequent type of the linears -> general.file_type
 FILE_TYPES = {
     **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32, "MXFP4": 38},
@@ -67,8 +67,8 @@ def export_gguf(
 ) -> Exported:
     """Write a checkpoint as one GGUF file. Raises CheckpointError for what GGUF cannot hold.
 
-    `embedding_type`, `head_type`: types such as q8_0 for the embedding and a float head; None: as
-    stored. Blocks of a GGUF file that is the source stay as they are. `exact` False rounds the
+    `embedding_type` and `head_type` are types such as q8_0 for the embedding and a float head;
+    None: as stored. If the source is a GGUF file, its blocks are kept. `exact` False rounds the
     minima of asymmetric weights to float16.
     """
     target = check_file_is_free(target)
@@ -107,7 +107,7 @@ def export_gguf(
 
 
 def check_exports(source: str | Path, scheme: Scheme) -> None:
-    """Raise CheckpointError if GGUF has no blocks of a scheme, or does not hold a model."""
+    """Raise CheckpointError if GGUF has no block type for a scheme, or cannot hold the model."""
     spec = scheme.weight
     has_blocks = spec.type == "mxfp4" or scheme in BLOCK_SCHEMES.values()
     has_blocks |= spec.type == "int" and (spec.bits, spec.symmetric) in INTEGER_TYPES

@@ -19,7 +19,7 @@ from formats.gguf.writing.tensor_maker import TensorMaker, holds_blocks
 def held_tensors(
     maker: TensorMaker, stem: str, theirs: str, name: str, held: Held
 ) -> list[NewTensor]:
-    """Return a tensor in another form than the family's: one tensor, or two."""
+    """Return a tensor in GGUF's form, which differs from the family's: one tensor, or two."""
     module, config = name.removesuffix(".weight"), maker.reader.config
     is_coded = module != name and module in maker.coded
     if not is_coded and name not in maker.reader:
@@ -31,7 +31,7 @@ def held_tensors(
     rows, columns = (order_of(order, config) for order in (held.rows, held.columns))
     entry = maker.reader.entries.get(name)
     if holds_blocks(entry) and entry.presented.columns:
-        columns = None  # blocks of a GGUF file stay where they are
+        columns = None  # blocks of a GGUF file are already in the file's order
     shape = stored_shape(held.shape, whole.shape, config.get("mamba_n_groups") or 1)
 
     def make() -> torch.Tensor:
@@ -59,7 +59,7 @@ def held_tensors(
 
 
 def halves(maker: TensorMaker, stem: str, name: str) -> list[NewTensor]:
-    """Return kv_b_proj in two tensors: keys, transposed, and values, each by head."""
+    """Return kv_b_proj as two tensors by head: keys, transposed, and values."""
     if name not in maker.reader:
         raise CheckpointError(name, "is missing", "take a whole checkpoint")
     entry, config = maker.reader.entries[name], maker.reader.config
@@ -70,7 +70,7 @@ def halves(maker: TensorMaker, stem: str, name: str) -> list[NewTensor]:
     found = []
     for number, (local, shape) in enumerate(shapes):
         kind = maker.float_type(name, entry)
-        if isinstance(entry, JoinedEntry):  # of a GGUF file, whose blocks stay
+        if isinstance(entry, JoinedEntry):  # from a GGUF file, whose blocks are kept
             kind = entry.parts[number].presented.stored.type
 
         def make(number: int = number, kind: BlockType = kind) -> bytes:
@@ -84,7 +84,7 @@ def halves(maker: TensorMaker, stem: str, name: str) -> list[NewTensor]:
 
 
 def _columns_moved(data: torch.Tensor, order: Order, whole: NewTensor) -> torch.Tensor:
-    """Return rows of blocks with their columns in a file's order. Raises CheckpointError."""
+    """Return rows of blocks with their columns in the file's order. Raises CheckpointError."""
     kind, (N, K) = whole.type, whole.shape
     step = kind.length
     if order.numbers[-1] % step:

@@ -23,12 +23,12 @@ from formats.gguf.writing.tensor_maker import TensorMaker
 
 
 class ModelTensors:
-    """Tensors of one checkpoint under GGUF's names."""
+    """The tensors of one checkpoint under GGUF's names."""
 
     def __init__(self, maker: TensorMaker) -> None:
         self._maker, self._reader = maker, maker.reader
         self._family, self._row = maker.family, maker.row
-        # kv_b_proj of latent attention is written by head; False: some layer's is quantized
+        # True: kv_b_proj of latent attention is written by head; False: a layer has it quantized
         joined = linear_names(self._family, self._row).get(BOTH_UP, "")
         is_coded = any(name.endswith(f".{joined}") for name in maker.coded)
         self.is_split = bool(joined) and not self._row.joins_kv_b and not is_coded
@@ -46,7 +46,9 @@ class ModelTensors:
             head = modules["token_embd"] if self._row.head == "own" else None
         elif self._row.head == "tied":
             raise CheckpointError(
-                head, f"is a head of its own, which {self._row.name} has none of in GGUF", REMEDY
+                head,
+                f"is a separate output head, which {self._row.name} does not have in GGUF",
+                REMEDY,
             )
         for name, module in modules.items():
             found += self._maker.module(name, [module])
@@ -65,7 +67,7 @@ class ModelTensors:
         return found
 
     def scalars(self) -> dict[str, Value]:
-        """Return the metadata of tensors of one number in each layer."""
+        """Return the metadata for tensors that have one number per layer."""
         found = {}
         layers = range(self._reader.config["num_hidden_layers"])
         for key, name in self._row.scalars.items():
@@ -131,7 +133,7 @@ class ModelTensors:
         return {GATE_UP: both, **apart}
 
     def _zero_keys(self, stem: str) -> list[NewTensor]:
-        """Return keys and values of zeros, for a layer that reads those of an earlier one."""
+        """Return zeroed keys and values for a layer that uses those of an earlier layer."""
         config = self._reader.config
         width, hidden = head_width(config), config["hidden_size"]
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]

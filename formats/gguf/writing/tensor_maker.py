@@ -23,7 +23,7 @@ from formats.in_memory.weights import Weight
 from formats.layouts import decode_linear, layout_of, quantized_modules, tensor_names
 from formats.quant_config import QuantConfig, find_block
 
-# Parts of names of tensors that are F32 in every file
+# Parts of the names of tensors that are F32 in every file.
 SMALL = ("ffn_gate_inp", "exp_probs_b", "ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d")
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -47,7 +47,7 @@ class TensorMaker:
         block = find_block(reader.folder, reader.config)
         self._quant = QuantConfig.from_dict(block) if block else None
         self.coded = set(quantized_modules(reader.entries))
-        unread = family.unread(reader.config)  # of layers for drafts
+        unread = family.unread(reader.config)  # tensors that the model does not use
         self.left = {name for name in reader.entries if not name.startswith(unread)}
 
     def module(
@@ -68,7 +68,7 @@ class TensorMaker:
         elif f"{modules[0]}.weight" in self.reader:
             names = [f"{module}.weight" for module in modules]
             found.append(self.floats(f"{name}.weight", names, stack))
-        elif modules[0] in self.reader:  # a tensor without a leaf, such as sinks
+        elif modules[0] in self.reader:  # a tensor without ".weight", such as sinks
             leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
             found.append(self.floats(f"{name}{leaf}", modules, stack))
         elif not optional:
@@ -138,12 +138,12 @@ class TensorMaker:
             return to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
 
         shape = _stack_shape(tuple(entry.shape), len(names), stack)
-        if ".exp_probs_b" in name:  # a row in some families
+        if ".exp_probs_b" in name:  # some families store it as one row
             shape = shape[-1:]
         return NewTensor(name=name, type=kind, shape=shape, make=make)
 
     def _factors(self, name: str) -> list[tuple[int, float]]:
-        """Return the factors of the rows of a weight; []: all are 1."""
+        """Return (number of rows, factor) for the rows of a weight; []: all factors are 1."""
         stem, _, leaf = name.removesuffix(".weight.weight").rpartition(".")
         if self.row.factors is None or (leaf != "weight" and name.endswith(".bias")):
             return []
@@ -174,14 +174,14 @@ class TensorMaker:
         return self.float_type(name, self.reader.entries[name])
 
     def _reordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of q, k or all three in GGUF's order."""
+        """Return the rows of q, k or a fused q, k, v matrix in GGUF's order."""
         local, config = name.rpartition(".")[2], self.reader.config
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         if local == "attn_qkv" and self.family.qkv.by_head:
             return to_gguf(rows, heads, kv_heads)
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
-        in_pairs = is_set(self.family.interleaved_rope, config)  # in the checkpoint, too
+        in_pairs = is_set(self.family.interleaved_rope, config)  # already so in the checkpoint
         return rows if own is None or in_pairs or not self.row.permuted else to_gguf(rows, own)
 
 
@@ -191,7 +191,7 @@ def _stack_shape(shape: tuple[int, ...], count: int, stack: int) -> tuple[int, .
 
 
 def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor:
-    """Return a weight, whose runs of rows are multiplied by factors."""
+    """Return a weight with runs of its rows multiplied by factors."""
     if not factors:
         return part
     counts = [count or part.shape[0] for count, _ in factors]
@@ -200,5 +200,5 @@ def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor
 
 
 def holds_blocks(entry: TensorEntry) -> bool:
-    """Return True for blocks of a GGUF file that are presented as floats."""
+    """Return True if the entry presents blocks of a GGUF file as floats."""
     return isinstance(entry, GgufEntry) and not entry.presented.stored.type.float_dtype
