@@ -123,14 +123,16 @@ def test_text_model_of_step_3_7_is_written(tmp_path):
 
 
 def test_layers_that_draft_are_not_read(file, source, tmp_path):
-    """Files of llama.cpp's converter have them, and lists go on for them."""
+    """Files of llama.cpp's converter have them, lists go on for them, and some keys are missing."""
     more = {
         **{"block_count": 6, "nextn_predict_layers": 2},
         "attention.head_count": [4, 8, 8, 4, 8, 8],
         "attention.head_count_kv": [2] * 6,
         "attention.sliding_window_pattern": [False, True, True, False, True, True],
-        **{"swiglu_clamp_exp": [0.0, 0.0, 0.2, 0.3, 0.0, 0.0]},
-        **{"swiglu_clamp_shexp": [0.4, 0.0, 0.0, 0.25, 0.0, 0.0]},
+        "swiglu_clamp_exp": [0.0, 0.0, 0.2, 0.3, 0.0, 0.0],
+        "swiglu_clamp_shexp": [0.4, 0.0, 0.0, 0.25, 0.0, 0.0],
+        # heads of their width rotate, in layers without a window half of it
+        **{"rope.dimension_count": None, "rope.dimension_count_swa": None},
     }
 
     def with_drafts(tensors):
