@@ -75,7 +75,8 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     for key, name in TOKENS.items():
         value = gguf.metadata.get(name)
         # set None explicitly: config classes would default to ids of other vocabularies
-        config[key] = value if type(value) is int and value < embedding.shape[0] else None
+        is_token = type(value) is int and value < embedding.shape[0]
+        config[key] = value if is_token else row.fixed.get(key)
     if row.value_width:
         config[row.value_width] = metadata.size("attention.value_length", config["head_dim"])
     if not row.states_head_dim:

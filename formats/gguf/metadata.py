@@ -40,6 +40,19 @@ class Metadata:
             raise self.wrong(key, f"expected a number, found {value!r:.60}")
         return shortest(value) if isinstance(value, float) else value
 
+    def numbers(self, key: str) -> list[float] | None:
+        """Return finite numbers, one if all are equal; None: the file has none.
+
+        Raises CheckpointError if a value is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(type(x) in (int, float) and abs(x) <= 1e30 for x in values):
+            raise self.wrong(key, f"expected numbers, found {value!r:.60}")
+        return [shortest(float(each)) for each in values]
+
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number. Raises CheckpointError if the value is something else."""
         value = self.get(key)

@@ -5,17 +5,13 @@ Llama 3's rule gives are converted back to its parameters; other divisors are li
 as for LongRoPE.
 """
 
-import math
 from typing import Any
 
+from formats.gguf.architectures.divisors import ORIGINAL, scaling_of
 from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.metadata import Metadata
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-ORIGINAL = "original_max_position_embeddings"
-# parameters of Llama 3's rule: low and high factor, and the context lengths to try
-LLAMA3_FACTORS = ((1.0, 4.0),)
-LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 2048)
 
 
 def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -61,15 +57,7 @@ def _scaling(
         return scaling if factor is None else {**scaling, "attention_factor": float(factor)}
     if FREQUENCIES in metadata.gguf.tensors:
         found = metadata.divisors(FREQUENCIES, width)
-        if all(each == 1.0 for each in found):
-            return None
-        return llama3_parameters(found, theta, width) or {
-            "rope_type": "longrope",
-            "long_factor": found,
-            "short_factor": found,
-            ORIGINAL: length,
-            "attention_factor": 1.0,
-        }
+        return scaling_of(found, theta, width, length)
     kind = metadata.get("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
     if kind in (None, "none", "longrope") and factor in (None, 0.0, 1.0):
@@ -95,32 +83,3 @@ def _scaling(
         if value is not None:
             scaling[key] = float(value)
     return scaling
-
-
-def llama3_divisors(
-    theta: float, width: int, factor: float, low: float, high: float, original: float
-) -> list[float]:
-    """Return Llama 3's divisors of the inverse frequencies."""
-    divisors = []
-    for i in range(0, width, 2):
-        wavelength = 2 * math.pi * theta ** (i / width)
-        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return divisors
-
-
-def llama3_parameters(found: list[float], theta: float, width: int) -> dict[str, Any] | None:
-    """Return Llama 3's parameters that give these divisors; None: no parameters do."""
-    factor = max(found)
-    for low, high in LLAMA3_FACTORS:
-        for original in LLAMA3_LENGTHS:
-            made = llama3_divisors(theta, width, factor, low, high, original)
-            if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(made, found, strict=True)):
-                return {
-                    "rope_type": "llama3",
-                    "factor": float(factor),
-                    "low_freq_factor": low,
-                    "high_freq_factor": high,
-                    ORIGINAL: original,
-                }
-    return None

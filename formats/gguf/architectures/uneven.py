@@ -12,7 +12,7 @@ from formats.gguf.architectures.parts import BEFORE, BY_SIGMOID, EXPERTS, OF_HEA
 _SLIDING = "sliding_attention"
 
 
-def _sparse_layers(metadata: Any, count: int) -> list[str]:
+def sparse_layers(metadata: Any, count: int) -> list[str]:
     """Return the kinds of feed-forwards: layers with a router have experts."""
     routers = (f"blk.{layer}.ffn_gate_inp.weight" for layer in range(count))
     return ["sparse" if each in metadata.gguf.tensors else "dense" for each in routers]
@@ -40,7 +40,7 @@ def _mimo_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     usual = {"rope_type": "default", "partial_rotary_factor": part}
     return {
         "num_key_value_heads": full.pop(),
-        "mlp_layer_types": _sparse_layers(metadata, count),
+        "mlp_layer_types": sparse_layers(metadata, count),
         "attention_value_scale": metadata.number("attention.value_scale", 1.0),
         "rope_parameters": {
             "full_attention": {**usual, "rope_theta": theta},
@@ -103,7 +103,7 @@ def _laguna_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
         **_laguna_gating(metadata),
         "layer_types": kinds,
         "num_attention_heads_per_layer": by_layer(metadata, "attention.head_count", count),
-        "mlp_layer_types": _sparse_layers(metadata, count),
+        "mlp_layer_types": sparse_layers(metadata, count),
         "rope_parameters": ropes,
         # the older key, where it is stated, takes precedence
         **({"rope_scaling": ropes} if "rope_scaling" in config else {}),

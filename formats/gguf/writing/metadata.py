@@ -12,12 +12,13 @@ from formats.architecture.family import Family
 from formats.architecture.stored_form.config import usual_config
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.divisors import ORIGINAL, llama3_divisors
 from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.architectures.table import ARCHITECTURES
 from formats.gguf.config import make_config
 from formats.gguf.container import read_gguf
 from formats.gguf.metadata import Metadata
-from formats.gguf.rope import LONG, ORIGINAL, SHORT, llama3_divisors
+from formats.gguf.rope import LONG, SHORT
 from formats.gguf.writing.container_writer import Value
 from formats.gguf.writing.latent import latent_metadata
 

@@ -18,6 +18,11 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "mscale": 1.0},
     **{"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
 }
+# Step-3.5, whose kinds of layers both rotate in part; of layers without a window more
+_STEP_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+}
 _ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
 # (family of tests/tiny_families.py, what differs, architecture)
 USUAL = (
@@ -26,6 +31,7 @@ USUAL = (
     ("nemotron_h", {}, "nemotron_h"),
     ("minicpm3", MINICPM, "minicpm3"),
     ("gemma4_moe", {}, "gemma4"),
+    ("step", {}, "step35"),
 )
 OTHERS = (
     ("glm4_moe", _ONE_GROUP, "glm4moe"),
@@ -58,6 +64,8 @@ OTHERS = (
         },
         "laguna",
     ),
+    ("step", {"rope_parameters": _STEP_ROPES, "swiglu_limits": None}, "step35"),
+    ("step", {"layer_types": ["sliding_attention"] * 4}, "step35"),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),
     ("hunyuan_moe", {}, "hunyuan-moe"),
