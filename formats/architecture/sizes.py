@@ -26,7 +26,7 @@ _NUMBERS = (
 )
 
 
-MAX_EXPERTS = 10_000  # of a layer; far more than any model has
+MAX_EXPERTS = 32_768  # of a layer; Doge has 16,384
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
