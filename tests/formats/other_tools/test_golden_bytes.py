@@ -11,6 +11,7 @@ from formats.scheme import QuantSpec, Scheme
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 README = (Path(__file__).parents[3] / "formats" / "README.md").read_text(encoding="utf-8")
+README = " ".join(README.split())  # a golden line may be wrapped
 
 
 def floats(text: str) -> list[float]:
