@@ -163,15 +163,7 @@ def check_keeps_embeddings(recipe: Recipe) -> None:
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
     """Raise InputError if a built-in recipe does not support one of the schemes."""
     for scheme in schemes:
-        if scheme.weight.type in K_TYPES:
-            if recipe.tuning is not None:
-                raise InputError(
-                    f"recipe {recipe.name!r}",
-                    f"tunes scales, which {scheme} stores in 6 or 8 bits",
-                    "use gptq or gptaq",
-                )
-            continue
-        if recipe.name not in RECIPES or scheme.weight.type == "int":
+        if recipe.name not in RECIPES or scheme.weight.type in ("int", *K_TYPES):
             continue
         makes = _makes_fp4 if scheme.weight.type in FP4_TYPES else _makes_float8
         if not makes(recipe):

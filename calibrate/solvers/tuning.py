@@ -5,7 +5,8 @@ Language Models" (AutoRound, 2023). Tuning starts from a solver's codes instead 
 weights, so a weight may change to a neighbouring code. The gradient passes through the rounding
 unchanged (straight-through), and the rates of Adam decay to 0.
 
-Legend: N outputs, K inputs, G groups, L inputs of a group, W windows, S tokens, D hidden size.
+Legend: N outputs, K inputs, G groups, L inputs of a group, B blocks of a K-quant's row, W windows,
+S tokens, D hidden size.
 """
 
 from dataclasses import replace
@@ -21,12 +22,16 @@ from calibrate.layer import FinishedLayer
 from calibrate.solvers.norms import TrainableNorms
 from calibrate.solvers.solving import LayerState, Tuning
 from calibrate.texts.data import endless_batches
+from formats.gguf.k_quants.grid import read_blocks
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
+from formats.scheme import K_TYPES
 
 # Number of windows held out. The tuned layer is used only if it is better on these.
 KEPT_OUT = 8
 BETAS = (0.9, 0.99)
+LARGEST_D = 65504.0  # largest float16
 
 
 class _Grid(nn.Module):
@@ -44,10 +49,10 @@ class _Grid(nn.Module):
         self.scales_NG1, self.zeros_NG1 = scales_NG1, zeros_NG1
         self.places_NGL = places_of_codes(codes_NGL, scales_NG1, zeros_NG1, weight_NK)
         self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))
-        self.gain_NG1 = nn.Parameter(torch.zeros_like(scales_NG1))
+        self.gain = nn.Parameter(torch.zeros_like(scales_NG1))
 
     def scales(self) -> torch.Tensor:
-        return self.scales_NG1 * (1 + self.gain_NG1)
+        return self.scales_NG1 * (1 + self.gain)
 
     def codes(self) -> torch.Tensor:
         return rounded_codes(self.places_NGL + self.move_NGL, self.packed.spec.max_code)
@@ -73,6 +78,47 @@ class _Grid(nn.Module):
             input_scale=self.packed.input_scale,
             input_order=self.packed.input_order,
         )
+
+
+class _BlockGrid(nn.Module):
+    """One linear in K-quant blocks with trainable codes and block scales d.
+
+    The integer scales and minima of groups, and dmin, are fixed.
+    """
+
+    def __init__(self, weight: KWeight, weight_NK: torch.Tensor) -> None:
+        super().__init__()
+        codes_NK, self.grid = read_blocks(weight.bytes_NX, weight.spec)
+        steps_NG1, self.lows_NG1 = self.grid.steps()[..., None], self.grid.lows()[..., None]
+        codes_NGL = codes_NK.float().unflatten(1, (steps_NG1.shape[1], -1))
+        divisors_NG1 = torch.where(steps_NG1 == 0, 1.0, steps_NG1)
+        zeros_NG1 = self.lows_NG1 / divisors_NG1
+        self.steps_NG1 = steps_NG1
+        self.places_NGL = places_of_codes(codes_NGL, divisors_NG1, zeros_NG1, weight_NK)
+        self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))
+        self.gain = nn.Parameter(torch.zeros_like(self.grid.d_NB, dtype=torch.float32))
+
+    def codes(self) -> torch.Tensor:
+        return rounded_codes(self.places_NGL + self.move_NGL, self.grid.spec.max_code)
+
+    def weight(self) -> torch.Tensor:
+        """Return the weight [N, K] that the layer computes with."""
+        groups = self.steps_NG1.shape[1] // self.gain.shape[1]
+        gain_NG1 = 1 + self.gain.repeat_interleave(groups, 1)[..., None]
+        lows_NG1 = self.lows_NG1
+        if not self.grid.has_minima:  # the minimum of Q6_K is a multiple of d
+            lows_NG1 = lows_NG1 * gain_NG1
+        return (self.codes() * self.steps_NG1 * gain_NG1 - lows_NG1).flatten(1)
+
+    def finished(self, name: str) -> KWeight:
+        """Return the weight as blocks of a file."""
+        with torch.no_grad():
+            d_NB = self.grid.d_NB.float() * (1 + self.gain)
+            d_NB = d_NB.clamp(-LARGEST_D, LARGEST_D).half()
+            codes_NK = self.codes().flatten(1).to(torch.uint8)
+        found = KWeight.from_codes(codes_NK, replace(self.grid, d_NB=d_NB))
+        found.check(name)
+        return found
 
 
 def places_of_codes(
@@ -115,11 +161,12 @@ def tune_layer(
     state = {name: tensor.float() for name, tensor in finished.apply(loaded).items()}
     module = runner.build(layer, state)
     after = {**loaded, **finished.changed}
-    grids = {
-        name: _Grid(packed, after[f"{name}.weight"])
-        for name, packed in finished.packed.items()
-        if isinstance(packed, PackedWeight)
-    }
+    grids: dict[str, _Grid | _BlockGrid] = {}
+    for name, packed in finished.packed.items():
+        if isinstance(packed, PackedWeight):
+            grids[name] = _Grid(packed, after[f"{name}.weight"])
+        elif isinstance(packed, KWeight) and packed.spec.type in K_TYPES:
+            grids[name] = _BlockGrid(packed, after[f"{name}.weight"])
     if not grids:
         return finished
     norms = TrainableNorms(runner.layer_map, after).to(runner.device)
@@ -151,7 +198,7 @@ def tune_layer(
     optimizer = torch.optim.Adam(
         [
             {"params": [grid.move_NGL for grid in grids.values()], "lr": tuning.rate},
-            {"params": [grid.gain_NG1 for grid in grids.values()], "lr": tuning.scale_rate},
+            {"params": [grid.gain for grid in grids.values()], "lr": tuning.scale_rate},
             {"params": list(norms.parameters()), "lr": tuning.norm_rate},
         ],
         betas=BETAS,

@@ -14,6 +14,8 @@ from calibrate.solvers.solving import LayerContext, Tuning
 from calibrate.solvers.tuning import tune_layer
 from calibrate.transforms.smoothquant import SMOOTHQUANT
 from formats.errors import InputError
+from formats.gguf.k_quants.grid import read_blocks
+from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.scheme import Scheme
 
 SCHEME = Scheme.parse("w3a16-sym-g32")
@@ -22,7 +24,11 @@ SCHEME = Scheme.parse("w3a16-sym-g32")
 @pytest.fixture(scope="module")
 def problem(tiny_model):
     """Everything that tune_layer is given: a layer, its codes by rtn, inputs and targets."""
-    model = FloatModel(tiny_model("qwen3"))
+    return problem_of(tiny_model("qwen3"), SCHEME)
+
+
+def problem_of(folder, scheme):
+    model = FloatModel(folder)
     runner = LayerRunner(model, model.layer_map, "cpu")
     ids = torch.randint(0, 512, (24, 32), generator=torch.Generator().manual_seed(0))
     embedding = model.get(model.layer_map.embedding)
@@ -32,14 +38,14 @@ def problem(tiny_model):
     context = LayerContext(
         layer_map=model.layer_map,
         config=model.config,
-        spec=SCHEME.weight,
+        spec=scheme.weight,
         prefix=model.layer_map.prefix(0),
     )
     finished = quantize_layer(
         state,
         state,
         {},
-        schemes=dict.fromkeys(model.shapes, SCHEME),
+        schemes=dict.fromkeys(model.shapes, scheme),
         recipe=RECIPES["rtn"],
         context=context,
         input_scales={},
@@ -66,6 +72,26 @@ def test_outputs_come_nearer_on_windows_that_no_step_saw(problem):
         assert int((packed.codes().int() - before.codes().int()).abs().max()) <= 2
     again = tune_layer(runner, 0, state, finished, inputs, targets, tuning)
     assert all(torch.equal(again.packed[n].words_NW, p.words_NW) for n, p in tuned.packed.items())
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
+def test_blocks_of_k_quants_are_tuned_on_their_grid(docs_5m, name):
+    problem = problem_of(docs_5m, BLOCK_SCHEMES[name])
+    runner, state, finished, inputs, targets = problem
+    tuning = Tuning(steps=80, tokens=128)
+    tuned = tune_layer(runner, 0, state, finished, inputs, targets, tuning)
+    assert error(problem, tuned) < 0.9 * error(problem, finished)
+    moved = 0
+    for linear, weight in tuned.packed.items():
+        weight.check(linear)
+        codes, grid = read_blocks(weight.bytes_NX, weight.spec)
+        codes_before, before = read_blocks(finished.packed[linear].bytes_NX, weight.spec)
+        for field in ("scales_NG", "minima_NG", "dmin_NB"):
+            assert torch.equal(getattr(grid, field), getattr(before, field))
+        assert (grid.d_NB / before.d_NB - 1).abs().nan_to_num().max() < 0.1
+        assert int((codes.int() - codes_before.int()).abs().max()) <= 2
+        moved += int((codes != codes_before).sum())
+    assert moved > 100
 
 
 def test_a_layer_that_gets_worse_is_kept_as_it_was(problem):

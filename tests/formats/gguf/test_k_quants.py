@@ -248,7 +248,6 @@ def test_settings_without_a_meaning_are_refused_early(docs_5m, tmp_path, capsys)
         (["--scheme", "q4_k", "--bits", "4.5"], "--bits: chooses integer codes"),
         (["--scheme", "q4_k", "--kv-cache-scheme", "fp8"], "has no place in GGUF"),
         (["--scheme", "q4_k", "--group-size", "64"], "blocks of q4_k are fixed"),
-        (["--scheme", "q4_k", "--recipe", "autoround"], "tunes scales"),
         (["--scheme", "q6_k", "--override", "v_proj=w8a8"], "w8a8: is no type of GGUF's blocks"),
     ):
         assert main(["quantize", str(docs_5m), "-o", str(tmp_path / "a.gguf"), *flags]) == 1
