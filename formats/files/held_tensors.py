@@ -3,7 +3,7 @@
 Names become the names of the family's row, as in `CheckpointReader`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,13 @@ class HeldTensor:
     def matrix(self, name: str, number: int, start: int, stop: int) -> "HeldTensor":
         """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""
         return HeldTensor(name=name, tensor=self.tensor[number, start:stop])
+
+    def joined(
+        self, parts: "Sequence[HeldTensor]", name: str, start: int, stop: int
+    ) -> "HeldTensor":
+        """Return rows `start` to `stop`, counted over all parts, as a tensor `name`."""
+        rows = torch.cat([part.tensor for part in parts])[start:stop]
+        return HeldTensor(name=name, tensor=rows)
 
     def read(self) -> torch.Tensor:
         """Return the tensor."""

@@ -70,12 +70,18 @@ def _divided(
 ) -> dict[str, TensorEntry]:
     """Return the tensors of these names with these rows; none if they have them, or cannot."""
     parts = tuple(entries.get(name) for name in names)
-    if not all(isinstance(part, TensorEntry) and part.shape for part in parts):
+    if not all(part is not None and part.shape for part in parts):
         return {}
     counts = [part.shape[0] for part in parts]
     alike = len({(part.shape[1:], part.dtype) for part in parts}) == 1
     if counts == stated or sum(counts) != sum(stated) or not alike:
         return {}
+    starts = list(accumulate([0, *stated[:-1]]))
+    if not isinstance(parts[0], TensorEntry):  # tensors in memory (HeldTensors)
+        return {
+            name: parts[0].joined(parts, name, start, start + rows)
+            for name, rows, start in zip(names, stated, starts, strict=True)
+        }
     row_bytes = parts[0].num_bytes // counts[0]
     return {
         name: JoinedRows(
@@ -88,7 +94,5 @@ def _divided(
             parts=parts,
             start=start,
         )
-        for name, part, rows, start in zip(
-            names, parts, stated, accumulate([0, *stated[:-1]]), strict=True
-        )
+        for name, part, rows, start in zip(names, parts, stated, starts, strict=True)
     }
