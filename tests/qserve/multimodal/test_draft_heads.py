@@ -158,7 +158,9 @@ class Judge:
         given = self.model.inputs(ids, *request[1:])
         whole = torch.tensor([[*ids, *more, *drafts]])
         added = whole.shape[1] - len(ids)
-        inputs = {**given, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        # Gemma 4 E2B's prompts have another token at images than transformers expects.
+        stated = torch.cat([given["input_ids"], whole[:, len(ids) :]], 1)
+        inputs = {**given, "input_ids": stated, "attention_mask": torch.ones_like(whole)}
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 inputs[name] = torch.nn.functional.pad(inputs[name], (0, added))
