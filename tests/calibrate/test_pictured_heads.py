@@ -116,7 +116,7 @@ def toy(folder):
         states = seen.taps_BSF, seen.logits_BSV
         return list(step_losses(head, windows.ids_WS, *states, num_steps=3, images=seen.images))
 
-    settings = FitSettings(epochs=40, batch=NUM_CHATS, rate=2e-2, output_rate=5e-3)
+    settings = FitSettings(epochs=80, batch=NUM_CHATS, rate=2e-2, output_rate=5e-3)
     numbers_W1 = torch.arange(NUM_CHATS)[:, None]
     fit(head, numbers_W1, losses, settings, outputs=(head.lm_head.weight,), progress=False)
     tensors = {name: each.detach() for name, each in head.state_dict().items()}
