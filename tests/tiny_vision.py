@@ -175,7 +175,7 @@ GEMMA_4_SHARED = {
     **GEMMA_4,
     "text": {
         **GEMMA_4["text"],
-        "hidden_size_per_layer_input": 8,
+        "hidden_size_per_layer_input": 32,  # whole vectors of a CPU
         "num_kv_shared_layers": 2,
         "use_bidirectional_attention": None,
         "pad_token_id": "<|pad|>",
