@@ -13,6 +13,7 @@ WIDTH, HEIGHT, MARGIN = 900, 240, 60
 MAX_LAYER_LABELS = 24  # more labels would overlap
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 Series = dict[str, dict[int, float]]  # line of a plot -> layer -> value
+Groups = dict[str, dict[int, list[LinearReport]]]  # name within a layer -> layer -> experts
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#1f2937}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;text-align:right}
@@ -24,7 +25,7 @@ svg{width:100%;height:auto}text{font:11px system-ui,sans-serif;fill:#4b5563}
 
 def to_html(report: QuantizationReport) -> str:
     """Return the HTML page of a report."""
-    linears = report.linears
+    linears = _by_place(report.linears)
     with_data = any(linear.output_error is not None for linear in report.linears)
     parts = [
         f"<h1>{escape(report.scheme)} by {escape(report.recipe)}</h1>",
@@ -40,15 +41,15 @@ def to_html(report: QuantizationReport) -> str:
     ]
     if report.quality:
         parts.append(f"<p>Held-out text: {escape(measured_text(report.quality))}</p>")
-    errors = _mean(linears, _percent("relative_error"))
+    errors = _mean_plot(linears, _percent("relative_error"))
     parts.append(_section("Weight error per linear, %", errors))
     if with_data:
         parts.append(
-            _section("Output error per linear, %", _mean(linears, _percent("output_error")))
+            _section("Output error per linear, %", _mean_plot(linears, _percent("output_error")))
         )
-    parts.append(_section("Largest weight per layer", _largest(linears, "weight_absmax")))
+    parts.append(_section("Largest weight per layer", _largest_plot(linears, "weight_absmax")))
     if with_data:
-        parts.append(_section("Largest input per layer", _largest(linears, "input_absmax")))
+        parts.append(_section("Largest input per layer", _largest_plot(linears, "input_absmax")))
     if report.kv_cache is not None:
         scales: Series = {}
         for name, scale in report.kv_scales.items():
@@ -57,7 +58,7 @@ def to_html(report: QuantizationReport) -> str:
         parts.append(
             _section(f"Scales of the {report.kv_cache} KV cache per layer", line_plot(scales))
         )
-    bits = _mean(linears, lambda r: 8 * r.num_bytes / (r.shape[0] * r.shape[1]))
+    bits = _mean_plot(linears, lambda r: 8 * r.num_bytes / (r.shape[0] * r.shape[1]))
     parts.append(_section("Bits per weight", bits))
     if report.seconds_by_stage:
         parts.append(_section("Seconds by stage", bar_plot(report.seconds_by_stage)))
@@ -133,9 +134,9 @@ def _place(name: str) -> tuple[int, str]:
     return int(layer), re.sub(r"\bexperts\.\d+\.", "experts.", local)
 
 
-def _by_place(linears: Sequence[LinearReport]) -> dict[str, dict[int, list[LinearReport]]]:
+def _by_place(linears: Sequence[LinearReport]) -> Groups:
     """Return the linears by name within their layer, and by layer."""
-    found: dict[str, dict[int, list[LinearReport]]] = {}
+    found: Groups = {}
     for linear in linears:
         layer, local = _place(linear.name)
         found.setdefault(local, {}).setdefault(layer, []).append(linear)
@@ -146,22 +147,21 @@ def _percent(field: str) -> Callable[[LinearReport], float]:
     return lambda linear: 100 * (getattr(linear, field) or 0.0)
 
 
-def _mean(linears: Sequence[LinearReport], value: Callable[[LinearReport], float]) -> str:
+def _mean_plot(groups: Groups, value: Callable[[LinearReport], float]) -> str:
     """Plot a value per layer, the mean of the layer's experts."""
-    return line_plot(
-        {
-            local: {i: sum(map(value, group)) / len(group) for i, group in layers.items()}
-            for local, layers in _by_place(linears).items()
-        }
-    )
+    return _plot(groups, lambda group: sum(map(value, group)) / len(group))
 
 
-def _largest(linears: Sequence[LinearReport], field: str) -> str:
+def _largest_plot(groups: Groups, field: str) -> str:
     """Plot a field per layer, the largest of the layer's experts."""
+    return _plot(groups, lambda group: max(getattr(r, field) or 0.0 for r in group))
+
+
+def _plot(groups: Groups, of_layer: Callable[[list[LinearReport]], float]) -> str:
     return line_plot(
         {
-            local: {i: max(getattr(r, field) or 0.0 for r in group) for i, group in layers.items()}
-            for local, layers in _by_place(linears).items()
+            local: {layer: of_layer(group) for layer, group in layers.items()}
+            for local, layers in groups.items()
         }
     )
 

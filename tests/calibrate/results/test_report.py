@@ -90,7 +90,9 @@ def test_plots_have_a_line_per_linear_of_a_layer_and_points_at_their_layers():
         replace(measure(weight, packed), name=name, relative_error=error / 100)
         for name, error in names.items()
     ]
-    plot = report_html._mean(linears, report_html._percent("relative_error"))
+    plot = report_html._mean_plot(
+        report_html._by_place(linears), report_html._percent("relative_error")
+    )
     assert re.findall(r"<title>(.*?)</title>", plot) == [
         "mlp.experts.up_proj, layer 0: 3",
         "self_attn.q_proj, layer 3: 6",
@@ -98,8 +100,6 @@ def test_plots_have_a_line_per_linear_of_a_layer_and_points_at_their_layers():
     ]
     at_3 = re.search(r'<circle cx="([\d.]+)"[^>]*><title>self_attn', plot)[1]
     assert float(at_3) == report_html.WIDTH - report_html.MARGIN
-    largest = report_html._largest(
-        [replace(r, weight_absmax=e) for r, e in zip(linears, names.values(), strict=True)],
-        "weight_absmax",
-    )
+    linears = [replace(r, weight_absmax=e) for r, e in zip(linears, names.values(), strict=True)]
+    largest = report_html._largest_plot(report_html._by_place(linears), "weight_absmax")
     assert "mlp.experts.up_proj, layer 0: 4<" in largest
