@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 
 
 class _Recorder(nn.Module):
-    """Stand-in for a layer that records the call's arguments and returns its input."""
+    """Replacement of a layer that records the call's arguments and returns its input."""
 
     def __init__(self, returns_tuple: bool) -> None:
         super().__init__()

@@ -168,7 +168,7 @@ def _notes(
     shapes: Mapping[str, tuple[int, int]],
     runs: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """Return a note for each pair of wanted and fallback type, and number of inputs.
+    """Return a note for each requested type, fallback type and number of inputs.
 
     Linears that fit no block type are reported by the plan.
     """

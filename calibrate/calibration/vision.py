@@ -116,7 +116,7 @@ class _Reached(Exception):
 
 
 class _Zeros(nn.Module):
-    """Stand-in for the token embedding, whose values are not used here."""
+    """Replacement of the token embedding, whose values are not used here."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def gates_exchanged(net):
 
 
 def convolutions_exchanged(net):
-    """That of keys for that of queries."""
+    """Exchange the convolutions of queries and keys."""
     keys = net.shape.keys
     net.conv_weight[: 2 * keys] = net.conv_weight[: 2 * keys].roll(keys, 0)
 
