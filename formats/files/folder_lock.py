@@ -1,8 +1,10 @@
 """Locks on a folder or a file, so that one process writes it at a time."""
 
+import contextlib
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -41,6 +43,21 @@ def lock(descriptor: int) -> None:
         raise
     except OSError:
         pass  # some network file systems have no locks: there, two runs are not kept apart
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created if needed; wait while another process holds it.
+
+    Raises OSError if the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_still_named(descriptor: int, path: Path) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import triton
 
+from formats.files.folder_lock import waiting_lock
 from formats.files.whole_file import write_whole
 from qkernels.gpu.compile_jobs import digest, toolchain
 
@@ -171,10 +172,12 @@ class CompilePool:
     def _write_index(self) -> None:
         """Replace the index file atomically, with the entries that other engines have added.
 
-        If it cannot be written, a warning is logged: the index only saves time.
+        A lock keeps an engine that starts at the same time from replacing the file in between. If
+        the file cannot be written, a warning is logged: the index only saves time.
         """
-        self._done |= self._read_index()
         try:
-            write_whole(self._index, json.dumps(sorted(self._done)))
+            with waiting_lock(self._index.with_suffix(".lock")):
+                self._done |= self._read_index()
+                write_whole(self._index, json.dumps(sorted(self._done)))
         except OSError as error:
             logger.warning("%s could not be written: %s", self._index, error)

@@ -39,9 +39,14 @@ class HostCopies:
         self._of: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def take(self, layer: Layer) -> None:
-        """Move a layer's storages to the host, unless they were moved before."""
+        """Move a layer's storages to the host, unless they were moved before.
+
+        Storages that torch cannot resize stay where they are: tensors that a trainer shares and
+        that the layer uses without a conversion. Their memory is the trainer's.
+        """
         for storage in storages_of(tensors(layer)):
-            if storage._cdata not in self._kept and storage.nbytes():
+            is_ours = storage.nbytes() and storage.resizable()
+            if is_ours and storage._cdata not in self._kept:
                 self._kept.add(storage._cdata)
                 copy = self._room(storage.nbytes())
                 self._of[storage._cdata] = storage, copy.copy_(bytes_of(storage), non_blocking=True)

@@ -1,6 +1,7 @@
 """The index of compiled kernels that engines share."""
 
 import json
+import threading
 
 import pytest
 
@@ -23,3 +24,22 @@ def test_engines_keep_what_others_compiled(tmp_path):
     second._write_index()
     assert json.loads(path.read_text()) == ["a", "b"]
     assert second.done == {"a", "b"}
+
+
+def test_engines_that_write_at_the_same_time_lose_nothing(tmp_path, monkeypatch):
+    """The second engine begins to write after the first has read the index."""
+    path = tmp_path / "index.json"
+    first, second = pool_at(path, {"a"}), pool_at(path, {"b"})
+    other = threading.Thread(target=second._write_index)
+    read = first._read_index
+
+    def read_then_let_the_other_write():
+        found = read()
+        other.start()
+        other.join(0.2)  # without a lock it ends here
+        return found
+
+    monkeypatch.setattr(first, "_read_index", read_then_let_the_other_write)
+    first._write_index()
+    other.join()
+    assert json.loads(path.read_text()) == ["a", "b"]

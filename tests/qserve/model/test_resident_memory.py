@@ -128,6 +128,21 @@ def test_copies_on_the_host_have_the_tensors_layout(small_chunks):
             tensor.copy_(expected)
 
 
+def test_memory_of_a_trainer_stays_where_it_is(tmp_path):
+    """Torch cannot resize memory that another process shares, such as a router used unconverted."""
+    path = tmp_path / "shared"
+    path.write_bytes(bytes(range(64)))
+    layer = torch.nn.Module()
+    layer.shared = torch.from_file(str(path), size=64, dtype=torch.uint8)
+    layer.own = torch.arange(9, dtype=torch.float16)
+    copies = HostCopies(Running())
+    copies.take(layer)
+    assert layer.own.untyped_storage().nbytes() == 0
+    assert copies.contents(layer.shared) is layer.shared
+    assert layer.shared.tolist() == list(range(64))
+    assert copies.contents(layer.own).tolist() == list(range(9))
+
+
 @pytest.mark.gpu
 def test_large_tensors_reach_the_host(monkeypatch):
     monkeypatch.setattr(host_memory, "LARGE_BYTES", 1000)
