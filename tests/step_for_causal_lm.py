@@ -41,6 +41,9 @@ class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):
 def register() -> None:
     """Let AutoModelForCausalLM find the class, and read and write published names."""
     AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+    known = AutoModelForCausalLM._model_mapping
+    if Step3p7TextConfig not in known:  # transformers 5.17 ignores a class for its own config
+        known._extra_content[Step3p7TextConfig] = Step3p5ForCausalLM
     whole = get_checkpoint_conversion_mapping("step3p7")
     own = [e for e in whole if any(word in str(e.source_patterns) for word in ("moe", "share_"))]
     register_checkpoint_conversion_mapping("step3p5", own, overwrite=True)
