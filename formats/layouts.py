@@ -48,6 +48,9 @@ class Layout:
     fused_alike: bool = True  # servers fuse q, k and v (gate, up), which need the same scheme
     # name in the file -> name that `decode` expects
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # name that `decode` expects -> dimension of the outputs, for joint_decoding. Other tensors of
+    # linears that are decoded together must be equal. Empty: each linear is decoded alone.
+    output_axes: Mapping[str, int] = field(default_factory=dict)
 
 
 def _decode_gptq(
@@ -149,6 +152,9 @@ def _check_order(
         )
 
 
+BY_INPUT = {"qweight": 1, "qzeros": 1, "scales": 1}  # output_axes of gptq and awq
+BY_OUTPUT = {"weight_packed": 0, "weight": 0, "weight_scale": 0, "weight_zero_point": 0}
+
 LAYOUTS: dict[str, Layout] = {
     row.name: row
     for row in (
@@ -162,6 +168,7 @@ LAYOUTS: dict[str, Layout] = {
             refuses_shape=needs_multiples(32, 32),
             second_file="quantize_config.json",
             group_index=True,
+            output_axes=BY_INPUT,
         ),
         Layout(
             name="awq",
@@ -171,6 +178,7 @@ LAYOUTS: dict[str, Layout] = {
             decode=_decode_awq,
             refuses=awq_refuses,
             refuses_shape=needs_multiples(8, 8),
+            output_axes=BY_INPUT,
         ),
         Layout(
             name="compressed-tensors",
@@ -191,6 +199,7 @@ LAYOUTS: dict[str, Layout] = {
             refuses_shape=compressed_refuses_shape,
             embeddings=True,
             kv_scales=True,
+            output_axes=BY_OUTPUT,
         ),
     )
 }
@@ -229,6 +238,7 @@ READ_LAYOUTS: dict[str, Layout] = {
             refuses_shape=_is_read_only,
             # the keys are names in transformers
             aliases={"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"},
+            output_axes=BY_OUTPUT,
         ),
         Layout(
             name="gguf",

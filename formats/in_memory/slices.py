@@ -60,6 +60,33 @@ def take_outputs(weight: Weight, rows: Rows) -> Weight:
     return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(scales_NC, rows), spec=spec)
 
 
+def split_outputs(weight: Weight, count: int) -> list[Weight]:
+    """Return `count` weights with equal numbers of outputs, as views of the given weight.
+
+    Raises ValueError if that would divide an output's row, or a block of rows with one scale.
+    """
+    fields, block = ["words_NW", "scales_NG", "zeros_NG"], 1
+    if isinstance(weight, Fp4Weight):
+        fields = ["bytes_NB", "scales_NG", "global_scale", "global_factor"]
+    elif isinstance(weight, Fp8Weight):
+        fields = ["codes_NK"]
+        if weight.spec.rows != ALL:
+            fields, block = [*fields, "scales_RC"], weight.spec.rows
+    rows = weight.out_features / count
+    if rows % block:
+        raise ValueError(f"{rows:g} outputs are no multiple of {block}")
+    whole = {
+        field: value
+        for field in fields
+        if (value := getattr(weight, field)) is not None and value.ndim == 2
+    }
+    parts = {field: tensor.split(len(tensor) // count) for field, tensor in whole.items()}
+    return [
+        replace(weight, **{field: rows[number] for field, rows in parts.items()})
+        for number in range(count)
+    ]
+
+
 def _fp4_outputs(weight: Fp4Weight, rows: Rows) -> Fp4Weight:
     whole = {
         field: take_rows(value, rows)

@@ -1,6 +1,6 @@
 """Random weights in the shapes that a builder requests: `--load-format dummy`."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -65,6 +65,9 @@ class DummySource:
 
     def input_order(self, module: str, shape: tuple[int, int]) -> None:
         """Return None: no linear has sorted inputs."""
+
+    def decode_together(self, modules: Mapping[str, tuple[int, int]]) -> None:
+        """Do nothing: random weights are not decoded."""
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         scheme = self.quant.scheme_for(module)

@@ -81,6 +81,13 @@ def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
         weights.elsewhere |= _of_others(weights, prefix, here)
         for name, projection in (("gate_up", experts.gate_up), ("down", experts.down)):
             numbers = range(E) if here is None else here
+            weights.source.decode_together(
+                {
+                    f"{prefix}.{linear.name}": weights.shape(linear.shape)
+                    for number in numbers
+                    for linear in projection.expert(number).linears
+                }
+            )
             matrices[name] = [_matrix(weights, prefix, projection, e) for e in numbers]
             if experts.fused:
                 matrices |= _biases(weights, prefix, name, projection, numbers)

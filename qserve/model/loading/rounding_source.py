@@ -6,7 +6,7 @@ at a time, because a GPU runs the many kernels of a search faster than Python la
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -78,6 +78,9 @@ class RoundingSource(WeightSource):
 
     def input_order(self, module: str, shape: tuple[int, int]) -> None:
         """Return None: inputs are in natural order."""
+
+    def decode_together(self, modules: Mapping[str, tuple[int, int]]) -> None:
+        """Do nothing: `weight` rounds the linears of several experts together."""
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """Return a linear's rounded weight. Raises CheckpointError if it cannot be rounded."""

@@ -1,7 +1,7 @@
 """WeightSource: decoded tensors of a checkpoint, with an audit that all were used."""
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from formats.files.tensor_entry import TensorEntry
 from formats.gguf.folder import origin
 from formats.in_memory.dense import is_dense
 from formats.in_memory.weights import Weight
+from formats.joint_decoding import decode_together
 from formats.layouts import (
     decode_dense,
     decode_linear,
@@ -31,6 +32,7 @@ from qserve.model.model_config import ModelConfig
 COMPRESSED = "compressed-tensors"
 BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
 STATED = "weight_shape"
+CODES_AT_ONCE = 1 << 28  # codes of the linears that are decoded together
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class WeightSource:
         self._unread = self.family.unread(config.values)
         self._used: set[str] = set()
         self._kept: dict[str, Weight] = {}  # weights that were decoded before they are requested
+        # module -> tensors that were read and could not be decoded together with others
+        self._read_before: dict[str, dict[str, torch.Tensor]] = {}
         self.digests: DigestThreads | None = None  # gets everything that is read
         self._mislabelled = 0  # linears whose zero points contradict checkpoint_format
 
@@ -128,20 +132,57 @@ class WeightSource:
             self._kept[module] = self.weight(module, shape)
         return self._kept[module].input_order
 
+    def decode_together(self, modules: Mapping[str, tuple[int, int]]) -> None:
+        """Decode linears in few calls and keep them until `weight` requests them.
+
+        modules: module name -> shape [N, K]. Linears that cannot be decoded together are left to
+        `weight`, which raises the error if one is wrong.
+        """
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for module, shape in modules.items():
+            if self.quant is not None and self.is_quantized(module):
+                by_shape.setdefault(shape, []).append(module)
+        for shape, names in by_shape.items():
+            at_once = max(1, CODES_AT_ONCE // (shape[0] * shape[1]))
+            for first in range(0, len(names), at_once):
+                self._decode_and_keep(names[first : first + at_once], shape)
+
+    def _decode_and_keep(self, modules: list[str], shape: tuple[int, int]) -> None:
+        if len(modules) < 2:
+            return
+        tensors = {module: self._tensors(module) for module in modules}
+        weights = decode_together(tensors, self.quant)
+        if weights is None or (weights[0].out_features, weights[0].in_features) != shape:
+            self._read_before |= tensors
+            return
+        self._kept |= zip(modules, weights, strict=True)
+        self._record(tensors, weights)
+
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """Return a quantized linear's weight. Raises CheckpointError if its shape is wrong."""
         if module in self._kept:
             return self._kept.pop(module)
-        tensors = self._tensors(module)
+        tensors = self._read_before.pop(module, None) or self._tensors(module)
         weight = decode_linear(module, tensors, self.quant)
-        if self.digests is not None:
-            self.digests.weight(f"{module}.weight", weight)
         _check_shape(module, shape, (weight.out_features, weight.in_features))
-        if self.quant.layout == "gptq" and gptq.is_mislabelled(
-            tensors, weight.spec, self.quant.zeros
-        ):
-            self._mislabelled += 1
+        self._record({module: tensors}, [weight])
         return weight
+
+    def _record(
+        self, tensors: Mapping[str, Mapping[str, torch.Tensor]], weights: Sequence[Weight]
+    ) -> None:
+        """Compute digests of decoded weights, if requested, and count contradicted labels.
+
+        The labels of weights that were decoded together are all right or all wrong.
+        """
+        modules = list(tensors)
+        if self.digests is not None:
+            for module, weight in zip(modules, weights, strict=True):
+                self.digests.weight(f"{module}.weight", weight)
+        if self.quant.layout == "gptq" and gptq.is_mislabelled(
+            tensors[modules[0]], weights[0].spec, self.quant.zeros
+        ):
+            self._mislabelled += len(modules)
 
     def float_rows(
         self, module: str, shape: tuple[int, int], ranges: Ranges

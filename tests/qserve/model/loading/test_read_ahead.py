@@ -7,6 +7,7 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
+from qserve.model.loading import read_ahead
 from qserve.model.loading.read_ahead import ReadAhead
 
 CPU = torch.device("cpu")
@@ -45,6 +46,26 @@ def test_an_error_shows_where_the_tensor_is_wanted(docs_5m, monkeypatch):
     ahead.expect("model.layers.0.")
     with pytest.raises(CheckpointError, match="ends too early"):
         ahead.get(broken)
+    for name in reader.entries:  # also those that are read after it in the same task
+        if name.startswith("model.layers.0.") and name != broken:
+            assert torch.equal(ahead.get(name), get(name))
+    ahead.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("TASK_TENSORS", 2), ("TASK_BYTES", 300_000)])
+def test_tasks_have_limits(docs_5m, monkeypatch, limit, value):
+    reader = CheckpointReader(docs_5m)
+    names = [name for name in reader.entries if name.startswith("model.layers.0.")]
+    sizes = {name: reader.entries[name].num_bytes for name in names}
+    monkeypatch.setattr(read_ahead, limit, value)
+    ahead = ReadAhead(reader, CPU)
+    ahead.expect("model.layers.0.")
+    tasks = {id(task): list(task.names) for _, task in ahead._expected.values()}.values()
+    assert sorted(name for task in tasks for name in task) == sorted(names)
+    assert len(tasks) > 2
+    for task in tasks:
+        total = len(task) if limit == "TASK_TENSORS" else sum(sizes[name] for name in task)
+        assert total <= value or len(task) == 1
     ahead.close()
 
 
