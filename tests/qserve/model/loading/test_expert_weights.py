@@ -2,6 +2,7 @@
 
 import pytest
 
+from formats.architecture.sizes import num_experts
 from formats.families import FAMILIES
 from qkernels.moe.routing import Glu
 from qserve import LLM
@@ -35,6 +36,6 @@ def test_experts_of_a_layer_are_decoded_in_two_calls(written, monkeypatch, metho
     folder = written("w4a16-sym-g32", method, "qwen3_moe")
     llm = LLM(folder, device="cpu", max_model_len=64)
     config = llm.engine.model_config.values
-    layers, experts = config["num_hidden_layers"], config["num_experts"]
+    layers, experts = config["num_hidden_layers"], num_experts(config)
     assert together == [2 * experts, experts] * layers
     assert alone and not any(".experts." in name for name in alone)
