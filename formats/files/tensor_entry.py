@@ -71,6 +71,21 @@ class TensorEntry:
         return data
 
 
+def follows(entry: TensorEntry, before: TensorEntry) -> bool:
+    """Return True if a tensor's bytes directly follow those of another one in the same file."""
+    plain = type(entry) is TensorEntry and type(before) is TensorEntry
+    return plain and entry.file == before.file and entry.offset == before.offset + before.num_bytes
+
+
+def view_in(data: torch.Tensor, entry: TensorEntry, first: TensorEntry) -> torch.Tensor:
+    """Return a tensor as a view of bytes that begin with the tensor `first`."""
+    start = entry.offset - first.offset
+    own = data[start : start + entry.num_bytes]
+    if start % entry.dtype.itemsize:
+        own = own.clone()  # a view must be aligned
+    return own.view(entry.dtype).reshape(entry.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedShape(TensorEntry):
     """A shape that a header's metadata states, read like a tensor."""

@@ -150,10 +150,11 @@ class WeightSource:
     def _decode_and_keep(self, modules: list[str], shape: tuple[int, int]) -> None:
         if len(modules) < 2:
             return
-        tensors = {module: self._tensors(module) for module in modules}
+        tensors = {module: self._tensors(module, shared=True) for module in modules}
         weights = decode_together(tensors, self.quant)
         if weights is None or (weights[0].out_features, weights[0].in_features) != shape:
-            self._read_before |= tensors
+            for module, own in tensors.items():
+                self._read_before[module] = {field: each.clone() for field, each in own.items()}
             return
         self._kept |= zip(modules, weights, strict=True)
         self._record(tensors, weights)
@@ -232,15 +233,18 @@ class WeightSource:
         _check_shape(module, shape, (weight.out_features, weight.in_features))
         return weight.weight_NK
 
-    def _tensors(self, module: str) -> dict[str, torch.Tensor]:
-        """Return a quantized linear's tensors, by the field names of `decode_linear`."""
+    def _tensors(self, module: str, *, shared: bool = False) -> dict[str, torch.Tensor]:
+        """Return a quantized linear's tensors, by the field names of `decode_linear`.
+
+        `shared`: as in ReadAhead.get.
+        """
         if self.quant is None:
             raise CheckpointError(
                 module, "has quantized tensors such as qweight, but no quantization_config"
             )
         names = tensor_names(module, layout_of(self.quant), self.reader.entries)
         self._used.update(names.values())
-        return {field: self._read.get(name) for field, name in names.items()}
+        return {field: self._read.get(name, shared=shared) for field, name in names.items()}
 
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         """Return the k_scale and v_scale of a layer, if present. Raises CheckpointError."""

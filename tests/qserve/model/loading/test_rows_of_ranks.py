@@ -48,20 +48,29 @@ def quantized(docs_5m, made_once):
 @pytest.fixture
 def loaded(monkeypatch):
     """loaded(folder, rank, size) -> (leaves of the decoder, bytes read of each tensor)."""
-    read = Counter()
+    spans = []  # (file, first byte, end) of each read, which may hold several tensors
     read_bytes = TensorEntry.read_bytes
 
     def count(self, start, stop):
-        read[self.name] += stop - start
+        spans.append((self.file, self.offset + start, self.offset + stop))
         return read_bytes(self, start, stop)
 
     monkeypatch.setattr(TensorEntry, "read_bytes", count)
+
+    def by_tensor(entries):
+        read = Counter()
+        for file, start, stop in spans:
+            for name, entry in entries.items():
+                end = entry.offset + entry.num_bytes
+                if entry.file == file and entry.offset < stop and start < end:
+                    read[name] += min(stop, end) - max(start, entry.offset)
+        return dict(read)
 
     def run(folder, rank, size):
         model = read_model(EngineConfig(model=str(folder), device="cpu"))
         ranks = dataclasses.replace(ALONE, communicator=ThreadCommunicator(Meeting(size), rank))
         reader = CheckpointReader(folder)
-        read.clear()
+        spans.clear()
         decoder = load(
             model,
             WeightSource(reader, model),
@@ -72,7 +81,7 @@ def loaded(monkeypatch):
             ranks=ranks if size > 1 else ALONE,
         )
         found = {path: leaf for path, leaf in leaves(decoder) if isinstance(leaf, torch.Tensor)}
-        return found, dict(read), reader.entries
+        return found, by_tensor(reader.entries), reader.entries
 
     return run
 
