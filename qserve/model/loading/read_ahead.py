@@ -138,7 +138,7 @@ class _Task:
     def __init__(self, reader: ReadAhead) -> None:
         self.names: dict[str, Ranges | None] = {}  # tensor -> rows to read; None: all
         self._entries: dict[str, TensorEntry] = {}
-        self._num_bytes = 0
+        self._num_bytes = self._largest = 0
         self._reader = reader
         self._future: Future[dict[str, torch.Tensor | _Run | CheckpointError]]
 
@@ -146,13 +146,14 @@ class _Task:
         """Return True if a tensor belongs to the next task."""
         if not self.names:
             return False
-        size = max(entry.num_bytes, *(each.num_bytes for each in self._entries.values()))
         is_long = len(self.names) == TASK_TENSORS
-        return is_long or size > SMALL_BYTES or self._num_bytes + entry.num_bytes > TASK_BYTES
+        is_large = max(entry.num_bytes, self._largest) > SMALL_BYTES
+        return is_long or is_large or self._num_bytes + entry.num_bytes > TASK_BYTES
 
     def add(self, name: str, entry: TensorEntry, ranges: Ranges | None) -> None:
         self.names[name], self._entries[name] = ranges, entry
         self._num_bytes += entry.num_bytes
+        self._largest = max(self._largest, entry.num_bytes)
 
     def start(self, threads: ThreadPoolExecutor) -> None:
         self._future = threads.submit(self._read)
