@@ -59,8 +59,8 @@ def faults(function, *, every, late):
 
 # where: what fails, how often
 PLACES = {
-    "store": (lambda engine: engine.runner.page_copies, "_store", 2),
-    "load": (lambda engine: engine.runner.page_copies, "_load", 3),
+    "store": (lambda engine: engine.runner.layer_caches.page_copies, "_store", 2),
+    "load": (lambda engine: engine.runner.layer_caches.page_copies, "_load", 3),
     "forward": (lambda engine: engine.runner.decoder, "logits", 11),
 }
 more = pytest.mark.exhaustive
@@ -140,7 +140,7 @@ def test_logits_without_memory_leave_no_wrong_page(make_engine, monkeypatch):
         raise NO_MEMORY
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(engine.runner.page_copies, "store", no_memory)
+        patch.setattr(engine.runner.layer_caches.page_copies, "store", no_memory)
         engine.logits(list(range(100, 130)))
     assert run(engine, [prompt])[0] == want
     engine.scheduler.check_integrity()
