@@ -18,7 +18,7 @@ from tests.adapters import write_adapter
 W4 = Scheme.parse("w4a16-sym-g32")
 
 
-def test_layers_run_as_merged_ones(tiny_model, tmp_path):
+def test_layer_with_adapter_equals_merged_weights(tiny_model, tmp_path):
     """A layer beside which the adapter stands computes what one with merged weights does."""
     folder = tiny_model("llama")
     model = FloatModel(folder)
@@ -42,7 +42,7 @@ def test_layers_run_as_merged_ones(tiny_model, tmp_path):
     assert not torch.allclose(found, plain.run(plain.build(1, state), 1, x), atol=0.05)
 
 
-def test_adapter_reads_what_no_rounding_has_touched(tiny_model, tmp_path):
+def test_adapter_reads_unrounded_inputs(tiny_model, tmp_path):
     """In service it stands beside the product that rounds its input."""
     folder = tiny_model("llama")
     linear, name = torch.nn.Linear(64, 64, bias=False), "model.layers.0.self_attn.o_proj"
@@ -94,7 +94,7 @@ def _error(model, quantized, adapter):
     return (a - b).square().mean().item()
 
 
-def test_adapter_is_told_of_and_not_written(tiny_model, tmp_path):
+def test_adapter_is_reported_and_not_written(tiny_model, tmp_path):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", size=2.0)
     data = torch.randint(3, 512, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -124,7 +124,7 @@ def test_adapter_is_told_of_and_not_written(tiny_model, tmp_path):
         ({"recipe": "gptq", "pad": True}, "cannot be combined with `pad`"),
     ],
 )
-def test_what_an_adapter_does_not_go_with(tiny_model, tmp_path, options, says):
+def test_unsupported_options_with_an_adapter_are_refused(tiny_model, tmp_path, options, says):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", rank=1)
     with pytest.raises(InputError, match=says):

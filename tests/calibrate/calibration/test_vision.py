@@ -300,7 +300,7 @@ def check_gradient(case, codes):
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(squared, rel=0.002)
 
 
-def test_what_reads_texts_alone_refuses_images(case, calibration, tmp_path):
+def test_text_only_options_refuse_images(case, calibration, tmp_path):
     folder, target = case("qwen3_vl").folder, tmp_path / "new"
     for settings, words in (
         ({"calibration": calibration}, "chats.jsonl: has images, which are not read here"),

@@ -100,7 +100,7 @@ def test_the_written_model_predicts_more_like_the_float_model(
 
 
 @pytest.mark.parametrize("outer", ["quantize_head", "quantize_embedding"])
-def test_head_and_embedding_in_codes_stay(quantized, tiny_model, tmp_path, outer):
+def test_quantized_head_and_embedding_keep_their_codes(quantized, tiny_model, tmp_path, outer):
     """The student predicts with them: the engine finds the same divergence."""
     settings = {outer: Scheme.parse("w8a16-sym-g32")}
     source = quantized("qwen3", "w3a16-sym-g32", "compressed-tensors", **settings)
@@ -189,7 +189,7 @@ def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
     )
 
 
-def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp_path):
+def test_training_that_increases_the_divergence_changes_nothing(quantized, tiny_model, tmp_path):
     source = quantized("qwen3", "w8a16-sym-g32", "gptq")
     wild = TrainingSettings(steps=2, tokens=48, rate=5.0, norm_rate=5.0)
     done = distilled(source, tiny_model("qwen3"), tmp_path / "out", wild)
@@ -199,7 +199,7 @@ def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp
 
 
 @pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a8"])
-def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
+def test_gradient_is_that_of_the_divergence(quantized, tiny_model, scheme):
     """Along the gradient, the divergence of the windows changes by its squared norm.
 
     Inputs rounded to 8 bits make steps, which the gradient passes over: of these only the sign and
@@ -226,7 +226,7 @@ def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
     assert slope == pytest.approx(squared, rel=0.5 if scheme == "w8a8" else 0.02)
 
 
-def test_rounded_inputs_are_the_servers(quantized, tiny_model):
+def test_inputs_are_rounded_as_in_the_server(quantized, tiny_model):
     folder = quantized("qwen3", "w8a8", "compressed-tensors")
     _, training = training_of(folder, tiny_model("qwen3"))
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(IDS[3].tolist())

@@ -166,7 +166,7 @@ def test_each_recipe_replaces_a_bad_solution(tiny_model, tmp_path, name):
 
 
 @pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
-def test_factors_that_do_not_hold_are_left_out(tiny_model, transform, monkeypatch):
+def test_factors_that_fail_on_held_out_tokens_are_left_out(tiny_model, transform, monkeypatch):
     """Other channels are large in the held-out tokens than in those that factors are chosen by."""
 
     def large(width: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_recipes_with_data_are_guarded():
         assert recipe.guarded == recipe.needs_data, name
 
 
-def test_correction_is_left_out_where_it_does_not_hold():
+def test_correction_that_fails_on_held_out_tokens_is_left_out():
     """The calibration tokens drift, the held-out ones do not, and the other way round."""
     x_TK = normal(400, 64) @ normal(64, 64, seed=1)
     weight_NK, drift_KK = normal(16, 64, seed=2), 0.3 * normal(64, 64, seed=3)

@@ -154,7 +154,7 @@ def test_bad_line_is_named(tmp_path, tokenizer, line):
 @pytest.mark.parametrize(
     "fields", ['"text": "%s"', '"messages": [{"role": "user", "content": "%s"}]']
 )
-def test_half_a_character_is_named(tmp_path, tokenizer, fields):
+def test_lone_surrogate_is_named(tmp_path, tokenizer, fields):
     path = tmp_path / "half.jsonl"
     path.write_text("{" + fields % "good" + "}\n{" + fields % "a\\ud800b" + "}")
     with pytest.raises(InputError, match="half.jsonl line 2: contains a lone surrogate"):

@@ -157,7 +157,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_plain_product(make_weight,
 
 
 @pytest.mark.parametrize("M", [3, 12])
-def test_what_is_no_number_stays_with_its_adapter(make_weight, poison, M):
+def test_nan_and_inf_stay_with_their_adapter(make_weight, poison, M):
     sizes = SIZES["qkv"]
     lora = adapters("one block", sizes, torch.bfloat16)
     weight = ops.prepare_weight(make_weight(sum(sizes), K, 128), torch.bfloat16)

@@ -58,7 +58,7 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
             check(packed, x)
 
 
-def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
+def test_rows_with_nan_or_inf_become_nan(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
     weight = ops.prepare_weight(packed, half, kernel=f"w{packed.spec.bits}a16")
     x = random_x(4, 256, half)

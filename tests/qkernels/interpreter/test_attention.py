@@ -217,7 +217,7 @@ def test_a_result_that_is_not_split_becomes_limbs(half, device):
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_limbs_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
+def test_limbs_of_rows_after_the_last_request_change_nothing(check, half, split):
     form = LimbForm(bits=8)
     check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, limbs=form)
 

@@ -52,13 +52,13 @@ def test_sums_in_rank_order(device, dtype, ranks, how):
             assert torch.equal(got, expected)
 
 
-def test_the_order_of_ranks_shows(device):
+def test_another_order_of_ranks_changes_bits(device):
     """Else the test above would say nothing."""
     x = of_ranks(3, 4096, dtype=torch.float32, device=device)
     assert not torch.equal(reference.all_reduce(list(x)), reference.all_reduce(list(x.flip(0))))
 
 
-def test_calls_of_all_kinds_by_turns(device):
+def test_calls_of_all_kinds_in_turn(device):
     """Ranks drift apart by up to one call; phases come round several times, blocks at their own."""
     turns = random.Random(1)
     calls = [turns.choice(["one_shot", "two_shot", "norm", "float32"]) for _ in range(12)]
@@ -249,7 +249,7 @@ def test_sum_without_norm(device, half):
         assert torch.equal(normed, want.cpu()) and torch.equal(total, want.cpu())
 
 
-def test_rows_beyond_the_channel_are_normed_apart(device, half):
+def test_rows_beyond_the_channel_are_normed_separately(device, half):
     x = of_ranks(2, 9, CHANNELS, dtype=half, device=device)
     weight = torch.ones(CHANNELS, dtype=half, device=device)
 

@@ -90,7 +90,7 @@ def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_keys_that_are_alike(device, poison, assert_close, factor):
+def test_equal_keys(device, poison, assert_close, factor):
     """All keys the same and nothing forgotten: the triangular system at its worst."""
     case = DeltaCase(counts=(48,), before=(0,), **SIZES).to(torch.float32, device)
     case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
@@ -161,7 +161,7 @@ def test_every_length(device, half, poison, assert_close, monkeypatch, is_half):
         start += count
 
 
-def test_many_requests_of_which_few_have_rows(device, poison, assert_close):
+def test_many_requests_with_few_rows(device, poison, assert_close):
     """More requests than a program looks at together to find its own."""
     counts = [0] * 300
     counts[3], counts[127], counts[128], counts[290] = 20, 1, 35, 3
@@ -198,7 +198,7 @@ def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch,
     assert_close("o", want, got, HALF_LIMITS[half] if is_half else 1e-4)
 
 
-def test_keys_that_are_alike_in_16_bits(device, half, poison, assert_close, monkeypatch):
+def test_equal_keys_in_16_bits(device, half, poison, assert_close, monkeypatch):
     """The inverse stays small there, so float16 holds it."""
     half_operands(monkeypatch, half, rows=64)
     case = DeltaCase(counts=(64,), before=(0,), **SIZES)

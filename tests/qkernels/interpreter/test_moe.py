@@ -306,7 +306,7 @@ def test_experts_with_gelu(device, half, poison, assert_close, scheme, M):
 
 @pytest.mark.parametrize("M", [1, 33])
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8", None], ids=str)
-def test_experts_whose_activation_is_cut(device, half, poison, assert_close, scheme, M):
+def test_experts_whose_activation_is_clamped(device, half, poison, assert_close, scheme, M):
     """Step-3.5's: silu(gate) is cut above a limit; cut before, or not at all, it differs."""
     parsed = None if scheme is None else Scheme.parse(scheme)
     weights = make_experts(parsed, 64, 96, 5, 2, CUT_AFTER, False, half)

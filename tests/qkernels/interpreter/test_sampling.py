@@ -135,7 +135,7 @@ def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
 
 
 @pytest.mark.parametrize("top_k, kept", [pytest.param(1000, 640, marks=exhaustive), (600, 480)])
-def test_top_p_is_of_what_top_k_left(device, top_k, kept):
+def test_top_p_is_relative_to_the_tokens_of_top_k(device, top_k, kept):
     """800 equal candidates and 500 impossible ones: 80 % of the first `top_k` of them."""
     seeds = [*seeds_that_draw(kept - 1, range(kept)), *seeds_that_draw(kept, range(kept + 1))]
     logits = torch.full((len(seeds), 1300), -80.0, device=device)

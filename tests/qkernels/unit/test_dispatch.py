@@ -101,7 +101,7 @@ def test_explain_says_for_how_many_rows_a_table_has_configs(monkeypatch):
         ({"out_features": 36}, "reference", "outputs"),
     ],
 )
-def test_a_row_that_cannot_says_why(changes, kernel, reason):
+def test_row_that_cannot_run_says_why(changes, kernel, reason):
     explanation = explain("linear", **linear_problem(**changes))
     assert taken(explanation) == [kernel]
     assert reason in explanation[0].reason
@@ -320,7 +320,7 @@ def test_every_row_has_its_module_and_function():
             assert all(callable(getattr(module, each)) for each in functions), (name, row.name)
 
 
-def test_an_unknown_operation_is_named_with_those_there_are():
+def test_unknown_operation_is_named_with_the_known_ones():
     with pytest.raises(KernelError, match="'rms_norm': unknown .known operations: linear, .*norm"):
         explain("rms_norm", device="cpu", dtype=torch.float32)
 
@@ -344,7 +344,7 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 
-def test_a_variant_that_nothing_can_run_is_called_as_it_was_asked_for():
+def test_error_has_the_name_under_which_a_variant_was_requested():
     """Of several rows that have such a variant, each that refuses for its own reason is named."""
     asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
     message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"

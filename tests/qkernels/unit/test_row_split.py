@@ -21,7 +21,7 @@ def rows(M, N, K, bits=4):
 
 
 @pytest.mark.parametrize("sizes", [GATE_UP, DOWN])
-def test_a_few_rows_behind_whole_waves(sizes):
+def test_tail_rows_after_whole_waves(sizes):
     assert rows(1024, *sizes) is None
     assert rows(1025, *sizes) == rows(1032, *sizes) == rows(1088, *sizes) == 1024
     assert rows(1089, *sizes) is None, "more than sm90_small_m takes"

@@ -72,7 +72,7 @@ def read_all(path):
     return table
 
 
-def test_rows_that_nobody_asked_for_are_kept(table, tmp_path):
+def test_rows_of_unused_operations_are_kept(table, tmp_path):
     """A run of --tune for one operation writes the file again."""
     path, again = tmp_path / "table.json", tmp_path / "again.json"
     write(table, path)
@@ -82,7 +82,7 @@ def test_rows_that_nobody_asked_for_are_kept(table, tmp_path):
     assert read_all(again).rows == table.rows
 
 
-def test_damage_of_another_operation_disturbs_nobody(tmp_path):
+def test_damage_of_another_operation_is_ignored(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: row["config"].pop("block_m")))
     table = read(path, GPU)
@@ -308,7 +308,7 @@ def test_a_tables_large_m_config_takes_the_blocks_of_this_gpu(sm_count):
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
 
-def test_other_configs_of_a_table_are_as_they_are():
+def test_other_configs_of_a_table_are_unchanged():
     for tile in (None, TritonGemmConfig(block_m=16, block_n=64, split=6)):
         for gluon in (False, True):
             assert usable_config(tile, shape_of(132, gluon), 16) == (tile, True)

@@ -25,7 +25,7 @@ def test_the_page_that_was_freed_last_is_handed_out_last():
     assert third == [3, 2, 1, 0]
 
 
-def test_a_page_that_was_given_back_is_withdrawn_from_nobody():
+def test_released_pages_in_a_table_evict_no_other_page():
     """NULL_PAGE is -1: as an index it would be the last page, which another may hold."""
     pool = BlockPool(3, 2)
     table, other = [], []

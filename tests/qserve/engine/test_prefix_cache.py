@@ -86,7 +86,7 @@ def test_a_page_is_found_by_others_of_the_step_that_fills_it():
     simulation.run_out()
 
 
-def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
+def test_request_waits_for_a_shared_prompt_that_is_being_computed():
     """The others are computed meanwhile; once it is cached, it delays no request."""
     simulation = simulate(budget=8, max_num_seqs=4)
     for name in ("r0", "r1", "r2"):
@@ -102,7 +102,7 @@ def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
     }
 
 
-def test_a_request_that_waits_for_pages_does_not_wait_for_ever():
+def test_request_that_waits_for_pages_does_not_wait_forever():
     """Where the one that computes them is aborted, it computes them itself."""
     simulation = simulate(budget=8)
     first, second = (make_request(name, [*PREFIX, 1], group=name) for name in ("r0", "r1"))
@@ -274,7 +274,7 @@ def test_pages_of_a_failed_request_are_found_by_nobody():
 
 
 @pytest.mark.parametrize("num_slots", [0, 8])
-def test_nor_those_that_left_its_window_before(num_slots):
+def test_pages_outside_the_window_of_a_failed_request_are_not_found(num_slots):
     """They lie in the cache, or on the host; and pages of others are still found."""
     num_pages = 5 if num_slots else 8
     simulation = simulate(num_pages=num_pages, budget=PAGE, window=PAGE, num_slots=num_slots)

@@ -161,7 +161,7 @@ def decode_array(kind, made):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_step_survives_the_trip_to_another_process(num_steps):
+def test_step_is_unchanged_after_a_codec_round_trip(num_steps):
     """Round trip of a full schedule through a codec that knows its types and arrays."""
     scheduler = Scheduler(
         BlockPool(64, 4), max_num_seqs=8, max_num_batched_tokens=32, prefix_caching=False
@@ -211,7 +211,7 @@ def test_out_of_range_parameters_are_refused(field, value):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_few_decodes_are_built_as_many_are(seed, monkeypatch):
+def test_few_decodes_build_the_same_arrays(seed, monkeypatch):
     """Steps of a few requests take a path of their own, to the same arrays."""
     kinds = ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 3}, {"logprobs": 2}, {"min_tokens": 1})
 

@@ -52,7 +52,7 @@ def test_a_block_that_differs_ends_the_match_for_good():
         ({"a": 151, "b": 100}, "b"),
     ],
 )
-def test_a_server_with_much_more_to_do_is_passed_by(loads, first):
+def test_busy_server_is_passed_over(loads, first):
     table = PrefixTable()
     table.note(text(1), "a")
     assert table.choose(text(1), loads)[0] == first
