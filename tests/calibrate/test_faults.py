@@ -1,4 +1,4 @@
-"""What goes wrong on the way: NaN, starved experts, hopeless solvers, a foreign tokenizer."""
+"""Faults during a run: NaN, starved experts, solvers that fail, another model's tokenizer."""
 
 import contextlib
 import json
@@ -92,7 +92,7 @@ def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, schem
 
 
 def test_weights_beyond_the_scales_in_float8_and_in_float(copy_5m, tmp_path):
-    """What the error advises: float8 has float32 scales, and a linear may stay in float."""
+    """The error's remedies work: float8 has float32 scales, and a linear may stay in float."""
     source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(1e-9))
     options = {**FAST, "scheme": Scheme.parse("w8a8-fp8")}
     report = quantize_checkpoint(source, tmp_path / "fp8", recipe="rtn", **options)
@@ -328,7 +328,7 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
 
 
 def test_code_in_the_models_folder_is_not_run(docs_5m, tmp_path, monkeypatch):
-    """Not even where transformers would ask and somebody says yes."""
+    """Not even if transformers asks and the user says yes."""
     source = tmp_path / "source"
     shutil.copytree(docs_5m, source)
     path = source / "tokenizer_config.json"

@@ -60,7 +60,7 @@ def test_training_writes_what_servers_read(trained, docs_5m):
 
 
 def test_a_rate_that_falls_within_the_time(monkeypatch):
-    """Training ends when its time is over, however many batches are left."""
+    """Training ends when its time is over, even if batches are left."""
     module = torch.nn.Linear(4, 4)
     seen = []
     clock = iter(range(1000))

@@ -1,4 +1,4 @@
-"""quantize_checkpoint: what it refuses, what it copies, and that nothing half-done stays behind."""
+"""quantize_checkpoint: refusals, copied tensors, and no partial output after a failure."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""`quantize --adapter`: data runs with the adapter, codes fit that, and it is not written."""
+"""`quantize --adapter`: calibration runs with the adapter, which is not written."""
 
 import json
 
@@ -19,7 +19,7 @@ W4 = Scheme.parse("w4a16-sym-g32")
 
 
 def test_layer_with_adapter_equals_merged_weights(tiny_model, tmp_path):
-    """A layer beside which the adapter stands computes what one with merged weights does."""
+    """A layer with a separate adapter computes the same as a layer with merged weights."""
     folder = tiny_model("llama")
     model = FloatModel(folder)
     adapter = read_adapter(
@@ -43,7 +43,7 @@ def test_layer_with_adapter_equals_merged_weights(tiny_model, tmp_path):
 
 
 def test_adapter_reads_unrounded_inputs(tiny_model, tmp_path):
-    """In service it stands beside the product that rounds its input."""
+    """A server applies the adapter to the input before a product rounds it."""
     folder = tiny_model("llama")
     linear, name = torch.nn.Linear(64, 64, bias=False), "model.layers.0.self_attn.o_proj"
     adapter = read_adapter(
@@ -74,7 +74,7 @@ def test_codes_fit_the_adapted_data(docs_5m, tmp_path):
 
 
 def _error(model, quantized, adapter):
-    """How far hidden states are from the float model's, each with the adapter."""
+    """Return the distance of hidden states from the float model's, both with the adapter."""
     from qserve.llm import LLM
     from qserve.lora.request import LoRARequest
     from qserve.params.sampling_params import SamplingParams

@@ -37,7 +37,7 @@ def scales(folder):
 def test_scales_are_those_of_transformers_own_cache(
     tiny_model, transformers_model, tmp_path, family, kv_cache, largest
 ):
-    """The whole quantized model, as transformers runs it, on the calibration data."""
+    """Judged by the cache of the quantized model in transformers, on the calibration data."""
     source = tiny_model(family)
     folder = tmp_path / "out"
     report = quantize_checkpoint(source, folder, recipe="gptq", kv_cache=kv_cache, **OPTIONS)

@@ -30,7 +30,7 @@ def written(docs_5m, data, tmp_path_factory):
 
 
 def test_first_scale_is_a_fraction_of_the_largest_input_over_127(docs_5m, data, tmp_path):
-    """By rtn, which leaves the inputs as they are: every token of the data counts for the range."""
+    """With rtn, which does not change the inputs, every token of the data counts for the range."""
     scheme = Scheme.parse("w8a8-static")
     quantize_checkpoint(
         docs_5m, tmp_path / "x", scheme=scheme, recipe="rtn", calibration=data, progress=False

@@ -196,7 +196,7 @@ def test_the_command_reads_images(case, calibration, tmp_path, caplog):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_gradients_of_the_loss_are_those_of_transformers(case, family):
-    """Mixed bits follow them. The tokens of images are not predicted."""
+    """Mixed bits are chosen by these gradients. The tokens of images are not predicted."""
     case = case(family)
 
     def note(text, seen):

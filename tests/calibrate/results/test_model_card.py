@@ -1,4 +1,4 @@
-"""What goes out with a model, its card and its reports, says what it was made of, not where."""
+"""Model card and reports name the sources of a model, but no paths of the machine."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Orders of columns: groups stay whole or are made anew, scales follow the weights they are for."""
+"""Column orders of GPTQ: groups stay whole or are regrouped, and scales fit their weights."""
 
 import json
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_coarse_grid_is_solved_in_both_orders_and_the_better_one_is_kept(monke
 
 
 def test_late_groups_get_scales_of_their_corrected_weights():
-    """Without what others leave to it, a group's late scale is the one chosen before."""
+    """Without corrections from other columns, a scale chosen late equals the one chosen first."""
     weight, _ = problem()
     stats = InputStatistics(160, "cpu", "q")
     stats.update(torch.diag(torch.linspace(1, 2, 160)))

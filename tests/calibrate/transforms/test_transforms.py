@@ -1,4 +1,4 @@
-"""Streaming equals the whole model; transforms leave its logits; they mend a hostile model."""
+"""Streaming equals the whole model; transforms keep its logits and repair one with outliers."""
 
 import json
 import math

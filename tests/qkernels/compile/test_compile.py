@@ -128,7 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def compiled(card: str, names: list[str], cache: Path) -> list[dict]:
-    """What compile_cases.py says of each kernel."""
+    """Return the facts that compile_cases.py prints for each kernel."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.qkernels.compile.compile_cases", card, *names]

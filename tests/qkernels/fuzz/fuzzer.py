@@ -1,4 +1,4 @@
-"""Draw problems from a seed, and make the one that fails small. Knows no operation.
+"""Draw problems from a seed, and shrink a failing one.
 
 A problem is a dict of JSON values, one for each field of its operation; a field lists its values
 from simple to hard, so that shrinking is replacing a value by an earlier one.

@@ -1,4 +1,4 @@
-"""What every body of W4A16 for few rows keeps to, against float64, on an sm_90 GPU."""
+"""Requirements on every W4A16 variant for few rows, against float64, on an sm_90 GPU."""
 
 import pytest
 import torch

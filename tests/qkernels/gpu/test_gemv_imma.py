@@ -46,7 +46,7 @@ def test_every_tile(check, make_weight, half, poison, bits, warps, steps_in_flig
 
 
 def test_extreme_codes_and_inputs(check, make_weight, half, poison):
-    """The largest sum of a step that there is: every code and every limb at its end."""
+    """The largest possible sum of a step: every code and every limb at its extreme."""
     for bits in (4, 8):
         for symmetric in (True, False):
             packed = make_weight(64, 256, 128, symmetric, bits=bits)

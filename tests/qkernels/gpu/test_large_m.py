@@ -215,7 +215,7 @@ def test_chosen_and_captured(make_weight, half, M, bits):
 
 @pytest.mark.parametrize("M", [520, 1032, 1088])
 def test_tail_rows_after_whole_tiles(make_weight, half, M):
-    """Two kernels' work (`rows_of_tiles`), in a graph, too."""
+    """Two kernels compute the product (`rows_of_tiles`), also in a graph."""
     packed = make_weight(4096, 14336, 128)
     weight = ops.prepare_weight(packed, half)
     plan = ops.plan_linear(weight, M)

@@ -1,4 +1,4 @@
-"""What --tune writes is what the kernels read, and every config that a search may try is right."""
+"""Kernels read the table that --tune writes, and every config that a search tries is correct."""
 
 import pytest
 import torch

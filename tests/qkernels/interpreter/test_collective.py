@@ -1,4 +1,4 @@
-"""Sums over ranks, each rank a process of its own: what they add, in whatever order they run."""
+"""Sums over ranks that are separate processes and run in any order."""
 
 import random
 import time
@@ -53,7 +53,7 @@ def test_sums_in_rank_order(device, dtype, ranks, how):
 
 
 def test_another_order_of_ranks_changes_bits(device):
-    """Else the test above would say nothing."""
+    """Otherwise the test above would prove nothing."""
     x = of_ranks(3, 4096, dtype=torch.float32, device=device)
     assert not torch.equal(reference.all_reduce(list(x)), reference.all_reduce(list(x.flip(0))))
 

@@ -91,7 +91,7 @@ def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_equal_keys(device, poison, assert_close, factor):
-    """All keys the same and nothing forgotten: the triangular system at its worst."""
+    """All keys are equal and nothing decays: the worst case of the triangular system."""
     case = DeltaCase(counts=(48,), before=(0,), **SIZES).to(torch.float32, device)
     case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
     case.a_log_H.fill_(-20.0)
@@ -184,7 +184,7 @@ def test_heads_of_more_than_128(device, poison, assert_close):
 
 @pytest.mark.parametrize("is_half", [False, True])
 def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch, is_half):
-    """Behind a token with a decay of exp(-1e6) the others' small decays still count."""
+    """After a token with a decay of exp(-1e6), small decays of other tokens still count."""
     if is_half:
         half_operands(monkeypatch, half, rows=64)
     case = DeltaCase(counts=(80,), before=(3,), **SIZES)

@@ -1,4 +1,4 @@
-"""The kernels that fill and judge drafts against their torch twins: every number is the same."""
+"""Kernels that fill and settle drafts: every number equals that of the torch reference."""
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_logits_are_at_the_models_token_ids(device, half, poison, V):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_outputs_for_other_kernels_are_aligned(device, step):
-    """Of an address that 16 does not divide Triton compiles another kernel, amid serving."""
+    """For an address not divisible by 16 Triton would compile another kernel while serving."""
     chunks, tables, tokens, words = draft_case(STEPS[step], device)
     samples = len(tokens) > 0
     settled = settle_drafts_(

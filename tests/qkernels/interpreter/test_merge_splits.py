@@ -1,4 +1,4 @@
-"""The parts of split attention to one result, against float64."""
+"""Merging the splits of attention, against float64."""
 
 import pytest
 import torch

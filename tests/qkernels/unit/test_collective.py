@@ -1,4 +1,4 @@
-"""What is chosen for a sum over ranks, how peer memory is divided, and how ranks agree on it."""
+"""Sums over ranks: choice of the method, division of peer memory, agreement of ranks."""
 
 import struct
 from pathlib import Path

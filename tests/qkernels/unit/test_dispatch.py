@@ -1,4 +1,4 @@
-"""Which kernel does an operation, and why another does not."""
+"""Which kernel runs an operation, and why others do not."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""Filling and judging drafts by hand, and what the operations refuse."""
+"""Filling and settling drafts, computed by hand, and arguments that are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Launches that skip Triton's own search: what they take for alike is alike to Triton too."""
+"""Launches that skip Triton's lookup: arguments with the same key are the same to Triton."""
 
 import inspect
 import itertools

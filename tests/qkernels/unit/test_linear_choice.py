@@ -1,4 +1,4 @@
-"""Which variant takes a product, in which form it takes its input, and what the caller may ask."""
+"""Choice of a product's variant and input form, and what the caller may request."""
 
 import itertools
 from dataclasses import replace

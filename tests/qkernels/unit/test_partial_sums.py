@@ -1,4 +1,4 @@
-"""Parts of K that the next operation adds: what they stand for, and who takes them."""
+"""Split-K partial sums: their meaning, and the operations that add them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The plain torch limbs: they stand for the inputs, and lie where limbs.py says."""
+"""Limbs in plain torch: they represent the inputs, in the layout of limbs.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which products of many rows are two kernels', and that together they are the product."""
+"""Products of many rows that two kernels compute: the choice, and that together they are right."""
 
 import pytest
 import torch

@@ -112,7 +112,7 @@ def test_a_step_lies_in_one_group(group, block_k):
     ids=lambda config: type(config).__name__,
 )
 def test_a_kernel_is_compiled_again_where_a_config_computes_otherwise(config, monkeypatch):
-    """Triton's cache on disk outlives a version: fields alone would find the old kernel."""
+    """Triton's disk cache outlives a version; a key of fields alone would find the old kernel."""
     before = config.cache_key
     assert "registers" in before and str(config) in before
     monkeypatch.setattr(type(config), "registers", property(lambda self: 1))

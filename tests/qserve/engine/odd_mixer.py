@@ -1,4 +1,4 @@
-"""Mixers whose caches are like no mixer's of the product, in plain torch on a CPU.
+"""Mixers whose caches have shapes that no mixer of the product has, in plain torch on a CPU.
 
 `LatentMixer` keeps one tensor of 576 values a token, shared by all heads, with the tokens of a page
 in the last dimension. `ShiftedMixer` keeps a state beside such pages: the input of the last token.

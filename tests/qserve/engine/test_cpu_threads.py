@@ -1,4 +1,4 @@
-"""Threads of the engine on a CPU: a server keeps a core, and what the user says counts."""
+"""Threads of the engine on a CPU: one core stays free for the server; the user's settings win."""
 
 import pytest
 import torch

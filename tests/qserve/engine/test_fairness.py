@@ -73,7 +73,7 @@ def test_small_request_runs_soon_when_large_ones_have_all_slots_or_pages(of, num
 
 
 def test_late_admitted_request_is_not_preempted_first():
-    """Pages run out all the time: the large request's outputs grow and push each other out."""
+    """Pages run out all the time: the large request's outputs grow and preempt each other."""
     simulation = simulate(num_pages=6 * -(-TOKENS // 16))
     add_large(simulation, n=8)
     for _ in range(20):
@@ -86,7 +86,7 @@ def test_late_admitted_request_is_not_preempted_first():
 
 
 def test_preempted_request_is_passed_over_a_limited_number_of_times():
-    """By requests that have place where it has not."""
+    """It is passed over by requests that fit when it does not."""
     simulation = simulate(num_pages=4, page_size=64)
     scheduler = simulation.scheduler
     scheduler.add(make_request("r0", 4, 50, group="a"))
@@ -141,7 +141,7 @@ def test_single_client_of_a_group_is_never_preempted_for_fairness():
 
 
 def test_often_preempted_request_is_not_preempted_again():
-    """Small requests without end against two places: the large request's outputs end, too."""
+    """Endless small requests compete for two slots: the large request's outputs end, too."""
     simulation = simulate(max_num_seqs=2, num_pages=100)
     large = [make_request(f"r{n}", 30, 300, group="large") for n in range(2)]
     for request in large:

@@ -14,7 +14,7 @@ def test_pool_detects_a_page_owned_twice():
 
 
 def test_the_page_that_was_freed_last_is_handed_out_last():
-    """Its keys are the likeliest to be asked for again, if anything keeps them."""
+    """Its keys are the most likely to be reused from the prefix cache."""
     pool = BlockPool(4, 2)
     first, second, third = [], [], []
     pool.grow_(first, 4)

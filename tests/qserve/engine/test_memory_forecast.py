@@ -56,7 +56,7 @@ def run(scheduler, requests, lengths=None):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_requests_of_known_lengths_are_never_preempted(seed):
-    """And the pages are used: the forecast is not just careful."""
+    """The forecast also uses the pages, instead of only being careful."""
 
     def requests():
         rng = random.Random(seed)

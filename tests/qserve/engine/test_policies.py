@@ -29,7 +29,7 @@ def names(plan):
 
 
 def phases(simulation):
-    """Per step until all is done: "p" for prompts, "d" for decodes, with their numbers."""
+    """Return for each step until the end: "p" for prompts, "d" for decodes, with their numbers."""
     found = []
     while simulation.scheduler.num_requests or simulation.in_flight:
         plan = simulation.step()
@@ -39,7 +39,7 @@ def phases(simulation):
 
 
 class ShortestFirst(Policy):
-    """A user's own."""
+    """A custom policy."""
 
     def turn(self, request):
         return request.client, request.request_id
@@ -165,7 +165,7 @@ def test_within_a_priority_clients_take_turns():
 
 
 def test_lower_number_preempts_a_higher_one():
-    """Preempted immediately, but a limited number of times: then it runs to its end."""
+    """Preempted immediately, but a limited number of times; then it finishes."""
     simulation = simulate("priority", max_num_seqs=1)
     scheduler = simulation.scheduler
     low = make_request("low", max_tokens=60, priority=9)
@@ -300,7 +300,7 @@ def test_fcfs_mixes_both():
 
 
 def test_controlled_computes_prompts_in_batches_of_their_own():
-    """Two at a time though four have place; five waited, so the last comes alone at the end."""
+    """Two run at a time, although four fit; five waited, so the last runs alone."""
     simulation = simulate("controlled", prefill_batch_size=2, budget=16)
     for number in range(5):
         simulation.scheduler.add(make_request(f"r{number}", 12, 4, group=f"g{number}"))

@@ -1,4 +1,4 @@
-"""The prefix cache and the scheduler: who finds which pages, and when. One test for each trap."""
+"""Prefix cache and scheduler: which request finds which pages, and when. One test per hazard."""
 
 from itertools import count
 
@@ -103,7 +103,7 @@ def test_request_waits_for_a_shared_prompt_that_is_being_computed():
 
 
 def test_request_that_waits_for_pages_does_not_wait_forever():
-    """Where the one that computes them is aborted, it computes them itself."""
+    """If the request that computes the pages is aborted, it computes them itself."""
     simulation = simulate(budget=8)
     first, second = (make_request(name, [*PREFIX, 1], group=name) for name in ("r0", "r1"))
     simulation.scheduler.add(first)
@@ -260,7 +260,7 @@ def test_a_reset_forgets_all_and_disturbs_nobody():
 
 
 def test_pages_of_a_failed_request_are_found_by_nobody():
-    """Its logits were no numbers: its keys may not be, too."""
+    """Its logits were NaN, so its keys may be NaN, too."""
     scheduler = make_scheduler(num_pages=64, budget=64)
     bad = make_request("bad", [*PREFIX, 1], max_tokens=9)
     scheduler.add(bad)
@@ -275,7 +275,7 @@ def test_pages_of_a_failed_request_are_found_by_nobody():
 
 @pytest.mark.parametrize("num_slots", [0, 8])
 def test_pages_outside_the_window_of_a_failed_request_are_not_found(num_slots):
-    """They lie in the cache, or on the host; and pages of others are still found."""
+    """They are in the cache or on the host. Pages of other requests are still found."""
     num_pages = 5 if num_slots else 8
     simulation = simulate(num_pages=num_pages, budget=PAGE, window=PAGE, num_slots=num_slots)
     scheduler, pool = simulation.scheduler, simulation.scheduler.pool

@@ -1,4 +1,4 @@
-"""The line between the leader and a rank: what is begun is answered when it is done, or not at all.
+"""Connection between the leader and a rank: calls are answered when they end, or not at all.
 
 The rank is a thread here, at the other end of a socket pair.
 """

@@ -1,4 +1,4 @@
-"""The engine's reports: counts of a scripted run, each reported once, and zero at the end."""
+"""Reports of the engine: counts of a scripted run, each reported once, then zero."""
 
 import time
 from dataclasses import replace

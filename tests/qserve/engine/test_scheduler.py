@@ -163,7 +163,7 @@ def test_budget_below_the_number_of_requests_is_refused():
 
 
 def test_a_chunk_may_sample_several_tokens():
-    """As a step that verifies drafts does; the request takes them up to its end."""
+    """For example a step that verifies drafts; the request accepts the tokens up to its end."""
     scheduler = make_scheduler(num_pages=64)
     first, second = make_request("r0", max_tokens=9), make_request("r1", max_tokens=9)
     for request in (first, second):
@@ -214,7 +214,7 @@ def asking(name, prompt):
 
 
 def test_log_probabilities_of_prompts_yield_to_decodes(monkeypatch):
-    """They cost more than their tokens, and who decodes would wait for all of a step's budget."""
+    """They cost more than their tokens; otherwise decodes would wait for a whole step's budget."""
     monkeypatch.setattr("qserve.engine.scheduling.chunked_prefill.ROWS_BESIDE_DECODES", 5)
     scheduler = make_scheduler(num_pages=64, budget=40, max_num_seqs=8)
     alone = asking("alone", 30)

@@ -1,4 +1,4 @@
-"""Copies of states: who begins from which, and that none is taken for one of other tokens."""
+"""State snapshots: which request starts from which, and none from a state of other tokens."""
 
 from itertools import count
 from unittest import mock
@@ -22,7 +22,7 @@ PREFIX = list(range(200, 200 + 8 * PAGE))
 
 @pytest.fixture(autouse=True)
 def small():
-    """Copies of a few tokens are worth while."""
+    """Make snapshots worthwhile after few tokens."""
     with (
         mock.patch.object(state_snapshots, "SPACING", 4 * PAGE),
         mock.patch.object(state_snapshots, "LEAST_GAIN", PAGE),

@@ -1,4 +1,4 @@
-"""A plan as values: what its rows ask of the sampler, which rows are whose, nothing but numbers."""
+"""A plan as arrays: sampling words of its rows, and the request of each row."""
 
 import math
 from dataclasses import fields, is_dataclass
@@ -212,7 +212,7 @@ def test_out_of_range_parameters_are_refused(field, value):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_few_decodes_build_the_same_arrays(seed, monkeypatch):
-    """Steps of a few requests take a path of their own, to the same arrays."""
+    """Steps of a few requests take a separate code path, with the same result."""
     kinds = ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 3}, {"logprobs": 2}, {"min_tokens": 1})
 
     def steps(most_few):

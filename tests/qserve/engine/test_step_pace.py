@@ -1,4 +1,4 @@
-"""Chunks that fit the target: the model of step times, and the scheduler with a fake device."""
+"""Chunk sizes for a latency target: the model of step times, and a scheduler with a fake device."""
 
 import random
 from collections import deque

@@ -1,4 +1,4 @@
-"""The order of admission: turns of clients and groups, and how long any request waits at most."""
+"""Order of admission: turns of clients and groups, and the maximum wait of a request."""
 
 import random
 from collections import Counter
@@ -156,7 +156,7 @@ def test_oldest_is_passed_over_a_limited_number_of_times():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_request_waits_longer_than_the_bound(data):
-    """While clients come without end, choosing whom to pass over, too."""
+    """Endless clients arrive and also choose which request to pass over."""
     draw = data.draw
     most = draw(st.integers(0, 5))
     queue, heads, admitted = WaitingQueue(max_bypasses=most), {}, 0

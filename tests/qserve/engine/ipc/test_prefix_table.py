@@ -1,4 +1,4 @@
-"""Where a prompt goes: to who has its beginning, unless that one has much more to do."""
+"""Routing of a prompt: to the server with its longest prefix, unless this server is much busier."""
 
 import random
 
