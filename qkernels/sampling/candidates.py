@@ -1,10 +1,10 @@
 """Device functions that find the values of a row that may be drawn, without a sort.
 
 A search finds a float's bits, four at a time: it counts the values above each of 16 pivots, or adds
-their probabilities. If there are few candidates, each one is compared with each other one instead.
+their probabilities. If there are few candidates, all pairs of them are compared instead.
 
-Legend: V vocabulary, G groups. Candidates are lists of values and tokens in token order, so of
-equal values the first in the list ranks higher.
+Legend: V vocabulary, G groups. Candidates are lists of values and tokens in token order, so among
+equal values the first one in the list ranks higher.
 """
 
 import triton
@@ -15,8 +15,8 @@ from qkernels.sampling.logits import adjust, noise, order, weight
 GROUP = 64  # tokens per group; the first kernel keeps a group's largest value
 TILE = 512  # values that a search reads together
 COLLECT_GROUPS = 32  # groups that are read again together
-FEW = 128  # up to this many candidates are ranked by comparing each with each,
-ROWS = 16  # this many with all others at a time
+FEW = 128  # up to this many candidates are ranked by comparing all pairs
+ROWS = 16  # candidates that are compared with all others at a time
 _GROUP, _TILE = tl.constexpr(GROUP), tl.constexpr(TILE)
 _COLLECT_GROUPS = tl.constexpr(COLLECT_GROUPS)
 _FEW, _ROWS = tl.constexpr(FEW), tl.constexpr(ROWS)

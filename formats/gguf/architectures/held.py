@@ -32,17 +32,17 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Tensor of a layer in the form of files."""
+    """Tensor of a layer that GGUF files hold in another form than the family's checkpoints."""
 
-    name: str  # the family's, below the layer
+    name: str  # the family's name, below the layer
     # column: [N] is [N, 1]; taps: [N, 1, K] is [N, K]; wide_taps: it is [1, N, 1, K];
     # groups: [N] is [groups, N / groups]; heads: [1, 1, N, 1] is [N, 1]
     shape: Literal["", "column", "taps", "wide_taps", "groups", "heads"] = ""
-    exponent: bool = False  # files hold minus the exponential of the family's numbers
-    # Name of the order of rows, and of columns (order_of)
+    exponent: bool = False  # files hold -exp(x) of the family's numbers x
+    # Names of the orders of rows and of columns in files (order_of)
     rows: str = ""
     columns: str = ""
-    # GGUF's name, below the layer, of a second tensor, which holds the last rows
+    # GGUF's name, below the layer, of a second tensor that holds the last rows
     below: str = ""
 
 
