@@ -355,7 +355,7 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
 @pytest.mark.parametrize(
     ("recipe", "change", "text"),
     [
-        # rtn runs no layer: it would write what nobody loads
+        # rtn runs no layer, so it would write weights that no server loads
         ("rtn", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         ("gptq", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         # not stated: transformers has a default of its own

@@ -16,7 +16,7 @@ from formats.in_memory.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the host code asks of a GPU."""
+    """Properties of a GPU that the host code reads."""
 
     capability: tuple[int, int]
     sm_count: int
@@ -40,7 +40,7 @@ compiled: list[tuple[str, object]] = []
 
 
 class _Driver:
-    """What Triton asks of a driver in order to compile."""
+    """Methods of a driver that Triton calls to compile."""
 
     def __init__(self, card: Card) -> None:
         self.target = GPUTarget("cuda", card.arch, 32)

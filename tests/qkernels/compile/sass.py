@@ -1,7 +1,7 @@
 """Find out from machine code which registers an asynchronous product reads, and when.
 
-A product whose left operand is in registers goes on reading them after the instruction. A program
-that writes them before it has waited is wrong, compiles, and is right on most runs.
+A product whose left operand is in registers reads them after the instruction was issued, too. A
+program that writes them before it has waited compiles and is right in most runs, but is wrong.
 """
 
 import re

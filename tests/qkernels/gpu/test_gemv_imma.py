@@ -39,7 +39,7 @@ def test_every_group_length(check, make_weight, half, poison, bits, M, group, sy
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_tile(check, make_weight, half, poison, bits, warps, steps_in_flight, block_n):
-    """9 steps: fewer than some blocks ask for at once, and no multiple of any."""
+    """9 steps: fewer than some blocks request together, and no multiple of any number of them."""
     tile = GemvImmaConfig(warps=warps, steps_in_flight=steps_in_flight, block_n=block_n)
     packed = make_weight(136, 1152, 128, symmetric=False, bits=bits)
     check(packed, random_x(3, 1152, half), tile=tile)

@@ -27,7 +27,7 @@ def many(*values: object):
 
 
 def of_ranks(ranks: int, *shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0):
-    """Of very different sizes, so that the order of a sum shows."""
+    """Return numbers of very different sizes, so that the order of a sum shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ranks, *shape, generator=generator)
     x *= 2 ** (8 * torch.rand(ranks, *shape, generator=generator) - 4)
