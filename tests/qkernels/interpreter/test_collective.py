@@ -290,7 +290,7 @@ def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
 
 @pytest.mark.skipif(ON_GPU, reason="compiled kernels hold the constant; tested in gpu/")
 def test_the_host_ends_a_wait(device, half, monkeypatch):
-    """Seen by kernels that run, whatever is queued behind them; it names no rank as lost."""
+    """Running kernels see the stop, even with work queued after them. No rank is named as lost."""
     x = of_ranks(2, CHANNELS, dtype=half, device=device)
     monkeypatch.setattr(exchange_triton, "LOOKS_A_LOOK_AT_THE_HOST", tl.constexpr(4))
 

@@ -31,7 +31,7 @@ def make(name, dtype, device, **sizes):
 
 
 def unread(case, states):
-    """NaN in every slot that no request of the step goes on from."""
+    """Return states with NaN in every slot that no request of the step continues."""
     states = states.clone()
     going = [s for s, before in zip(case.slots, case.before, strict=True) if before and s >= 0]
     others = [slot for slot in range(len(states)) if slot not in going]
@@ -77,7 +77,7 @@ def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
 
 
 def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
-    """As the block has them: queries, keys, values and z side by side, b beside a."""
+    """As in the block: queries, keys, values and z in one matrix, b and a in another."""
     case = make("one", half, device)
     T, C = case.mixed_TC.shape
     beside = torch.full((T, C + 80), torch.nan, dtype=half, device=device)

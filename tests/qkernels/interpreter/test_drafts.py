@@ -100,7 +100,7 @@ def test_settled_drafts_equal_the_reference(device, step, rule):
             assert_equal(want, got)
         accepted += (settled.emitted_D - 1).tolist()
     if "verif" in step and rule != "known":
-        assert {0, 1, 3} <= set(accepted), accepted  # none, some, all came true
+        assert {0, 1, 3} <= set(accepted), accepted  # none, some, all were accepted
 
 
 @pytest.mark.parametrize("V", [77, 2500])

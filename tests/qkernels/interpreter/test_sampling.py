@@ -203,7 +203,7 @@ def test_forbidden_tokens_are_never_drawn(device):
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(33, marks=exhaustive), 5001])
 def test_logprobs(device, half, poison, vocabulary):
-    """Of the logits as they came, whatever bias, temperature and filter do to the draw."""
+    """They are of the unchanged logits; bias, temperature and filters only affect the draw."""
     asked = [-1, 0, 1, 20, 5]
     rows = [
         SampleRow(num_logprobs=n, temperature=1.5, top_k=3, seed=n + 1, bias=((2, 9.0),))

@@ -182,7 +182,7 @@ def test_ranks_that_cannot_reach_each_other(monkeypatch, places, access, reason)
 
 
 class FakeDriver:
-    """Memory of two ranks by number; refuses what it is told to."""
+    """Memory of two ranks by number. It refuses the operations that a test names."""
 
     def __init__(self, refused: str = "") -> None:
         self.refused, self.freed, self.closed = refused, [], []
@@ -217,7 +217,7 @@ def with_driver(monkeypatch, driver: FakeDriver) -> None:
 
 
 def second_rank(message: bytes) -> list[bytes]:
-    """What the other rank would say at the same time."""
+    """Return the messages that the other rank would send at the same time."""
     if not message.startswith(b"+"):
         return [message, b"+"]
     if message[1:9] == struct.pack("<q", 0):

@@ -86,7 +86,7 @@ def test_reference_norm_is_transformers():
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_chunks_are_the_recurrence(case, by_channel, factor):
-    """Also of requests that go on in the midst of a chunk, and beside decode rows."""
+    """Also for requests that continue within a chunk, and next to decode rows."""
     if by_channel:
         case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
     wide = case.to(torch.float64)
@@ -115,7 +115,7 @@ def test_any_chunks_give_the_same_result(module):
 
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_other_slots_are_unchanged(module, case):
-    """What no request of the step owns stays as it is; a row and a prompt without a slot write
+    """Slots without a request of the step are unchanged; a row and a prompt without a slot write
     nowhere, not even into the last slot."""
     memory = case.memory_PHKV.clone()
     slots = [-1, -1, 3, 5, 0, 4]

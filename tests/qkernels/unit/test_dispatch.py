@@ -124,7 +124,7 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch, sm_90):
-    """Of the kernel's own kind alone: it passes over the other's."""
+    """Only configs of the kernel's own type count; it ignores those of the other kernel."""
     table = tuning_table.TuningTable(gpu="made up")
     tiles = {
         100: W8A8Sm90Config(num_consumers=1, block_b=64),
@@ -345,7 +345,7 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
 
 
 def test_error_has_the_name_under_which_a_variant_was_requested():
-    """Of several rows that have such a variant, each that refuses for its own reason is named."""
+    """If several rows have such a variant, the error names each row and its reason."""
     asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
     message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"
     with pytest.raises(KernelError, match=message):

@@ -46,7 +46,7 @@ def test_tokens_of_the_table_and_positions_three_lower():
     assert torch.equal(words, before)
 
 
-# drawn -> drafts that come true (6, 7, 8 are judged), the newest token
+# drawn -> accepted drafts (of 6, 7, 8), the newest token
 DRAWN = {(6, 7, 8, 9): (3, 9), (6, 7, 1, 2): (2, 1), (6, 1, 8, 2): (1, 1), (-1, 7, 8, 9): (0, 0)}
 
 

@@ -153,7 +153,7 @@ def test_names_are_checked_and_explained(make_weight):
     ],
 )
 def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_weight, config, form):
-    """The kernel is stood in for: what it is handed, with which config."""
+    """A replacement for the kernel records its input and config."""
     packed = make_weight(64, 256, 128, symmetric=False).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
     weight = replace(weight, kernel="w4a16")

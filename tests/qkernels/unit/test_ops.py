@@ -1,4 +1,4 @@
-"""What the public operations refuse, and what importing them loads."""
+"""Public operations: arguments that they refuse, and packages that importing them loads."""
 
 import subprocess
 import sys

@@ -47,7 +47,7 @@ def test_two_kernels_are_predicted_to_be_faster():
 
 @pytest.fixture
 def weight(monkeypatch):
-    """Of 4096 x 14336, as planned for an H200, where a stand-in has one number for each output."""
+    """Return a weight of 4096 x 14336, planned for an H200; it has one number per output."""
 
     def make(kernel=None):
         packed = PackedWeight(

@@ -35,7 +35,7 @@ def test_the_longest_match_wins_and_all_servers_are_ranked():
 
 
 def test_a_block_that_differs_ends_the_match_for_good():
-    """What comes after it is not the same prefix, though its text is."""
+    """Equal text after a different block is not the same prefix."""
     table = PrefixTable()
     table.note(text(1), "a")
     table.note(text(2), "b")
