@@ -220,7 +220,7 @@ def _total(
 
 @triton.jit(do_not_specialize=["rank", "spin_limit"])
 def _all_reduce_norm(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C]
     weight_ptr,  # [C] or None: the sum alone

@@ -76,7 +76,7 @@ def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.cons
             own = lines[i]
         else:
             gl.store(slot_ptr + (i * SPLIT + split) * SIZE + offsets, lines[i])
-    # every thread's sums are stored before one thread counts the warpgroup in
+    # every thread's sums are stored before one thread increments the counter
     barrier()
     counter = counters_ptr + slot
     arrived = gl.atomic_add(counter, 1, sem="acq_rel") + 1
@@ -110,7 +110,7 @@ def reduce_in_last_arriver(sums, slot, split, partials_ptr, counters_ptr, SPLIT:
     offsets = _offsets(lines)
     slot_ptr = partials_ptr + slot * (SPLIT * SIZE)
     gl.store(slot_ptr + split * SIZE + offsets, lines)
-    # every thread's sums are stored before one thread counts the warpgroup in
+    # every thread's sums are stored before one thread increments the counter
     barrier()
     last = gl.atomic_add(counters_ptr + slot, 1, sem="acq_rel") == SPLIT - 1
     if last:

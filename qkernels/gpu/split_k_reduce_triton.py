@@ -18,7 +18,7 @@ import triton.language as tl
 def arrives_last(sums, ptrs, mask, counter_ptr, SPLIT: tl.constexpr):
     """Store this block's partial sums. Return True if all other splits have stored theirs."""
     tl.store(ptrs, sums, mask=mask)
-    # every thread's partial sums are stored before one thread counts the block in
+    # every thread's partial sums are stored before one thread increments the counter
     tl.debug_barrier()
     return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT - 1
 

@@ -268,7 +268,7 @@ def _lora_shrink(
         mask = own[:, None] & (j < R)[None, :]
         tl.store(parts_ptr + part * T.to(tl.int64) * S * R + place, total, mask=mask)
         if counters_ptr is not None:
-            # every thread's sums are stored before one thread counts the block in
+            # every thread's sums are stored before one thread increments the counter
             tl.debug_barrier()
             group = (tl.program_id(0) * (tl.num_programs(1) // PARTS) + block // PARTS).to(tl.int32)
             counter_ptr = counters_ptr + group * tl.num_programs(2) + tl.program_id(2)

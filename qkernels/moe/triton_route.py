@@ -160,7 +160,7 @@ def _route_tokens(
         logits += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     logits_ptrs = logits_ptr + token.to(tl.int64) * E + e
     tl.store(logits_ptrs, logits.to(logits_ptr.dtype.element_ty), mask=e < E)
-    # every thread's logits are stored before one thread counts the block in
+    # every thread's logits are stored before one thread increments the counter
     tl.debug_barrier()
     counter_ptr = counters_ptr + token
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:

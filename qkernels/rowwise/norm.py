@@ -101,7 +101,7 @@ def _warps(block: int) -> int:
 
 @triton.jit
 def _norm_rows(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C] or None: only the sum is computed
@@ -216,7 +216,7 @@ def _norm_to_limbs(
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_steps(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C] or None: only the sum is computed
