@@ -34,7 +34,7 @@ from formats.layouts import (
 )
 from formats.quant_config import QuantConfig, find_block
 
-# Relative error above which codes cannot stem from a weight; rounding to 2 bits makes about 0.5.
+# Relative error above which codes cannot stem from a weight; rounding to 2 bits causes about 0.5.
 MOST_ROUNDING = 0.8
 
 
@@ -176,7 +176,7 @@ class Student:
         block = find_block(self.reader.folder, self.reader.config)
         if block is None:
             raise InputError(
-                str(reader.folder), "is not quantized", "give what `qserve quantize` wrote"
+                str(reader.folder), "is not quantized", "give a folder of `qserve quantize`"
             )
         self.config = QuantConfig.from_dict(block)
         self.layer_map = find_layer_map(self.reader.config)
@@ -272,8 +272,8 @@ class Student:
         if weight_NK is None:
             raise InputError(
                 name,
-                "its codes cannot be trained: they are not of the float model's weight, which a"
-                " rotation or another transform has changed",
+                "its codes cannot be trained: they do not stem from the float model's weight,"
+                " which a rotation or another transform has changed",
                 "train scales and norms only: leave out --code-rate",
             )
         return weight_NK

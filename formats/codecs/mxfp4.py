@@ -1,7 +1,7 @@
 """Reader of MXFP4 as gpt-oss stores its experts.
 
-A block of 32 inputs has one scale byte s, 2^(s - 127), and 16 bytes of two numbers each: those of
-Fp4Weight (fp4.py). Legend: N outputs, G = K / 32 groups of inputs.
+A block of 32 inputs has one scale byte s, 2^(s - 127), and 16 bytes of two numbers each, encoded as
+in Fp4Weight (fp4.py). Legend: N outputs, G = K / 32 groups of inputs.
 """
 
 import math
@@ -20,7 +20,7 @@ SPEC = QuantSpec(bits=4, symmetric=True, group_size=GROUP, type="mxfp4")
 
 
 def decode(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor, name: str = "weight") -> Fp4Weight:
-    """Take uint8 blocks [N, G, 16] and scales [N, G] as they are. Raises CheckpointError."""
+    """Return uint8 blocks [N, G, 16] and scales [N, G] as a weight. Raises CheckpointError."""
     N, G = scales_NG.shape
     if blocks_NGB.shape != (N, G, GROUP // 2) or blocks_NGB.dtype != torch.uint8:
         raise CheckpointError(

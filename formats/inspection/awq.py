@@ -55,8 +55,8 @@ def awq_linear(
         elif scheme.weight.symmetric and qzeros is not None:
             findings.error(
                 full["qzeros"],
-                "zero_point is false, but the zeros are not 8 throughout",
-                "set zero_point to true if they are meant",
+                "zero_point is false, but some zeros are not 8",
+                "set zero_point to true if these zeros are intended",
             )
     check_scales(full["scales"], shards, findings)
     return LinearSummary(

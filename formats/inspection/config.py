@@ -53,7 +53,7 @@ class Choices(NamedTuple):
 def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     """Report problems that make transformers, and so every server, refuse config.json."""
     if not isinstance(config.get("model_type"), str):
-        found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
+        found = f"found {config['model_type']!r:.80}" if "model_type" in config else "found none"
         findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
     family = checked_family(config)
     if family is None:

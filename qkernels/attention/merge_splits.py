@@ -71,7 +71,10 @@ def merge_splits(
 
 @triton.jit
 def _used(sums_ptr, rows, T, H, SPLIT: tl.constexpr):
-    """Number of splits of `rows` [1, X] (token H + head) up to the last that has seen a key."""
+    """Return the number of splits up to the last that has seen a key, over `rows` [1, X].
+
+    A row is token * H + head.
+    """
     split = tl.arange(0, SPLIT)[:, None]
     weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + rows * SPLIT + split)
     # != 0 so that a NaN is kept
@@ -80,7 +83,7 @@ def _used(sums_ptr, rows, T, H, SPLIT: tl.constexpr):
 
 @triton.jit
 def _merged(partials_ptr, sums_ptr, rows, channels, inside, used, T, H, D, SPLIT: tl.constexpr):
-    """The used splits merged: [Y], of `rows` [1, X] and `channels` [1, Y], where X is Y or 1."""
+    """Merge the used splits of `rows` [1, X] and `channels` [1, Y] to [Y], where X is Y or 1."""
     AT_ONCE: tl.constexpr = SPLIT if SPLIT < SPLITS_AT_ONCE else SPLITS_AT_ONCE
     weights_ptr = sums_ptr + T.to(tl.int64) * H * SPLIT
     # finite, not -inf: -inf - -inf would be NaN where no split has seen a key
@@ -150,7 +153,7 @@ def _merge_to_limbs(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 channels of a token, of one head or several."""
+    """Merge 128 channels of a token, which may span several heads, and make limbs of them."""
     token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         # launch dependents after the wait: weight loads of the next product would delay attention

@@ -175,7 +175,7 @@ def _rope_write_kv(
     SUM: tl.constexpr,  # PartialsFormat of q, k and v
     PDL: tl.constexpr,
 ):
-    """A program has HEADS heads of one token: of queries, of keys or of values."""
+    """Process HEADS heads of one token in each program: of queries, of keys or of values."""
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (J + HEADS - 1) // HEADS
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -244,7 +244,7 @@ def _rope_write_kv(
 
 @triton.jit
 def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """One token's cosines and signed sines of the channels d; 1 and 0 beyond WIDTH."""
+    """Return one token's cosines and signed sines for the channels d; 1 and 0 beyond WIDTH."""
     HALF: tl.constexpr = WIDTH // 2
     turns = d < WIDTH
     if INTERLEAVED:
@@ -274,7 +274,7 @@ def _rotated(
     INTERLEAVED: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Heads [HEADS, D], normed where a norm is given, rotated by one token's angles."""
+    """Load heads [HEADS, D], apply the norm if there is one, rotate by one token's angles."""
     DTYPE: tl.constexpr = SUM.dtype
     HALF: tl.constexpr = WIDTH // 2
     if INTERLEAVED:
@@ -294,7 +294,7 @@ def _rotated(
 
 @triton.jit
 def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
-    """The end of an RMSNorm, rounded where that of rowwise/norm.py is."""
+    """Apply the factor and the weight of an RMS norm, rounding where rowwise/norm.py rounds."""
     normed = x * shrink
     if weight.dtype != tl.float32:  # with a float32 weight, only the product is rounded
         normed = normed.to(DTYPE).to(tl.float32)
@@ -313,7 +313,7 @@ def _encoded(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Codes of rows, with the scales that are there (STATIC), else their own, which it stores."""
+    """Convert rows to codes, with the stored scales if STATIC, else with scales that it stores."""
     x = x.to(tl.float32)
     if STATIC:
         scale = tl.load(scales, mask=exists, other=1.0)

@@ -103,7 +103,7 @@ def attend(
 
 @gluon.jit
 def _weight_operand(weight, OPERAND_B: gl.constexpr):
-    """Weights [W, N, 8 rows] in the accumulator's layout to operand B."""
+    """Convert weights [W, N, 8 rows] from the accumulator's layout to operand B."""
     W: gl.constexpr = weight.shape[0]
     N: gl.constexpr = weight.shape[1]
     weight = _transposed(weight.to(gl.bfloat16))
@@ -113,7 +113,7 @@ def _weight_operand(weight, OPERAND_B: gl.constexpr):
 
 @gluon.jit
 def _merge_warps(largest, weights, values):
-    """The warps' softmax states to the block's: largest score [M], weights [M], values [D, M]."""
+    """Merge the warps' softmax states: largest score [M], weights [M], sums of values [D, M]."""
     all_largest = gl.max(largest, 0)
     base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
     shrink = gl.exp2(largest - base[None, :])
@@ -123,7 +123,7 @@ def _merge_warps(largest, weights, values):
 
 @gluon.jit
 def _transposed(weight):
-    """Tiles of 8 keys and 8 rows, each turned: [..., 8 keys, 8 rows] has rows before keys."""
+    """Transpose each tile of 8 keys and 8 rows in [..., 8 keys, 8 rows]; the shape stays."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
         "=r,r",
@@ -136,7 +136,7 @@ def _transposed(weight):
 
 @gluon.jit
 def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
-    """As in gpu/row_blocks.py: Triton and Gluon functions cannot call each other."""
+    """Return the same as request_of in gpu/row_blocks.py, which Gluon cannot call."""
     PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     probe = gl.arange(0, 32, layout=PROBES)
     first = 0
@@ -289,7 +289,7 @@ def _decode_attention_8bit(
         SLOTS=SLOTS,
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # 16 bytes of a row of 128 are swizzled, so that the lanes of rows read different banks
+    # chunks of 16 bytes are swizzled, so that lanes that read different rows read different banks
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(
         4, 128 // BYTES_OF_ROW, BYTES_OF_ROW // 16, [3, 2, 1, 0]
     )
@@ -308,7 +308,7 @@ def _decode_attention_8bit(
     for stage in gl.static_range(STAGES - 1):
         first_key = (first_step + stage) * STEP
         load_step(stages, stage, head, pages, first_key)
-        # pages are looked up one step ahead, because loads would wait for them
+        # pages are looked up one step ahead: otherwise the loads would wait for the look-up
         pages = load_pages(head, first_key + STEP)
     stage = 0
     for step in range(first_step, last_step):

@@ -126,7 +126,7 @@ class StepPages:
 
 @gluon.jit
 def load_pages(head, first_key):
-    """The pages of the step that begins with `first_key`."""
+    """Look up the pages of the step that begins with `first_key`."""
     W: gl.constexpr = head.W
     N: gl.constexpr = head.N
     SLOTS: gl.constexpr = head.SLOTS
@@ -144,7 +144,7 @@ def load_pages(head, first_key):
 
 @gluon.jit
 def load_step(stages, stage, head, pages, first_key):
-    """cp.async of one step into a stage. Keys that may not be read become zeros."""
+    """Start the cp.async loads of one step into a stage. Keys that may not be read become zeros."""
     B: gl.constexpr = head.B
     W: gl.constexpr = head.W
     N: gl.constexpr = head.N

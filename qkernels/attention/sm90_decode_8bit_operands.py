@@ -11,10 +11,11 @@ from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, unpack_x2
 
 @gluon.jit
 def channel_of_input(i):
-    """Channel d at index i of the sum over channels in the product of queries and keys.
+    """Return the channel d at index i of the sum over channels in the product of queries and keys.
 
-    mma gives lane t = lane % 4 the indices 2 t + e and 8 + 2 t + e of each 16. The lane holds 16
-    adjacent bytes of 64 channels: chunk c. Its word w takes the w-th 16 indices, half h by half:
+    mma gives lane t = lane % 4 the indices 2 t + e and 8 + 2 t + e of each 16.
+    The lane holds 16 adjacent bytes of each chunk c of 64 channels.
+    Its word w has indices 16 w to 16 w + 15 of the chunk; half h of the word has 8 of them.
 
         i = 64 c + 16 w + 8 h + 2 t + e
         d = 64 c + 16 t + 4 w + 2 h + e
@@ -28,10 +29,10 @@ def channel_of_input(i):
 
 @gluon.jit
 def channel_of_output(n, CHUNK: gl.constexpr):
-    """Channel d in row n of the product of values and weights, CHUNK = C.
+    """Return the channel d in row n of the product of values and weights. C is CHUNK.
 
-    mma gives lane group g = lane / 4 row g of each 8. The group holds C adjacent bytes of 8 C
-    channels: chunk r. Its byte b takes the b-th 8 rows:
+    mma gives lane group g = lane / 4 row g of each 8. The group holds C adjacent bytes of each
+    chunk r of 8 C channels. Its byte b is in the b-th 8 rows:
 
         n = 8 C r + 8 b + g
         d = 8 C r + C g + b
@@ -45,7 +46,7 @@ def channel_of_output(n, CHUNK: gl.constexpr):
 
 @gluon.jit
 def _half_keys(words, IS_INT: gl.constexpr):
-    """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
+    """Convert words of four 8-bit codes to float16 [..., 2, 2], exactly."""
     to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
     low, high = gl.inline_asm_elementwise(
         to_half, "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -55,7 +56,7 @@ def _half_keys(words, IS_INT: gl.constexpr):
 
 @gluon.jit
 def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
-    """8-bit codes of two keys to pairs of bfloat16, one in each word, exactly."""
+    """Convert the 8-bit codes of two keys to words with a pair of bfloat16 each, exactly."""
     if IS_INT:
         # (128 + the low seven bits) minus (128 + the weight of the sign bit)
         return gl.inline_asm_elementwise(
@@ -125,7 +126,10 @@ def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
 
 @gluon.jit
 def key_operand(codes, IS_INT: gl.constexpr, OPERAND_A: gl.constexpr):
-    """Words of codes [W, N / 16, 16, D / 4] to operand A [W, N, D], inputs as channel_of_input."""
+    """Convert words of codes [W, N / 16, 16, D / 4] to operand A [W, N, D].
+
+    Its inputs are in the order of channel_of_input.
+    """
     W: gl.constexpr = codes.shape[0]
     N: gl.constexpr = codes.shape[1] * 16
     D: gl.constexpr = codes.shape[3] * 4
@@ -137,8 +141,9 @@ def key_operand(codes, IS_INT: gl.constexpr, OPERAND_A: gl.constexpr):
 
 @gluon.jit
 def value_operand(even, odd, IS_INT: gl.constexpr, CHUNK: gl.constexpr, OPERAND_A: gl.constexpr):
-    """Codes [W, N / 16, 8, D] of keys 2 p and 2 p + 1 to operand A [W, D, N], rows as
-    channel_of_output.
+    """Convert codes [W, N / 16, 8, D] of keys 2 p and 2 p + 1 to operand A [W, D, N].
+
+    Its rows are in the order of channel_of_output.
     """
     W: gl.constexpr = even.shape[0]
     N: gl.constexpr = even.shape[1] * 16

@@ -58,7 +58,7 @@ class _HeadScales:
 
     @gluon.jit
     def load(self, page, key, attention):
-        """Scales of keys and values. Unread ones, which may be NaN, become 0 and 1."""
+        """Load the scales of keys and values; 0 and 1 for keys that may not be read."""
         B: gl.constexpr = attention.B
         exists = (key >= self.first_key) & (key < self.end)
         k_rows = page * attention.stride_ksp + key % B * attention.stride_ksb
@@ -69,11 +69,11 @@ class _HeadScales:
 
 @gluon.jit
 def dequantize_pages(attention, shared):
-    """Four warps: the codes of each step, from the tile's last one on, to keys and values."""
+    """Run four warps that dequantize the codes of each step, from a tile's last step on."""
     B: gl.constexpr = attention.B
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offset = gl.arange(0, KEYS, layout)
-    # the order in which key_vector reads them
+    # the order in which key_vector reads the scales
     offset = offset // 16 * 16 + offset // 2 % 2 * 8 + offset // 4 % 4 * 2 + offset % 2
     tiles = 0
     n = 0
@@ -93,7 +93,7 @@ def dequantize_pages(attention, shared):
         ends_within = ends_within & (length % B > 0)
         table = attention.tables_ptr + request.to(gl.int64) * attention.stride_table
         if not attention.UNIFORM:
-            # each key's scales are loaded a step ahead of their use, its page two steps
+            # scales of keys are loaded one step before their use, page numbers two steps before
             scales = _HeadScales(
                 k_ptr=attention.k_scales_ptr + kv_head * attention.stride_ksj,
                 v_ptr=attention.v_scales_ptr + kv_head * attention.stride_vsj,
@@ -128,7 +128,7 @@ def dequantize_pages(attention, shared):
 
             shared.v.producer_acquire(shared.v.producer_at(n))
             _dequantize(shared.codes, codes + KEYS // CODE_ROWS, shared.v, n, attention.IS_INT)
-            # unread integers need no zeroing: any integer times a weight of zero is zero
+            # integers after the last key need no zeroing: an integer times a weight of zero is zero
             if not attention.IS_INT and (i == 0) & ends_within:
                 zero_tail(shared.v, n, length, B)
             fence_async_shared()
@@ -139,8 +139,8 @@ def dequantize_pages(attention, shared):
 
 @gluon.jit
 def _dequantize(codes, first, pipeline, n, IS_INT: gl.constexpr):
-    """One step's codes, in the stages from number `first` on, to stage number `n` of `pipeline`."""
-    # eight lanes read eight rows, whose swizzled 16 bytes lie in different banks, and so they write
+    """Dequantize a step's codes, from stage `first` on, into stage number `n` of `pipeline`."""
+    # eight lanes read eight rows, whose swizzled 16 bytes lie in different banks; writes likewise
     layout: gl.constexpr = gl.BlockedLayout([1, CODES_OF_LANE], [8, 4], [4, 1], [0, 1])
     to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
     for i in gl.static_range(KEYS // CODE_ROWS):
@@ -174,7 +174,7 @@ _KEYS_OF_LANES = gl.constexpr(
 
 @gluon.jit
 def key_vector(vectors, stage, VECTOR: gl.constexpr, layout: gl.constexpr):
-    """One of the NUM_VECTORS of a stage, by columns of `layout`."""
+    """Load one of a stage's NUM_VECTORS vectors of keys, one number per column of `layout`."""
     keys = vectors.index(stage * NUM_VECTORS + VECTOR).load(_KEYS_OF_LANES)
     keys = keys.reshape([KEYS // 16, 4, 2, 2]).permute([0, 2, 1, 3]).reshape([KEYS])
     return gl.convert_layout(keys, gl.SliceLayout(0, layout))

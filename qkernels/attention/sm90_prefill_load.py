@@ -30,7 +30,7 @@ QUERY_ROWS = gl.constexpr(16)  # query rows that are loaded together
 def zero_tail(v, count, length, B: gl.constexpr):
     """Zero the values after the context's last key, in step `count`: 0 times NaN would be NaN.
 
-    Where both consumers do it, neither waits for the other: they write the same.
+    Both consumers may call it without a barrier, because they write the same values.
     """
     KEYS: gl.constexpr = v.mem.shape[1]
     chunks: gl.constexpr = v.mem.shape[2] // COLUMNS
@@ -50,7 +50,7 @@ def zero_tail(v, count, length, B: gl.constexpr):
 
 @gluon.jit
 def _next_tile(attention):
-    """Take work tiles until one has rows. Return its request (-1: none is left) and the tile."""
+    """Take work tiles until one has rows. Return its request and the tile; -1 if none is left."""
     J: gl.constexpr = attention.J
     GROUP: gl.constexpr = attention.GROUP
     NUM_SPLITS: gl.constexpr = attention.NUM_SPLITS
@@ -68,7 +68,7 @@ def _next_tile(attention):
         if searching:
             kv_head = work % J
             split = work // J % NUM_SPLITS
-            # a request's last tile first: it sees most keys
+            # a request's last tile comes first, because it sees the most keys
             block = attention.num_work_tiles // (J * NUM_SPLITS) - 1 - work // (J * NUM_SPLITS)
             low = 0
             high = attention.R
@@ -118,7 +118,7 @@ def _announce(tiles, count, request, tile):
 
 @gluon.jit
 def load_step(desc, pipeline, count, pages, kv_head, KEYS: gl.constexpr, B: gl.constexpr):
-    """TMA loads of one step's keys, or values, into the stages from number `count` on."""
+    """Start the TMA loads of one step's keys or values into the stages from `count` on."""
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     WIDTH: gl.constexpr = desc.block_shape[3]
     NUM_STAGES: gl.constexpr = pipeline.num_stages
@@ -146,7 +146,7 @@ def load_step(desc, pipeline, count, pages, kv_head, KEYS: gl.constexpr, B: gl.c
 
 @gluon.jit
 def _load_steps(attention, shared, count, first, last, tile, steps, table):
-    """Steps first..last of a tile, from its last key on. `count`: number of its step 0."""
+    """Load the steps first..last of a tile; step 0 has the last keys. `count`: number of step 0."""
     KEYS: gl.constexpr = attention.KEYS
     B: gl.constexpr = attention.B
     nowhere = attention.k_desc.shape[0]
@@ -154,8 +154,8 @@ def _load_steps(attention, shared, count, first, last, tile, steps, table):
         pages = ()
         for b in gl.static_range(KEYS // B):
             key = (steps.last - 1 - i) * KEYS + b * B
-            # Pages outside may be freed or never written. TMA writes zeros where a coordinate is
-            # outside of the pool.
+            # Pages outside the visible keys may be freed or never written: TMA writes zeros if a
+            # coordinate is outside of the pool.
             page = nowhere
             if (key < tile.length) & (key + B > steps.first_key):
                 page = gl.load(table + key // B)
@@ -173,9 +173,9 @@ def _load_steps(attention, shared, count, first, last, tile, steps, table):
 
 @gluon.jit
 def load_pages(attention, shared):
-    """One warp: takes tiles, announces them to the others, and loads their keys and values.
+    """Run the warp that takes tiles, announces them to the others, and loads their keys and values.
 
-    With 8-bit KV both go through one pipeline, the keys of each step before its values.
+    With 8-bit KV one pipeline carries both: the keys of each step, then its values.
     """
     request, tile = _next_tile(attention)
     _announce(shared.tiles, gl.to_tensor(0), request, tile)
@@ -199,7 +199,7 @@ def load_pages(attention, shared):
 
 @gluon.jit
 def load_queries(attention, shared):
-    """One warp: loads the query rows of the tiles."""
+    """Run the warp that loads the query rows of the tiles."""
     PADDED_D: gl.constexpr = attention.PADDED_D
     GROUP: gl.constexpr = attention.GROUP
     chunks: gl.constexpr = PADDED_D // COLUMNS

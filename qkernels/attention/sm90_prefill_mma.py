@@ -63,9 +63,10 @@ class ConsumerTile:
 
 @gluon.jit
 def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKED: gl.constexpr):
-    """One step's scores to a Softmax. `n`: number of the step; `last_key`: that a row sees of it.
+    """Add one step's scores to the softmax state. Return the new state.
 
-    With the vectors of 8-bit KV, the largest score is of weights times scales.
+    n: number of the step. last_key: last key of the step that each row sees. With the vectors of
+    8-bit KV, the weights include the values' scales, and `largest` is their largest logarithm.
     """
     WINDOWED: gl.constexpr = attention.WINDOWED
     SOFT_CAP: gl.constexpr = attention.SOFT_CAP
@@ -118,7 +119,7 @@ def capped(score, cap_log2, scale):
 
 @gluon.jit
 def _packed(softmax):
-    """With weights as float16x2: from step to step, single ones take a register each."""
+    """Pack pairs of weights as float16x2: kept unpacked across steps, each takes a register."""
     low, high = softmax.weight.reshape([CONSUMER_ROWS, softmax.weight.shape[1] // 2, 2]).split()
     weight = gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
@@ -130,7 +131,7 @@ def _packed(softmax):
 
 @gluon.jit
 def _operand_a(weight, dtype: gl.constexpr, layout: gl.constexpr):
-    """Weights, packed or not, as operand A of the product with values."""
+    """Convert weights, packed or not, to operand A of the product with values."""
     if weight.dtype == gl.int32:
         low = weight.to(gl.int16).to(gl.float16, bitcast=True)
         high = (weight >> 16).to(gl.int16).to(gl.float16, bitcast=True)
@@ -140,7 +141,7 @@ def _operand_a(weight, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _float16_queries(q, layout: gl.constexpr):
-    """bfloat16 queries as float16, in the same memory."""
+    """Convert bfloat16 queries to float16, in place."""
     memory: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     converted = retyped(q, gl.float16, memory)
     converted.store((q.load(layout).to(gl.float32) * SHRINK).to(gl.float16))
@@ -151,7 +152,10 @@ def _float16_queries(q, layout: gl.constexpr):
 
 @gluon.jit
 def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.constexpr):
-    """Steps first..last of a tile: scores of one, while the values of the one before are summed."""
+    """Run steps first..last of a tile.
+
+    The scores of a step are computed while the values of the previous step are summed.
+    """
     PADDED_D: gl.constexpr = attention.PADDED_D
     KEYS: gl.constexpr = attention.KEYS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -165,7 +169,7 @@ def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.con
         rounded = _operand_a(softmax.weight, tile.q.dtype, weight_layout)
         shared.k.consumer_wait(shared.k.consumer_at(now))
         score = warpgroup_mma(tile.q, k, score, use_acc=False, is_async=True)
-        # while it runs: convert the previous step's weights to 16 bits, rescale the sums
+        # while the product runs: convert the previous step's weights to 16 bits, rescale the sums
         rescale = gl.convert_layout(softmax.rescale, gl.SliceLayout(1, value_layout))
         values = values * rescale[:, None]
         shared.v.consumer_wait(shared.v.consumer_at(now - 1))
@@ -195,7 +199,7 @@ class Sums:
 
 @gluon.jit
 def _segment_values(attention, shared, tile, now, softmax):
-    """Weighted sum of the values of step number `now` alone, from zero."""
+    """Return the weighted sum of the values of step number `now` alone."""
     PADDED_D: gl.constexpr = attention.PADDED_D
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED_D, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
@@ -211,7 +215,7 @@ def _segment_values(attention, shared, tile, now, softmax):
 
 @gluon.jit
 def _fold(sums, softmax, values):
-    """Add a step's own softmax and values to `sums`."""
+    """Add the softmax state and weighted values of a single step to `sums`."""
     value_layout: gl.constexpr = values.type.layout
     largest, keep, add = fold_factors(sums.largest, softmax.largest)
     total = gl.fma(sums.total, keep, softmax.total * add)
@@ -223,10 +227,10 @@ def _fold(sums, softmax, values):
 
 @gluon.jit
 def _steps_by_segment(attention, shared, tile, first, last, sums, softmax, MASKED: gl.constexpr):
-    """Steps first..last of a tile. `softmax` is that of one step alone, which is folded in next.
+    """Run steps first..last of a tile. `softmax` is the state of a single step, folded in next.
 
-    A step's values are summed before the scores of the next, or their sums would not fit into
-    registers; meanwhile the other consumer computes its softmax.
+    A step's values are summed before the next step's scores are computed: the sums of both do not
+    fit into registers. Meanwhile the other consumer computes its softmax.
     """
     KEYS: gl.constexpr = attention.KEYS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -254,7 +258,7 @@ def _steps_by_segment(attention, shared, tile, first, last, sums, softmax, MASKE
 
 @gluon.jit
 def attend(attention, shared, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: half of the rows of each tile."""
+    """Run a consumer warpgroup, which computes half of the rows of each tile."""
     B: gl.constexpr = attention.B
     H: gl.constexpr = attention.H
     D: gl.constexpr = attention.D
@@ -286,8 +290,8 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         before = length - count
         rows = gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, score_layout))
         position = before + (first_row + rows) // GROUP
-        # The steps that need a mask: those with keys after the first row, and the first of all
-        # where a split has none; with a window also those with keys that the last row has left.
+        # Steps that need a mask: steps with keys after the first row's position, but at least one;
+        # with a window also steps with keys before the last row's window.
         num_steps = steps.last - steps.first
         masked = steps.last - gl.minimum((before + first_row // GROUP + 1) // KEYS, steps.last)
         masked = gl.minimum(gl.maximum(masked, 1), num_steps)
@@ -309,7 +313,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         total = gl.zeros([CONSUMER_ROWS], gl.float32, row_of_scores)
         no_largest, no_total = largest, total
         if attention.sinks_ptr is not None:
-            # a key whose value is zero, of the first split
+            # a sink is a key whose value is zero; it belongs to the first split
             head = tile_word(tiles, num_tiles, KV_HEAD) * GROUP + (first_row + rows) % GROUP
             sink = gl.load(attention.sinks_ptr + head) * LOG2_E
             largest = gl.where(split == 0, sink, largest)
@@ -328,7 +332,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         else:
             softmax = _softmax(attention, shared, scale, score, last_key, largest, total, n, True)
         if attention.KV_8BIT:
-            # which releases the scales as well
+            # released after the softmax, because this stage also holds the scales
             shared.k.consumer_release(shared.k.consumer_at(n))
             softmax = _packed(softmax)
         elif (length < steps.last * KEYS) & (length > (steps.last - 1) * KEYS) & (length % B > 0):
@@ -368,7 +372,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
             shared.v.consumer_release(shared.v.consumer_at(n - 1))
             largest, total = softmax.largest, softmax.total
 
-        # read again, not kept: the steps take all registers there are
+        # read again rather than kept in registers, of which the steps use all
         start = tile_word(tiles, num_tiles, START)
         end = tile_word(tiles, num_tiles, COUNT) * GROUP
         first_row = tile_word(tiles, num_tiles, FIRST_ROW) + CONSUMER * CONSUMER_ROWS
@@ -381,7 +385,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
             values *= gl.load(attention.v_scales_ptr + kv_head * attention.stride_vsj)
         if NUM_SPLITS == 1:
             inverse = 1.0 / gl.where(total == 0, 1.0, total)
-            # through the queries' memory, so that whole rows are written
+            # results go through the queries' shared memory, so that whole rows are written
             out = shared.q.mem.index(shared.q.consumer_at(num_tiles).stage * 2 + CONSUMER)
             out.store((values * inverse[:, None]).to(out.dtype))
             out_rows = out.load(row_layout)

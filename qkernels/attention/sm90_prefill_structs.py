@@ -113,7 +113,7 @@ class Tile:
 
     @gluon.jit
     def steps(self, attention):
-        """The first key that the tile sees, and its steps of keys: at least one."""
+        """Return the first key that the tile sees, and its range of steps, at least one."""
         GROUP: gl.constexpr = attention.GROUP
         KEYS: gl.constexpr = attention.KEYS
         before = self.length - self.count  # keys before the request's first row
@@ -141,7 +141,7 @@ class TileSteps:
 
 @gluon.jit
 def tile_word(tiles, count, WORD: gl.constexpr):
-    """A word of tile number `count`, until its stage is released."""
+    """Read a word of tile number `count`, whose stage must not be released yet."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     word = tiles.consumer_at(count).stage * TILE_WORDS + WORD
     return gl.max(tiles.mem.index(word).load(layout), 0)
@@ -149,6 +149,6 @@ def tile_word(tiles, count, WORD: gl.constexpr):
 
 @gluon.jit
 def wait_tile(tiles, count):
-    """Wait for tile number `count`; True if it exists."""
+    """Wait for tile number `count`. Return True if it exists."""
     tiles.consumer_wait(tiles.consumer_at(count))
     return tile_word(tiles, count, REQUEST) >= 0

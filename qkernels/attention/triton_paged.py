@@ -302,7 +302,7 @@ def _paged_attention(
                 k_rows = page * stride_kp + offset * stride_kb
                 v_rows = page * stride_vp + offset * stride_vb
             else:
-                # one load per page, not per key: 409 instructions a step, not 480
+                # one load per page instead of per key: 409 instructions per step instead of 480
                 pages = step * (KEYS // B) + tl.arange(0, KEYS // B)
                 page = tl.load(table + pages).to(tl.int64)[:, None]
                 offset = tl.arange(0, B)[None, :]
@@ -406,7 +406,10 @@ def _paged_attention(
 
 @triton.jit
 def scores_of(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
-    """float32 scores in powers of two. `k_scale`: of each key with 8-bit KV, else None."""
+    """Return float32 scores as base-2 logarithms.
+
+    k_scale: scale of each key with 8-bit KV, or None.
+    """
     score = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if k_scale is None:
         score *= scale
@@ -419,15 +422,15 @@ def scores_of(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _add_alibi(score, slope, key, position):
-    """Scores plus slope times the distance from the row to the key, which is 0 or less."""
+    """Add slope times (key - position), which is 0 or less, to the scores."""
     return score + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
 
 
 @triton.jit
 def add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
-    """values + weight times v. `v_scale`: of each key with 8-bit KV, else None."""
+    """Add weight times v to `values`. v_scale: scale of each key with 8-bit KV, or None."""
     if v_scale is not None:
-        if DTYPE.is_fp16():  # its product with the weight may be too small for float16
+        if DTYPE.is_fp16():  # scale times weight may be too small for float16
             v = v.to(tl.float32) * v_scale[:, None]
         else:
             weight *= v_scale[None, :]

@@ -81,7 +81,7 @@ def _run_(
 
 @triton.jit
 def _input(x_ptrs, C, mask, GATED: tl.constexpr):
-    """Inputs of the convolution: x, or b * x as the model rounds it (b, c, x side by side)."""
+    """Load inputs of the convolution: x, or if GATED b * x, rounded. A gated row is b, c, x."""
     if GATED:
         b = tl.load(x_ptrs, mask=mask, other=0.0)
         return b * tl.load(x_ptrs + 2 * C, mask=mask, other=0.0)
@@ -90,7 +90,7 @@ def _input(x_ptrs, C, mask, GATED: tl.constexpr):
 
 @triton.jit
 def _output(total, x_ptrs, C, mask, DTYPE: tl.constexpr, GATED: tl.constexpr):
-    """silu of the convolution, or its product with c."""
+    """Return silu of the convolution's result, or if GATED its product with c."""
     if GATED:
         c = tl.load(x_ptrs + C, mask=mask, other=0.0)
         return c * total.to(DTYPE)
@@ -110,7 +110,7 @@ def _keep_(
     L: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Keep the last L inputs of a request with `count` rows from position `start`, channels `c`."""
+    """Store the last L inputs of a request's channels `c`: `count` rows from position `start`."""
     mask = c < channels_kept
     for at in range(tl.maximum(count - L, 0), count):
         new = _input(x_ptr + tl.cast(at, tl.int64) * stride_x + c, C, mask, GATED)
@@ -161,7 +161,7 @@ def _causal_conv(
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     for w in tl.static_range(W):
-        at = t - (W - 1) + w  # negative: one of the kept inputs
+        at = t - (W - 1) + w  # negative: a kept input
         weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
         x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
         x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)

@@ -50,7 +50,7 @@ def peer(slot, rank):
 
 @triton.jit
 def slots_of_peers(bases_ptr, stride_slot, rank, RANKS: tl.constexpr):
-    """Return pointers to this rank's slot at each peer, which never change."""
+    """Return pointers to this rank's slot at each peer. The addresses never change."""
     slots = ()
     for i in tl.static_range(RANKS - 1):
         receiver = peer(i, rank)
@@ -61,7 +61,7 @@ def slots_of_peers(bases_ptr, stride_slot, rank, RANKS: tl.constexpr):
 
 @triton.jit
 def outgoing(x):
-    """Convert numbers [BLOCK] to words, [BLOCK] or [BLOCK / 2], none of which is the marker."""
+    """Convert numbers [BLOCK] to words [BLOCK] or [BLOCK / 2]. No word equals the marker."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).reshape(x.shape[0] // 2, 2)
         low, high = bits.split()
@@ -92,11 +92,11 @@ def send(words, exchange, offsets, mask, RANKS: tl.constexpr):
 
 @triton.jit
 def arrived(words, ptrs, mask, sender, wait):
-    """Wait until `ptrs` holds a sender's words; `words` were loaded from there already.
+    """Wait until `ptrs` holds a sender's words, and return them. `words`: the first load of `ptrs`.
 
     After `wait.spin_limit` polls it gives up and stores the sender's rank + 1 in `broken_ptr` and
     `report_ptr`. No block waits if `broken_ptr` is not 0. The host can stop the wait by writing a
-    negative number to `report_ptr`, whatever the device's queues are waiting for.
+    negative number to `report_ptr`, which is in host memory, so it needs no stream.
     """
     spins = 0
     going = 1

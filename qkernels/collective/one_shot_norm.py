@@ -169,7 +169,7 @@ def _total(
     SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the row's sum with the residual, rounded but in float32; store this block's part."""
+    """Return the sum of ranks and residual, rounded, in float32. Store this block's part."""
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     part, m = tl.program_id(0), tl.program_id(1)
     branch, branch_bias = None, None
@@ -179,8 +179,8 @@ def _total(
         if branch_bias_ptr is not None:
             branch_bias = tl.load(branch_bias_ptr + c, mask=c < C, other=0.0)
     if PDL:
-        # constants are loaded before the wait; the rest belongs to the previous kernel until it
-        # ends
+        # constants are loaded before the wait; the previous kernel may still write the other
+        # inputs
         pdl_launch_and_wait()
     counter = phases_ptr + m * tl.num_programs(0) + part
     OF_WORD: tl.constexpr = 32 // SUM.dtype.primitive_bitwidth
@@ -205,14 +205,14 @@ def _total(
     ptrs = own_ptr + offsets
     total = sum_of_ranks(words, ptrs, exchange, words_mask, SUM.dtype, RANKS, GROUP)
     tl.store(counter, (phase + 1) % 3)
-    # rounded as a product is on one GPU
+    # rounded like a product on one GPU
     x = total.to(DTYPE).to(tl.float32)
     x = changed_branch(
         x, branch, branch_bias, mask, C, BRANCH_KIND, BRANCH_EPS, BRANCH_FACTOR, DTYPE
     )
     if not EARLY:
         residual = tl.load(residual_ptr + row + c, mask=mask, other=0.0)
-    # the residual stream is in this dtype, and the norm reads the rounded sum
+    # the residual stream has this dtype, so the norm reads the rounded sum
     rounded = (x + residual.to(tl.float32)).to(DTYPE)
     tl.store(total_ptr + row + c, rounded, mask=mask & (c // PART == part))
     return rounded.to(tl.float32)
@@ -220,7 +220,7 @@ def _total(
 
 @triton.jit(do_not_specialize=["rank", "spin_limit"])
 def _all_reduce_norm(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C]
     weight_ptr,  # [C] or None: the sum alone

@@ -108,10 +108,10 @@ def run_chunks_(
 
 @triton.jit
 def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + lower)^-1 of a strictly lower triangular matrix [BT, BT].
+    """Return (1 + lower)^-1 of a strictly lower triangular matrix [BT, BT].
 
-    From the inverses of the blocks on the diagonal to those of twice their size: the block below
-    the diagonal is -inv(right) lower inv(left).
+    Each level makes the inverses of diagonal blocks of twice the size: the new block below the
+    diagonal is -inv(right) lower inv(left).
     """
     i = tl.arange(0, BT)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -244,7 +244,7 @@ def _chunk_scan(
     if count > FEW:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
-        # Keys of the state that are read and written: all or none.
+        # number of the state's key rows to read and to write: K or 0
         keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
         i, k = tl.arange(0, BT), tl.arange(0, BK)
         v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -252,7 +252,7 @@ def _chunk_scan(
         place = (slot.to(tl.int64) * H + h) * K * V
         state_ptrs = memory_ptr + place + k[:, None] * V + v[None, :]
         state = tl.load(state_ptrs, mask=(k < keys_read)[:, None] & in_v, other=0.0)
-        # From here on at the request's first row of this head.
+        # from here on, pointers are at the request's first row of this head
         base = start.to(tl.int64)
         mixed_ptr += base * stride_mixed
         of_head = base * H + h

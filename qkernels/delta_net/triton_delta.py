@@ -99,8 +99,9 @@ def updated(
     CHANNELS: tl.constexpr = False,
     WRITE_FACTOR: tl.constexpr = 1.0,
 ):
-    """The state's columns after a token. CHANNELS: `a` and `dt_bias` have a number of each key
-    channel.
+    """Return the state's columns after a token.
+
+    CHANNELS: `a` and `dt_bias` have one number per key channel.
     """
     key = key * tl.rsqrt(tl.sum(key * key, 0) + EPS)
     left = tl.exp(decay_log(a, a_log, dt_bias))
@@ -150,9 +151,9 @@ def _delta_rows(
     MOST: tl.constexpr = N // 2 if N > 1 else 1
     is_few = (count > 0) & (count <= MOST)
     if is_few | (lacking > 0):
-        position = tl.load(lengths_ptr + r) - count  # of the first row
+        position = tl.load(lengths_ptr + r) - count  # position of the first row
         goes_on = (slot >= 0) & (position > 0)
-        # Keys of the state that are read and written: all or none.
+        # number of the state's key rows to read and to write: K or 0
         keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
         k = tl.arange(0, BK)
         v = tl.program_id(2) * BV + tl.arange(0, BV)

@@ -13,7 +13,7 @@ LEAST_DECAY_LOG = tl.constexpr(-50.0)
 
 @triton.jit
 def decay_log(a, a_log, dt_bias):
-    """-exp(a_log) softplus(a + dt_bias), but at least -50: the logarithm of what is kept."""
+    """Return the log of the state's decay: -exp(a_log) softplus(a + dt_bias), at least -50."""
     x = a + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return tl.maximum(-tl.exp(a_log) * softplus, LEAST_DECAY_LOG)
@@ -21,7 +21,7 @@ def decay_log(a, a_log, dt_bias):
 
 @triton.jit
 def write_share(b, FACTOR: tl.constexpr = 1.0):
-    """FACTOR sigmoid(b): how much of what a token would write it does write."""
+    """Return FACTOR sigmoid(b), the factor of what a token writes into the state."""
     share = 1.0 / (1.0 + tl.exp(-b))
     if FACTOR == 1.0:
         return share

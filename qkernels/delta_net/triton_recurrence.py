@@ -93,9 +93,9 @@ def _load_row(
     a_at,
     CHANNELS: tl.constexpr,
 ):
-    """query, key [BK], value [BV], b and a of one row and head. A lacking row has no query.
+    """Load query and key [BK], value [BV], b and a of one row and head.
 
-    CHANNELS: `a` [BK] has a number of each key channel.
+    The query of a lacking row is not used. CHANNELS: `a` [BK] has one number per key channel.
     """
     row, is_old = tl.cast(tl.maximum(t, 0), tl.int64), t < 0
     query_ptr, key_ptr = mixed_ptrs
@@ -143,12 +143,12 @@ def _delta_rows(
     count = (tl.load(starts_ptr + r + 1) - first).to(tl.int32)
     if count > 0:
         slot = tl.load(slots_ptr + r)
-        position = tl.load(lengths_ptr + r) - count  # of the first row
+        position = tl.load(lengths_ptr + r) - count  # position of the first row
         goes_on = (slot >= 0) & (position > 0)
         lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
         # the stored state does not include the rows of a verification; their inputs are kept
         is_verify = (count > 1) & (count <= newest_rows // 2)
-        # Keys of the state that are read and written: all or none.
+        # number of the state's key rows to read and to write: K or 0
         keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
         k = tl.arange(0, BK)
         v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -165,7 +165,7 @@ def _delta_rows(
         else:
             a_ptrs = a_ptr + first * stride_a + h
             dt_bias = tl.load(dt_bias_ptr + h)
-        # In keys and values, side by side.
+        # indices in a row of keys, followed by values
         key_at, value_at = h // (H // J) * K + k, J * K + h * V + v
         mixed_ptr += first * stride_mixed
         b_ptr += first * stride_b + h
@@ -204,7 +204,7 @@ def _delta_rows(
             CHANNELS,
         )
         for t in tl.range(-lacking, count):
-            # prefetch the next row, whose loads depend on no sum; the last row loads itself again
+            # load the next row before the sums of this one; after the last row, load it again
             after = tl.minimum(t + 1, count - 1)
             at = tl.where(at + 1 < ring, at + 1, 0)
             next_inputs_ptr = recent_ptr + at * INPUTS

@@ -28,12 +28,12 @@ def pdl_options(x: torch.Tensor, rows: int) -> dict[str, bool]:
 
 @triton.jit
 def pdl_launch_and_wait(LAUNCH_FIRST: tl.constexpr = True):
-    """griddepcontrol.launch_dependents and griddepcontrol.wait, in this order or the other.
+    """Execute griddepcontrol.launch_dependents and griddepcontrol.wait, in this or the other order.
 
     LAUNCH_FIRST lets the next kernel's blocks become resident while the previous kernel and this
     one run: a decode step of an 8B model at one row takes 2.36 ms, 2.42 ms with the wait first, and
-    2.60 ms without PDL. The wait comes first where the next kernel's loads of weights would compete
-    with the loads that this one waits for.
+    2.60 ms without PDL. Let the wait come first if the next kernel's loads of weights would compete
+    with the loads that this kernel waits for.
     """
     if LAUNCH_FIRST:
         tl.extra.cuda.gdc_launch_dependents()

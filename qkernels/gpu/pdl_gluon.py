@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 def griddepcontrol_wait():
     """Wait until the previous kernel has completed and its writes are visible.
 
-    Weights may be read before: no kernel writes them.
+    Weights may be read before the wait, because no kernel writes them.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
@@ -17,7 +17,7 @@ def griddepcontrol_wait():
 
 @gluon.jit
 def launch_dependents():
-    """The next kernel's blocks may start once each block of this one has called it or ended."""
+    """Let the next kernel start once each block of this kernel has called this or ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0",
         "=r,~{memory}",

@@ -53,7 +53,7 @@ class Pipeline:
 
     @gluon.jit
     def producer_start(self, stage=0):
-        """At a stage in the first round. All begin empty, so a producer's phase begins at 1."""
+        """Return the state at a stage of the first round. All stages are empty: phase is 1."""
         return PipelineState(
             stage=gl.to_tensor(stage), phase=gl.to_tensor(1), num_stages=self.num_stages
         )
@@ -66,7 +66,7 @@ class Pipeline:
 
     @gluon.jit
     def producer_at(self, count):
-        """The state after `count` stages, for a producer that counts them and does not advance."""
+        """Return the producer's state after `count` stages, for callers that count stages."""
         return PipelineState(
             stage=count % self.num_stages,
             phase=count // self.num_stages & 1 ^ 1,
@@ -88,17 +88,17 @@ class Pipeline:
 
     @gluon.jit
     def producer_expect(self, state, NUM_BYTES: gl.constexpr, pred=True):
-        """The stage is full when TMA has written so many bytes."""
+        """Expect NUM_BYTES from TMA: once they are written, the stage is full."""
         mbarrier.expect(self.full.index(state.stage), NUM_BYTES, pred=pred)
 
     @gluon.jit
     def producer_commit(self, state):
-        """The stage is full: for a producer that writes it without TMA."""
+        """Mark the stage as full, for a producer that writes it without TMA."""
         mbarrier.arrive(self.full.index(state.stage), count=1)
 
     @gluon.jit
     def full_barrier(self, state):
-        """The barrier that TMA loads into the stage complete."""
+        """Return the barrier on which TMA loads into the stage arrive."""
         return self.full.index(state.stage)
 
     @gluon.jit
@@ -108,19 +108,19 @@ class Pipeline:
 
     @gluon.jit
     def consumer_release(self, state):
-        """This consumer has read the stage."""
+        """Release the stage for this consumer, which has read it."""
         mbarrier.arrive(self.empty.index(state.stage), count=1)
 
     @gluon.jit
     def consumer_release_previous(self, state, pred=True):
-        """This consumer has read the stage before the state's, whose product has now ended."""
+        """Release the stage before `state` for this consumer, whose product has ended."""
         previous = gl.where(state.stage == 0, self.num_stages - 1, state.stage - 1)
         mbarrier.arrive(self.empty.index(previous), count=1, pred=pred)
 
 
 @gluon.jit
 def make_pipeline(mem, NUM_STAGES: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
-    """A pipeline over `mem` with one producer. `fence_async_shared` must follow."""
+    """Make a pipeline over `mem` with one producer. The caller must call `fence_async_shared`."""
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):

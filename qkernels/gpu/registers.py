@@ -25,10 +25,9 @@ FLOAT8_TO_HALF = gl.constexpr("""{
 
 @gluon.jit
 def signed_nibbles(codes):
-    """Bytes of two 4-bit codes q to int8 16 (q - 8): of the low codes, and of the high codes.
+    """Convert bytes of two 4-bit codes q to int8 16 (q - 8). Return (low codes, high codes).
 
-    The low codes are shifted left. The sign bit is then in its place, and one lop3 masks the codes
-    and flips it.
+    The low codes are shifted left by 4. One lop3 then masks the codes and flips the sign bit.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
@@ -44,21 +43,21 @@ def signed_nibbles(codes):
 
 @gluon.jit
 def unpack_x2(words, DTYPE: gl.constexpr):
-    """Both 16-bit values of each word: [..., 2]."""
+    """Return both 16-bit values of each word: [..., 2]."""
     low = words.to(gl.int16).to(DTYPE, bitcast=True)
     return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
 
 
 @gluon.jit
 def pack_x2(values):
-    """Words that hold each 16-bit value twice."""
+    """Return words that hold each 16-bit value twice."""
     bits = values.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @gluon.jit
 def split_columns(x, COUNT: gl.constexpr):
-    """x [rows, columns] as COUNT tensors of adjacent columns. COUNT is a power of two."""
+    """Split x [rows, columns] into COUNT tensors of adjacent columns. COUNT is a power of two."""
     xs = (x,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         pairs = ()

@@ -10,10 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
-    """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
+    """Return the request that owns the block: the last r with starts[r] // BLOCK_Q + r <= block.
 
-    Each load delays the first load of keys by 0.3 us, so that one load compares 32 requests: there
-    is none for one request, and one for up to 32.
+    Each load delays the first load of keys by 0.3 us. So each load compares 32 requests: one
+    request needs no load, and up to 32 need one.
     """
     probe = tl.arange(0, 32)
     first = 0

@@ -15,7 +15,7 @@ SUMS_IN_FLIGHT = gl.constexpr(64 * 128)  # partial sums that a warpgroup loads a
 
 @gluon.jit
 def _to_lines(sums):
-    """An accumulator [64 R, C] as [R C / 8, 512]: four values of a thread are adjacent."""
+    """Reshape an accumulator [64 R, C] to [R C / 8, 512]: four values of a thread are adjacent."""
     R: gl.constexpr = sums.shape[0] // 64
     C: gl.constexpr = sums.shape[1] // 8
     # rows: R, 4 warps, 2 halves, 8 lines; columns: C / 8, 4 lanes, 2
@@ -33,7 +33,7 @@ def _from_lines(lines, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _offsets(lines):
-    """The offsets of the values of `_to_lines` in memory."""
+    """Return the offsets in memory of the values of `_to_lines`."""
     L: gl.constexpr = lines.type.layout
     row = gl.arange(0, lines.shape[0], gl.SliceLayout(1, L))
     column = gl.arange(0, 512, gl.SliceLayout(0, L))
@@ -42,9 +42,9 @@ def _offsets(lines):
 
 @gluon.jit
 def accumulate(sums, total_ptr, pred, STORE: gl.constexpr):
-    """The warpgroup's total at `total_ptr`, where `pred`, plus sums. STORE: it becomes the total.
+    """Add the warpgroup's total at `total_ptr`, if `pred`, to sums. Return the result.
 
-    Each thread reads what it wrote itself.
+    STORE: also write the result to `total_ptr`. Each thread reads only values that it wrote.
     """
     LAYOUT: gl.constexpr = sums.type.layout
     lines = _to_lines(sums)
@@ -57,10 +57,10 @@ def accumulate(sums, total_ptr, pred, STORE: gl.constexpr):
 
 @gluon.jit
 def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
-    """Sum of all splits in order for this split's columns: [rows, columns / SPLIT].
+    """Return the sum of all splits, in order, for this split's columns: [rows, columns / SPLIT].
 
-    Each split stores the other splits' columns and waits until they have stored its own, so all
-    splits of a tile must be resident at the same time.
+    Each split stores its sums of the other splits' columns, then waits until the others have stored
+    their sums of its columns. So all splits of a tile must be resident at the same time.
     """
     shares = split_columns(sums, SPLIT)
     SIZE: gl.constexpr = shares[0].shape[0] * shares[0].shape[1]
@@ -69,14 +69,14 @@ def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.cons
     for i in gl.static_range(1, SPLIT):
         lines += (_to_lines(shares[i]),)
     offsets = _offsets(lines[0])
-    slot_ptr = partials_ptr + slot * (SPLIT * SPLIT * SIZE)  # [columns of, stored by, SIZE]
+    slot_ptr = partials_ptr + slot * (SPLIT * SPLIT * SIZE)  # [columns' owner, stored by, SIZE]
     own = lines[0]
     for i in gl.static_range(SPLIT):
         if split == i:
             own = lines[i]
         else:
             gl.store(slot_ptr + (i * SPLIT + split) * SIZE + offsets, lines[i])
-    # every thread's sums are stored before one thread counts the warpgroup in
+    # every thread's sums are stored before one thread increments the counter
     barrier()
     counter = counters_ptr + slot
     arrived = gl.atomic_add(counter, 1, sem="acq_rel") + 1
@@ -99,7 +99,7 @@ def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.cons
 def reduce_in_last_arriver(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     """Return (sum of all splits in order, True) in the last split to arrive, else (_, False).
 
-    No split waits for another one, so they need not be resident at the same time.
+    No split waits for another, so the splits need not be resident at the same time.
     """
     LAYOUT: gl.constexpr = sums.type.layout
     ROWS: gl.constexpr = sums.shape[0]
@@ -110,7 +110,7 @@ def reduce_in_last_arriver(sums, slot, split, partials_ptr, counters_ptr, SPLIT:
     offsets = _offsets(lines)
     slot_ptr = partials_ptr + slot * (SPLIT * SIZE)
     gl.store(slot_ptr + split * SIZE + offsets, lines)
-    # every thread's sums are stored before one thread counts the warpgroup in
+    # every thread's sums are stored before one thread increments the counter
     barrier()
     last = gl.atomic_add(counters_ptr + slot, 1, sem="acq_rel") == SPLIT - 1
     if last:

@@ -16,16 +16,16 @@ import triton.language as tl
 
 @triton.jit
 def arrives_last(sums, ptrs, mask, counter_ptr, SPLIT: tl.constexpr):
-    """Store this block's partial sums; whether those of all other splits are stored already."""
+    """Store this block's partial sums. Return True if all other splits have stored theirs."""
     tl.store(ptrs, sums, mask=mask)
-    # every thread's partial sums are stored before one thread counts the block in
+    # every thread's partial sums are stored before one thread increments the counter
     tl.debug_barrier()
     return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT - 1
 
 
 @triton.jit
 def sum_splits(ptrs, stride, mask, SPLIT: tl.constexpr):
-    """Sums of all splits in order; `ptrs` are those of split 0."""
+    """Add the partial sums of all splits in order. `ptrs`: pointers to the sums of split 0."""
     sums = tl.zeros(ptrs.shape, ptrs.dtype.element_ty)
     for i in tl.static_range(SPLIT):
         # .cg: other SMs wrote these, and this SM's L1 is not coherent with them

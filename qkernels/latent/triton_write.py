@@ -79,7 +79,7 @@ def _rope_write_latents(
     slots_ptr,  # [T]
     pages_ptr,  # [P, B, L + R], by slot
     scales_ptr,  # [P, B, 2] with 8-bit pages, else None
-    q_out_ptr,  # [T, H, L + R], of which this writes the last R
+    q_out_ptr,  # [T, H, L + R]; this kernel writes the last R
     stride_qt,
     stride_qh,
     stride_made,
@@ -137,7 +137,7 @@ def _encoded(
     CODE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Codes of a row with a scale of its own, which it stores."""
+    """Convert a row to codes and store its scale."""
     x_1N = x.to(tl.float32)[None, :]
     scale = scale_of(magnitude_bits(x_1N), LARGEST, MIN_SCALE)
     tl.store(scales, scale)
@@ -147,7 +147,7 @@ def _encoded(
 
 @triton.jit
 def _rotated(row_ptr, table_ptr, r, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """R numbers rotated by a row of cos_sin; pairs are neighbours if INTERLEAVED, else halves."""
+    """Rotate R numbers by a row of cos_sin. Pairs: r, r + 1 if INTERLEAVED, else r, r + R / 2."""
     HALF: tl.constexpr = R // 2
     inside = r < R
     if INTERLEAVED:

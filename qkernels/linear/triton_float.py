@@ -66,7 +66,7 @@ def multiply(
 
 @triton.jit
 def _load(source, first, rows, step, K, BR: tl.constexpr, BK: tl.constexpr, USE_TMA: tl.constexpr):
-    """A tile [BR, BK] at row `first`; zeros beyond the last row and input."""
+    """Load a tile [BR, BK] at row `first`, with zeros beyond the last row and the last input."""
     if USE_TMA:
         return source.load([first, step * BK])
     else:

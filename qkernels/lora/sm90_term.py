@@ -41,7 +41,7 @@ class LoraTermArguments:
 
     @gluon.jit
     def slice_of(self, n):
-        """Index of the linear, of those side by side, that has output n."""
+        """Return the index of the linear, among those side by side, that has output n."""
         return (n >= self.first_end).to(gl.int32) + (n >= self.second_end).to(gl.int32)
 
     @gluon.jit
@@ -50,7 +50,7 @@ class LoraTermArguments:
 
     @gluon.jit
     def ranks(self, slots, s):
-        """Ranks of slots in a linear; 0 where there is no adapter."""
+        """Load the slots' ranks in linear s; 0 for slot -1."""
         return gl.load(self.ranks_ptr + slots * self.ranks_stride + s, mask=slots >= 0, other=0)
 
     @gluon.jit
@@ -59,13 +59,13 @@ class LoraTermArguments:
 
     @gluon.jit
     def b_block(self, slots, first):
-        """Pointers to rank `first` of the Bs of slots."""
+        """Return pointers to rank `first` of the slots' matrices B."""
         slot = slots.to(gl.int64) * self.b_slot_stride
         return self.b_ptr + (slot + gl.to_tensor(first).to(gl.int64) * self.b_rank_stride)
 
     @gluon.jit
     def h(self, m, j, s, mask, M):
-        """Sum of all parts of h, in order."""
+        """Add all parts of h, in order."""
         ptrs = self.h_ptr + (m * self.S + s) * self.R + j
         total = gl.load(ptrs, mask=mask, other=0.0)
         for part in gl.static_range(1, self.PARTS):
@@ -75,7 +75,7 @@ class LoraTermArguments:
 
 @gluon.jit
 def lora_term(arguments, PARTS: gl.constexpr):
-    """A kernel's TermArguments as a struct with methods."""
+    """Convert a kernel's TermArguments to a struct with methods."""
     return LoraTermArguments(
         h_ptr=arguments.h_ptr,
         slots_ptr=arguments.slots_ptr,
@@ -96,7 +96,7 @@ def lora_term(arguments, PARTS: gl.constexpr):
 
 @gluon.jit
 def prefetch_term(term, tile, M, N, split, SPLIT: gl.constexpr):
-    """Prefetch the Bs of the first rows into the L2; no kernel of the step writes them. 4 warps."""
+    """Prefetch B of the first rows' adapters into the L2, with 4 warps. No kernel writes B."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, BLOCK], [4, 1], [1, 0])
     m = gl.arange(0, PREFETCHED_ROWS, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
@@ -126,17 +126,17 @@ def _prefetch(ptrs):
 def term_of_tile(
     term, tile, M, N, zero, split, SPLIT: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
 ):
-    """Float32 [64, BM] in the layout of a warpgroup's sums: a tile's 64 outputs, rows up to M.
+    """Return the term of a tile's 64 outputs, float32 [64, BM], in the layout SUMS.
 
-    Every adapter's B is multiplied by every row's h, and a row takes the product of its own: an inf
-    or NaN of one adapter reaches no row of another. Split i of K takes the adapters whose slot
-    modulo SPLIT is i.
+    Every adapter's B is multiplied by every row's h, and each row selects the product of its own
+    adapter. So an inf or NaN of one adapter does not reach rows of another. Split i of K takes the
+    adapters whose slot modulo SPLIT is i.
     """
-    # its thread has the elements that it has in SUMS
+    # a thread has the same elements as in SUMS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     B: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     H: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, 4], [0, 1])
-    # a row in a lane, in each warp
+    # each warp has one row per lane
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     DTYPE: gl.constexpr = term.b_ptr.dtype.element_ty
     first_n = first_output(tile, N)
@@ -169,13 +169,13 @@ def term_of_tile(
 
 @gluon.jit
 def first_output(tile, N):
-    """First output of a tile of 64; after the last tile that of the last tile."""
+    """Return the first output of a tile of 64. Tiles after the last repeat the last tile."""
     return gl.minimum(tile, N // 64 - 1) * 64
 
 
 @gluon.jit
 def _b_of_tile(term, slot, s, first, first_n, LAYOUT: gl.constexpr):
-    """Ranks from `first` on of one slot's B, [64, 16]; zeros of slot -1."""
+    """Load 16 ranks from `first` on of a slot's B, [64, 16]; zeros for slot -1."""
     n = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
     ptrs = term.b_block(slot, first) + first_n + j * term.b_rank_stride + n
@@ -184,7 +184,7 @@ def _b_of_tile(term, slot, s, first, first_n, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Prefetch the Bs of a block's outputs into the L2; no kernel of the step writes them."""
+    """Prefetch B of a block's outputs into the L2. No kernel writes B."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     i = gl.arange(0, ROWS * BLOCK, LAYOUT)
     slots = term.slots(i // BLOCK, M)
@@ -197,7 +197,7 @@ def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr)
 def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     """Add the term to sums [W, BN, 8] for each tile of two rows.
 
-    Warps, and the four columns of a row, are added later: each of them takes ranks of its own.
+    Each warp and each of a row's four columns takes different ranks. They are added later.
     """
     W: gl.constexpr = totals[0].shape[0]
     BN: gl.constexpr = totals[0].shape[1]
@@ -206,7 +206,7 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     column = gl.arange(0, 8, gl.SliceLayout(0, COLS))[None, :]
     own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column % 4
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
-    # lanes that have other outputs of the same column each load some parts of h
+    # the lanes that share a column each load some parts of h
     part = gl.arange(0, MOST_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     s = term.slice_of(first_n)
     new = ()
@@ -234,7 +234,7 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
 
 @gluon.jit
 def _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE: gl.constexpr):
-    """[W, 1, 8]: for each column's row one number of h, rounded to DTYPE, times the row's scale."""
+    """Return one number of h per column, rounded to DTYPE, times its row's scale: [W, 1, 8]."""
     offset = ((m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
     mask = (part < term.PARTS) & (j < ranks)[:, None, :]
     h = gl.sum(gl.load(term.h_ptr + offset, mask=mask, other=0.0), 1)

@@ -169,9 +169,10 @@ def lora_expand_(
 
 @triton.jit
 def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
-    """(the tile's rows, those of this block's adapter, its slot); slot -1: there is nothing to do.
+    """Return (the tile's rows, mask of the rows of this block's adapter, the adapter's slot).
 
-    The block is that of a row, which must be its adapter's first, or that of a slot.
+    Slot -1: the block has nothing to do. BY_ROW: a block belongs to a row, and works only if this
+    is its adapter's first row in the tile; otherwise a block belongs to a slot.
     """
     owner = tl.program_id(2)
     row = tl.arange(0, BM)
@@ -189,8 +190,10 @@ def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
 
 @triton.jit
 def _has_to_wait(slot):
-    """Blocks with nothing to do make room for the next kernel's; one waits, so that the grid does
-    not end before the kernel before it.
+    """Return True if this block must wait for the previous kernel.
+
+    A block with nothing to do exits and makes room for blocks of the next kernel, except block 0:
+    if all exited, the grid could end before the previous kernel.
     """
     block = tl.program_id(0) + tl.program_id(1) + tl.program_id(2)
     return (slot >= 0) | (block == 0)
@@ -227,14 +230,14 @@ def _lora_shrink(
     t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
     rank = tl.load(ranks_ptr + slot * stride_ranks + s, mask=slot >= 0, other=0)
     j = first + tl.arange(0, BR)
-    # each warp has inputs of its own, where there are several
+    # with several warps, each has different inputs
     OWN: tl.constexpr = BK // WARPS
     warp = tl.arange(0, WARPS)[:, None, None]
     k = tl.arange(0, OWN)[None, None, :]
     steps = tl.cdiv(tl.cdiv(K, BK), PARTS)
     start = part * steps * BK + warp * OWN + k  # [WARPS, 1, OWN]
     end = tl.minimum(K, (part + 1) * steps * BK)
-    # not on the device until a step's inputs are, so no kernel of the step writes it
+    # no kernel of the step writes A: it is copied to the device before the step's inputs
     a_ptrs = a_ptr + slot.to(tl.int64) * stride_slot + j.to(tl.int64)[None, :, None] * stride_rank
     a_ptrs += s * K
     in_rank = (j < rank)[None, :, None]
@@ -265,7 +268,7 @@ def _lora_shrink(
         mask = own[:, None] & (j < R)[None, :]
         tl.store(parts_ptr + part * T.to(tl.int64) * S * R + place, total, mask=mask)
         if counters_ptr is not None:
-            # every thread's sums are stored before one thread counts the block in
+            # every thread's sums are stored before one thread increments the counter
             tl.debug_barrier()
             group = (tl.program_id(0) * (tl.num_programs(1) // PARTS) + block // PARTS).to(tl.int32)
             counter_ptr = counters_ptr + group * tl.num_programs(2) + tl.program_id(2)

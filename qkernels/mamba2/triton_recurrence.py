@@ -83,7 +83,10 @@ def _load_row(
     stride_mixed,
     stride_dt,
 ):
-    """x [BD], B and C [BN], and the step of one row and head. A lacking row has no C."""
+    """Load x [BD], B and C [BN], and the step of one row and head.
+
+    C of a lacking row is not used.
+    """
     row, is_old = tl.cast(tl.maximum(t, 0), tl.int64), t < 0
     row_ptr = mixed_ptr + row * stride_mixed
     c = tl.load(row_ptr + c_at, mask=in_n, other=0.0)
@@ -129,7 +132,7 @@ def _mamba_rows(
         lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
         # the stored state does not include the rows of a verification; their inputs are kept
         is_verify = (count > 1) & (count <= newest_rows // 2)
-        # States that are read and written: all or none.
+        # number of state rows to read and to write: N or 0
         states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
         n = tl.arange(0, BN)
         d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -172,7 +175,7 @@ def _mamba_rows(
             stride_dt,
         )
         for t in tl.range(-lacking, count):
-            # prefetch the next row, whose loads depend on no sum; the last row loads itself again
+            # load the next row before the sums of this one; after the last row, load it again
             after = tl.minimum(t + 1, count - 1)
             at = tl.where(at + 1 < ring, at + 1, 0)
             next_inputs_ptr = recent_ptr + at * INPUTS

@@ -84,7 +84,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @triton.jit
 def step_size(dt, dt_bias, least, most):
-    """softplus(dt + dt_bias) within the limits."""
+    """Return softplus(dt + dt_bias), clamped to [least, most]."""
     x = dt.to(tl.float32) + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return tl.minimum(tl.maximum(softplus, least), most)
@@ -92,7 +92,7 @@ def step_size(dt, dt_bias, least, most):
 
 @triton.jit
 def updated(state, x, b, size, decay):
-    """The state's columns after a token. `decay`: -exp(a_log)."""
+    """Return the state's columns after a token. decay: -exp(a_log)."""
     return state * tl.exp(decay * size) + b[:, None] * (size * x)[None, :]
 
 

@@ -153,7 +153,7 @@ def _launch(
 
 @gluon.jit
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
@@ -201,7 +201,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _choices(gemm):
-    """Columns that are tokens: their experts and shares [BM, slots], once for all work tiles."""
+    """Load the experts and routing weights [BM, slots] of columns that are tokens, once."""
     TILE: gl.constexpr = gemm.TILE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TILE.slots, TILE.slots], [4, 1], [1, 0])
     m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -219,7 +219,7 @@ def _choices(gemm):
 
 @gluon.jit
 def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
-    """Columns that are sorted pairs: their pairs and shares [BM], in down."""
+    """Load the pairs and routing weights [BM] of columns that are sorted pairs (down only)."""
     TILE: gl.constexpr = gemm.TILE
     pairs = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
     shares = pairs
@@ -233,7 +233,7 @@ def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
-    """For each column [BM]: the row of y (-1: none), and down's routing weight."""
+    """Return the row of y (-1: none) and, for down, the routing weight of each column [BM]."""
     TILE: gl.constexpr = gemm.TILE
     column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
     pair, shares = pairs
@@ -263,14 +263,14 @@ def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _activated(gemm, sums):
-    """Sums [64, BM] of gate and up to [32, BM].
+    """Apply the gated activation to sums [64, BM] of gate and up. Return [32, BM].
 
-    Their rows alternate by eight, so a thread has a gate and its up (stack.py).
+    Eight rows of gate alternate with eight rows of up, so a thread has both of a pair (stack.py).
     """
     TILE: gl.constexpr = gemm.TILE
     DTYPE: gl.constexpr = gemm.y_ptr.dtype.element_ty
     BM: gl.constexpr = sums.shape[1]
-    # rounded where torch rounds the product, the activation and their product
+    # rounds where torch rounds: the product, the activation, and their product
     rounded = sums.to(DTYPE).to(gl.float32)
     gate, up = gl.split(rounded.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]))
     if TILE.limit > 0:
@@ -282,22 +282,22 @@ def _activated(gemm, sums):
 
 @gluon.jit
 def _store(gemm, values, rows, first_n, N):
-    """Values [outputs, BM] to rows of y, as they are in the accumulator.
+    """Store values [outputs, BM] to rows of y, in the accumulator's layout.
 
-    A thread's stores of a row are 8 outputs side by side: 32 bytes of float32.
+    In a row, 8 adjacent outputs are stored together: 32 bytes of float32.
     """
     LAYOUT: gl.constexpr = values.type.layout
     n = first_n + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
     rows = gl.convert_layout(rows, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
     ptrs = gemm.y_ptr + ((rows * N)[None, :] + n[:, None])
-    # all n are below N: the mask takes the values' shape by it
+    # every n is below N: the comparison only broadcasts the mask to the values' shape
     mask = (rows >= 0)[None, :] & (n < N)[:, None]
     gl.store(ptrs, values.to(gemm.y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _load(gemm, pipeline):
-    """The producer warp: all K steps of the block's work tiles."""
+    """Run the producer warp, which loads all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     if gemm.TILE.glu:
         # the previous kernel computes which experts are active
@@ -313,7 +313,7 @@ def _load(gemm, pipeline):
         load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
     if not gemm.TILE.glu:
         griddepcontrol_wait()
-    # after the wait: blocks of the next kernel may read what was written before this kernel
+    # after the wait, because the next kernel may read what kernels before this one wrote
     launch_dependents()
     state = pipeline.producer_start()
     loaded = 0

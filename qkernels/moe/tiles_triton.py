@@ -32,14 +32,14 @@ class ExpertsTile:
 
 @triton.jit
 def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, TILE: tl.constexpr):
-    """(expert, pairs [BM], which of them are pairs) of a block. Without any, it has none to do.
+    """Return a block's (expert, pairs [BM], mask of valid pairs). All False: nothing to do.
 
-    Pairs of experts that are elsewhere belong to no block.
+    Pairs of experts of other ranks belong to no block.
     """
     r = tl.arange(0, BM)
     if TILE.pairs > 0:
-        # Block number b belongs to pair b. The block of an expert's first pair does all pairs of
-        # the expert: at most BM, because a token's experts are distinct.
+        # Block number b belongs to pair b. The block of an expert's first pair computes all pairs
+        # of the expert: at most BM, because a token's experts are distinct.
         p = tl.arange(0, TILE.pairs)
         ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
         expert = tl.load(ids_ptr + block)
@@ -65,9 +65,9 @@ def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, T
 
 @triton.jit
 def clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN: tl.constexpr, TILE: tl.constexpr):
-    """Write zeros for the pair of a block's number if its expert is elsewhere.
+    """Write zeros for the pair with the block's number if its expert is on another rank.
 
-    Only blocks that find their pairs in the ids of all pairs write parts.
+    Only kernels whose blocks search the ids of all pairs (TILE.pairs > 0) write parts.
     """
     if tl.load(ids_ptr + block) >= E:
         n = tile_n * BN + tl.arange(0, BN)
@@ -92,11 +92,13 @@ def store_pairs(
     BM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The epilogue: activated gate and up to [P, N / 2], or outputs, which may be activated, to
-    [P, N], or to parts [split k, M, N].
+    """Store a block's results.
+
+    With a gate: activated gate times up, to [P, N / 2]. Otherwise the outputs, activated or not, to
+    [P, N] or to parts [split k, M, N].
     """
     if TILE.glu:
-        # rounded where torch rounds the product, the activation and their product
+        # rounds where torch rounds: the product, the activation, and their product
         rounded = sums.to(DTYPE).to(tl.float32).reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1)
         gate, up = tl.split(rounded)
         if TILE.limit > 0:
@@ -116,7 +118,7 @@ def store_pairs(
         tl.store(y_ptrs, y.to(DTYPE), mask=valid[None, :])
     else:
         if TILE.relu2:
-            # rounded where torch rounds the product; the square is rounded as it is stored
+            # rounds the product as torch does; the square is rounded when it is stored
             rounded = sums.to(DTYPE).to(tl.float32)
             positive = tl.where(rounded < 0, 0.0, rounded)  # propagates NaN
             sums = positive * positive

@@ -33,7 +33,7 @@ def experts_packed(
     factors_ptr,  # [E N] with FP4, or None
     bias_ptr,  # [E, N] or None
     ids_ptr,  # [P]
-    sorted_ptr,  # [P], or None where ids are few
+    sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
     shares_ptr,  # [P]
     y_ptr,
@@ -50,7 +50,7 @@ def experts_packed(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    EVEN: tl.constexpr,  # all K steps are full of inputs
+    EVEN: tl.constexpr,  # K is divisible by BK
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -62,7 +62,7 @@ def experts_packed(
     WORDS: tl.constexpr = BK * BITS // 32
     block, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
-        # the kernel before computes which experts are active
+        # the previous kernel computes which experts are active
         tl.extra.cuda.gdc_wait()
     expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
     if tl.sum(valid.to(tl.int32), 0) > 0:
@@ -140,7 +140,7 @@ def experts_w4a8(
     scales_ptr,  # [E N/64, G, 64]; without groups float32 [E N]
     bias_ptr,  # [E, N] or None
     ids_ptr,  # [P]
-    sorted_ptr,  # [P], or None where ids are few
+    sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
     shares_ptr,  # [P]
     y_ptr,
@@ -150,8 +150,8 @@ def experts_w4a8(
     E,
     DTYPE: tl.constexpr,  # of activations
     ROW_PAIRS: tl.constexpr,  # pairs that share a row of x
-    STEPS_PER_GROUP: tl.constexpr,  # 0: a scale for each output, not for groups
-    FACTOR: tl.constexpr,  # how many times its value a code is in the product
+    STEPS_PER_GROUP: tl.constexpr,  # 0: one scale per output, no groups
+    FACTOR: tl.constexpr,  # factor by which codes exceed their values in the product
     INTEGERS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -168,7 +168,7 @@ def experts_w4a8(
     SUM: tl.constexpr = tl.int32 if TO_THE_END else tl.float32
     block, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
-        # the kernel before computes which experts are active
+        # the previous kernel computes which experts are active
         tl.extra.cuda.gdc_wait()
     expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
     if tl.sum(valid.to(tl.int32), 0) > 0:
@@ -194,7 +194,7 @@ def experts_w4a8(
             if TO_THE_END:
                 total = tl.dot(weights, x, total, out_dtype=tl.int32)
             else:
-                # the tensor core keeps 14 bits of a float8 sum: it is added in float32 each step
+                # the tensor core keeps 14 bits of a float8 sum: add it in float32 after each step
                 product = tl.dot(weights, x, out_dtype=PRODUCT).to(tl.float32)
                 if STEPS_PER_GROUP > 0:
                     scale = tl.load(scale_ptrs + step // STEPS_PER_GROUP * TILE_N).to(tl.float32)

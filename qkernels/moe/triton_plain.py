@@ -18,7 +18,7 @@ def experts_plain(
     scales_ptr,  # [E N], or [E N, K / BK] with BLOCKS, or None
     bias_ptr,  # [E, N] or None
     ids_ptr,  # [P]
-    sorted_ptr,  # [P], or None where ids are few
+    sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
     shares_ptr,  # [P]
     y_ptr,
@@ -65,7 +65,7 @@ def experts_plain(
             elif tl.int32 == SUM:
                 total = tl.dot(weight, x, total, out_dtype=SUM)
             else:
-                # float8 sums have 14 bits in the tensor core: added in float32 every K step
+                # the tensor core keeps 14 bits of a float8 sum: add it in float32 after each step
                 total = tl.dot(weight, x, total, max_num_imprecise_acc=BK, out_dtype=SUM)
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()

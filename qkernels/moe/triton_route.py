@@ -138,13 +138,13 @@ def _route_tokens(
     BC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Logits of BE experts, rounded to their dtype; then the choice, in the last block."""
+    """Compute logits of BE experts, rounded to their dtype. The last block then chooses experts."""
     block, token = tl.program_id(0), tl.program_id(1)
     e = block * BE + tl.arange(0, BE)
     c = tl.arange(0, BC)
     weight_ptrs = weight_ptr + e.to(tl.int64)[:, None] * C + c[None, :]
     inside = (e < E)[:, None] & (c < C)[None, :]
-    # the first weights are loaded before the previous kernel has ended
+    # load the first weights before the previous kernel has ended
     weight = tl.load(weight_ptrs, mask=inside, other=0.0)
     if PDL:
         pdl_launch_and_wait()
@@ -160,12 +160,12 @@ def _route_tokens(
         logits += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     logits_ptrs = logits_ptr + token.to(tl.int64) * E + e
     tl.store(logits_ptrs, logits.to(logits_ptr.dtype.element_ty), mask=e < E)
-    # every thread's logits are stored before one thread counts the block in
+    # every thread's logits are stored before one thread increments the counter
     tl.debug_barrier()
     counter_ptr = counters_ptr + token
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.debug_barrier()
-        # more experts would be more pairs than registers
+        # with more experts, the comparison of all pairs would not fit into registers
         BY_RANK: tl.constexpr = RULE.padded_groups * RULE.in_group <= 128
         choose_experts(
             logits_ptr,
@@ -184,7 +184,7 @@ def _route_tokens(
 
 @triton.jit
 def _first_largest(values, order, NONE: tl.constexpr):
-    """The lowest number in `order` of those with the largest value."""
+    """Return the lowest number in `order` among the entries with the largest value."""
     best = tl.max(values)
     return tl.min(tl.where(values == best, order, NONE))
 
@@ -254,7 +254,7 @@ def _route(
 
 @triton.jit
 def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
-    """(ids, shares) [SLOTS] of the largest, of equal ones the lowest."""
+    """Return (ids, routing weights) [SLOTS] of the TOP_K largest; ties go to the lowest id."""
     NONE: tl.constexpr = 1 << 30
     ids = tl.zeros_like(j)
     shares = tl.full(j.shape, -float("inf"), tl.float32)
@@ -274,13 +274,12 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 @triton.jit
 def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
-    """Choose as `_one_by_one`, but together: an expert's rank is how many come before it.
+    """Choose the same as `_one_by_one`, in parallel: an expert's rank is how many come before it.
 
-    A reduction waits for all warps of the block, and choosing one by one takes four reductions for
-    each expert.
+    `_one_by_one` needs four reductions for each choice, and each waits for all warps of the block.
     """
     SIZE: tl.constexpr = choice.shape[0] * choice.shape[1]
-    # NaN is last, like -inf
+    # NaN sorts last, like -inf
     key = tl.where(choice > -float("inf"), choice, -float("inf")).reshape(SIZE)
     inside = mask.reshape(SIZE)
     i = tl.arange(0, SIZE)
@@ -296,7 +295,10 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 @triton.jit
 def _sparsemixer(logits, ids, chosen_logits, mask, e, j, RULE: tl.constexpr):
-    """Shares [SLOTS]: each a softmax over logits near the chosen one, of experts that are left."""
+    """Return routing weights [SLOTS].
+
+    Each is the softmax of a chosen logit over the logits near it, of experts not yet chosen.
+    """
     TOP_K: tl.constexpr = RULE.top_k
     REACH: tl.constexpr = 2 * RULE.jitter
     shares = tl.zeros_like(chosen_logits)
@@ -324,7 +326,7 @@ def choose_experts(
     RULE: tl.constexpr,
     BY_RANK: tl.constexpr,
 ):
-    """Write a token's experts and their shares."""
+    """Choose a token's experts. Store their ids and routing weights."""
     NONE: tl.constexpr = 1 << 30
     SLOTS: tl.constexpr = RULE.slots
     TOP_K: tl.constexpr = RULE.top_k
@@ -340,7 +342,7 @@ def choose_experts(
     logits = logits.to(tl.float32)
     if RULE.scores == "softmax":
         exps = tl.exp(logits - tl.max(logits))
-        # not a division: `_first_ranks` may have each thread compute the scores of all experts
+        # multiply instead of dividing: with `_first_ranks` each thread may compute all scores
         scores = exps * (1 / tl.sum(exps))
     elif RULE.scores == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
@@ -353,7 +355,7 @@ def choose_experts(
     if RULE.groups > TOP_GROUPS:
         best = tl.max(choice, 1)
         if RULE.by_two:
-            # if scores are equal, only one of them is left out
+            # if several scores equal the largest, leave out only one of them
             at = tl.min(tl.where(choice == best[:, None], s[None, :], NONE), 1)
             best += tl.max(tl.where(s[None, :] == at[:, None], -float("inf"), choice), 1)
         best = tl.where(g < RULE.groups, best, -float("inf"))

@@ -134,7 +134,7 @@ def _slots(num_experts: int) -> int:
 
 @triton.jit
 def _count(ids_ptr, P, E, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Pairs of each expert, [SLOTS]."""
+    """Count the pairs of each expert: [SLOTS]."""
     p = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + p, mask=p < P, other=1 << 30)
     here = ids < E
@@ -154,7 +154,7 @@ def _clear(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write zeros to a pair's rows of [SPLIT TOP_K, M, C], if its expert is elsewhere."""
+    """Write zeros to a pair's rows of [SPLIT TOP_K, M, C] if its expert is on another rank."""
     if tl.load(ids_ptr + pair) >= E:
         zeros = tl.zeros((BLOCK,), parts_ptr.dtype.element_ty)
         for split in tl.static_range(SPLIT):
@@ -179,7 +179,7 @@ def _wanted_experts(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first block lists the experts; each of the others clears the parts of a pair."""
+    """List the active experts in the first block; clear the parts of a pair in each other block."""
     if PDL:
         pdl_launch_and_wait()
     pair = tl.program_id(0) - 1
@@ -213,9 +213,9 @@ def _pairs_of_experts(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first block lists the entries; of the others each puts a pair into its place.
+    """List the entries in the first block; put one pair into its place in each other block.
 
-    Or it clears the pair's parts, if its expert is elsewhere.
+    If the pair's expert is on another rank, the block clears the pair's parts instead.
     """
     if PDL:
         pdl_launch_and_wait()

@@ -39,29 +39,29 @@ def rounding_constants(rounding: InputRounding | None) -> dict[str, object]:
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| in float32: in the order of the numbers, and NaN above infinity."""
+    """Return the bits of |x| in float32. They compare like the numbers, with NaN above infinity."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """The float32 scale of a row from its magnitude bits: NaN where it has one, not to lose it."""
+    """Return the float32 scale of a row from its magnitude bits. A NaN in the row gives NaN."""
     magnitude = tl.max(bits, len(bits.shape) - 1).to(tl.float32, bitcast=True)
     return _scale_of_magnitude(magnitude, LARGEST, MIN_SCALE)
 
 
 @triton.jit
 def _scale_of_magnitude(magnitude, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    # not `/`, which is off by a bit on a GPU
+    # div_rn, because `/` may be off by one bit on a GPU
     scale = tl.div_rn(magnitude, tl.full(magnitude.shape, LARGEST, tl.float32))
     return tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
 
 
 @triton.jit
 def scale_of_chunks(chunks, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """scale_of a row that is a tuple of chunks, before any of them becomes float32.
+    """Return scale_of for a row given as a tuple of chunks, without converting them to float32.
 
-    Numbers of 16 bits are compared as they are, two in one instruction.
+    16-bit numbers are compared directly, two in one instruction.
     """
     DTYPE: tl.constexpr = chunks[0].dtype
     SHORT: tl.constexpr = DTYPE.primitive_bitwidth == 16
@@ -84,9 +84,9 @@ def encode(
     OWN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values to codes of DTYPE: exact division in float32, clamped, rounded half to even.
+    """Convert values to codes of DTYPE: exact division in float32, clamped, rounded half to even.
 
-    OWN_SCALE: the scale is that of scale_of, so no quotient is beyond the largest code.
+    OWN_SCALE: `scale` is scale_of these values, so no quotient exceeds the largest code.
     """
     SHORT: tl.constexpr = OWN_SCALE and x.dtype.primitive_bitwidth == 16
     FEW_BITS: tl.constexpr = OWN_SCALE and x.dtype.is_bf16()
@@ -94,8 +94,8 @@ def encode(
     if INTERPRETED:
         scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
     else:
-        # Exact too, in 8 instructions of a number and not 40 (Markstein): the product with the
-        # rounded inverse, corrected twice by the remainder, which a fused multiply-add has exactly.
+        # Exact division in 8 instructions per number instead of 40 (Markstein): multiply by the
+        # rounded inverse, then correct twice by the remainder, which fma computes exactly.
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         if DTYPE.is_int8() and FEW_BITS:
             inverse = _inverse_for_codes(inverse, scale, LARGEST)
@@ -103,14 +103,14 @@ def encode(
         inverse = tl.zeros_like(x) + inverse
         divisor = tl.zeros_like(x) - scale
         if not SHORT:
-            # what is clamped here, so that no infinity arises, is beyond the largest code anyway
+            # prevents infinities; values beyond the limit exceed the largest code anyway
             limit = 512 * scale
             x = tl.minimum(tl.maximum(x, -limit), limit)
         scaled = x * inverse
         scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
         if not SHORT:
-            # of 8 or 11 bits over a scale made of as many, one correction is enough: every pair of
-            # them was tried (test_one_correction_is_exact)
+            # 16-bit floats with their own scale need only one correction: a test tries every pair
+            # of significands (test_one_correction_is_exact)
             scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
     if INTERPRETED or not SHORT:
         scaled = tl.minimum(tl.maximum(scaled, SMALLEST), LARGEST)
@@ -123,22 +123,22 @@ def encode(
 
 @triton.jit
 def _to_int8(x):
-    """The integer in x = integer + 1.5 * 2^23.
+    """Return the integer n of x = n + 1.5 * 2^23.
 
-    A float32 of this size has no fraction left, so the addition rounded, half to even; and the
-    lowest byte of its bits is the integer.
+    A float32 of this size has no fraction bits, so the addition rounded half to even, and the
+    lowest byte is n.
     """
     return x.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
-    """The float32 near 1 / scale with which x * inverse, rounded once, is the code of bfloat16 x.
+    """Return the float32 near 1 / scale for which x * inverse, rounded once, is bfloat16 x's code.
 
-    Where the scale is that of the row's largest magnitude, only half of that lies between two
-    codes, at 63.5. There x / scale, rounded to float32, decides, and the product must agree. No
-    other x is near enough to be changed by the last bit of an inverse
-    (test_one_product_makes_the_codes).
+    With the scale of the row's largest magnitude, only x = half of that magnitude is a tie between
+    two codes, at 63.5. For this x the code follows from x / scale rounded to float32, and the
+    product must give the same code. For every other x, the last bit of the inverse does not
+    matter (test_one_product_makes_the_codes).
     """
     TIE: tl.constexpr = LARGEST / 2
     half = (scale * LARGEST).to(tl.bfloat16).to(tl.float32) * 0.5
@@ -153,12 +153,12 @@ def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
 
 @triton.jit
 def _round_float8(x):
-    """float32 to the nearest that float8_e4m3fn has, half to even.
+    """Round float32 to the nearest value of float8_e4m3fn, half to even.
 
-    For Triton's interpreter alone: its own conversion drops a carry into the exponent.
+    Only for Triton's interpreter, whose own conversion loses a carry into the exponent.
     """
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    # below 2^-6 the steps are 2^-9 each, as those of float32 above 2^14
+    # below 2^-6 the spacing is 2^-9, as in float32 above 2^14
     small = tl.abs((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | (bits & -0x80000000)
     return tl.where(tl.abs(x) < 0.015625, small.to(tl.float32, bitcast=True), normal)

@@ -14,7 +14,7 @@ from qkernels.operands.split_k_triton import load_reduced
 
 @triton.jit
 def load_steps(row_ptr, first, steps, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """BLOCK steps of a row, from the first on, in the order of words: [BLOCK 32, 2, 2]."""
+    """Load BLOCK steps of a row from step `first` on, in the order of words: [BLOCK 32, 2, 2]."""
     ptrs, inside = _steps(row_ptr, first, steps, BLOCK, FORM)
     return tl.load(ptrs, mask=inside, other=0.0)
 
@@ -29,7 +29,7 @@ def load_reduced_steps(
     FORM: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """load_steps of what may be parts still to be added."""
+    """Load steps like load_steps, from a tensor or from split-K partial sums."""
     ptrs, inside = _steps(row_ptr, first, steps, BLOCK, FORM)
     return load_reduced(ptrs, inside, stride_part, SUM)
 
@@ -57,7 +57,7 @@ def _steps(row_ptr, first, steps, BLOCK: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def in_words(values, FORM: tl.constexpr):
-    """Inputs [BLOCK, 128] in the order of words: [BLOCK 32, 2, 2]."""
+    """Reorder inputs [BLOCK, 128] to the order of words: [BLOCK 32, 2, 2]."""
     BLOCK: tl.constexpr = values.shape[0]
     if FORM.bits == 4:
         # [i, w / 2, byte % 2, w % 2, t, byte / 2]
@@ -80,8 +80,8 @@ def store_limbs(
     steps,
     FORM: tl.constexpr,
 ):
-    """Inputs [BLOCK 32, 2, 2] of row m, in 16 bits, to their limbs."""
-    low, high = values.split()  # bytes 0 and 1 of words, 2 and 3
+    """Convert 16-bit inputs [BLOCK 32, 2, 2] of row m to limbs and store them."""
+    low, high = values.split()  # low: bytes 0 and 1 of words; high: bytes 2 and 3
     a, b = low.split()
     c, d = high.split()
     integers, scale = _integers((a, b, c, d))
@@ -103,10 +103,10 @@ def store_limbs(
 
 @triton.jit
 def _integers(values):
-    """(integers below 2^30 whose bytes are signed limbs, four [BLOCK 32]; scales [BLOCK]).
+    """Return (integers whose bytes are signed limbs: four [BLOCK 32], scales [BLOCK]).
 
-    Below 2^30 no digit overflows. Both powers of two are normal numbers: what is below 2^-87 counts
-    as if it were that large.
+    Integers stay below 2^30, so no limb overflows. If the largest magnitude of a step is below
+    2^-87, it counts as 2^-87, so that both powers of two are normal numbers.
     """
     largest = magnitude_bits(values[0])
     for j in tl.static_range(1, 4):
@@ -126,7 +126,7 @@ def _integers(values):
 
 @triton.jit
 def _words(integers):
-    """The four limbs of four integers, a word for each limb, a byte for each integer."""
+    """Return the four limbs of four integers: one word per limb, with one byte per integer."""
     words = ()
     for limb in tl.static_range(4):
         word = integers[0] >> 8 * limb & 255
@@ -138,6 +138,6 @@ def _words(integers):
 
 @triton.jit
 def _sum_of_bytes(word):
-    """Sum of all signed bytes of a step: [BLOCK 32] to [BLOCK]."""
+    """Add all signed bytes of each step: [BLOCK 32] to [BLOCK]."""
     sums = (word << 24 >> 24) + (word << 16 >> 24) + (word << 8 >> 24) + (word >> 24)
     return tl.sum(sums.reshape(word.shape[0] // 32, 32), 1)

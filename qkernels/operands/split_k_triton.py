@@ -45,12 +45,15 @@ def contiguous(x: LinearOutput) -> LinearOutput:
 
 @triton.jit
 def load_reduced(ptrs, mask, stride_part, SUM: tl.constexpr):
-    """Values at `ptrs` into partials_source's tensor, splits added in order; 0 where masked."""
+    """Load the values at `ptrs`, with splits added in order; 0 where masked.
+
+    `ptrs` point into the tensor that partials_source returns.
+    """
     PARTS: tl.constexpr = SUM.parts
     if PARTS == 0:
         return tl.load(ptrs, mask=mask, other=0.0)
     else:
-        # all loads are under way before the first is added
+        # all loads are in flight before the first is added
         parts = ()
         for i in tl.static_range(PARTS):
             parts = parts + (tl.load(ptrs + i * stride_part, mask=mask, other=0.0),)

@@ -138,7 +138,7 @@ def _activate_rows(
     PDL: tl.constexpr,
     LAUNCH_FIRST: tl.constexpr,
 ):
-    """Activate one row, in chunks, and round it to codes."""
+    """Activate one row in chunks and quantize it."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     DYNAMIC: tl.constexpr = scale_ptr is None
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -146,7 +146,7 @@ def _activate_rows(
     c = tl.arange(0, CHUNK)
     if PDL:
         pdl_launch_and_wait(LAUNCH_FIRST)
-    # all chunks' loads are in flight before the first is used
+    # the loads of all chunks are in flight before the first is used
     gates = ()
     ups = ()
     for i in tl.static_range(CHUNKS):

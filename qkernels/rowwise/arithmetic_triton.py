@@ -51,7 +51,7 @@ def changed_branch(
     FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Apply the branch's norm and factor to a float32 row x; `weight` None: no norm."""
+    """Apply the branch's norm, if `weight` is not None, and its factor to a float32 row x."""
     if weight is not None:
         mean, inverse = row_statistics(x, inside, C, EPS, KIND)
         x = normalized(x, mean, inverse, weight, bias, KIND, DTYPE).to(tl.float32)
@@ -101,9 +101,9 @@ def activated(
     APPROXIMATE: tl.constexpr,
     LIMIT: tl.constexpr = 0.0,
 ):
-    """Return activation(gate) * up in DTYPE, rounded after each step; `up` None: not gated.
+    """Return activation(gate) * up in DTYPE, rounded after each step; without `up` if it is None.
 
-    LIMIT: that of ActSpec; 0: none. It propagates NaN.
+    LIMIT: ActSpec.limit, or 0 for no limit. Clamping keeps NaN.
     """
     y = _activation(gate.to(tl.float32), KIND, APPROXIMATE).to(DTYPE)
     if LIMIT > 0:

@@ -76,8 +76,7 @@ def _embed_norms(
     norm_ptr = table_norm_ptr if half == 0 else state_norm_ptr
     weight = tl.load(norm_ptr + c, mask=inside, other=0.0)
     if PDL:
-        # weights are loaded before the wait; the other inputs belong to previous kernels until they
-        # end
+        # weights are loaded before the wait; previous kernels may still write the other inputs
         pdl_launch_and_wait()
     row_ptr = table_ptr + tl.load(tokens_ptr + m) * C if half == 0 else state_ptr + m * C
     x = tl.load(row_ptr + c, mask=inside, other=0.0).to(tl.float32)
@@ -133,7 +132,7 @@ def _embed_norms_limbs(
     table_norm_ptr,  # [C]
     state_ptr,  # [M, C]
     state_norm_ptr,  # [C]
-    normed_ptr,  # [M, C]: of the states
+    normed_ptr,  # [M, C]: norm of the states
     words_ptr,
     scales_ptr,
     sums_ptr,

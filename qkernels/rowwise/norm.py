@@ -101,15 +101,15 @@ def _warps(block: int) -> int:
 
 @triton.jit
 def _norm_rows(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C] or None
-    weight_ptr,  # [C] or None: the sum alone
+    weight_ptr,  # [C] or None: only the sum is computed
     bias_ptr,  # [C] or None
     branch_ptr,  # [C] or None
     branch_bias_ptr,  # [C] or None
     total_ptr,  # [M, C] or None
-    out_ptr,  # [M, C] of a float type or codes; None: the sum alone
+    out_ptr,  # [M, C] of a float type or codes; None: only the sum is stored
     scale_ptr,  # [] or None: dynamic
     scales_ptr,  # [M], or None: no codes
     C,
@@ -144,7 +144,7 @@ def _norm_rows(
         if branch_bias_ptr is not None:
             branch_bias = tl.load(branch_bias_ptr + c, mask=mask, other=0.0)
     if PDL:
-        # the weight is loaded before the wait; x belongs to the previous kernel until it ends
+        # the weight is loaded before the wait; the previous kernel may still write x
         pdl_launch_and_wait(LAUNCH_FIRST)
     x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
@@ -152,7 +152,7 @@ def _norm_rows(
             x, branch, branch_bias, mask, C, BRANCH_KIND, BRANCH_EPS, BRANCH_FACTOR, DTYPE
         )
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
-        # the residual stream is in DTYPE, and the norm reads the rounded sum
+        # the residual stream has DTYPE, so the norm reads the rounded sum
         rounded = x.to(DTYPE)
         tl.store(total_ptr + row + c, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -216,10 +216,10 @@ def _norm_to_limbs(
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_steps(
-    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
     residual_ptr,  # [M, C] or None
-    weight_ptr,  # [C] or None: the sum alone
+    weight_ptr,  # [C] or None: only the sum is computed
     bias_ptr,  # [C] or None
     branch_ptr,  # [C] or None
     branch_bias_ptr,  # [C] or None
@@ -241,7 +241,7 @@ def _norm_steps(
     SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Reduce one row (x) and make limbs of BLOCK of its steps (own)."""
+    """Compute the statistics of one row (x) and make limbs of BLOCK of its steps (own)."""
     DTYPE: tl.constexpr = SUM.dtype
     m, first = tl.program_id(0), tl.program_id(1) * BLOCK
     row = m.to(tl.int64) * steps * 128
@@ -260,7 +260,7 @@ def _norm_steps(
             branch_bias = tl.load(branch_bias_ptr + c, mask=inside, other=0.0)
             own_branch_bias = load_steps(branch_bias_ptr, first, steps, BLOCK, FORM)
     if PDL:
-        # the weight is loaded before the wait; x belongs to the previous kernel until it ends
+        # the weight is loaded before the wait; the previous kernel may still write x
         pdl_launch_and_wait()
     x = load_reduced(x_ptr + row + c, inside, stride_part, SUM).to(tl.float32)
     own = load_reduced_steps(x_ptr + row, stride_part, first, steps, BLOCK, FORM, SUM)
@@ -277,7 +277,7 @@ def _norm_steps(
             own = (own * BRANCH_FACTOR).to(DTYPE).to(tl.float32)
         x += tl.load(residual_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
         own += load_steps(residual_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
-        # the residual stream is in DTYPE, and the norm reads the rounded sum
+        # the residual stream has DTYPE, so the norm reads the rounded sum
         x = x.to(DTYPE).to(tl.float32)
         rounded = own.to(DTYPE)
         store_steps(total_ptr + row, rounded, first, steps, FORM)

@@ -1,10 +1,10 @@
 """Device functions that find the values of a row that may be drawn, without a sort.
 
 A search finds a float's bits, four at a time: it counts the values above each of 16 pivots, or adds
-their probabilities. If there are few candidates, each one is compared with each other one instead.
+their probabilities. If there are few candidates, all pairs of them are compared instead.
 
-Legend: V vocabulary, G groups. Candidates are lists of values and tokens in token order, so of
-equal values the first in the list ranks higher.
+Legend: V vocabulary, G groups. Candidates are lists of values and tokens in token order, so among
+equal values the first one in the list ranks higher.
 """
 
 import triton
@@ -15,8 +15,8 @@ from qkernels.sampling.logits import adjust, noise, order, weight
 GROUP = 64  # tokens per group; the first kernel keeps a group's largest value
 TILE = 512  # values that a search reads together
 COLLECT_GROUPS = 32  # groups that are read again together
-FEW = 128  # up to this many candidates are ranked by comparing each with each,
-ROWS = 16  # this many with all others at a time
+FEW = 128  # up to this many candidates are ranked by comparing all pairs
+ROWS = 16  # candidates that are compared with all others at a time
 _GROUP, _TILE = tl.constexpr(GROUP), tl.constexpr(TILE)
 _COLLECT_GROUPS = tl.constexpr(COLLECT_GROUPS)
 _FEW, _ROWS = tl.constexpr(FEW), tl.constexpr(ROWS)
@@ -25,16 +25,17 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def search(values_ptr, n, target, largest, by_mass, ROUNDS: tl.constexpr):
-    """The largest order t such that values from t on are `target` many, or weigh as much.
+    """Return the largest order t for which the values of order t or above reach `target`.
 
-    0 where all together do not reach it. With fewer than 8 ROUNDS the low bits stay 0, so t is
-    lower than that, by at most 2^(32 - 4 ROUNDS).
+    They reach it by their number, or by their weight if `by_mass`. t is 0 if all values together
+    do not reach it. With fewer than 8 ROUNDS the low bits of t stay 0, so t may be too low, by
+    less than 2^(32 - 4 ROUNDS).
     """
     pivot = tl.arange(0, 16)
     found = tl.full([], 0, tl.uint32)
     for i in range(ROUNDS):
         pivots = found + (pivot.to(tl.uint32) << (28 - 4 * i))
-        # summed over the block once a round, not once a tile
+        # reduced over the block once per round, not once per tile
         sums = tl.zeros([16, _TILE], tl.float32)
         for first in range(0, n, _TILE):
             index = first + tl.arange(0, _TILE)
@@ -44,7 +45,7 @@ def search(values_ptr, n, target, largest, by_mass, ROUNDS: tl.constexpr):
             above = order(x)[None, :] >= pivots[:, None]
             sums += tl.where(above, weights[None, :], 0.0)
         totals = tl.sum(sums, 1)
-        # totals fall from pivot to pivot, and the first was known to reach the target
+        # totals fall from pivot to pivot; the first pivot is known to reach the target
         limb = tl.sum(((totals >= target) & (pivot > 0)).to(tl.int32))
         found += limb.to(tl.uint32) << (28 - 4 * i)
     return found
@@ -52,9 +53,9 @@ def search(values_ptr, n, target, largest, by_mass, ROUNDS: tl.constexpr):
 
 @triton.jit
 def cut(values_ptr, n, target, largest, by_mass):
-    """Where the likeliest n' values that are `target` many, or weigh as much, end.
+    """Find the likeliest values that together reach `target`, by number or by weight (`by_mass`).
 
-    Returns (t, ties): all above t, and the first `ties` of those at t.
+    Returns (t, ties): the values above order t, and the first `ties` of the values of order t.
     """
     t = search(values_ptr, n, target, largest, by_mass, 8)
     above = 0.0
@@ -72,7 +73,7 @@ def cut(values_ptr, n, target, largest, by_mass):
 
 @triton.jit
 def mass_of(values_ptr, n, t, ties, largest):
-    """Total weight of the values that `cut` left."""
+    """Return the total weight of the values that `cut` selects."""
     above = 0.0
     each = 0.0
     count = 0.0
@@ -103,11 +104,11 @@ def collect(
     G,
     ADJUSTED: tl.constexpr,
 ):
-    """Write the values of at least order t, and their tokens, in order of token. Returns how many.
+    """Write the values of order t or above, and their tokens, sorted by token. Return their number.
 
-    The block's threads see each other's writes after it.
+    Ends with a barrier, so that all threads of the block see the writes.
     """
-    # whoever still reads the last list
+    # other threads may still read the previous list
     tl.debug_barrier()
     num_groups = 0
     for first in range(0, G, _TILE):
@@ -139,7 +140,7 @@ def collect(
 
 @triton.jit
 def is_before(values_ptr, first, n):
-    """True where value j of n is likelier than value first + i: [ROWS, FEW]."""
+    """Return True where value j of n is likelier than value first + i: [ROWS, FEW]."""
     i, j = first + tl.arange(0, _ROWS)[:, None], tl.arange(0, _FEW)[None, :]
     one = order(tl.load(values_ptr + i, mask=i < n, other=0.0))
     other = order(tl.load(values_ptr + j, mask=j < n, other=0.0))
@@ -159,7 +160,7 @@ def draw_few(
     key,
     INTERPRETED: tl.constexpr,
 ):
-    """Compare each of n candidates with each."""
+    """Draw a token from n candidates by comparing each pair of candidates."""
     j = tl.arange(0, _FEW)
     weights = weight(tl.load(values_ptr + j, mask=j < n, other=float("-inf")), largest)
     limit = tl.where(top_k > 0, top_k, 1.0 * _FEW)
@@ -187,7 +188,7 @@ def draw_few(
 
 @triton.jit
 def better(x, token, kept, best, drawn, key, INTERPRETED: tl.constexpr):
-    """The best score so far and its token, with these values taken in; of equals the first."""
+    """Update the best score and its token with these values; ties go to the lowest token."""
     score = tl.where(kept, x + noise(token, key, INTERPRETED), float("-inf"))
     tile_best = tl.max(score)
     tile_token = tl.min(tl.where(kept & (score == tile_best), token, NO_TOKEN))
@@ -208,7 +209,7 @@ def draw_many(
     key,
     INTERPRETED: tl.constexpr,
 ):
-    """Search for where the filters end, then go through the candidates once more."""
+    """Draw a token from many candidates: find the filters' limits, then scan once more."""
     t = tl.full([], 0, tl.uint32)
     ties = 0.0
     if (top_k > 0) & (top_k < n):
@@ -235,7 +236,7 @@ def draw_many(
 
 @triton.jit
 def store_few(values_ptr, tokens_ptr, n, count, log_total, out_tokens_ptr, out_logprobs_ptr):
-    """Write the likeliest `count` of n candidates, in order: compare each with each."""
+    """Write the likeliest `count` of n candidates, in order, by comparing each pair."""
     for first in range(0, n, _ROWS):
         i = first + tl.arange(0, _ROWS)
         rank = tl.sum(is_before(values_ptr, first, n).to(tl.int32), 1)
@@ -248,7 +249,7 @@ def store_few(values_ptr, tokens_ptr, n, count, log_total, out_tokens_ptr, out_l
 
 @triton.jit
 def store_many(values_ptr, tokens_ptr, n, count, log_total, out_tokens_ptr, out_logprobs_ptr):
-    """Find them one after the other."""
+    """Write the likeliest `count` of n candidates, in order, with one scan for each."""
     last = float("inf")
     last_token = -1
     for i in range(0, count):

@@ -30,7 +30,7 @@ _MIX_1, _MIX_2, _GOLDEN = tl.constexpr(MIX_1), tl.constexpr(MIX_2), tl.constexpr
 
 @triton.jit
 def number(words_ptr, INDEX: tl.constexpr):
-    """One of a row's float words."""
+    """Load one of a row's float settings."""
     return tl.load(words_ptr + INDEX).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -57,7 +57,7 @@ def settings_of(words_ptr):
 
 @triton.jit
 def adjust(x, token, valid, settings, bias_ptr, history_ptr, V):
-    """Bias, mask, penalties, temperature; rounding where sampling/reference.py rounds."""
+    """Apply bias, mask, penalties and temperature, rounding where sampling/reference.py rounds."""
     temperature, presence, frequency, repetition, row, start, end, mask = settings
     for i in range(start, end):
         entry = tl.load(bias_ptr + i)
@@ -82,13 +82,13 @@ def adjust(x, token, valid, settings, bias_ptr, history_ptr, V):
 
 @triton.jit
 def weight(x, largest):
-    """exp(x - largest), 1 where both are infinite."""
+    """Return exp(x - largest), or 1 if both are infinite."""
     return tl.exp(tl.where(x == largest, 0.0, x - largest))
 
 
 @triton.jit
 def log(x, INTERPRETED: tl.constexpr):
-    """Triton's own logarithm is off by 2^-22 near 1, where the noise's largest values come from."""
+    """Return the logarithm. tl.log is off by 2^-22 near 1, where the largest noise comes from."""
     if INTERPRETED:
         return tl.log(x)
     return libdevice.log(x)
@@ -96,7 +96,7 @@ def log(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """splitmix64's step on int64."""
+    """Compute one step of splitmix64 on int64."""
     x = x + _GOLDEN
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
@@ -105,13 +105,13 @@ def mix(x):
 
 @triton.jit
 def key_of(words_ptr):
-    """Seeds of a row's noise; the noise of a token also depends on the token."""
+    """Return the key of a row's noise, made of its seed and position."""
     return mix(mix(tl.load(words_ptr + SEED)) + tl.load(words_ptr + POSITION))
 
 
 @triton.jit
 def noise(token, key, INTERPRETED: tl.constexpr):
-    """Gumbel noise, a function of (seed, position, token id)."""
+    """Return Gumbel noise, which depends on seed, position and token id."""
     bits = mix(key + token.to(tl.int64) * _GOLDEN)
     uniform = (((bits >> 41) & 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -log(-log(uniform, INTERPRETED), INTERPRETED)
@@ -119,6 +119,6 @@ def noise(token, key, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def order(x):
-    """A float's bits as a uint32 that is ordered as the floats are; 0.0 and -0.0 are equal."""
+    """Convert floats to uint32 numbers that sort like the floats; 0.0 and -0.0 become equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)

@@ -145,7 +145,7 @@ def _scan_chunks(
     history_ptr,  # [W, V]
     floats_ptr,  # [S, FLOAT_ROWS, C]: the last row by block
     ints_ptr,  # [S, INT_ROWS, C], by block
-    group_max_ptr,  # [S, 2, G]: of the logits, and of the adjusted ones
+    group_max_ptr,  # [S, 2, G]: largest logit, and largest adjusted logit
     stride_s,
     V,
     G,
@@ -167,7 +167,7 @@ def _scan_chunks(
     if is_random:
         key = key_of(words_ptr)
     has_nan = tl.zeros([_CHUNK_GROUPS, _GROUP], tl.int32)
-    # of the tokens that a thread has seen
+    # best score of the tokens that a thread has seen
     best = tl.full([_CHUNK_GROUPS, _GROUP], float("-inf"), tl.float32)
     best_token = tl.full([_CHUNK_GROUPS, _GROUP], NO_TOKEN, tl.int32)
     for i in range(CHUNKS_OF_BLOCK):
@@ -223,7 +223,7 @@ def _draw(
     PADDED_CHUNKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The token of a row with a filter."""
+    """Draw the token of a row with top-k, top-p or min-p."""
     top_k, top_p, min_p = filters(words_ptr)
     key = key_of(words_ptr)
     c = tl.arange(0, PADDED_CHUNKS)
@@ -237,12 +237,12 @@ def _draw(
     if min_p > 0:
         bound = order(largest + log(min_p, INTERPRETED))
     if (top_k > 0) | only_top_p:
-        # a group has at least the probability of its largest value
+        # the probability of a group is at least that of its largest value
         wanted = tl.where(only_top_p, top_p * mass * 1.0001, top_k)
         found = search(group_max_ptr, G, wanted, largest, only_top_p, 4)
         bound = tl.maximum(bound, found)
     if only_top_p:
-        # V values below this have less probability together than top_p may leave out
+        # V values below this bound together have less probability than top_p leaves out
         spare = tl.maximum((1 - top_p) * 0.999, 1e-9) * mass / V
         bound = tl.maximum(bound, order(largest + log(spare, INTERPRETED)))
     n = collect(

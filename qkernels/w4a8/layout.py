@@ -12,7 +12,7 @@ import torch
 from qkernels.gpu.config import ceil_div
 
 TILE_N = 64  # outputs per stored tile: the rows of operand A of one wgmma
-K_STEP = 128  # most inputs of a K step: 128 bytes of x, the widest swizzle of shared memory
+K_STEP = 128  # maximum inputs of a K step: 128 bytes of x, shared memory's widest swizzle
 MIN_K_STEP = 32  # inputs of one 8-bit product of the tensor core
 ZERO = 8  # code of the value 0
 
@@ -43,7 +43,7 @@ FLOAT8_PTX = """{
 
 
 def code_factor(type: str) -> float:
-    """Return by which factor codes exceed their values in a product with inputs of this type."""
+    """Return the factor by which codes exceed their values in products with this type of inputs."""
     return INT_FACTOR if type == "int" else FLOAT8_FACTOR
 
 

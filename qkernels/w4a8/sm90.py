@@ -155,7 +155,7 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
 
 @gluon.jit
 def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
-    """Integer sums over all K steps of a work tile, and the next state."""
+    """Return the integer sums over all K steps of a work tile, and the next pipeline state."""
     A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
     for k_step in range(work_tile.k_begin, work_tile.k_end):
         pipeline.consumer_wait(state)
@@ -163,7 +163,7 @@ def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.cons
         a = expand(load_words(pipeline.mem.weight.index(slot)), pipeline.mem.x.dtype, A)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
-        # the product reads operand A's registers until it ends
+        # the product reads operand A's registers until it has ended
         sums = warpgroup_mma_wait(0, deps=[sums])
         pipeline.consumer_release(state)
         state = state.advance()
@@ -172,10 +172,10 @@ def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.cons
 
 @gluon.jit
 def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
-    """`total` plus the scaled sums of each group of a work tile, and the next state.
+    """Return `total` plus the scaled sums of each group of a work tile, and the next state.
 
-    A K step has one or more groups, or a part of one. Each of these has a sum of its own, which is
-    exact for integers; of float8 products the tensor core keeps 14 bits.
+    A K step has one or more groups, or a part of one. Each has a separate sum: exact for integers;
+    for float8 the tensor core keeps 14 bits.
     """
     NUMERICS: gl.constexpr = gemm.NUMERICS
     GROUPS: gl.constexpr = NUMERICS.groups
@@ -211,7 +211,7 @@ def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.const
 
 @gluon.jit
 def _weights_at(gemm, pipeline, state, LAYOUT: gl.constexpr, CONSUMER: gl.constexpr):
-    """Packed words and scales of the K step at `state`, as soon as it is there."""
+    """Wait for the K step at `state`. Return its packed words and scales."""
     pipeline.consumer_wait(state)
     slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
     words = load_words(pipeline.mem.weight.index(slot))
@@ -224,7 +224,7 @@ def _weights_at(gemm, pipeline, state, LAYOUT: gl.constexpr, CONSUMER: gl.conste
 
 @gluon.jit
 def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
-    """_multiply_groups of one group a K step, which loads the next words during a product."""
+    """Same as _multiply_groups for one group per K step; loads the next words during a product."""
     NUMERICS: gl.constexpr = gemm.NUMERICS
     DTYPE: gl.constexpr = pipeline.mem.x.dtype
     PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
@@ -235,7 +235,7 @@ def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.conste
         product = gl.zeros(total.shape, PRODUCT, LAYOUT)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
-        # beyond the last step, load it again without multiplying
+        # after the last step, load its words again, unused
         following = state.advance()
         is_last = k_step == work_tile.k_end - 1
         ahead = PipelineState(
@@ -257,13 +257,13 @@ def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.conste
 
 @gluon.jit
 def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     CONFIG: gl.constexpr = gemm.CONFIG
     SPLIT: gl.constexpr = CONFIG.split
     SUM: gl.constexpr = gemm.partials_ptr.dtype.element_ty
     COLUMNS: gl.constexpr = CONFIG.block_b
     STORE_TILES: gl.constexpr = COLUMNS // CONFIG.store_width
-    # triton supports the integer instruction for up to 224 columns
+    # Triton supports the integer wgmma for up to 224 columns
     INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()
@@ -273,11 +273,11 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
         row = (work_tile.tile_a * CONFIG.num_consumers + CONSUMER) * 64
         column = work_tile.tile_b * COLUMNS
-        # after a reduce-scatter, this block stores its share of the columns
+        # after a reduce-scatter, this block stores its part of the columns
         stored = column + work % SPLIT * CONFIG.stored_columns if CONFIG.reduce_scatter else column
         sums = gl.zeros([64, COLUMNS], SUM, LAYOUT)
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
-        # from memory while the product runs
+        # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
         if not CONFIG.promotes:
             sums, state = _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)

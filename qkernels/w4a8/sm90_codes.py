@@ -46,14 +46,14 @@ def _words_layout(C):
 
 @gluon.jit
 def load_words(stored):
-    """The packed words of a stored tile's K step, [64, 4 lanes, 4]."""
+    """Load the packed words of a stored tile's K step: [64, 4 lanes, 4]."""
     words = stored.load(_stored_layout()).reshape([64, 4, 4])
     return gl.convert_layout(words, _words_layout(4), assert_trivial=True)
 
 
 @gluon.jit
 def _halves(words):
-    """Words [64, 4, C] split along the inputs into two [64, 4, C / 2]."""
+    """Split words [64, 4, C] along the inputs into two [64, 4, C / 2]."""
     C: gl.constexpr = words.shape[2] // 2
     low, high = gl.split(words.reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
     low = gl.convert_layout(low, _words_layout(C), assert_trivial=True)
@@ -62,7 +62,7 @@ def _halves(words):
 
 @gluon.jit
 def split_k(words, PARTS: gl.constexpr):
-    """Words [64, 4, C] as PARTS tensors [64, 4, C / PARTS] of adjacent inputs."""
+    """Split words [64, 4, C] into PARTS tensors [64, 4, C / PARTS] of adjacent inputs."""
     parts = (words,)
     for _ in gl.static_range(PARTS.bit_length() - 1):
         halved = ()
@@ -74,7 +74,7 @@ def split_k(words, PARTS: gl.constexpr):
 
 @gluon.jit
 def expand(words, DTYPE: gl.constexpr, A: gl.constexpr):
-    """Packed words [64, 4, C] to operand A, [64, 32 C] in the order of the inputs."""
+    """Convert packed words [64, 4, C] to operand A [64, 32 C], in the order of the inputs."""
     C: gl.constexpr = words.shape[2]
     PTX: gl.constexpr = _TO_INT8 if DTYPE.is_int8() else _TO_FLOAT8
     copies = gl.full([64, 4, C, 4], 0, gl.int32, _bytes_layout(C)) | gl.expand_dims(words, 3)

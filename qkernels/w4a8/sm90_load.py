@@ -9,7 +9,7 @@ from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 
 @gluon.jit
 def _load_weight(gemm, pipeline, state, tile_a, k_step, pred):
-    """A K step's packed codes and scales; the stage then expects x, too."""
+    """Load a K step's packed codes and scales. Makes the stage expect the bytes of x, too."""
     CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
     NUMERICS: gl.constexpr = gemm.NUMERICS
     SCALES: gl.constexpr = gemm.scales.block_type.shape[0]
@@ -33,7 +33,7 @@ def _load_weight(gemm, pipeline, state, tile_a, k_step, pred):
 
 @gluon.jit
 def load(gemm, pipeline):
-    """All K steps of all of the block's work tiles."""
+    """Load all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     BK: gl.constexpr = gemm.x.block_type.shape[1]
     first = gl.program_id(0)

@@ -140,7 +140,7 @@ _TO_INT8, _TO_FLOAT8 = tl.constexpr(INT8_PTX), tl.constexpr(FLOAT8_PTX)
 
 @triton.jit
 def _expanded(packed, INTEGERS: tl.constexpr, USE_PTX: tl.constexpr):
-    """Bytes of two codes each to the 8-bit numbers of the low codes and of the high codes."""
+    """Convert bytes of two codes to 8-bit numbers. Return (low codes, high codes)."""
     if USE_PTX:
         PTX: tl.constexpr = _TO_INT8 if INTEGERS else _TO_FLOAT8
         low, high = tl.inline_asm_elementwise(
@@ -161,7 +161,7 @@ def _expanded(packed, INTEGERS: tl.constexpr, USE_PTX: tl.constexpr):
 def expanded_weights(
     packed, INTEGERS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, USE_PTX: tl.constexpr
 ):
-    """Packed codes [BN, BK / 2] to operand A [BN, BK] in the order of the inputs."""
+    """Convert packed codes [BN, BK / 2] to operand A [BN, BK], in the order of the inputs."""
     low, high = _expanded(packed, INTEGERS, USE_PTX)
     # [BN, t, c, j, h] -> [BN, c, h, t, j]
     values = tl.join(low, high).reshape(BN, 4, BK // 32, 4, 2)
@@ -172,7 +172,7 @@ def expanded_weights(
 def _store_scaled(
     total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N, OUTPUT_SCALES: tl.constexpr
 ):
-    """Sums [BN, BM] times the scales that they lack, plus the bias, rounded once."""
+    """Store sums [BN, BM] times the scales not yet applied, plus the bias, rounded once."""
     y = total.to(tl.float32) * tl.load(input_scales_ptr + m, mask=m < M, other=0.0)[None, :]
     if OUTPUT_SCALES:
         y *= tl.load(scales_ptr + n, mask=n < N, other=0.0)[:, None]

@@ -189,7 +189,7 @@ def _chosen_config(device: torch.device, M: int, N: int, K: int, kind: str) -> W
 
 @gluon.jit
 def _multiply(gemm, pipeline, state, sums, work_tile, row, column, CONSUMER: gl.constexpr):
-    """`sums` plus the products of a consumer's rows of A in a work tile, and the next state."""
+    """Return `sums` plus the products of a consumer's rows of A, and the next pipeline state."""
     CONFIG: gl.constexpr = gemm.CONFIG
     layout: gl.constexpr = sums.type.layout
     if CONFIG.promotion_steps == 0:
@@ -228,14 +228,14 @@ def _multiply(gemm, pipeline, state, sums, work_tile, row, column, CONSUMER: gl.
 
 @gluon.jit
 def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: the products of its rows of A, and their results."""
+    """Run a consumer warpgroup, which computes and stores the products of its rows of A."""
     CONFIG: gl.constexpr = gemm.CONFIG
     SPLIT: gl.constexpr = CONFIG.split
     SUM: gl.constexpr = gemm.partials_ptr.dtype.element_ty
     STORE_TILES: gl.constexpr = CONFIG.block_b // CONFIG.store_width
     ROWS: gl.constexpr = CONFIG.consumer_rows
     COLUMNS: gl.constexpr = CONFIG.block_b
-    # triton supports the integer instruction for up to 224 columns
+    # Triton supports the integer wgmma for up to 224 columns
     INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     num_work_tiles = gemm.num_work_tiles()
@@ -246,11 +246,11 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
         row = (work_tile.tile_a * CONFIG.num_consumers + CONSUMER) * CONFIG.stored_rows
         column = work_tile.tile_b * CONFIG.block_b
-        # after a reduce-scatter, this block stores its share of the columns
+        # after a reduce-scatter, this block stores its part of the columns
         stored = column + work % SPLIT * CONFIG.stored_columns if CONFIG.reduce_scatter else column
         sums = gl.zeros([ROWS, COLUMNS], SUM, layout)
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
-        # from memory while the product runs
+        # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
         sums, state = _multiply(gemm, pipeline, state, sums, work_tile, row, column, CONSUMER)
         complete = True
@@ -269,7 +269,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _block_scales(gemm, row, column, k_step, layout: gl.constexpr):
-    """BLOCKS: the product of both scales of a K step, for each row of x.
+    """Return the product of both scales of a K step for each row of x. Only with BLOCKS.
 
     A consumer's rows of A, and the columns of a tile, lie in one block of the weight.
     """
@@ -330,7 +330,7 @@ def _w8a8_sm90(
         BLOCKS=BLOCKS,
         OUTPUT_SCALES=not BLOCKS,
     )
-    # one layout for both operands: rows of 128 bytes in the widest swizzle
+    # both operands have the same layout: rows of 128 bytes with the widest swizzle
     a = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, BK], x.layout)
     b = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_B, BK], x.layout)
     STORE_TILE: gl.constexpr = y.block_type.shape[-2:]

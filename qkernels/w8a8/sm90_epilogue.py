@@ -15,7 +15,7 @@ from qkernels.w8a8.sm90_structs import EpilogueVectors
 
 @gluon.jit
 def load_vectors(gemm, row, column, layout: gl.constexpr):
-    """Scales and biases of a consumer's result. `layout`: of one of its store tiles."""
+    """Load the scales and biases of a consumer's result. layout: that of a store tile."""
     CONFIG: gl.constexpr = gemm.CONFIG
     WEIGHT_IS_A: gl.constexpr = CONFIG.weight_is_a
     IN_SHARED: gl.constexpr = CONFIG.column_vectors_in_shared
@@ -49,7 +49,7 @@ def load_vectors(gemm, row, column, layout: gl.constexpr):
 
 @gluon.jit
 def _across(vectors, buffer, j: gl.constexpr, CONFIG: gl.constexpr, layout: gl.constexpr):
-    """A scale or bias of the columns of store tile j, as one row."""
+    """Return the scales or biases of store tile j's columns, as one row."""
     WIDTH: gl.constexpr = CONFIG.store_width
     if CONFIG.column_vectors_in_shared:
         vector = buffer.slice(j * WIDTH, WIDTH).load(gl.SliceLayout(0, layout))
@@ -60,7 +60,7 @@ def _across(vectors, buffer, j: gl.constexpr, CONFIG: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
-    """Sums times both scales, plus bias, rounded once, through shared memory to y."""
+    """Store sums times both scales, plus bias, rounded once, through shared memory to y."""
     CONFIG: gl.constexpr = gemm.CONFIG
     STORE_STAGES: gl.constexpr = CONFIG.store_stages
     WEIGHT_IS_A: gl.constexpr = CONFIG.weight_is_a
@@ -82,7 +82,7 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
         result = tile.to(gl.float32)
         if not gemm.BLOCKS:
             column_scales = _across(vectors.column_scales, scales_buffer, j, CONFIG, layout)
-            # x's scale first: the order of triton_gemm.py
+            # x's scale first, as in triton_gemm.py
             if WEIGHT_IS_A:
                 result = result * column_scales
                 if gemm.OUTPUT_SCALES:

@@ -13,7 +13,7 @@ BOX_ROWS = gl.constexpr(WEIGHT_BOX_ROWS)
 
 @gluon.jit
 def _load_weight(gemm, pipeline, state, tile, k_step, pred):
-    """A K step's weight rows of a tile, into the stage of A or B."""
+    """Load a tile's weight rows of a K step into the stage of A or B."""
     CONFIG: gl.constexpr = gemm.CONFIG
     ROWS: gl.constexpr = gemm.weight.block_type.shape[0]
     IS_A: gl.constexpr = CONFIG.weight_is_a
@@ -35,7 +35,7 @@ def _load_weight(gemm, pipeline, state, tile, k_step, pred):
 
 @gluon.jit
 def _load_x(gemm, pipeline, state, work_tile, k_step):
-    """A K step's rows of x of a tile, into the stage of B or A."""
+    """Load a tile's rows of x of a K step into the stage of B or A."""
     CONFIG: gl.constexpr = gemm.CONFIG
     CONSUMERS: gl.constexpr = CONFIG.num_consumers
     BK: gl.constexpr = gemm.x.block_type.shape[1]
@@ -52,7 +52,7 @@ def _load_x(gemm, pipeline, state, work_tile, k_step):
 
 @gluon.jit
 def load(gemm, pipeline):
-    """All K steps of all of the block's work tiles."""
+    """Load all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     BK: gl.constexpr = gemm.x.block_type.shape[1]
     BYTES: gl.constexpr = (CONFIG.num_consumers * CONFIG.stored_rows + CONFIG.block_b) * BK

@@ -151,7 +151,7 @@ def _chosen_config(
 
 @triton.jit
 def _prefetch_rows(ptr, n, first, N, K, num_bytes):
-    """Prefetch the first bytes of the block's split of each weight row into the L2."""
+    """Prefetch into the L2 the first `num_bytes` of each weight row, in the block's split of K."""
     ptrs = ptr + tl.minimum(n, N - 1).to(tl.int64) * K + first
     sizes = tl.zeros_like(n) + num_bytes
     tl.inline_asm_elementwise(
@@ -166,13 +166,13 @@ def _prefetch_rows(ptr, n, first, N, K, num_bytes):
 
 @triton.jit
 def _code_ptrs(ptr, row, rows, k, K):
-    """Pointers to codes [rows, K] at `row` and `k`. Rows after the last are the last again."""
+    """Return pointers to codes [rows, K] at `row` and `k`. Rows after the last repeat the last."""
     return ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + k[None, :]
 
 
 @triton.jit
 def _load_codes(ptrs, left, BK: tl.constexpr, WHOLE_STEPS: tl.constexpr):
-    """A K step's codes, of which `left` inputs are left."""
+    """Load a K step's codes; `left` inputs remain, and codes after them become zeros."""
     if WHOLE_STEPS:
         return tl.load(ptrs)
     else:
@@ -193,7 +193,7 @@ def _store_scaled(
     N,
     BLOCKS: tl.constexpr,
 ):
-    """Sums [BM, BN] times both scales, plus bias, rounded once."""
+    """Store sums [BM, BN] times both scales, plus bias, rounded once."""
     y = total.to(tl.float32)
     if not BLOCKS:
         input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
@@ -233,7 +233,7 @@ def _w8a8(
     BLOCKS: tl.constexpr,  # one scale per 128 inputs of x, and per 128 x 128 of the weight
 ):
     SUM: tl.constexpr = partials_ptr.dtype.element_ty
-    # blocks that run together share rows of x and of the weight, so that both stay in the L2
+    # blocks that run at the same time share rows of x and of the weight, which stay in the L2
     tile, split = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = tile // (GROUP_M * tiles_n)
@@ -249,7 +249,7 @@ def _w8a8(
     if PDL:
         num_bytes = tl.minimum(tl.minimum(last * BK, K) - first * BK, 4 * BK)
         _prefetch_rows(weight_ptr, n, first * BK, N, K, num_bytes)
-        # weights never change; codes and workspace belong to the previous kernel until it ends
+        # weights never change; the previous kernel may use codes and workspace until it has ended
         tl.extra.cuda.gdc_wait()
 
     if not USE_TMA:

@@ -88,7 +88,7 @@ def _stored_layout(BITS):
 
 @gluon.jit
 def _split_k(packed):
-    """Packed words [64, 4 C] split along K into two [64, 2 C]."""
+    """Split packed words [64, 4 C] along K into two [64, 2 C]."""
     C: gl.constexpr = packed.shape[1] // 8
     low, high = gl.split(packed.reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
     low = gl.convert_layout(low.reshape([64, 4 * C]), packed_layout(C), assert_trivial=True)
@@ -98,7 +98,7 @@ def _split_k(packed):
 
 @gluon.jit
 def load_k_subtiles(stored, K_SUBTILE: gl.constexpr, BITS: gl.constexpr):
-    """The packed words of each K subtile of a stored tile, 64 outputs by 128 inputs."""
+    """Load the packed words of each K subtile of a stored tile, 64 outputs by 128 inputs."""
     packed = stored.load(_stored_layout(BITS)).reshape([64, 4 * BITS])
     subtiles = (gl.convert_layout(packed, packed_layout(BITS), assert_trivial=True),)
     for _ in gl.static_range((128 // K_SUBTILE).bit_length() - 1):
@@ -132,7 +132,10 @@ def _ptx(is_float16, bit, scaled, rounded=False):
 
 @gluon.jit
 def zeros_to_subtract(offset, DTYPE: gl.constexpr):
-    """Rows' offsets [64] to what is subtracted of codes at (bit 0, bit 4), as words [64, 1]."""
+    """Convert rows' offsets [64] to the numbers to subtract from codes at (bit 0, bit 4).
+
+    Both are words [64, 1].
+    """
     zero = offset.to(gl.float32)
     if DTYPE.is_fp16():
         return pack_x2((-zero).to(DTYPE))[:, None], pack_x2((960 - zero).to(DTYPE))[:, None]
@@ -143,7 +146,7 @@ def zeros_to_subtract(offset, DTYPE: gl.constexpr):
 
 @gluon.jit
 def scale_of_codes(scale, DTYPE: gl.constexpr):
-    """The scale that the values of codes_minus_zeros are multiplied by."""
+    """Return the factor by which the values of codes_minus_zeros must be multiplied."""
     if DTYPE.is_fp16():
         return scale
     else:
@@ -152,9 +155,9 @@ def scale_of_codes(scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def codes_minus_zeros(packed, zeros, DTYPE: gl.constexpr):
-    """Packed words [64, 4 C] to codes minus zero points, [64, 32 C] in the order of the inputs.
+    """Convert packed words [64, 4 C] to codes minus zero points [64, 32 C], in the inputs' order.
 
-    `zeros` as from zeros_to_subtract. bfloat16 values are multiplied by BFLOAT16_CODE_FACTOR.
+    zeros: result of zeros_to_subtract. bfloat16 values are multiplied by BFLOAT16_CODE_FACTOR.
     """
     AT_0: gl.constexpr = _ptx(DTYPE.is_fp16(), 0, False)
     AT_4: gl.constexpr = _ptx(DTYPE.is_fp16(), 4, False)
@@ -173,7 +176,7 @@ def _codes(packed, zero, PTX: gl.constexpr):
 
 @gluon.jit
 def in_order(p0, p1, p2, p3, DTYPE: gl.constexpr):
-    """Pairs [64, 4 C] of codes at bits 0, 4, 8 and 12 to [64, 32 C] in the order of the inputs."""
+    """Reorder pairs [64, 4 C] of codes at bits 0, 4, 8, 12 to [64, 32 C], in the inputs' order."""
     C: gl.constexpr = p0.shape[1] // 4
     i0 = gl.join(unpack_x2(p0, DTYPE), unpack_x2(p1, DTYPE))
     i1 = gl.join(unpack_x2(p2, DTYPE), unpack_x2(p3, DTYPE))
@@ -184,9 +187,9 @@ def in_order(p0, p1, p2, p3, DTYPE: gl.constexpr):
 
 @gluon.jit
 def nibble_factors(scale, offset, DTYPE: gl.constexpr):
-    """(zero of codes at bit 0, of codes at bit 4, high, low) of rows [64], as words [64, 1].
+    """Return (zero of codes at bit 0, zero of codes at bit 4, high, low) as words [64, 1].
 
-    The scale is high + low: a float16 scale is a bfloat16 number plus a remainder of three bits.
+    A row's scale is high + low: a float16 scale is a bfloat16 number plus a remainder of 3 bits.
     """
     exact = scale.to(gl.float32)
     zero_0, zero_4 = zeros_to_subtract(offset, DTYPE)
@@ -215,7 +218,7 @@ def _weights(packed, zero, high, low, PTX: gl.constexpr):
 
 @gluon.jit
 def unpack_nibbles(packed, factors, DTYPE: gl.constexpr):
-    """Packed words [64, 4 C] to weights [64, 32 C] in the order of the inputs."""
+    """Convert packed words [64, 4 C] to weights [64, 32 C], in the order of the inputs."""
     AT_0: gl.constexpr = _ptx(DTYPE.is_fp16(), 0, True)
     AT_4: gl.constexpr = _ptx(DTYPE.is_fp16(), 4, True)
     zero_0, zero_4, high, low = factors
@@ -235,7 +238,7 @@ def _fma_ptx(bit):
 
 @gluon.jit
 def rounded_factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
-    """Factors of rows [64] for `unpack_rounded`, as words [64, 1], of scales that fit in DTYPE."""
+    """Return the rows' factors [64, 1] for `unpack_rounded`. The scales must fit in DTYPE."""
     exact = scale.to(gl.float32)
     if DTYPE.is_fp16() or NUMERICS.has_offsets:
         zero_0, zero_4 = zeros_to_subtract(offset, DTYPE)
@@ -252,9 +255,10 @@ def rounded_factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
 def unpack_rounded(
     packed, row_factors, NUMERICS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr
 ):
-    """Packed 4-bit words [64, 4 C] of a K subtile to operand A; `rescale_rounded` takes the sums.
+    """Convert packed 4-bit words [64, 4 C] of a K subtile to operand A.
 
-    The weights are those of `unpack` times a power of two.
+    The weights are those of `unpack` times a power of two, which `rescale_rounded` removes from
+    the sums.
     """
     first, second, third = row_factors
     if DTYPE.is_fp16() or NUMERICS.has_offsets:
@@ -279,7 +283,7 @@ def _two_factors(packed, first, second, PTX: gl.constexpr):
 
 @gluon.jit
 def rescale_rounded(sums, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of products with the weights of `unpack_rounded`, without their power of two."""
+    """Remove the power of two from sums of products with the weights of `unpack_rounded`."""
     if DTYPE.is_fp16() or NUMERICS.has_offsets:
         return sums
     elif NUMERICS.groups > 1:
@@ -314,7 +318,7 @@ def groups_layout(C):
 
 @gluon.jit
 def load_row_words(stored, W: gl.constexpr):
-    """The W words of each row in shared memory [64 W], as a tuple of [64]."""
+    """Load the W words of each row from shared memory [64 W], as a tuple of W tensors [64]."""
     words = stored.load(_row_words_layout(W))
     if W == 1:
         return (words,)
@@ -329,7 +333,7 @@ def load_row_words(stored, W: gl.constexpr):
 
 @gluon.jit
 def _half(words):
-    """The float16 numbers in the low halves of words, in float32."""
+    """Return the float16 numbers in the low halves of words, in float32."""
     return (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
 
 
@@ -342,10 +346,10 @@ def group_factors(
     NUMERICS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Scales and minima of the groups of a K subtile, float32 [64, C], for `unpack_groups`.
+    """Return the groups' scales and minima of a K subtile, float32 [64, C], for `unpack_groups`.
 
-    `scales`: words of rows, the scales of four groups before their minima, as bytes or float16.
-    `block`: words with d and dmin. Products of both are exact.
+    scales: a row's words; the scales of four groups, then their minima, as bytes or float16.
+    block: words with d and dmin. The products of bytes with d and dmin are exact.
     """
     C: gl.constexpr = K_SUBTILE // 32
     GROUPS: gl.constexpr = gl.SliceLayout(1, groups_layout(C))
@@ -378,10 +382,10 @@ _groups_ptx = gluon.constexpr_function(groups_ptx)
 
 @gluon.jit
 def unpack_groups(packed, scale, minimum, DTYPE: gl.constexpr, A: gl.constexpr):
-    """Packed 4-bit words [64, 4 C] of a K subtile to operand A: code times scale plus minimum.
+    """Convert packed 4-bit words [64, 4 C] of a K subtile to operand A: code * scale + minimum.
 
-    `scale` and `minimum` [64, C] are those of group_factors: a word's codes are of one group. The
-    weights are rounded once; `rescale_rounded` takes the sums.
+    `scale` and `minimum` [64, C] are from group_factors; the codes of a word are in one group. The
+    weights are rounded once. `rescale_rounded` removes their power of two from the sums.
     """
     PTX: gl.constexpr = _groups_ptx(4, DTYPE.is_fp16())
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
@@ -397,7 +401,7 @@ def unpack_groups(packed, scale, minimum, DTYPE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def for_words(values):
-    """Values of groups [64, C] for each packed word [64, 4 C]."""
+    """Broadcast the groups' values [64, C] to packed words [64, 4 C]."""
     C: gl.constexpr = values.shape[1]
     WORDS: gl.constexpr = groups_layout(C)
     spread, _ = gl.broadcast(values[:, None, :], gl.zeros([64, 4, C], gl.float32, WORDS))
@@ -406,7 +410,10 @@ def for_words(values):
 
 @gluon.jit
 def byte_factors(scale, offset, DTYPE: gl.constexpr):
-    """Rows [64] to float16 (zero, scale) as words [64, 1], or bfloat16 (-zero scale, scale)."""
+    """Return the rows' factors [64, 1].
+
+    float16: (zero, scale); bfloat16: (-zero scale, scale).
+    """
     if DTYPE.is_fp16():
         return pack_x2(offset)[:, None], pack_x2(scale.to(DTYPE))[:, None]
     else:
@@ -418,7 +425,7 @@ def byte_factors(scale, offset, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpack_bytes(packed, factors, DTYPE: gl.constexpr):
-    """Packed words [64, 4 C] to weights [64, 16 C] in the order of the inputs."""
+    """Convert packed words [64, 4 C] to weights [64, 16 C], in the order of the inputs."""
     zero, scale = factors
     C: gl.constexpr = packed.shape[1] // 4
     h0, h1 = gl.inline_asm_elementwise(
@@ -436,7 +443,7 @@ def unpack_bytes(packed, factors, DTYPE: gl.constexpr):
 
 @gluon.jit
 def factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
-    """Factors and offsets of rows [64] for `unpack`."""
+    """Return the rows' factors [64, 1] for `unpack`."""
     if NUMERICS.bits == 8:
         return byte_factors(scale, offset, DTYPE)
     else:
@@ -445,7 +452,7 @@ def factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, factors, NUMERICS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
-    """Packed words [64, 4 C] of a K subtile to operand A [64, K_SUBTILE]."""
+    """Convert packed words [64, 4 C] of a K subtile to operand A [64, K_SUBTILE]."""
     if NUMERICS.bits == 8:
         values = unpack_bytes(packed, factors, DTYPE)
     else:
@@ -455,7 +462,7 @@ def unpack(packed, factors, NUMERICS: gl.constexpr, DTYPE: gl.constexpr, A: gl.c
 
 @gluon.jit
 def rescale(sums, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of products with the weights of `unpack`, in which a power of two may be left."""
+    """Remove the power of two, if any, from sums of products with the weights of `unpack`."""
     if NUMERICS.bits == 8 and not DTYPE.is_fp16():
         return sums * (1 / BFLOAT16_SHRINK)
     else:

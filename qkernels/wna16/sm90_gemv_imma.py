@@ -119,10 +119,11 @@ def run(
 
 @gluon.jit
 def _operand_a(codes, BITS: gl.constexpr, SUMS: gl.constexpr):
-    """Bytes of codes [W, BN row_bytes] to operand A [W, BN, 128], within each thread.
+    """Convert bytes of codes [W, BN row_bytes] to operand A [W, BN, 128], within each thread.
 
-    4 bits: 16 (q - 8). Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of
-    lane t. 8 bits: q - 128. Input 64 i + 16 w + 4 t + b is byte b of word w of lane t in load i.
+    4 bits: the operand has 16 (q - 8). Its input 32 j + 16 h + 4 t + b is half h of byte b of word
+    j of lane t. 8 bits: the operand has q - 128. Its input 64 i + 16 w + 4 t + b is byte b of word
+    w of lane t in load i.
     """
     W: gl.constexpr = codes.shape[0]
     BN: gl.constexpr = codes.shape[1] // (16 * BITS)
@@ -142,7 +143,7 @@ def _operand_a(codes, BITS: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _operand_b(limbs, SUMS: gl.constexpr):
-    """Limbs [W, 1024] to operand B [W, 128, 8], inputs in the order of `_operand_a`."""
+    """Convert limbs [W, 1024] to operand B [W, 128, 8], inputs in the order of `_operand_a`."""
     W: gl.constexpr = limbs.shape[0]
     # [W, i, column, t, w, b]
     x = limbs.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])
@@ -152,7 +153,7 @@ def _operand_b(limbs, SUMS: gl.constexpr):
 
 @gluon.jit
 def _store(sums, y_ptr, bias_ptr, first_n, first_m, M, N):
-    """Sums [BN, 2 rows] plus the bias to y."""
+    """Store sums [BN, 2 rows] plus the bias to y."""
     LAYOUT: gl.constexpr = sums.type.layout
     n = first_n + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     m = first_m + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -215,14 +216,14 @@ def _wna16_gemv_imma(
     for _ in gl.static_range(TILES):
         totals += (gl.zeros([W, BN, COLUMNS], gl.float32, SUMS),)
     for first in range(0, k_steps, IN_FLIGHT * W):
-        # beyond the last K step, repeat it with scales of 0
+        # after the last K step, repeat it with scales of 0
         codes = ()
         scales = ()
         offsets = ()
         for i in gl.static_range(IN_FLIGHT):
             k_step = gl.minimum(first + i * W + warp, k_steps - 1)
-            # evict_first: codes are read once; the L2 should keep what every K step reads again,
-            # including instructions
+            # evict_first: codes are read once; the L2 should keep data that every K step reads,
+            # and instructions
             ptrs = packed_ptrs + k_step[:, None] * (ROW_BYTES * STORED_ROWS)
             codes += (gl.load(ptrs, eviction_policy="evict_first"),)
             k_step = first + i * W + row_warp
@@ -232,7 +233,7 @@ def _wna16_gemv_imma(
             if offsets_ptr is not None:
                 offsets += (gl.load(offsets_ptr + group, mask=mask, other=0.0),)
         if first == 0:
-            # weights never change; limbs are the previous kernel's until it has ended
+            # weights never change; the previous kernel may still write the limbs
             if PARTS > 0:
                 prefetch_few_rows(term, block * BN, M, 2 * TILES, W)
             griddepcontrol_wait()

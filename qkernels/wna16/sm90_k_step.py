@@ -58,7 +58,7 @@ def allocate_stages(weight, x, scales, offsets, CONFIG: gl.constexpr, NUMERICS: 
 
 @gluon.jit
 def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
-    """A K step's packed weights and scales; the stage then expects x, too."""
+    """Load a K step's packed weights and scales. Makes the stage expect the bytes of x, too."""
     NUMERICS: gl.constexpr = gemm.NUMERICS
     CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
     HAS_BLOCKS: gl.constexpr = NUMERICS.steps_per_block > 0
@@ -91,7 +91,7 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
 
 @gluon.jit
 def load_x(gemm, pipeline, state, row, k_step):
-    """A K step of BM rows of x."""
+    """Load a K step of BM rows of x."""
     for i in gl.static_range(2):
         k = k_step * 128 + i * 64
         box = pipeline.mem.x.index(2 * state.stage + i)
@@ -100,7 +100,7 @@ def load_x(gemm, pipeline, state, row, k_step):
 
 @gluon.jit
 def step_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """Scales for the sums of `multiply`, float32 [64]."""
+    """Load the scales for the sums of `multiply`, float32 [64]."""
     own = stage * gemm.CONFIG.num_consumers + CONSUMER
     scale = stages.scales.index(own).load(gl.SliceLayout(1, SUMS))
     return scale_of_codes(scale.to(gl.float32), stages.x.dtype)
@@ -108,7 +108,7 @@ def step_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr)
 
 @gluon.jit
 def _offsets(gemm, stages, own, ROWS: gl.constexpr):
-    """Offsets of a stored tile's rows [64], one for all of a symmetric weight."""
+    """Return the offsets of a stored tile's rows [64]; a symmetric weight has one constant."""
     if gemm.NUMERICS.has_offsets:
         return stages.offsets.index(own).load(ROWS)
     else:
@@ -117,7 +117,7 @@ def _offsets(gemm, stages, own, ROWS: gl.constexpr):
 
 @gluon.jit
 def _x_subtile(gemm, stages, stage, i: gl.constexpr):
-    """Operand B of a K step's i-th wgmma: [K_SUBTILE, BM]."""
+    """Return operand B of a K step's i-th wgmma: [K_SUBTILE, BM]."""
     K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
     x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
     if K_SUBTILE < 64:
@@ -129,7 +129,7 @@ def _x_subtile(gemm, stages, stage, i: gl.constexpr):
 def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
     """Issue a K step's products: sums [64, BM] of codes minus zero points, times x.
 
-    A wgmma reads operand A's registers after it was issued, so each has its own registers.
+    A wgmma reads operand A's registers after it was issued, so each wgmma has its own registers.
     """
     DTYPE: gl.constexpr = stages.x.dtype
     BM: gl.constexpr = gemm.CONFIG.block_m
@@ -152,8 +152,8 @@ def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
 def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
     """Issue a K step's products: sums [64, BM] plus scaled weights times x.
 
-    Weights, but for a power of two, and the order of additions are those of sm90_large_m.py. The
-    scales have been rounded to x's dtype.
+    Up to a power of two, the weights are the same as in sm90_large_m.py, and so is the order of
+    additions. The scales have been rounded to x's dtype.
     """
     NUMERICS: gl.constexpr = gemm.NUMERICS
     DTYPE: gl.constexpr = stages.x.dtype
@@ -174,9 +174,9 @@ def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
 
 @gluon.jit
 def multiply_groups(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """multiply_scaled of a K step whose groups have a scale and a minimum each.
+    """Issue a K step's products like multiply_scaled; each group has a scale and a minimum.
 
-    Weights, but for a power of two, are those of KWeight.dequantize, bit for bit.
+    Up to a power of two, the weights equal KWeight.dequantize bit for bit.
     """
     NUMERICS: gl.constexpr = gemm.NUMERICS
     DTYPE: gl.constexpr = stages.x.dtype
@@ -198,7 +198,10 @@ def multiply_groups(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
 
 @gluon.jit
 def multiply_fp4(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """multiply_groups of 4-bit floats, exact without the factor of outputs (fp4_layout.py)."""
+    """Issue a K step's products of 4-bit floats.
+
+    They are exact; the outputs' factors (fp4_layout.py) are not yet applied.
+    """
     FP4: gl.constexpr = gemm.NUMERICS.fp4
     DTYPE: gl.constexpr = stages.x.dtype
     K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile

@@ -115,7 +115,7 @@ class _ConsumerState:
 
 @gluon.jit
 def _load_scales(gemm, rows, k_step):
-    """A K step's scales and offsets [64], as they are in memory."""
+    """Load a K step's scales and offsets [64], unconverted."""
     NUMERICS: gl.constexpr = gemm.NUMERICS
     group = rows + k_step // NUMERICS.steps_per_group * 64
     scale = gl.load(gemm.scales_ptr + group)
@@ -127,10 +127,10 @@ def _load_scales(gemm, rows, k_step):
 
 @gluon.jit
 def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM: gl.constexpr):
-    """A consumer's 64 outputs by BM rows of a work tile, and the next state.
+    """Return the sums of a consumer's 64 outputs by BM rows of a work tile, and the next state.
 
-    A wgmma reads operand A's registers after it was issued. It is waited for when the next ones
-    were issued, which have registers of their own: a K step has an even number of them.
+    A wgmma reads operand A's registers after it was issued. So the next wgmma uses other registers,
+    and the wait for the first follows its issue. A K step has an even number of wgmmas.
     """
     CONFIG: gl.constexpr = gemm.CONFIG
     NUMERICS: gl.constexpr = gemm.NUMERICS
@@ -171,7 +171,7 @@ def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM
             if K_SUBTILE < 64:
                 x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
             sums = warpgroup_mma(a, x.permute([1, 0]), sums, is_async=True)
-            # all but the last IN_FLIGHT have ended
+            # wait until all but the last IN_FLIGHT have ended
             sums = warpgroup_mma_wait(IN_FLIGHT, deps=[sums])
             if i == NEXT_STAGE + IN_FLIGHT - 1:
                 pipeline.consumer_release_previous(stage)
@@ -190,7 +190,7 @@ def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM
 
 @gluon.jit
 def _segment(gemm, work_tile, segment):
-    """The work tile with a segment's K steps."""
+    """Return the work tile with the K steps of one segment."""
     SEGMENTS: gl.constexpr = gemm.CONFIG.segments
     return WorkTile(
         tile=work_tile.tile,
@@ -206,9 +206,9 @@ def _segment(gemm, work_tile, segment):
 def _multiply_segments(
     gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM: gl.constexpr
 ):
-    """_multiply for each segment of K, added in order.
+    """Run _multiply for each segment of K and add the results in order.
 
-    The total stays in registers, or waits in the block's own workspace.
+    The total is kept in registers or in the block's workspace.
     """
     CONFIG: gl.constexpr = gemm.CONFIG
     SEGMENTS: gl.constexpr = CONFIG.segments
@@ -233,20 +233,20 @@ def _multiply_segments(
 
 @gluon.jit
 def _epilogue(gemm, buffers, sums, m, n, CONSUMER: gl.constexpr):
-    """A consumer's sums [64 outputs, rows] to y[m:, n : n + 64], one store tile at a time.
+    """Store a consumer's sums [64 outputs, rows] to y[m:, n : n + 64], one store tile at a time.
 
-    A store tile goes through shared memory: the next of the consumer's store_stages buffers.
+    Each store tile goes through one of the consumer's store_stages buffers in shared memory.
     """
     BUFFERS: gl.constexpr = gemm.CONFIG.store_stages
     y = gemm.y
     ROWS: gl.constexpr = y.block_type.shape[0]
     if gemm.NUMERICS.has_bias:
         row = n + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        # rows after the last output are not stored, whatever their bias
+        # rows after the last output are not stored, so their bias does not matter
         sums += gl.load(gemm.bias_ptr + gl.minimum(row, gemm.N - 1)).to(gl.float32)[:, None]
     store_tiles = split_columns(sums, sums.shape[1] // ROWS)
     for j in gl.static_range(sums.shape[1] // ROWS):
-        # the last TMA store from this buffer has read it
+        # wait until the last TMA store from this buffer has read it
         tma.store_wait(BUFFERS - 1)
         buffer = buffers.index(CONSUMER * BUFFERS + j % BUFFERS)
         buffer.permute((1, 0)).store(store_tiles[j].to(y.dtype))
@@ -258,7 +258,7 @@ def _epilogue(gemm, buffers, sums, m, n, CONSUMER: gl.constexpr):
 def _consume_tiles(
     gemm, pipeline, buffers, first, end, state, CONSUMER: gl.constexpr, HALF: gl.constexpr
 ):
-    """The block's work tiles from `first` to `end`, and the next state."""
+    """Compute and store the block's work tiles from `first` to `end`. Return the next state."""
     CONFIG: gl.constexpr = gemm.CONFIG
     NUMERICS: gl.constexpr = gemm.NUMERICS
     SPLIT: gl.constexpr = CONFIG.split
@@ -286,7 +286,7 @@ def _consume_tiles(
 
 @gluon.jit
 def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     whole_end, end = gemm.num_work_tiles()
     first = gl.program_id(0)
     state = _ConsumerState(stage=pipeline.consumer_start(), weight_slot=gl.to_tensor(0))

@@ -30,7 +30,7 @@ def _prefetch(ptr):
 
 @gluon.jit
 def _load_weight(gemm, pipeline, state, weight_slot, tile_n, k_step, pred):
-    """A K step's packed weights. Its scales go into the L2 only: consumers load them."""
+    """Load a K step's packed weights, and prefetch its scales into the L2 for the consumers."""
     NUMERICS: gl.constexpr = gemm.NUMERICS
     CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
     for i in gl.static_range(CONSUMERS):
@@ -47,7 +47,7 @@ def _load_weight(gemm, pipeline, state, weight_slot, tile_n, k_step, pred):
 
 @gluon.jit
 def _load_tiles(gemm, pipeline, first, end, prefetched, state, HALF: gl.constexpr):
-    """All K steps of the block's work tiles from `first` to `end`, and the next state."""
+    """Load all K steps of the block's work tiles from `first` to `end`. Return the next state."""
     CONFIG: gl.constexpr = gemm.CONFIG
     BM: gl.constexpr = CONFIG.block_m // 2 if HALF else CONFIG.block_m
     STAGES_PER_STEP: gl.constexpr = CONFIG.stages_per_step
@@ -81,7 +81,7 @@ def _load_tiles(gemm, pipeline, first, end, prefetched, state, HALF: gl.constexp
 
 @gluon.jit
 def load(gemm, pipeline):
-    """All K steps of all of the block's work tiles."""
+    """Load all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     STAGES_PER_STEP: gl.constexpr = CONFIG.stages_per_step
     X_BYTES: gl.constexpr = CONFIG.block_m * 256 // STAGES_PER_STEP

@@ -202,13 +202,13 @@ class _Gemm:
 
     @gluon.jit
     def loaded_tile(self, work_tile, CONSUMER: gl.constexpr):
-        """Stored tile to load; beyond the last one the last, whose results are not stored."""
+        """Return the stored tile to load. Tiles after the last repeat it and are not stored."""
         return gl.minimum(work_tile.stored_tile(CONSUMER), (self.N + 63) // 64 - 1)
 
 
 @gluon.jit
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
-    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     stages = pipeline.mem
     BM: gl.constexpr = gemm.CONFIG.block_m
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -217,7 +217,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         work_tile = gemm.work_tile(gl.program_id(0))
         tile = work_tile.stored_tile(CONSUMER)
         prefetch_term(gemm.term, tile, gemm.M, gemm.N, work_tile.split, gemm.CONFIG.split)
-        griddepcontrol_wait()  # the previous kernel writes h, as it does x
+        griddepcontrol_wait()  # the previous kernel writes h, like x
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         sums = gl.zeros([64, BM], gl.float32, SUMS)
@@ -249,7 +249,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """LoRA term of the sums [64, BM], of this split's adapters."""
+    """Return the LoRA term of this split's adapters, for the sums [64, BM]."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     SPLIT: gl.constexpr = gemm.CONFIG.split
     work_tile = gemm.work_tile(work)
@@ -262,10 +262,10 @@ def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
-    """A consumer's sums [64, BM] plus the bias: unreduced, or reduced and rounded, to y.
+    """Store a consumer's sums [64, BM] plus the bias to y: unreduced, or reduced and rounded.
 
-    The first split adds the bias; with `scales_weights` the sum of all does, as in
-    sm90_large_m.py, if it is made here.
+    The first split adds the bias. With `scales_weights` and a reduction here, the bias is added to
+    the reduced sum, as in sm90_large_m.py.
     """
     SPLIT: gl.constexpr = gemm.CONFIG.split
     BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights and not gemm.UNREDUCED
@@ -301,7 +301,7 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _rescaled(gemm, sums, stored_tile):
-    """Sums [64, BM] of scaled weights without the power of two, or with the factors of outputs."""
+    """Remove the power of two from sums [64, BM] of scaled weights, or apply outputs' factors."""
     if gemm.NUMERICS.fp4 is not None:
         n = stored_tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
         return sums * gl.load(gemm.factors_ptr + gl.minimum(n, gemm.N - 1))[:, None]
@@ -311,7 +311,7 @@ def _rescaled(gemm, sums, stored_tile):
 
 @gluon.jit
 def _store_partials(gemm, sums, stored_tile, split):
-    """Sums [64, BM] in the accumulator's layout: 8 outputs of a row, 32 bytes, at a time.
+    """Store sums [64, BM] in the accumulator's layout: 8 outputs of a row (32 bytes) at a time.
 
     A conversion through shared memory to 16 bytes per lane takes 0.1 to 1.3 us longer.
     """
@@ -325,7 +325,7 @@ def _store_partials(gemm, sums, stored_tile, split):
 
 @gluon.jit
 def _store(gemm, values, stored_tile):
-    """Values [64, BM] to y, 8 or 16 bytes of a row at a time."""
+    """Store values [64, BM] to y, 8 or 16 bytes of a row at a time."""
     BM: gl.constexpr = values.shape[1]
     PER_THREAD: gl.constexpr = 4 if BM == 8 else 8
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -340,7 +340,7 @@ def _store(gemm, values, stored_tile):
 
 @gluon.jit
 def _load(gemm, pipeline):
-    """The producer warp: all K steps of the block's work tiles."""
+    """Run the producer warp, which loads all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     # weights never change, so their loads into the first stages do not wait for the previous kernel
     work_tile = gemm.work_tile(gl.program_id(0))

@@ -133,8 +133,8 @@ def prefetch_groups(
 ):
     """Prefetch a block's scales (or offsets) into the L2, up to 128 K steps of them.
 
-    Each is a line of 128 bytes that no other block reads, so each load in the loop would wait for
-    memory: gate_up at 16 rows takes 24 us, and 28 without the prefetch.
+    Those of a K step are a line of 128 bytes that no other block reads, so each load in the loop
+    would wait for memory: gate_up at 16 rows takes 24 us, without the prefetch 28 us.
     """
     for i in tl.static_range(BN // TILE_N):
         step = tl.minimum(first + tl.arange(0, 128), last - 1)
@@ -167,7 +167,7 @@ def _wna16_gemm(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    EVEN: tl.constexpr,  # all K steps are full of inputs
+    EVEN: tl.constexpr,  # K is divisible by BK
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -268,8 +268,8 @@ def _wna16_gemm(
         packed_ptrs += TILE_N * WORDS
 
     if PDL:
-        # Launch dependents only here: earlier, the next kernel's waiting blocks would take room on
-        # some SMs (qkv, split 4: 11.7 us at the top of this kernel, 8.6 us here).
+        # Launch dependents only here. Earlier, waiting blocks of the next kernel would take room on
+        # some SMs (qkv, split 4: 8.6 us if launched here, 11.7 us at the top of this kernel).
         tl.extra.cuda.gdc_launch_dependents()
     if GROUPING is not None and USE_PTX:
         total *= 1 / GROUPING.shrink
@@ -290,7 +290,7 @@ def _wna16_gemm(
 
 @triton.jit
 def _store(total, y_ptrs, bias_ptr, n, N, mask):
-    """Sums [BN, BM] plus the bias, rounded once."""
+    """Store sums [BN, BM] plus the bias, rounded once."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask)

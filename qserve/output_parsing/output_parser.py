@@ -82,7 +82,7 @@ class ParseSettings:
         return ToolScanner(self.calls or REQUIRED, self.tools, is_forced=self.is_call)
 
     def grammar_prefix(self, marker_token: MarkerToken, is_used: Callable[[str], bool]) -> str:
-        """Return Lark of the reasoning before a constrained text; "" without reasoning.
+        """Return a Lark grammar of the reasoning before a constrained text; "" without reasoning.
 
         marker_token: see Tokenizer.marker_token
         is_used: returns True if a marker occurs in the chat template, as in reasoning models
@@ -94,7 +94,7 @@ class ParseSettings:
         return grammar_prefix(form, self.prompt_end, marker_token=marker_token, thinks=thinks)
 
     def answer_opening(self, marker_token: MarkerToken) -> str:
-        """Return Lark of the text between reasoning and a constrained answer; "" if none."""
+        """Return a Lark grammar of the text between reasoning and answer; "" if there is none."""
         return "" if self.reasoning is None else answer_opening(self.reasoning, marker_token)
 
 

@@ -36,7 +36,7 @@ SHAPES = {  # local name -> [N, K]
 
 
 class TinyCheckpoint:
-    """A float model to change and to write: `tensors`, `config`."""
+    """Float model in memory: change `tensors` and `config`, then write it."""
 
     def __init__(self, architecture: str, folder: Path) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -141,7 +141,7 @@ def _stream_logits():
 
 @pytest.fixture(scope="session")
 def small_5m(docs_5m, tmp_path_factory):
-    """tied -> the first layer of the bundled model, its head tied or a matrix of its own."""
+    """Return a function: tied -> first layer of the bundled model, with a tied or separate head."""
     made = {}
 
     def make(tied: bool = True):

@@ -1,4 +1,4 @@
-"""GPTQ of models by their list of layers: the codes of the pipeline, and better than rounding."""
+"""GPTQ through transformers' layers: the same codes as the pipeline, and better than rounding."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def solved(folder, ids_WS, **settings):
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=SLOW)])
 def test_codes_are_the_pipelines(tiny_model, tmp_path, family):
-    """Families with a row: layers of two kinds, with masks and rotations of their own."""
+    """Families of the table whose layers are of two kinds, with different masks and rotations."""
     folder, ids_WS = tiny_model(family), windows()
     data = CalibrationData(ids_WS=ids_WS, source="test", seed=0)
     target = tmp_path / "q"
@@ -95,7 +95,7 @@ def test_predictions_are_nearer_than_rounded_ones(tmp_path, kind):
 
 
 def test_linears_that_no_token_reached_are_rounded(tiny_model, caplog):
-    """As those of an expert that was never chosen."""
+    """For example, linears of an expert that was never chosen."""
     folder = tiny_model("qwen3")
     model, names = float_model(folder), linear_names(folder)
     name = "model.layers.2.mlp.down_proj"

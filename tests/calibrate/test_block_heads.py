@@ -97,7 +97,7 @@ def test_rows_of_blocks_see_the_context_and_their_own_block():
 
 
 def test_a_block_depends_on_nothing_after_its_anchor():
-    """Neither on later states nor on other blocks; DSpark's drafts know the tokens before them."""
+    """Neither on later states nor on other blocks. DSpark's drafts read earlier tokens."""
     from formats.heads.config import read_head_config
 
     for kind in ("dflash", "dspark"):

@@ -1,4 +1,4 @@
-"""Several devices: the same weights as one, one error where one of them fails, no thread left."""
+"""Several devices: the same weights as with one, one error if a device fails, no thread left."""
 
 import threading
 import time
@@ -124,8 +124,8 @@ def test_each_device_solves_some_of_the_linears(tiny_model, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_error_on_one_device_ends_the_others_and_is_told_once(tiny_model, tmp_path, interrupted):
-    """Others end before their next linear, though hours of work may be left to them."""
+def test_error_on_one_device_ends_the_others_and_is_raised_once(tiny_model, tmp_path, interrupted):
+    """The other devices end before their next linear."""
     wait = threading.Event()
     solved = []
 
@@ -171,7 +171,7 @@ def test_first_real_error_is_the_one_that_is_raised():
     assert not issubclass(Stopped, InputError)
 
 
-def test_turns_are_in_order_whoever_comes_first():
+def test_turns_do_not_follow_arrival():
     devices, seen = Devices.parse(THREE), []
     turns = Turns(devices.check)
 
@@ -187,7 +187,7 @@ def test_turns_are_in_order_whoever_comes_first():
         assert [number for own, number in seen if own == key] == list(range(15))
 
 
-def test_one_that_waits_for_a_failed_ones_turn_ends():
+def test_waiting_for_a_failed_turn_ends():
     devices = Devices.parse(TWO)
     turns = Turns(devices.check)
 
@@ -230,7 +230,7 @@ def test_devices_that_are_refused(device, words):
 
 
 def test_gpus_by_name(monkeypatch):
-    """Without a GPU: what is asked of torch is answered here."""
+    """Without a GPU: the test replaces torch's answers."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "empty", lambda *_, device: None)

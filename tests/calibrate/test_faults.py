@@ -1,4 +1,4 @@
-"""What goes wrong on the way: NaN, starved experts, hopeless solvers, a foreign tokenizer."""
+"""Faults during a run: NaN, starved experts, solvers that fail, another model's tokenizer."""
 
 import contextlib
 import json
@@ -92,7 +92,7 @@ def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, schem
 
 
 def test_weights_beyond_the_scales_in_float8_and_in_float(copy_5m, tmp_path):
-    """What the error advises: float8 has float32 scales, and a linear may stay in float."""
+    """The error's remedies work: float8 has float32 scales, and a linear may stay in float."""
     source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(1e-9))
     options = {**FAST, "scheme": Scheme.parse("w8a8-fp8")}
     report = quantize_checkpoint(source, tmp_path / "fp8", recipe="rtn", **options)
@@ -119,7 +119,7 @@ def test_rows_that_get_the_smallest_scale_are_reported(copy_5m, tmp_path, caplog
 
 
 @pytest.mark.parametrize("scale", [1e5, 1e-8])
-def test_own_solver_with_scales_that_float16_has_not(docs_5m, tmp_path, scale):
+def test_own_solver_with_scales_beyond_float16_is_refused(docs_5m, tmp_path, scale):
     def mine(weight, stats, spec, name):
         codes = torch.zeros(weight.shape, dtype=torch.uint8)
         scales = torch.full((weight.shape[0], spec.num_groups(weight.shape[1])), scale)
@@ -179,7 +179,7 @@ def _reordered(weight, spec):
         (_reordered, "inputs are not grouped in order"),
     ],
 )
-def test_own_solver_that_returns_something_else(docs_5m, tmp_path, returned, text):
+def test_own_solver_with_a_wrong_result_is_refused(docs_5m, tmp_path, returned, text):
     recipe = Recipe(
         name="mine", solver=lambda w, _, spec, name: returned(w, spec), needs_data=False
     )
@@ -260,7 +260,7 @@ def test_starved_expert_is_rounded_and_reported(
     assert all(math.isfinite(linear.relative_error) for linear in report.linears)
 
 
-def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
+def test_tokenizer_of_another_model_is_refused(copy_5m, tmp_path):
     def change(tensors):
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:100].clone()
 
@@ -270,7 +270,7 @@ def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
         quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
 
 
-def test_a_text_that_fills_no_window_is_named_with_what_helps(docs_5m, tmp_path):
+def test_text_shorter_than_a_window_is_an_error_with_remedies(docs_5m, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("hello")
     for sequence_length in (2048, 2):  # a smaller --sequence-length would not help
@@ -328,7 +328,7 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
 
 
 def test_code_in_the_models_folder_is_not_run(docs_5m, tmp_path, monkeypatch):
-    """Not even where transformers would ask and somebody says yes."""
+    """Not even if transformers asks and the user says yes."""
     source = tmp_path / "source"
     shutil.copytree(docs_5m, source)
     path = source / "tokenizer_config.json"
@@ -355,7 +355,7 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
 @pytest.mark.parametrize(
     ("recipe", "change", "text"),
     [
-        # rtn runs no layer: it would write what nobody loads
+        # rtn runs no layer, so it would write weights that no server loads
         ("rtn", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         ("gptq", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         # not stated: transformers has a default of its own
@@ -378,7 +378,7 @@ def test_config_of_another_model_is_named(copy_5m, tmp_path, recipe, change, tex
     assert_nothing_left(tmp_path)
 
 
-def test_what_a_transform_changes_keeps_its_dtype(docs_5m, tmp_path):
+def test_transformed_tensors_keep_their_dtype(docs_5m, tmp_path):
     quantize_checkpoint(docs_5m, tmp_path / "out", recipe="smoothquant", **FAST)
     source, written = load_file(docs_5m / "model.safetensors"), tmp_path / "out"
     for name, tensor in load_file(written / "model.safetensors").items():

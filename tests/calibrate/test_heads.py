@@ -60,7 +60,7 @@ def test_training_writes_what_servers_read(trained, docs_5m):
 
 
 def test_a_rate_that_falls_within_the_time(monkeypatch):
-    """Training ends when its time is over, however many batches are left."""
+    """Training ends when its time is over, even if batches are left."""
     module = torch.nn.Linear(4, 4)
     seen = []
     clock = iter(range(1000))
@@ -155,7 +155,7 @@ def test_medusa_is_quantized_by_the_command_line(trained, docs_5m, tmp_path, cap
         (["--pad"], "--pad: .* is a draft head"),
     ],
 )
-def test_settings_that_a_head_does_not_take(more, problem, trained, tmp_path, capsys):
+def test_unsupported_settings_of_a_head_are_refused(more, problem, trained, tmp_path, capsys):
     source = str(trained / "train_medusa" / "medusa")
     assert cli.main(["quantize", source, "-o", str(tmp_path / "head"), *more]) == 1
     assert re.search(problem, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Hybrid models elsewhere: vLLM's own rules find in our configs what is float and what is not.
+"""Hybrid models in vLLM: its rules, applied to our configs, find the right float layers.
 
 Its rules, of 0.33.0: gptq_utils.py get_dynamic_override and is_layer_gptq_quantized, quant_utils.py
 is_layer_skipped, compressed_tensors/utils.py should_ignore_layer. They know a layer by the name of

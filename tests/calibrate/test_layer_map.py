@@ -1,4 +1,4 @@
-"""What quantizing asks of a family whose layers differ: linears by input, places of factors."""
+"""Layer maps of families whose layers differ: linears by input, and where factors move."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Bits by budget: the choice is the best there is, and a run keeps to its budget."""
+"""Mixed bits: the choice is optimal, and a run stays within its budget."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Heads of vision-language models: training with chats, calibration, what images are worth."""
+"""Draft heads of vision-language models: training with chats, calibration, effect of images."""
 
 import json
 import runpy
@@ -145,7 +145,7 @@ def test_a_head_that_sees_the_images_is_accepted_more(folder, toy):
 
 
 def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path):
-    """Judged by the accuracy that is reported: with other pictures it would be lower."""
+    """Judged by the reported accuracy, which is lower with other pictures."""
     accuracies = []
     for number, pictured in enumerate((toy.pictured, (*toy.pictured[1:], toy.pictured[0]))):
         report = quantize_head(

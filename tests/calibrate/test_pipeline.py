@@ -1,4 +1,4 @@
-"""quantize_checkpoint: what it refuses, what it copies, and that nothing half-done stays behind."""
+"""quantize_checkpoint: refusals, copied tensors, and no partial output after a failure."""
 
 import dataclasses
 import json
@@ -288,7 +288,7 @@ def test_quantized_source_is_refused(tiny_checkpoint):
     assert not (target.parent / "again").exists()
 
 
-def test_target_that_holds_something_is_left_alone(tiny_checkpoint):
+def test_nonempty_target_is_refused_and_unchanged(tiny_checkpoint):
     source = tiny_checkpoint().write()
     (source.parent / "out").mkdir()
     (source.parent / "out" / "precious").write_text("x")
@@ -309,7 +309,7 @@ def test_progress_goes_to_stderr_and_can_be_silenced(tiny_checkpoint, capsys):
     assert "layer 2/2 mlp.down_proj" in err
 
 
-def test_weights_are_let_go_layer_by_layer(tiny_checkpoint, monkeypatch):
+def test_weights_are_freed_layer_by_layer(tiny_checkpoint, monkeypatch):
     model, alive, most = tiny_checkpoint(), [], 0
 
     def counting(weight, stats, spec, name):

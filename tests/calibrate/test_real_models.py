@@ -130,7 +130,7 @@ def measured(real_model, tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "rtn"])
 def test_no_recipe_ends_above_rounding(measured, recipe):
-    """Each with its defaults and the scheme that it is made for, on either text."""
+    """Each recipe with its defaults and its usual scheme, on both texts."""
     scheme = "w8a8" if "smoothquant" in recipe else "w4a16-sym-g64"
     nearest, found = measured("rtn", scheme), measured(recipe, scheme)
     assert all(found[text] <= nearest[text] for text in nearest), (found, nearest)

@@ -1,14 +1,14 @@
-"""Where the kernel tests run, and what they share.
+"""Fixtures of the kernel tests, and where these tests run.
 
 unit/         plain Python and torch on the CPU
 interpreter/  Triton kernels against torch; with a GPU they run compiled, marked gpu
-compile/      what the compiler makes of the kernels for each architecture, without a GPU
-gpu/          what only a GPU shows, marked gpu
-fuzz/         problems drawn from a seed, run as those of interpreter/ are
+compile/      machine code of the kernels for each architecture, without a GPU
+gpu/          tests that need a GPU, marked gpu
+fuzz/         problems drawn from a seed, run like those of interpreter/
 
-Triton's interpreter must be chosen before triton is imported anywhere in the process. Without a GPU
-interpreter/test_interpreter.py therefore runs the files that launch kernels in processes of their
-own, and they are not collected here. Nor is gpu/: unit/test_gpu_files.py imports its files.
+Triton's interpreter must be chosen before triton is imported anywhere in the process. So without a
+GPU, interpreter/test_interpreter.py runs the files that launch kernels in separate processes, and
+they are not collected here. gpu/ is not collected either: unit/test_gpu_files.py imports its files.
 """
 
 import os
@@ -32,7 +32,7 @@ LACKS_HOPPER = lacks_arch(torch.device("cuda", 0), "sm_90") if ON_GPU else "need
 
 
 def launches_kernels(path: Path) -> bool:
-    """Whether a test file runs compiled on a GPU and interpreted elsewhere."""
+    """Return True if a test file runs compiled on a GPU and interpreted elsewhere."""
     if path.parent.name == "fuzz":
         return path.name == "test_kernels.py"
     return path.parent.name == "interpreter" and path.name != "test_interpreter.py"
@@ -84,7 +84,7 @@ def with_parameters(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 
 def values_of(item: pytest.Item) -> tuple[str, ...]:
-    """What each parametrization gave this item; "H, J" are one."""
+    """Return this item's value of each parametrization; "H, J" is one parametrization."""
     parameters = dict(item.callspec.params)
     values = []
     for mark in item.iter_markers("parametrize"):

@@ -26,7 +26,7 @@ class _Data:
         return self.mixed_TC, self.b_TH, self.a_TH, self.a_log_H, self.dt_bias_H
 
     def to(self, dtype, device="cpu"):
-        """The same with other numbers: the states in float32, or wider where all are."""
+        """Return the case in another dtype, with states in float32 or wider."""
         state = dtype if dtype == torch.float64 else torch.float32
         wide = {"a_log_H", "dt_bias_H", "memory_PHKV"}
         tensors = {
@@ -70,7 +70,7 @@ def DeltaCase(  # noqa: N802
         mixed_TC=noise(T, C),
         b_TH=noise(T, H, scale=2.0),
         a_TH=noise(T, decays),
-        # Some heads forget at once, some hardly: exp(a_log) from 0.01 to 16, as models begin.
+        # Some heads forget immediately, some hardly: exp(a_log) is 0.01 to 16, as in new models.
         a_log_H=torch.linspace(-4.6, 2.7, H),
         dt_bias_H=noise(decays),
         memory_PHKV=noise(P, H, K, V),

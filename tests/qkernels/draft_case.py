@@ -23,7 +23,7 @@ def draft_case(
     R, T = len(kinds), int(counts.sum())
     X = MAX_LEN // PAGE + 1
     starts = [rng.randint(most, MAX_LEN - 2 - count) for count in counts.tolist()]
-    starts[0] = MAX_LEN - 2 - int(counts[0])  # drafts behind it would pass the model's end
+    starts[0] = MAX_LEN - 2 - int(counts[0])  # later drafts would pass the model's maximum length
     positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
     tables = torch.tensor([[rng.randrange(99) for _ in range(X)] for _ in range(R)])
     tokens = torch.tensor([rng.randrange(9) for _ in range(T + padding)])

@@ -1,4 +1,4 @@
-"""What a kernel wrote of limbs, to compare bit for bit."""
+"""Bits of the limbs that a kernel wrote, for comparison."""
 
 import torch
 

@@ -13,7 +13,7 @@ def diagonal(values: list[Values]) -> set[Values]:
 
 
 def with_every_pair(values: list[Values], first: set[Values]) -> set[Values]:
-    """Those of `first`, and a few others, so that every two values meet that meet in any."""
+    """Return `first` and a few more combinations, so that every pair of values is in one."""
     if len(values[0]) < 3:
         return set(values)
     pairs = {own: set(combinations(enumerate(own), 2)) for own in values}

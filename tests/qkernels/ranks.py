@@ -26,7 +26,7 @@ def results_of_ranks(
     spin_limit: int = GIVE_UP_AFTER,
     absent: tuple[int, ...] = (),
 ) -> list[list[torch.Tensor]]:
-    """What `work` returns on each rank, on the CPU; [] of those that are absent. Raises theirs."""
+    """Return the results of `work` on each rank, on the CPU; [] for absent ranks. Raises errors."""
     layout = PeerLayout.of_model(ranks, CHANNELS, LIMITS)
     memories = virtual_ranks(ranks, layout.num_bytes, device)
     peers = [Peers(memory, layout, spin_limit) for memory in memories]
@@ -80,7 +80,7 @@ def _tensor(dtype: torch.dtype, shape: list[int], data: bytes) -> torch.Tensor:
 def _on_streams(
     peers: list[Peers], work: Work, layout: PeerLayout, device: torch.device, absent: tuple
 ) -> list[list[torch.Tensor]]:
-    """Each rank compiles its kernels with peers that nobody waits for: loading one may wait."""
+    """Run ranks on streams. First each rank compiles its kernels, because loading one may wait."""
     for memory in virtual_ranks(len(peers), layout.num_bytes, device):
         work(Peers(memory, layout, spin_limit=0))
     torch.cuda.synchronize()

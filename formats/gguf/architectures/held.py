@@ -1,4 +1,6 @@
-"""Tensors of layers with states that files hold in another form. Needs no torch.
+"""Held: a tensor that GGUF files hold in another form, mostly of layers with states.
+
+Needs no torch.
 
 Legend: G key heads, R value heads of each, D rows of a value head; H heads, W rows of each.
 """
@@ -11,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 class Order(NamedTuple):
     """Order of rows, or of columns, of a file's tensor (row_moves.py)."""
 
-    # tiled: after `kept` rows [R, G, D], in the family's order [G, R, D];
-    # grouped: rows [G, D] of each width D, one after the other, in the family's order [G, all D];
-    # paired: the first rows of each head rotate, and are pairs (2 i, 2 i + 1) instead of halves.
+    # tiled: after `kept` rows, files have [R, G, D] and the family has [G, R, D];
+    # grouped: files have rows [G, D] for each width D in turn, the family has [G, all D];
+    # paired: the first rows of each head rotate; in files they are pairs (2 i, 2 i + 1), not halves
     kind: Literal["tiled", "grouped", "paired"]
     # tiled: kept, G, R, D; grouped: G and each D; paired: H, rows that rotate, W
     numbers: tuple[int, ...]
@@ -32,22 +34,22 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Tensor of a layer in the form of files."""
+    """Tensor of a layer that GGUF files hold in another form than the family's checkpoints."""
 
-    name: str  # the family's, below the layer
+    name: str  # the family's name, below the layer
     # column: [N] is [N, 1]; taps: [N, 1, K] is [N, K]; wide_taps: it is [1, N, 1, K];
     # groups: [N] is [groups, N / groups]; heads: [1, 1, N, 1] is [N, 1]
     shape: Literal["", "column", "taps", "wide_taps", "groups", "heads"] = ""
-    exponent: bool = False  # files hold minus the exponential of the family's numbers
-    # Name of the order of rows, and of columns (order_of)
+    exponent: bool = False  # files hold -exp(x) of the family's numbers x
+    # Names of the orders of rows and of columns in files (order_of)
     rows: str = ""
     columns: str = ""
-    # GGUF's name, below the layer, of a second tensor, which holds the last rows
+    # GGUF's name, below the layer, of a second tensor that holds the last rows
     below: str = ""
 
 
 def family_shape(form: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the family's shape of a stored tensor; None: it is not of that form."""
+    """Return the family's shape of a stored tensor; None if the tensor does not have the form."""
     sizes = tuple(size for size in stored if size != 1)
     if form in ("column", "groups"):
         return (_product(stored),)
@@ -60,7 +62,7 @@ def family_shape(form: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def stored_shape(form: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """Return a file's shape of a tensor in the family's: `family_shape` the other way round."""
+    """Return the shape in files of a tensor with the family's shape: inverse of `family_shape`."""
     if form in ("column", "heads"):
         return (_product(shape), 1)
     if form == "groups":
@@ -75,7 +77,7 @@ def stored_shape(form: str, shape: tuple[int, ...], groups: int) -> tuple[int, .
 def order_of(name: str, config: Mapping[str, Any]) -> Order | None:
     """Return an order by its name: of the value heads of a delta net, or of pairs that rotate.
 
-    None: nothing moves.
+    None: files have the family's order.
     """
     if not name:
         return None
@@ -109,7 +111,7 @@ def _pairs(config: Mapping[str, Any], *, of_keys: bool) -> Order:
 
 
 def rows_above(held: Held, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
-    """Return how many rows the first of two tensors has: those of `below` follow."""
+    """Return the number of rows of the first of two tensors; `below` has the other rows."""
     if held.rows != "by_key_head":
         return shape[0] // 2
     heads, values = config["linear_num_value_heads"], config["linear_value_head_dim"]

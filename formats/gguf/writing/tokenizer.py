@@ -27,8 +27,9 @@ REMEDY = "write another format"
 SPELLED_OUT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 
 
-GEMMA_4 = "gemma4"  # architecture, and its kind of vocabulary: SentencePiece with merges
-# Its special tokens that llama.cpp shows, because it parses tool calls and thoughts by them
+# An architecture, and the type of its vocabulary: SentencePiece with merges
+GEMMA_4 = "gemma4"
+# Special tokens of Gemma 4 that llama.cpp keeps in the text, to parse tool calls and thoughts
 VISIBLE = (
     *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
     *("<|tool_response>", "<tool_response|>", '<|"|>'),
@@ -44,7 +45,7 @@ def tokenizer_metadata(folder: Path, vocab_size: int, architecture: str) -> dict
     if not (folder / FILE).is_file():
         if (folder / "tokenizer.model").is_file():
             raise CheckpointError(
-                str(folder), f"has tokenizer.model alone, not {FILE}", "save it with transformers"
+                str(folder), f"has tokenizer.model but no {FILE}", "save it with transformers"
             )
         return {}
     tokenizer = json.loads((folder / FILE).read_text(encoding="utf-8"))

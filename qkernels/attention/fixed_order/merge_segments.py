@@ -56,9 +56,9 @@ def merge_segments(
 
 @triton.jit
 def fold_segment(largest, total, top, of_segment):
-    """Largest score and sum of weights with one more segment, as in sm90_fold.py.
+    """Add one segment to the largest score and the sum of weights, as in sm90_fold.py.
 
-    Also the factors of the values before it, and of its own.
+    Also returns the factors of the values summed so far and of the segment's values.
     """
     new_largest = tl.maximum(largest, top)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)

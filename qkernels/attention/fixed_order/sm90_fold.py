@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def fold_factors(largest, segment_largest):
-    """The larger of two largest scores, and the factors of the sums that belong to each."""
+    """Return the larger of two largest scores, and the factor of the sums that belong to each."""
     new_largest = gl.maximum(largest, segment_largest)
     # a row that has seen no key yet: -inf - -inf would be NaN
     base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -19,5 +19,5 @@ def fold_factors(largest, segment_largest):
 
 @gluon.jit
 def fold_values(values, keep, segment_values, add):
-    """Sums [M, D] times `keep` [M], and those of the segment times `add` [M]."""
+    """Return the sums [M, D] times `keep` [M] plus the segment's sums times `add` [M]."""
     return gl.fma(values, keep[:, None], segment_values * add[:, None])

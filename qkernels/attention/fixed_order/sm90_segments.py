@@ -121,7 +121,7 @@ class Pages:
 
     @gluon.jit
     def load(self, desc, pipeline, count, segment):
-        """TMA of the keys, or values, of a segment: load number `count` of the pipeline."""
+        """Start the TMA loads of a segment's keys or values into the stage of load `count`."""
         pages = ()
         for b in gl.static_range(KEYS // self.B):
             key = segment * KEYS + b * self.B

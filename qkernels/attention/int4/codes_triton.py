@@ -13,7 +13,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def rotate_rows(x, D: tl.constexpr):
-    """Rows [HEADS, D] times the Hadamard matrix of D over its root, in float32."""
+    """Multiply rows [HEADS, D] by the Hadamard matrix of size D, divided by sqrt(D), in float32."""
     x = x.to(tl.float32)
     for power in tl.static_range(D.bit_length() - 1):
         x = _sums_and_differences(x, 2**power, D)
@@ -22,7 +22,7 @@ def rotate_rows(x, D: tl.constexpr):
 
 @triton.jit
 def _sums_and_differences(x, APART: tl.constexpr, D: tl.constexpr):
-    """Pairs of channels that are APART become their sum and their difference."""
+    """Replace the channels i and i + APART of each pair by their sum and their difference."""
     HEADS: tl.constexpr = x.shape[0]
     pairs = x.reshape(HEADS, D // (2 * APART), 2, APART).permute(0, 1, 3, 2)
     first, second = pairs.split()
@@ -34,7 +34,8 @@ def _sums_and_differences(x, APART: tl.constexpr, D: tl.constexpr):
 def store_rows(x, rows, pairs, exists, GROUPS: tl.constexpr, D: tl.constexpr):
     """Round float32 rows [HEADS, D]; store bytes at `rows`, scales and zeros at `pairs`.
 
-    Both are pointers [HEADS]; `exists` says which rows are stored. GROUPS: 2 of keys, 1 of values.
+    `rows` and `pairs` are pointers [HEADS]; rows without `exists` are not stored. GROUPS, the
+    number of groups in a row, is 2 for keys and 1 for values.
     """
     low, high = x.reshape(x.shape[0], 2, D // 2).permute(0, 2, 1).split()
     if GROUPS == 2:
@@ -50,13 +51,16 @@ def store_rows(x, rows, pairs, exists, GROUPS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    """The largest magnitude of each row as bits: those of a NaN are above infinity's."""
+    """Return the bits of each row's largest magnitude; a NaN counts as larger than infinity."""
     return tl.max(magnitude_bits(x), 1)
 
 
 @triton.jit
 def _coded(x, lowest, highest, magnitude, pairs, exists):
-    """Codes + 8 of rows, int32, of groups between `lowest` and `highest`; stores scale and zero."""
+    """Return code + 8 (int32) of rows that lie between `lowest` and `highest`.
+
+    Stores scale and zero at `pairs`.
+    """
     finite = magnitude < _INFINITY_BITS
     scale = tl.div_rn(highest - lowest, tl.full(lowest.shape, _LEVELS, tl.float32))
     scale = tl.minimum(tl.maximum(scale, _MIN_SCALE), _LARGEST)

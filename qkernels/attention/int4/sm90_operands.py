@@ -22,10 +22,10 @@ VALUE_OFFSET = gl.constexpr(136.0)  # 128 + 8
 
 @gluon.jit
 def channel_of_input_4bit(i, HALF: gl.constexpr):
-    """Channel at index i of the sum over the lower channels; those of the upper ones: + H.
+    """Return the lower channel at index i of the sum over channels; the upper channel is + H.
 
-    A lane has H / 4 adjacent bytes. Its word w takes the w-th 16 indices; nibbles of bytes 0 and 2
-    make one register, those of 1 and 3 another, half h:
+    A lane has H / 4 adjacent bytes. Its word w has the indices 16 w to 16 w + 15. The nibbles of
+    bytes 0 and 2 make register h = 0, those of bytes 1 and 3 make register h = 1:
 
         i = 16 w + 8 h + 2 t + e
         d = H / 4 t + 4 w + 2 e + h
@@ -35,7 +35,9 @@ def channel_of_input_4bit(i, HALF: gl.constexpr):
 
 @gluon.jit
 def channel_of_output_4bit(n, HALF: gl.constexpr):
-    """Channel in row n of the product of values and weights: of byte b of H / 8, in half c.
+    """Return the channel d in row n of the product of values and weights.
+
+    Row n has half c of byte b, one of the H / 8 adjacent bytes of lane group g.
 
     n = H c + 8 b + g
     d = H c + H / 8 g + b
@@ -45,7 +47,7 @@ def channel_of_output_4bit(n, HALF: gl.constexpr):
 
 @gluon.jit
 def half_pair(words):
-    """The float16 scale and zero of words, in float32."""
+    """Return the float16 scale and zero of each word, in float32."""
     scale = words.to(gl.int16).to(gl.float16, bitcast=True)
     zero = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     return scale.to(gl.float32), zero.to(gl.float32)
@@ -53,9 +55,10 @@ def half_pair(words):
 
 @gluon.jit
 def key_operands_4bit(words, OPERAND_A: gl.constexpr):
-    """Words of codes [W, N / 16, 16, H / 4] to operands A [W, N, H] of the lower, upper channels.
+    """Convert words of codes [W, N / 16, 16, H / 4] to two operands A [W, N, H].
 
-    Lower channels are 1024 + code + 8, upper ones 1024 + 16 (code + 8).
+    The operand of the lower channels has 1024 + code + 8, that of the upper channels
+    1024 + 16 (code + 8).
     """
     low_even, low_odd, high_even, high_odd = gl.inline_asm_elementwise(
         """{
@@ -89,9 +92,9 @@ def _key_operand(even, odd, OPERAND_A: gl.constexpr):
 
 @gluon.jit
 def value_operand_4bit(even, odd, OPERAND_A: gl.constexpr):
-    """Bytes [W, N / 16, 8, H] of keys 2 p and 2 p + 1 to operand A [W, D, N], 128 + code + 8.
+    """Convert bytes [W, N / 16, 8, H] of keys 2 p and 2 p + 1 to operand A [W, D, N].
 
-    Rows as channel_of_output_4bit.
+    The operand has 128 + code + 8, its rows in the order of channel_of_output_4bit.
     """
     W: gl.constexpr = even.shape[0]
     N: gl.constexpr = even.shape[1] * 16

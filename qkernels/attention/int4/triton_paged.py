@@ -194,7 +194,7 @@ def paged_attention_4bit(
 
 @triton.jit
 def _half_scores(q, q_sum, nibbles, pairs, exists):
-    """Products of queries and keys over one half of the channels, float32.
+    """Multiply queries and keys over one half of the channels, in float32.
 
     nibbles: [D / 2, KEYS], code + 8; pairs: pointers [KEYS] to the half's scale and zero.
     """
@@ -210,7 +210,7 @@ def _half_scores(q, q_sum, nibbles, pairs, exists):
 
 @triton.jit
 def _bent(score, scale, cap_log2, slope, key, position, SOFT_CAP: tl.constexpr):
-    """Scores in powers of two, with a soft cap, with ALiBi's slope times the distance."""
+    """Scale scores to base-2 logarithms; apply the soft cap; add slope times distance (ALiBi)."""
     score *= scale
     if SOFT_CAP:  # cap * tanh(score), where exp2 may be 0 or infinite
         score = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(score * 2.8853900817779268))  # 2 log2(e)
@@ -221,7 +221,7 @@ def _bent(score, scale, cap_log2, slope, key, position, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _add_values(weight, nibbles, v_scale, v_zero, values):
-    """values + weight times the values of one half of the channels."""
+    """Add weight times the values of one half of the channels to `values`."""
     v = (nibbles.to(tl.int8) - 8).to(tl.float32) * v_scale.to(tl.float32)[:, None]
     v = (v + v_zero.to(tl.float32)[:, None]).to(weight.dtype)
     return tl.dot(weight, v, values, input_precision="ieee")

@@ -12,7 +12,7 @@ from qkernels.wna16.unpack.words import in_order, pairs_in_order, unpack_x2
 
 @triton.jit
 def _scales_of_words(scale_bytes, FP4: tl.constexpr, BK: tl.constexpr):
-    """A row's scale bytes [BN], of K step parts, to a 16-bit scale twice in a word [BN, WORDS]."""
+    """Convert rows' scale bytes [BN] to a word for each packed word: the 16-bit scale twice."""
     word = tl.arange(0, BK // 8)
     byte = (scale_bytes[:, None] >> (8 * (word % (BK // 32)))[None, :]) & 0xFF
     return byte * FP4.scale_factor + FP4.scale_addend
@@ -29,7 +29,7 @@ def _step_scales(
     BK: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Scales of a K step's words [BN, WORDS]: of their first 16 inputs, and of the others."""
+    """Return the scales [BN, WORDS] of each word's first 16 inputs, and of its other inputs."""
     row = (stored_tile * steps + step) * TILE_N + stored_row
     first = _scales_of_words(tl.load(scales_ptr + row * FP4.parts).to(tl.int32), FP4, BK)
     second = first
@@ -40,7 +40,7 @@ def _step_scales(
 
 @triton.jit
 def _numbers(packed, LEFT: tl.constexpr, SIGN_LEFT: tl.constexpr, FP4: tl.constexpr):
-    """Two numbers of each word, as 16-bit floats times a power of two."""
+    """Return two numbers of each word, as 16-bit floats times a power of two."""
     SHIFT: tl.constexpr = LEFT + FP4.to_field
     shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
     # -0x7FFF8000: both sign bits
@@ -49,7 +49,7 @@ def _numbers(packed, LEFT: tl.constexpr, SIGN_LEFT: tl.constexpr, FP4: tl.conste
 
 @triton.jit
 def _scaled(numbers, scales, DTYPE: tl.constexpr):
-    """Products of 16-bit floats [BN, WORDS, 2], each rounded once."""
+    """Multiply 16-bit floats [BN, WORDS, 2] by their scales, rounding once."""
     products = unpack_x2(numbers, DTYPE).to(tl.float32) * unpack_x2(scales, DTYPE).to(tl.float32)
     return products.to(DTYPE)
 
@@ -69,7 +69,7 @@ def fp4_weights(
     DTYPE: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """Packed words [BN, WORDS] of a K step to weights [BN, BK] without the factor of outputs."""
+    """Convert packed words [BN, WORDS] of a K step to weights [BN, BK], without output factors."""
     first, second = _step_scales(scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N)
     if USE_PTX:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
@@ -91,7 +91,7 @@ def fp4_weights(
 
 @triton.jit
 def _dequantized(numbers, scales, factor, FP4: tl.constexpr, DTYPE: tl.constexpr):
-    """Weights [BN, WORDS, 2] in float32, rounded as Fp4Weight.dequantize rounds."""
+    """Return weights [BN, WORDS, 2] in float32, rounded like Fp4Weight.dequantize."""
     scale = unpack_x2(scales, DTYPE).to(tl.float32) * (1 / FP4.number_factor)
     number = unpack_x2(numbers, DTYPE).to(tl.float32) * FP4.number_factor
     return number * (scale * factor[:, None, None])
@@ -112,7 +112,7 @@ def fp4_dequantized(
     TILE_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Packed words [BN, WORDS] of a K step to weights [BN, BK] in float32."""
+    """Convert packed words [BN, WORDS] of a K step to weights [BN, BK] in float32."""
     first, second = _step_scales(scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N)
     factor = tl.load(factors_ptr + stored_tile * TILE_N + stored_row)
     v0 = _dequantized(_numbers(packed, 0, 0, FP4), first, factor, FP4, DTYPE)
@@ -126,7 +126,7 @@ def fp4_dequantized(
 def prefetch_scales(
     scales_ptr, tile, first, last, steps, FP4: tl.constexpr, TILE_N: tl.constexpr, BN: tl.constexpr
 ):
-    """Prefetch a block's scales into the L2, the lines of 128 bytes of up to 128 K steps."""
+    """Prefetch the 128-byte lines of a block's scales into the L2, for up to 128 K steps."""
     VALUES: tl.constexpr = FP4.parts * TILE_N  # scale words per K step
     LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
     for i in tl.static_range(BN // TILE_N):

@@ -65,9 +65,9 @@ def _group_scales(
     GROUPING: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Scales (PART 0) or minima (PART 1) of rows and of the groups of a K step, exact in float32.
+    """Return the scales (PART 0) or minima (PART 1) of a K step's groups in each row, in float32.
 
-    A quantized one has up to 8 bits and d up to 11.
+    They are exact: a quantized scale has up to 8 bits and d has up to 11.
     """
     PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
     GROUPS: tl.constexpr = GROUPING.groups
@@ -101,10 +101,10 @@ def grouped_weights(
     DTYPE: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """Packed words [BN, WORDS] of a K step to weights [BN, BK]: the bits of KWeight.dequantize.
+    """Convert packed words [BN, WORDS] of a K step to weights [BN, BK], as KWeight.dequantize.
 
-    A code times its scale has up to 24 bits, which float32 holds; the subtraction rounds as
-    gguf-py's. With USE_PTX weights are times GROUPING.shrink.
+    A code times its scale has up to 24 bits, so it is exact in float32; the subtraction rounds as
+    in gguf-py. With USE_PTX, weights are multiplied by GROUPING.shrink.
     """
     if USE_PTX:
         return _grouped_weights_ptx(
@@ -138,7 +138,7 @@ def grouped_weights(
 
 @triton.jit
 def _for_words(values, WORDS: tl.constexpr):
-    """Values of groups [BN, groups] for each packed word [BN, WORDS] of a K step."""
+    """Broadcast the groups' values [BN, groups] to the packed words [BN, WORDS] of a K step."""
     BN: tl.constexpr = values.shape[0]
     GROUPS: tl.constexpr = values.shape[1]
     spread = tl.broadcast_to(values[:, None, :, None], (BN, 4, GROUPS, WORDS // 4 // GROUPS))
@@ -161,9 +161,9 @@ def _grouped_weights_ptx(
     TILE_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """grouped_weights of packed words [BN, WORDS], in DTYPE and times GROUPING.shrink.
+    """Compute grouped_weights with inline PTX, in DTYPE and multiplied by GROUPING.shrink.
 
-    2.9 instructions for a 4-bit weight and 2.5 for one of 8 bits, where the compiler makes 6 and 8.
+    It takes 2.9 instructions per 4-bit weight and 2.5 per 8-bit weight; the compiler needs 6 and 8.
     """
     WORDS: tl.constexpr = BK * BITS // 32
     scales = _group_scales(
@@ -207,7 +207,7 @@ def prefetch_steps(
     TILE_N: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """prefetch_groups of K steps with several groups: the lines of 128 bytes of each step."""
+    """Prefetch scales like prefetch_groups, for K steps with several groups: all 128-byte lines."""
     PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
     VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # values per K step
     LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth

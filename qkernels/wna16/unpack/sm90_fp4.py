@@ -13,9 +13,9 @@ from qkernels.wna16.dequant import for_words, groups_layout, in_order
 
 @gluon.jit
 def fp4_scales(row_bytes, i: gl.constexpr, K_SUBTILE: gl.constexpr, FP4: gl.constexpr):
-    """Scales of the words [64, 4 C] of a K subtile, each twice in a word.
+    """Return the scales of a K subtile's words [64, 4 C], each scale twice in a word.
 
-    `row_bytes`: the rows' scale bytes of four groups, as words [64].
+    row_bytes: words [64], each with a row's scale bytes of four groups.
     """
     C: gl.constexpr = K_SUBTILE // 32
     GROUPS: gl.constexpr = gl.SliceLayout(1, groups_layout(C))
@@ -28,9 +28,9 @@ def fp4_scales(row_bytes, i: gl.constexpr, K_SUBTILE: gl.constexpr, FP4: gl.cons
 
 @gluon.jit
 def unpack_fp4(packed, first, second, FP4: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
-    """Packed words [64, 4 C] of a K subtile to operand A, without the factor of outputs.
+    """Convert packed words [64, 4 C] of a K subtile to operand A, without the outputs' factors.
 
-    `first` and `second`: scales of the words' first 16 inputs, and of the others.
+    first, second: scales of each word's first 16 inputs, and of its other inputs.
     """
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
         FP4.ptx,

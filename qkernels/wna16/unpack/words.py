@@ -16,10 +16,10 @@ MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
 
 @triton.jit
 def _or_into_magic(packed, MAGIC: tl.constexpr, USE_PTX: tl.constexpr):
-    """The codes at bits 0 and 16 of each word, both or-ed into the magic number.
+    """Return the codes at bits 0 and 16 of each word, or-ed into the magic number.
 
-    The PTX is one instruction. The compiler makes two of the expression, because an instruction has
-    room for one constant: 27 more to the 217 of a 64 x 128 tile.
+    The PTX is one instruction. The compiler needs two, because an instruction has room for only one
+    constant: 27 instructions more than the 217 of a 64 x 128 tile.
     """
     if not USE_PTX:
         return (packed & 0x000F000F) | MAGIC
@@ -32,7 +32,7 @@ def _or_into_magic(packed, MAGIC: tl.constexpr, USE_PTX: tl.constexpr):
 
 @triton.jit
 def unpack_x2(words, DTYPE: tl.constexpr):
-    """Both 16-bit values of each word: [..., 2]."""
+    """Return both 16-bit values of each word: [..., 2]."""
     low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
     high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high)
@@ -40,7 +40,7 @@ def unpack_x2(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _unpack_bytes(packed, MAGIC: tl.constexpr, DTYPE: tl.constexpr, USE_PTX: tl.constexpr):
-    """The codes in bits 0..7 and 16..23 of each word: [..., 2] of code + the value of a 0."""
+    """Return [..., 2]: the codes in bits 0..7 and 16..23 of each word, plus the value of code 0."""
     if DTYPE.is_fp16():
         return unpack_x2((packed & 0x00FF00FF) | MAGIC, DTYPE)
     # 16 (128 + high) - 2304 + (128 + low) = code - 128; no term needs more than bfloat16's 8 bits
@@ -59,7 +59,10 @@ def unpack(
     DTYPE: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """Packed words [BN, WORDS] to [BN, BK] of code + the value of a 0, within each thread."""
+    """Convert packed words [BN, WORDS] to codes plus the value of code 0, [BN, BK].
+
+    Each value stays in its thread.
+    """
     if BITS == 8:
         e0 = _unpack_bytes(packed, MAGIC, DTYPE, USE_PTX)
         e1 = _unpack_bytes(packed >> 8, MAGIC, DTYPE, USE_PTX)
@@ -76,7 +79,7 @@ def unpack(
 
 @triton.jit
 def in_order(p0, p1, p2, p3, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
-    """Pairs [BN, WORDS] of the codes at bits 0, 4, 8 and 12 to [BN, BK] in the order of inputs."""
+    """Reorder pairs [BN, WORDS] of codes at bits 0, 4, 8, 12 to [BN, BK], in the inputs' order."""
     return pairs_in_order(
         unpack_x2(p0, DTYPE),
         unpack_x2(p1, DTYPE),
@@ -89,7 +92,7 @@ def in_order(p0, p1, p2, p3, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.const
 
 @triton.jit
 def pairs_in_order(v0, v1, v2, v3, BN: tl.constexpr, BK: tl.constexpr):
-    """`in_order` of values [BN, WORDS, 2]."""
+    """Reorder values [BN, WORDS, 2] like in_order."""
     i0, i1 = tl.join(v0, v1), tl.join(v2, v3)
     # [BN, t, BK/32, e, h, i] -> [BN, BK/32, i, h, t, e]
     values = tl.join(i0, i1).reshape(BN, 4, BK // 32, 2, 2, 2)

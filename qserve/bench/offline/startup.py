@@ -31,7 +31,7 @@ ROWS = {  # row of the table -> (begin, end) of its period
 
 
 def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -> int:
-    """Run `bench startup`. The keys of startup times mean process start to ready, as in vLLM."""
+    """Run `bench startup`. In the results, "startup" is process start to ready, as in vLLM."""
     engine = local_config(engine)
     cold: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as caches:

@@ -34,7 +34,8 @@ class RankTransfers:
 
         Returns the bytes of a page and of a snapshot (0: no snapshots). Raises InputError.
         """
-        copies, states = self._runner.page_copies, self._runner.state_copies
+        caches = self._runner.layer_caches
+        copies, states = caches.page_copies, caches.state_copies
         config, rank, size = self._runner.config.kv_transfer, self._ranks.rank, self._ranks.size
         connector = make_connector(config, copies.page_bytes)
         self.pages = RankPages(connector, copies, rank=rank, size=size)

@@ -90,8 +90,8 @@ def num_pages_on_gpu(
     if graph_step is not None:
         before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
         graphs = max(0, _peak_of(sample, graph_step) - before) + _media_bytes(runner)
-    sample.free_pages()
-    runner.free_pages()
+    sample.layer_caches.free()
+    runner.layer_caches.free()
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     # Memory outside of torch's allocator: the CUDA context, other processes.

@@ -14,13 +14,12 @@ import torch
 
 from qkernels.moe.experts import PreparedExperts
 from qserve.config import EngineConfig
-from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.graphs.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.graphs.media_buffers import MediaBuffers
 from qserve.engine.runner.graphs.step_buffers import GraphKey, StepOutputs
+from qserve.engine.runner.layer_caches import LayerCaches
 from qserve.engine.runner.microbatches import microbatches
-from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
 from qserve.engine.runner.pooling import launch_pooling
 from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, launch_prompt_logprobs
 from qserve.engine.runner.sampler import Sampler
@@ -35,7 +34,7 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.kv_transfer.peer.sender import PageSender
 from qserve.lora.slot_memory import SlotMemory
-from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
+from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
@@ -66,8 +65,13 @@ class ModelRunner:
             layer.attention.cache_spec(self.kv_format, page_size).with_drafts(self.most_rows)
             for layer in decoder.layers
         ]
-        self.caches: list[Cache] = []
-        self.covered: CoveredTokens | None = None  # for states with speculation
+        self.layer_caches = LayerCaches(
+            self.cache_specs,
+            self.kv_format,
+            device,
+            speculator=speculator,
+            most_rows=self.most_rows if self.has_states else 0,
+        )
         # One state slot per request of a step, then the slots of snapshots. If memory determines
         # the number of snapshots, Worker.prepare sets it.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -77,8 +81,6 @@ class ModelRunner:
         self._under_way: LaunchedForward | None = None
         self.sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
-        self.page_copies: PageCopies | None = None
-        self.state_copies: PageCopies | None = None
         self.page_sender: PageSender | None = None  # sends pages to other engines; set later
         self.adapters: SlotMemory | None = None  # set by the worker
         self.encoder: Encoder | None = None  # encodes media; set by the worker
@@ -157,28 +159,12 @@ class ModelRunner:
 
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the KV pages and, if the model has them, the states."""
-        num_slots = self.num_state_slots + self.num_snapshots
-        self.caches = make_caches(self.cache_specs, num_pages, num_slots, self.device)
-        if self.has_states and self.most_rows:
-            self.covered = CoveredTokens.zeros(num_slots, self.most_rows, self.device)
-        if self.speculator is not None:
-            self.speculator.allocate_pages(num_pages, self.kv_format)
-
-    def free_pages(self) -> None:
-        self.caches, self.covered = [], None
-        if self.speculator is not None:
-            self.speculator.caches.clear()
-
-    def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of all pages and states, including the drafter's."""
-        drafter = [] if self.speculator is None else self.speculator.caches
-        caches = [*self._state_caches, *drafter]
-        return [each for cache in caches for each in (*cache.page_tensors, *cache.slot_tensors)]
+        self.layer_caches.allocate(num_pages, self.num_state_slots + self.num_snapshots)
 
     @property
-    def _state_caches(self) -> list[Cache]:
-        """The layers' caches, and the counts of tokens that their states include."""
-        return self.caches if self.covered is None else [*self.caches, self.covered]
+    def caches(self) -> list[Cache]:
+        """The caches of the decoder's layers."""
+        return self.layer_caches.layers
 
     def close_graphs(self) -> None:
         """Free every CUDA graph."""
@@ -198,8 +184,9 @@ class ModelRunner:
         decoder, numbers = sample_of_layers(self.decoder)
         ranks = replace(self._ranks, context=None)
         runner = ModelRunner(decoder, self.config, self.device, self.speculator, ranks)
-        runner.caches = [self.caches[number] for number in numbers if self.caches]
-        runner.adapters, runner.taps, runner.covered = self.adapters, self.taps, self.covered
+        runner.layer_caches.layers = [self.caches[number] for number in numbers if self.caches]
+        runner.layer_caches.covered = self.layer_caches.covered
+        runner.adapters, runner.taps = self.adapters, self.taps
         return runner
 
     def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
@@ -279,7 +266,7 @@ class ModelRunner:
             self.launch_forward(step)
             return self.launch_sampling(step)
         with self._sending_pages():
-            self._move_pages(step)
+            self.layer_caches.move(step)
             tokens = self.graphs.replay_whole(key, step, self.sampler.last_samples)
         self.sampler.last_samples = self.graphs.whole.samples_R
         return StepHandle(tokens=tokens)
@@ -311,7 +298,7 @@ class ModelRunner:
             raise
 
     def _launch_forward(self, step: StepInput) -> None:
-        self._move_pages(step)
+        self.layer_caches.move(step)
         prompts = pools = None
         key = self.graph_key_for(step)
         if key is not None:
@@ -374,30 +361,6 @@ class ModelRunner:
         forward, self._under_way = self._under_way, None
         return StepHandle() if forward is None else self.sampler.launch(step, forward)
 
-    def offload_pages(self, num_slots: int, num_states: int = 0) -> None:
-        """Allocate host memory for `num_slots` KV pages and `num_states` state snapshots.
-
-        The device's pages must already be allocated.
-        """
-        drafter = [] if self.speculator is None else self.speculator.caches
-        self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
-        if num_states:
-            caches = self._state_caches
-            self.state_copies = PageCopies(caches, num_states, self.device, of_states=True)
-
-    def _move_pages(self, step: StepInput) -> None:
-        if step.state_moves is not None:
-            moves = step.state_moves
-            copy_states(self._state_caches, moves, self.device, self.state_copies)
-        moves = step.page_moves
-        if moves is None:
-            return
-        if self.page_copies is not None:
-            self.page_copies.store(moves)
-        copy_pages(self.caches, moves, self.device)
-        if self.page_copies is not None:
-            self.page_copies.load(moves)
-
     @property
     def _draws(self) -> bool:
         """True if this rank samples. Every rank of the first pipeline stage samples."""
@@ -408,8 +371,8 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
-        if self.covered is not None:
-            batch = self.covered.advance_(batch)
+        if self.layer_caches.covered is not None:
+            batch = self.layer_caches.covered.advance_(batch)
         batch = batch.with_rope_positions()
         if pipeline is None:
             self._adapt(batch)
@@ -481,7 +444,7 @@ class ModelRunner:
         """Return float32 logits [T, V] after every token of a step. No token may be pending."""
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
-        self._move_pages(step)
+        self.layer_caches.move(step)
         batch = self.batch_of(step)
         if not step.has_media:
             hidden_TC, _ = self._hidden(step, batch)

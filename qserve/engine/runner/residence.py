@@ -85,7 +85,7 @@ class Residence:
                 )
         runner.close_graphs()  # only now, so that a failed sleep changes nothing
         if self._pages is None:
-            self._pages = SleepingMemory(runner.cache_tensors(), keeps=False)
+            self._pages = SleepingMemory(runner.layer_caches.tensors(), keeps=False)
         if is_cuda:
             torch.cuda.empty_cache()
         freed = self._pages.num_bytes + self._weights.num_bytes

@@ -264,7 +264,7 @@ class Worker:
                     sample.launch(step).result()
                 if self._uses_graphs:
                     launch_rings(runner.device)
-            runner.free_pages()
+            runner.layer_caches.free()
         if self._compile_pool is None:
             return
         missing = self._compile_pool.missing(jobs.values())
@@ -414,7 +414,7 @@ class Worker:
         with out_of_memory_is_named(
             f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
         ):
-            self.runner.offload_pages(num_slots, num_states)
+            self.runner.layer_caches.offload(num_slots, num_states)
 
     def _graph_step(self) -> StepInput:
         """Return a step of padding about as large as the largest CUDA graph."""

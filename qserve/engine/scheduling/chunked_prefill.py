@@ -61,7 +61,7 @@ class ChunkedPrefill:
                     begun.remove(each)
             taken = self._take(request, min(request.num_uncomputed, step.budget), step)
             if not (taken or was_begun or step.rows_left):
-                break  # further requests of this sort would hold slots without progress
+                break  # more such requests would hold slots without progress
 
     def _limit(self, step: OpenStep, begun: Collection[Request]) -> None:
         """Lower the budget so that the step meets the inter-token latency target of its decodes."""

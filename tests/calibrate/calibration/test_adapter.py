@@ -1,4 +1,4 @@
-"""`quantize --adapter`: data runs with the adapter, codes fit that, and it is not written."""
+"""`quantize --adapter`: calibration runs with the adapter, which is not written."""
 
 import json
 
@@ -18,8 +18,8 @@ from tests.adapters import write_adapter
 W4 = Scheme.parse("w4a16-sym-g32")
 
 
-def test_layers_run_as_merged_ones(tiny_model, tmp_path):
-    """A layer beside which the adapter stands computes what one with merged weights does."""
+def test_layer_with_adapter_equals_merged_weights(tiny_model, tmp_path):
+    """A layer with a separate adapter computes the same as a layer with merged weights."""
     folder = tiny_model("llama")
     model = FloatModel(folder)
     adapter = read_adapter(
@@ -42,8 +42,8 @@ def test_layers_run_as_merged_ones(tiny_model, tmp_path):
     assert not torch.allclose(found, plain.run(plain.build(1, state), 1, x), atol=0.05)
 
 
-def test_adapter_reads_what_no_rounding_has_touched(tiny_model, tmp_path):
-    """In service it stands beside the product that rounds its input."""
+def test_adapter_reads_unrounded_inputs(tiny_model, tmp_path):
+    """A server applies the adapter to the input before a product rounds it."""
     folder = tiny_model("llama")
     linear, name = torch.nn.Linear(64, 64, bias=False), "model.layers.0.self_attn.o_proj"
     adapter = read_adapter(
@@ -74,7 +74,7 @@ def test_codes_fit_the_adapted_data(docs_5m, tmp_path):
 
 
 def _error(model, quantized, adapter):
-    """How far hidden states are from the float model's, each with the adapter."""
+    """Return the distance of hidden states from the float model's, both with the adapter."""
     from qserve.llm import LLM
     from qserve.lora.request import LoRARequest
     from qserve.params.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ def _error(model, quantized, adapter):
     return (a - b).square().mean().item()
 
 
-def test_adapter_is_told_of_and_not_written(tiny_model, tmp_path):
+def test_adapter_is_reported_and_not_written(tiny_model, tmp_path):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", size=2.0)
     data = torch.randint(3, 512, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -124,7 +124,7 @@ def test_adapter_is_told_of_and_not_written(tiny_model, tmp_path):
         ({"recipe": "gptq", "pad": True}, "cannot be combined with `pad`"),
     ],
 )
-def test_what_an_adapter_does_not_go_with(tiny_model, tmp_path, options, says):
+def test_unsupported_options_with_an_adapter_are_refused(tiny_model, tmp_path, options, says):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", rank=1)
     with pytest.raises(InputError, match=says):

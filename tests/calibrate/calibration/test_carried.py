@@ -32,7 +32,7 @@ def theirs(tiny_model, family):
 
 
 def test_inputs_of_every_linear_are_transformers(model, theirs):
-    """Of some of the windows, as where others are held out."""
+    """Checked for a part of the windows, as if the others were held out."""
     runner = LayerRunner(model, model.layer_map, "cpu")
     hidden = HiddenStates(IDS, model.get(model.layer_map.embedding), runner)
     seen = {}

@@ -37,7 +37,7 @@ def scales(folder):
 def test_scales_are_those_of_transformers_own_cache(
     tiny_model, transformers_model, tmp_path, family, kv_cache, largest
 ):
-    """The whole quantized model, as transformers runs it, on the calibration data."""
+    """Judged by the cache of the quantized model in transformers, on the calibration data."""
     source = tiny_model(family)
     folder = tmp_path / "out"
     report = quantize_checkpoint(source, folder, recipe="gptq", kv_cache=kv_cache, **OPTIONS)
@@ -65,7 +65,7 @@ def test_scales_are_those_of_transformers_own_cache(
     assert config["type"] == ("int" if kv_cache == "int8" else "float")
 
 
-def test_every_head_gets_scales_of_its_own(tiny_model, transformers_model, tmp_path):
+def test_every_head_gets_its_own_scales(tiny_model, transformers_model, tmp_path):
     source, folder = tiny_model("qwen3"), tmp_path / "out"
     quantize_checkpoint(source, folder, recipe="gptq", kv_cache="fp8", kv_per_head=True, **OPTIONS)
     quantize_checkpoint(
@@ -132,7 +132,7 @@ def test_what_cannot_be_written_is_refused_first(tiny_model, tmp_path, options, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_perplexity_of_the_report_counts_the_caches_rounding(docs_5m, tmp_path):
+def test_reported_perplexity_includes_the_rounding_of_the_cache(docs_5m, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Ownership is a set of rules. " * 160}))
     data = {"samples": 2, "sequence_length": 64, "calibration": None, "eval_text": str(text)}

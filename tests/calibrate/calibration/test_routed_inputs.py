@@ -1,4 +1,4 @@
-"""Experts read the tokens that a router chose: the float model's router may choose others."""
+"""Inputs of experts: the float model's router may choose other tokens."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from calibrate.float_model import FloatModel
 def test_inputs_of_experts_are_compared_only_where_both_models_give_them_all_tokens(
     tiny_model, all_experts
 ):
-    """Else row i of an expert's input may be another token in the float model."""
+    """Otherwise row i of an expert's input may be another token in the float model."""
     model = FloatModel(tiny_model("mixtral"))
     runner = LayerRunner(model, model.layer_map, "cpu")
     ids = torch.randint(0, 512, (2, 8), generator=torch.Generator().manual_seed(0))

@@ -30,7 +30,7 @@ def written(docs_5m, data, tmp_path_factory):
 
 
 def test_first_scale_is_a_fraction_of_the_largest_input_over_127(docs_5m, data, tmp_path):
-    """By rtn, which leaves the inputs as they are: every token of the data counts for the range."""
+    """With rtn, which does not change the inputs, every token of the data counts for the range."""
     scheme = Scheme.parse("w8a8-static")
     quantize_checkpoint(
         docs_5m, tmp_path / "x", scheme=scheme, recipe="rtn", calibration=data, progress=False
@@ -78,7 +78,7 @@ def outlier_statistics():
     return stats
 
 
-def test_one_value_far_out_is_clipped():
+def test_single_outlier_is_clipped():
     stats = outlier_statistics()
     stats._sample = [stats.sample().clamp(-5, 5)]  # the sample need not have seen it
     scale = static_scale(stats, INT8)
@@ -87,7 +87,7 @@ def test_one_value_far_out_is_clipped():
     assert rounding_error(sample, scale, ones) < rounding_error(sample, 600 / 127, ones) / 100
 
 
-def test_an_input_that_weights_multiply_by_much_decides():
+def test_input_with_large_weights_is_not_clipped():
     stats = outlier_statistics()
     weight = torch.full((8, 64), 1e-3)
     weight[:, 3] = 100.0

@@ -196,7 +196,7 @@ def test_the_command_reads_images(case, calibration, tmp_path, caplog):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_gradients_of_the_loss_are_those_of_transformers(case, family):
-    """Mixed bits follow them. The tokens of images are not predicted."""
+    """Mixed bits are chosen by these gradients. The tokens of images are not predicted."""
     case = case(family)
 
     def note(text, seen):
@@ -300,7 +300,7 @@ def check_gradient(case, codes):
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(squared, rel=0.002)
 
 
-def test_what_reads_texts_alone_refuses_images(case, calibration, tmp_path):
+def test_text_only_options_refuse_images(case, calibration, tmp_path):
     folder, target = case("qwen3_vl").folder, tmp_path / "new"
     for settings, words in (
         ({"calibration": calibration}, "chats.jsonl: has images, which are not read here"),

@@ -1,4 +1,4 @@
-"""`qserve distill`: nearer to the float model, and nothing but scales and norms changed."""
+"""`qserve distill`: less divergence from the float model; only scales and norms change."""
 
 import json
 from dataclasses import replace
@@ -90,7 +90,7 @@ def engine_divergence(folder, reference):
 def test_the_written_model_predicts_more_like_the_float_model(
     quantized, tiny_model, tmp_path, family
 ):
-    """On windows that no step saw. The engine that serves it finds the same divergences."""
+    """On windows that no step used. The engine that serves the model has the same divergence."""
     source, reference = quantized(family, "w3a16-sym-g32", "gptq"), tiny_model(family)
     done = distilled(source, reference, tmp_path / "out")
     assert done.trained.after < 0.99 * done.trained.before
@@ -100,8 +100,8 @@ def test_the_written_model_predicts_more_like_the_float_model(
 
 
 @pytest.mark.parametrize("outer", ["quantize_head", "quantize_embedding"])
-def test_head_and_embedding_in_codes_stay(quantized, tiny_model, tmp_path, outer):
-    """The student predicts with them: the engine finds the same divergence."""
+def test_quantized_head_and_embedding_keep_their_codes(quantized, tiny_model, tmp_path, outer):
+    """The student predicts with these codes, so the engine has the same divergence."""
     settings = {outer: Scheme.parse("w8a16-sym-g32")}
     source = quantized("qwen3", "w3a16-sym-g32", "compressed-tensors", **settings)
     done = distilled(source, tiny_model("qwen3"), tmp_path / "out")
@@ -153,7 +153,7 @@ def test_only_scales_and_norms_change(quantized, tiny_model, tmp_path, scheme, o
 def test_codes_are_trained_on_request(
     quantized, tiny_model, tmp_path, scheme, output_format, recipe
 ):
-    """The engine finds the divergence, which is less; the layout's other tensors stay."""
+    """The engine has the reported, lower divergence; the layout's other tensors stay."""
     calibrated = {} if recipe == "rtn" else {"recipe": recipe, "calibration": DATA}
     source = quantized("qwen3", scheme, output_format, **calibrated)
     settings = replace(QUICK, rate=0.003, code_rate=0.05)
@@ -189,7 +189,7 @@ def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
     )
 
 
-def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp_path):
+def test_training_that_increases_the_divergence_changes_nothing(quantized, tiny_model, tmp_path):
     source = quantized("qwen3", "w8a16-sym-g32", "gptq")
     wild = TrainingSettings(steps=2, tokens=48, rate=5.0, norm_rate=5.0)
     done = distilled(source, tiny_model("qwen3"), tmp_path / "out", wild)
@@ -199,7 +199,7 @@ def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp
 
 
 @pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a8"])
-def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
+def test_gradient_is_that_of_the_divergence(quantized, tiny_model, scheme):
     """Along the gradient, the divergence of the windows changes by its squared norm.
 
     Inputs rounded to 8 bits make steps, which the gradient passes over: of these only the sign and
@@ -226,7 +226,7 @@ def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
     assert slope == pytest.approx(squared, rel=0.5 if scheme == "w8a8" else 0.02)
 
 
-def test_rounded_inputs_are_the_servers(quantized, tiny_model):
+def test_inputs_are_rounded_as_in_the_server(quantized, tiny_model):
     folder = quantized("qwen3", "w8a8", "compressed-tensors")
     _, training = training_of(folder, tiny_model("qwen3"))
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(IDS[3].tolist())

@@ -1,4 +1,4 @@
-"""The card of a quantized folder: its values are transformers', and every reader shows them."""
+"""Quality card of a quantized folder: values equal transformers', and every command shows them."""
 
 import hashlib
 import json
@@ -86,7 +86,7 @@ def test_model_without_a_tokenizer_is_quantized_unmeasured(tiny_model, tmp_path,
 
 
 def test_held_out_texts_are_no_calibration_texts():
-    """Not even 13 words in a row, the usual measure of contamination."""
+    """No 13 consecutive words are in both, the usual test for contamination."""
     held = set().union(*map(ngrams, read_texts(HELD_OUT)))
     assert len(held) > 2000
     shared = [text for text in read_documents(str(SHIPPED_TEXTS)) if ngrams(text) & held]

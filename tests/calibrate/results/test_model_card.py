@@ -1,4 +1,4 @@
-"""What goes out with a model, its card and its reports, says what it was made of, not where."""
+"""Model card and reports name the sources of a model, but no paths of the machine."""
 
 import json
 
@@ -55,6 +55,6 @@ def test_public_names(path, name, tmp_path, monkeypatch):
     assert public_name(".") == name
 
 
-def test_what_is_no_path_is_a_name_already():
+def test_names_that_are_no_paths_are_unchanged():
     assert public_name("HuggingFaceH4/ultrachat_200k") == "HuggingFaceH4/ultrachat_200k"
     assert public_name("shipped texts") == "shipped texts"

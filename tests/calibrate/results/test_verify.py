@@ -1,4 +1,4 @@
-"""verify: tensors that are missing, too many, or of another linear."""
+"""verify: missing tensors, additional ones, and tensors of another linear."""
 
 import json
 from dataclasses import replace

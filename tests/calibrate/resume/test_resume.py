@@ -1,4 +1,4 @@
-"""A killed run goes on where it was, with the same bytes; a changed setting is noticed."""
+"""A killed run resumes and writes the same bytes; changed settings are detected."""
 
 import errno
 import importlib.util
@@ -108,7 +108,7 @@ def test_run_that_finished_no_layer_does_not_block_other_settings(docs_5m, tmp_p
 
 @pytest.fixture
 def other_weights(docs_5m, tmp_path):
-    """other_weights(name) -> the model with one weight of that tensor changed, times kept."""
+    """Return a function: name -> the model with one weight of that tensor changed, mtime kept."""
 
     def make(name: str) -> Path:
         folder = tmp_path / "other"
@@ -239,7 +239,7 @@ def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, m
     target, seal = tmp_path / "out", CheckpointWriter.seal
 
     def damaged(self, *arguments, **options):
-        """A disk that gives back other codes than it was given."""
+        """Simulate a disk that returns other codes than were written."""
         staged = seal(self, *arguments, **options)
         entry = CheckpointReader(staged).entries["model.layers.2.mlp.up_proj.qweight"]
         with entry.file.open("r+b") as file:
@@ -301,7 +301,7 @@ def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
 
 
 def _own(weight_factor=1.0, stops=False, **settings) -> Recipe:
-    """A solver of a user's, which may be interrupted in layer 1."""
+    """Return a custom solver, which may be interrupted in layer 1."""
 
     def solve(weight, stats, spec, name):
         if "layers.1" in name and stops:
@@ -354,7 +354,7 @@ def test_notes_of_layers_are_in_the_report_of_a_resumed_run(docs_5m, tmp_path, c
 
 
 def test_a_users_solver_without_a_version_starts_again(docs_5m, tmp_path, caplog):
-    """Also over what a killed run left."""
+    """It also discards the layers of a killed run."""
     target = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(docs_5m, target, recipe=_own(stops=True), **OPTIONS)
@@ -392,7 +392,7 @@ def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
 
 
 def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):
-    """Finished layers of K-quants are read back, and the file has the bytes of one run."""
+    """Finished layers are read back, and the file equals that of an uninterrupted run."""
     from calibrate.gguf_file import quantize_to_gguf
     from calibrate.run import layers
 

@@ -1,4 +1,4 @@
-"""Orders of columns: groups stay whole or are made anew, scales follow the weights they are for."""
+"""Column orders of GPTQ: groups stay whole or are regrouped, and scales fit their weights."""
 
 import json
 from dataclasses import replace
@@ -85,8 +85,8 @@ def test_a_coarse_grid_is_solved_in_both_orders_and_the_better_one_is_kept(monke
     assert error(None) == min(static, group_aware)
 
 
-def test_the_last_group_has_the_scale_of_its_weights_as_they_were_by_then():
-    """Without what others leave to it, a group's late scale is the one chosen before."""
+def test_late_groups_get_scales_of_their_corrected_weights():
+    """Without corrections from other columns, a scale chosen late equals the one chosen first."""
     weight, _ = problem()
     stats = InputStatistics(160, "cpu", "q")
     stats.update(torch.diag(torch.linspace(1, 2, 160)))
@@ -139,7 +139,7 @@ def test_act_order_that_changes_no_group_is_not_announced(tiny_model, tmp_path):
     assert of_weights(inspect_checkpoint(tmp_path / "out")) == ()
 
 
-def test_a_killed_run_goes_on_with_its_orders(tiny_model, tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_orders(tiny_model, tmp_path, monkeypatch):
     source = tiny_model("llama")
     recipe = replace(RECIPES["autoround"], tuning=Tuning(steps=2, tokens=40), version="1")
     whole = {"recipe": recipe, "act_order": True, **OPTIONS}
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_with_its_orders(tiny_model, tmp_path, monkeypatch)
         ({"kv_cache": "int8"}, "gptq cannot store its scales"),
     ],
 )
-def test_act_order_that_cannot_be_is_refused_first(tiny_model, tmp_path, options, message):
+def test_impossible_act_order_is_refused_before_work(tiny_model, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         quantize_checkpoint(
             tiny_model("llama"),

@@ -1,4 +1,4 @@
-"""GPTQ against a slow float64 transcription of the paper, and what it does with awkward inputs."""
+"""GPTQ against a slow float64 transcription of the paper, and with difficult inputs."""
 
 import functools
 
@@ -99,7 +99,7 @@ def test_weights_of_k_quants_are_the_papers_on_their_grid(name):
 
 @pytest.mark.parametrize("kind", FP4_TYPES)
 def test_4_bit_floats_are_the_papers_on_their_grid(kind):
-    """An outside rounding: the nearest number of a table, one column at a time in float64."""
+    """Reference rounding: the nearest number of a table, one column at a time in float64."""
     spec, (weight, inputs) = Scheme.parse(f"w4a16-{kind}").weight, make(160, tokens=8000)
     inputs[:, 5] = 0
     stats = measured(inputs)
@@ -141,7 +141,7 @@ def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, kind, so
 @pytest.mark.parametrize("name", K_TYPES)
 @pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
 def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, name, solve):
-    """A trained model's own inputs: the solver sees half of the tokens."""
+    """With inputs of a trained model; the solver gets half of the tokens."""
     spec = BLOCK_SCHEMES[name].weight
     weight, seen, held_out = trained(docs_5m)
     found = solve(weight, measured(seen), spec, "o").dequantize()
@@ -252,7 +252,7 @@ def test_linears_of_one_input_share_one_factorization(monkeypatch):
 
 
 def test_share_of_the_correction():
-    """None of it is plain GPTQ; all of it makes up for inputs that earlier rounding has moved."""
+    """Share 0 is plain GPTQ; share 1 corrects all changes of the inputs by earlier rounding."""
     weight, inputs = make()
     generator = torch.Generator().manual_seed(3)
     moved = inputs + 0.3 * inputs.roll(1, 1) + 0.05 * torch.randn(inputs.shape, generator=generator)

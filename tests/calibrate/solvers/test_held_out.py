@@ -1,4 +1,4 @@
-"""Held-out windows: no solver fits them, and the better of two solutions is chosen on them."""
+"""Held-out windows: no solver uses them, and they decide between two solutions."""
 
 from dataclasses import replace
 
@@ -145,7 +145,7 @@ WITH_DATA = [name for name, recipe in RECIPES.items() if recipe.needs_data]
     ],
 )
 def test_each_recipe_replaces_a_bad_solution(tiny_model, tmp_path, name):
-    """With its own transforms: the codes are those of rounding to nearest after these."""
+    """The replacement is rounding to nearest after the recipe's transforms."""
 
     def quantize(folder: str, solver):
         return quantize_checkpoint(
@@ -166,8 +166,8 @@ def test_each_recipe_replaces_a_bad_solution(tiny_model, tmp_path, name):
 
 
 @pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
-def test_factors_that_do_not_hold_are_left_out(tiny_model, transform, monkeypatch):
-    """Other channels are large in the held-out tokens than in those that factors are chosen by."""
+def test_factors_that_fail_on_held_out_tokens_are_left_out(tiny_model, transform, monkeypatch):
+    """The held-out tokens have other large channels than the tokens that choose the factors."""
 
     def large(width: int) -> torch.Tensor:
         return torch.where(torch.arange(width) < width // 8, 30.0, 1.0)
@@ -207,8 +207,8 @@ def test_recipes_with_data_are_guarded():
         assert recipe.guarded == recipe.needs_data, name
 
 
-def test_correction_is_left_out_where_it_does_not_hold():
-    """The calibration tokens drift, the held-out ones do not, and the other way round."""
+def test_correction_that_fails_on_held_out_tokens_is_left_out():
+    """Either the calibration tokens drift and the held-out ones do not, or the reverse."""
     x_TK = normal(400, 64) @ normal(64, 64, seed=1)
     weight_NK, drift_KK = normal(16, 64, seed=2), 0.3 * normal(64, 64, seed=3)
     held_TK = normal(80, 64, seed=4) @ normal(64, 64, seed=1)
@@ -226,7 +226,7 @@ def test_correction_is_left_out_where_it_does_not_hold():
 
 
 def test_few_tokens_are_damped_more():
-    """A text repeats its words: of these tokens few are distinct, and a solver fits them."""
+    """A text that repeats its words has few distinct tokens, which a solver overfits."""
     mixing_KK = normal(256, 256, seed=1) * torch.linspace(0.02, 1, 256)
     weight_NK = normal(64, 256, seed=2)
     fresh_TK = normal(4000, 256, seed=3) @ mixing_KK

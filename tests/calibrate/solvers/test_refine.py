@@ -1,4 +1,4 @@
-"""Refined solutions: less error than GPTQ's on inputs that it did not see, and never more."""
+"""Refined solutions: less error than GPTQ on unseen inputs, and never more."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_scales_are_those_of_least_squares():
 
 
 def test_each_code_is_the_best_with_the_others_as_they_are():
-    """After passes until nothing moves, no other code of any one weight is better."""
+    """After passes until nothing changes, no change of a single code reduces the error."""
     weight, stats, _ = problem(width=32, outputs=4)
     spec = QuantSpec(bits=3, symmetric=True, group_size=16)
     hessian = damped(stats)

@@ -1,4 +1,4 @@
-"""Tuning a layer's codes and scales: nearer to the float layer, on the grid, never worse."""
+"""Tuning a layer's codes and scales: less error, still on the grid, never worse."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_a_layer_that_gets_worse_is_kept_as_it_was(problem):
 
 
 def test_tuning_after_a_transform_that_reads_statistics_is_refused():
-    """It would take the weights before the transform for those that codes stand for."""
+    """It would compare codes with the weights before the transform."""
     with pytest.raises(InputError, match="smoothquant"):
         Recipe(
             name="mine",

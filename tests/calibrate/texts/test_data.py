@@ -154,7 +154,7 @@ def test_bad_line_is_named(tmp_path, tokenizer, line):
 @pytest.mark.parametrize(
     "fields", ['"text": "%s"', '"messages": [{"role": "user", "content": "%s"}]']
 )
-def test_half_a_character_is_named(tmp_path, tokenizer, fields):
+def test_lone_surrogate_is_named(tmp_path, tokenizer, fields):
     path = tmp_path / "half.jsonl"
     path.write_text("{" + fields % "good" + "}\n{" + fields % "a\\ud800b" + "}")
     with pytest.raises(InputError, match="half.jsonl line 2: contains a lone surrogate"):
@@ -178,7 +178,7 @@ def test_missing_file_and_missing_package(tmp_path, tokenizer, monkeypatch):
 
 
 class FakeDatasets:
-    """In place of the package: what it is asked for."""
+    """Replacement for the package that records its arguments."""
 
     def __init__(self, rows):
         self.rows, self.calls = rows, []
@@ -234,7 +234,7 @@ def test_real_package_reads_a_parquet_file(real, tmp_path, tokenizer, monkeypatc
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
-    """As a name on the hub: the folder's train split, of files of any kind."""
+    """Like a name on the hub: the folder's train split, in files of any kind."""
     folder = tmp_path / "my-set"
     (folder / "data").mkdir(parents=True)
     chats = [[{"role": "user", "content": f"{text}?"}] for text in ROWS]

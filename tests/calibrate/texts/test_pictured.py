@@ -1,4 +1,4 @@
-"""Windows of chats with images: images stay whole, windows are full, the hash depends on pixels."""
+"""Windows of chats with images: whole images, full windows, a hash that depends on pixels."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Streaming equals the whole model; transforms leave its logits; they mend a hostile model."""
+"""Streaming equals the whole model; transforms keep its logits and repair one with outliers."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_layer_by_layer_is_the_whole_model(stream_logits, tiny_model, transforme
     [(AWQ,), (SMOOTHQUANT,), (FIXED_ALPHA,), (ROTATE,), (ROTATE, AWQ)],
     ids=lambda transforms: "+".join(t.name for t in transforms),
 )
-def test_logits_stay(stream_logits, tiny_model, family, transforms):
+def test_transforms_keep_the_logits(stream_logits, tiny_model, family, transforms):
     folder = tiny_model(family)
     changed = []
 
@@ -231,7 +231,7 @@ def perplexity(stream_logits, windows):
     return measure
 
 
-def test_hostile_model_computes_the_same(perplexity, docs_5m, hostile):
+def test_model_with_outliers_computes_the_same(perplexity, docs_5m, hostile):
     before, after = perplexity(docs_5m, spec=None), perplexity(hostile, spec=None)
     assert after == pytest.approx(before, rel=1e-4)
 
@@ -246,7 +246,9 @@ def test_hostile_model_computes_the_same(perplexity, docs_5m, hostile):
         pytest.param(ROTATE, W8, 8, id="rotate-w8a8", marks=pytest.mark.exhaustive),
     ],
 )
-def test_transform_mends_a_hostile_model(perplexity, docs_5m, hostile, transform, spec, bits):
+def test_transform_repairs_a_model_with_outliers(
+    perplexity, docs_5m, hostile, transform, spec, bits
+):
     plain = perplexity(docs_5m, spec=spec, bits=bits)
     broken = perplexity(hostile, spec=spec, bits=bits)
     kept = perplexity(docs_5m, transform, spec=spec, bits=bits)

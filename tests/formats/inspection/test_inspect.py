@@ -135,7 +135,7 @@ def float_weight_for(name):
         ),
         (lambda t, c: c.update(num_hidden_layers=3), "error", "config.json", "states 3 layers"),
         (lambda t, c: c.pop(BLOCK), "error", "config.json", "has no quantization_config"),
-        (lambda t, c: c.pop("model_type"), "error", "config.json model_type", "has none"),
+        (lambda t, c: c.pop("model_type"), "error", "config.json model_type", "found none"),
         (lambda t, c: c.update(vocab_size="40"), "error", "vocab_size", "found '40'"),
         (lambda t, c: c.update(num_attention_heads=2.0), "error", "num_attention_heads", "2.0"),
         (lambda t, c: c.update(head_dim=0), "error", "config.json head_dim", "found 0"),

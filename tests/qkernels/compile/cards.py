@@ -1,4 +1,4 @@
-"""A GPU that is not here: what is launched on it is compiled for it and kept, not run.
+"""Simulated GPU: kernels that are launched on it are compiled and kept, but not run.
 
 Imported first by a process of its own (compile_cases.py): it replaces what qkernels asks its GPU,
 before the kernels' modules take these functions by name.
@@ -16,7 +16,7 @@ from formats.in_memory.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the host code asks of a GPU."""
+    """Properties of a GPU that the host code reads."""
 
     capability: tuple[int, int]
     sm_count: int
@@ -40,7 +40,7 @@ compiled: list[tuple[str, object]] = []
 
 
 class _Driver:
-    """What Triton asks of a driver in order to compile."""
+    """Methods of a driver that Triton calls to compile."""
 
     def __init__(self, card: Card) -> None:
         self.target = GPUTarget("cuda", card.arch, 32)
@@ -56,7 +56,7 @@ class _Driver:
 
 
 def pretend(card: Card) -> None:
-    """From now on tensors on the CPU are taken for tensors on such a card."""
+    """From now on, treat tensors on the CPU as tensors on such a card."""
     from qkernels import problem
     from qkernels.gpu import device, launch
 
@@ -79,7 +79,7 @@ def pretend(card: Card) -> None:
 
 
 def _order_no_codes() -> None:
-    """Prepacked weights have their shapes alone: to order codes took longer than to compile."""
+    """Give prepacked weights only their shapes: ordering codes takes longer than compiling."""
     from qkernels.wna16 import prepack
 
     PackedWeight.codes = lambda packed: torch.empty(
@@ -104,5 +104,5 @@ def _compile_only(kernel: JITFunction, grid: tuple[int, ...]):
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor whose values nobody reads: only kernels would."""
+    """Return an uninitialised tensor, since no kernel reads its values."""
     return torch.empty(shape, dtype=dtype)

@@ -1,10 +1,10 @@
-"""Compile cases for one card and print what the machine code of each uses, as JSON lines.
+"""Compile cases for one card and print facts about their machine code, as JSON lines.
 
     python -m tests.qkernels.compile.compile_cases sm_90 "w4a16 M=16" decode
 
-An argument is the name of a case, or stands for all whose names begin with it. Run by
-test_compile.py in a process of its own: where Triton interprets it cannot compile, and the card
-must be there before the modules of qkernels take what they ask of it by name.
+An argument is the name of a case, or the beginning of the names of several cases. test_compile.py
+runs this in a separate process: a process in which Triton interprets cannot compile, and the card
+must be simulated before modules of qkernels import functions that ask for it.
 """
 
 import json

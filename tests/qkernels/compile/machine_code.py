@@ -1,4 +1,4 @@
-"""What the machine code of a compiled kernel uses: registers, shared memory, spills, products."""
+"""Facts about a compiled kernel's machine code: registers, shared memory, spills, products."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from tests.qkernels.compile import sass
 
 @functools.cache
 def facts(compiled: object) -> dict[str, object]:
-    """Without cuobjdump, which not every triton comes with, what the PTX shows."""
+    """Return the facts; without cuobjdump, which some packages lack, those of the PTX."""
     ptx = compiled.asm["ptx"]
     found = {
         "shared": compiled.metadata.shared,
@@ -53,7 +53,7 @@ def cuobjdump() -> Path | None:
 
 
 def dump(compiled: object) -> str:
-    """What cuobjdump says of the machine code: what it uses, then its instructions."""
+    """Return cuobjdump's output: resource usage, then instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -1,7 +1,7 @@
-"""What the machine code of an asynchronous product shows: which registers it reads, and when.
+"""Find out from machine code which registers an asynchronous product reads, and when.
 
-A product whose left operand is in registers goes on reading them after the instruction. A program
-that writes them before it has waited is wrong, compiles, and is right on most runs.
+A product whose left operand is in registers reads them after the instruction was issued, too. A
+program that writes them before it has waited compiles and is right in most runs, but is wrong.
 """
 
 import re
@@ -21,7 +21,7 @@ def product_loops(sass: str) -> list[list[str]]:
 
 
 def overlapped(sass: str) -> bool:
-    """Whether in every loop around products one is waited for only when the next was issued."""
+    """Return True if every loop with products waits for one only after the next was issued."""
     code = instructions(sass)
     loops = _loops(code)
     later = re.compile(r"DEPBAR\.LE gsb0, 0x[1-9]")

@@ -1,8 +1,8 @@
-"""What each card would run compiles, fits it and keeps its sums in registers; no GPU is needed.
+"""Each card's kernels compile, fit on it and keep their sums in registers; no GPU is needed.
 
-With --exhaustive a few cases of each card are compiled, and every fifth one of the card that has
-kernels of its own; with --exhaustive-part, that card's in turn and one other card's; with
---all-cards, all.
+With --exhaustive a few cases of each card are compiled, and every fifth case of sm_90, which has
+separate kernels; with --exhaustive-part, the cases of sm_90 in turn and those of one other card;
+with --all-cards, all.
 """
 
 import json
@@ -34,7 +34,7 @@ PREFILL_LOOP_SPILLS = {168: 24, 128: 128}
 SPILLS = (
     # triton 3.9; by that of 3.6 it spills none
     (("sm_90",), "wna16.sm90_gemv_imma", "w4a16-sym of adapters M=4", 16, 0),
-    # before the loop and behind it; the spills in it of 64 rows are those without adapters, and one
+    # before and after the loop; spills in the loop at 64 rows are those without adapters, and one
     (("sm_90",), "wna16.sm90_small_m", "w4a16-sym of adapters M=32", 40, 2),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=16", 12, 3),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=64", 96, 7),
@@ -128,7 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def compiled(card: str, names: list[str], cache: Path) -> list[dict]:
-    """What compile_cases.py says of each kernel."""
+    """Return the facts that compile_cases.py prints for each kernel."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.qkernels.compile.compile_cases", card, *names]
@@ -187,7 +187,7 @@ def check_exchange(kernel: dict) -> None:
 
 
 def check_sm90(kernel: dict) -> None:
-    """What the Gluon kernels were written for."""
+    """Check the property that a Gluon kernel was written for."""
     module = kernel["kernel"].rpartition(".")[0]
     check = SM90_CHECKS.get(module)
     if check is not None:
@@ -195,15 +195,15 @@ def check_sm90(kernel: dict) -> None:
 
 
 def gemv(kernel: dict) -> bool:
-    """Operands go from memory to registers, shared memory is for the sums of the warps alone."""
+    """Operands go from memory to registers; only the warps' sums are in shared memory."""
     # 4 of 32 inputs in a step, for each tile of columns and 16 outputs
     return kernel["integer_mma"] > 0 and kernel["integer_mma"] % 4 == 0 and kernel["shared"] <= 4096
 
 
 def small_m(kernel: dict) -> bool:
-    """As many blocks fit on an SM as its bound on registers is for; nobody writes what is read.
+    """As many blocks fit on an SM as its register limit allows; no register in use is written.
 
-    128 inputs are 8 products in each of one or two warpgroups besides the producer's.
+    128 inputs are 8 products in each of the one or two consumer warpgroups.
     """
     blocks = REGISTERS_OF_SM // (kernel["max_registers"] * kernel["threads"])
     # of 1 KB more than one block may have, the system takes 1 KB for each
@@ -217,20 +217,20 @@ def small_m(kernel: dict) -> bool:
 
 
 def large_m(kernel: dict) -> bool:
-    """The next weights are unpacked while a product runs; nobody writes what it reads."""
+    """The next weights are unpacked while a product runs; no register in use is written."""
     return kernel.get("overlapped", True) and not kernel.get("overwritten_in_flight")
 
 
 def prefill(kernel: dict) -> bool:
     """A loop waits twice, for scores and for sums of values: products do not wait for each other.
 
-    Where weights are written while a product reads those before, ptxas waits for every product.
+    If weights are written while a product reads the previous ones, ptxas waits for each product.
     """
     return kernel.get("waits_in_loops", 2) == 2
 
 
 def expanded_codes(kernel: dict) -> bool:
-    """Codes that a product reads in registers are not written before it was waited for."""
+    """Registers with codes that a product reads are not written before the wait for it."""
     return not kernel.get("overwritten_in_flight")
 
 

@@ -1,4 +1,4 @@
-"""What a process describes, another compiles, and the first finds; without a GPU."""
+"""One process describes kernels, workers compile them, and the first finds them; without a GPU."""
 
 import json
 import os

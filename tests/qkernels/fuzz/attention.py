@@ -34,7 +34,7 @@ def fuzz_paged_attention(
     counts = [min(length, rng.choice((0, 1, 1, max_count))) for length in lengths]
     lengths[0], counts[0] = max_length, min(max_count, max_length)
     X, H, T = -(-max(lengths) // B), J * group, sum(counts)
-    # what belongs to nobody holds NaN: reading it shows
+    # unused memory holds NaN, so that reading it shows
     pages = torch.full((R * X + 2, B, 2, J, D), float("nan"))
     tables = torch.randperm(R * X + 2, generator=generator(seed))[: R * X].view(R, X).int()
     for r, length in enumerate(lengths):

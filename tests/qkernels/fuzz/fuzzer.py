@@ -1,4 +1,4 @@
-"""Draw problems from a seed, and make the one that fails small. Knows no operation.
+"""Draw problems from a seed, and shrink a failing one.
 
 A problem is a dict of JSON values, one for each field of its operation; a field lists its values
 from simple to hard, so that shrinking is replacing a value by an earlier one.
@@ -41,7 +41,10 @@ def draw(
 def problems(
     ops: dict[str, FuzzedOp], seed: int, max_cost: int, repeats: int
 ) -> Iterator[tuple[str, Problem]]:
-    """Operations in turn, for ever; each problem is followed by `repeats` with other dynamics."""
+    """Yield problems of the operations in turn, forever.
+
+    Each problem is followed by `repeats` more with other dynamic fields.
+    """
     rng = random.Random(seed)
     while True:
         for name in rng.sample(sorted(ops), len(ops)):
@@ -70,7 +73,7 @@ def shrink(op: FuzzedOp, problem: Problem, seconds: float) -> Problem:
 
 
 def failure(op: FuzzedOp, problem: Problem) -> Exception | None:
-    """What `run` raises, or None."""
+    """Return the error that `run` raises, or None."""
     try:
         op.run(**problem)
     except Exception as error:  # any error is a finding; it is shown, with its problem
@@ -79,5 +82,5 @@ def failure(op: FuzzedOp, problem: Problem) -> Exception | None:
 
 
 def replay_text(name: str, problem: Problem) -> str:
-    """What --fuzz-replay takes."""
+    """Return the argument of --fuzz-replay for a problem."""
     return json.dumps({"op": name} | problem)

@@ -1,4 +1,4 @@
-"""What makes the inputs of products, to fuzz: rounded to 8 bits, or as limbs."""
+"""Fuzzed operations that make inputs of products: 8-bit codes, or limbs."""
 
 import torch
 

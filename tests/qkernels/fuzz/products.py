@@ -45,7 +45,7 @@ LINEAR_TILES = (TritonGemmConfig, *((GemvImmaConfig, SmallMConfig) if HOPPER els
 
 
 def random_tile(kinds: tuple[type, ...], number: int, op: TunedOp, problem: dict) -> object | None:
-    """Tile 0 is the choice of the config (None); the others any that could stand in a table."""
+    """Return a config: None for tile 0 (the default), otherwise any that a table may contain."""
     rng = random.Random(number)
     while number:
         kind = rng.choice(kinds)
@@ -195,7 +195,7 @@ def cut_off(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         x, w = x_MK[:, first : first + 32], w_NK[:, first : first + 32]
         if first % 256 == 0:
             total = torch.zeros_like(cut)
-        # column by column: all products at once do not fit
+        # column by column, because all products together do not fit
         largest = total.abs()
         for i in range(x.shape[1]):
             largest = torch.maximum(largest, (x[:, i, None] * w[None, :, i]).abs())

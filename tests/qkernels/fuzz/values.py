@@ -1,4 +1,4 @@
-"""What the fuzzed operations share: where they run, random values, a bound for each element."""
+"""Helpers of the fuzzed operations: device, random values, a bound for each element."""
 
 import torch
 

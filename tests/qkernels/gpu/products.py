@@ -1,4 +1,4 @@
-"""What the tests of products of few rows share: inputs, and one product held to its bounds."""
+"""Helpers of the tests of products of few rows: inputs, and a product checked by its bounds."""
 
 import torch
 

@@ -43,7 +43,7 @@ def adapters(ranks: str, sizes: tuple[int, ...], dtype: torch.dtype, in_features
 
 
 def product(x, weight, plan: GemmPlan, slots_T, lora, bias=None):
-    """What a layer does: what comes before makes the input, then shrink, then the product."""
+    """Compute as a layer does: make the input, then shrink, then the product."""
     taken = ops.to_limbs(x, plan.input) if isinstance(plan.input, LimbForm) else x
     if isinstance(taken, Limbs):
         assert taken.tensor is not None
@@ -63,7 +63,7 @@ def check(packed, lora, x, slots, assert_close, plan=None, bias=None):
     base = x.double() @ weight_NK.t() + (0 if bias is None else bias.double())
     want = adapted(x, base, slots, lora)
     assert_close(plan.variant, want, got, 4e-3)
-    # beside the products' own bounds h is rounded to the dtype
+    # in addition to the products' own errors, h is rounded to the dtype
     eps = torch.finfo(x.dtype).eps
     sizes_of_terms = adapted(x.abs(), torch.zeros_like(base), slots, magnitudes(lora))
     bound = (
@@ -157,7 +157,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_plain_product(make_weight,
 
 
 @pytest.mark.parametrize("M", [3, 12])
-def test_what_is_no_number_stays_with_its_adapter(make_weight, poison, M):
+def test_nan_and_inf_stay_with_their_adapter(make_weight, poison, M):
     sizes = SIZES["qkv"]
     lora = adapters("one block", sizes, torch.bfloat16)
     weight = ops.prepare_weight(make_weight(sum(sizes), K, 128), torch.bfloat16)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def checked(*arguments: str) -> str:
-    """What the check of examples/measure_all_reduce.py says: it ends at the first wrong bit."""
+    """Return the output of measure_all_reduce.py's check, which ends at the first wrong bit."""
     command = [sys.executable, "examples/measure_all_reduce.py", "--check", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

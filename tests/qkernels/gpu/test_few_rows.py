@@ -1,4 +1,4 @@
-"""What every body of W4A16 for few rows keeps to, against float64, on an sm_90 GPU."""
+"""Requirements on every W4A16 variant for few rows, against float64, on an sm_90 GPU."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_padded_outputs_are_not_written(check, body, make_weight, half, poison, 
 
 @pytest.mark.parametrize("fewer", [0, 2])
 def test_inputs_of_very_different_sizes(check, body, make_weight, half, poison, fewer):
-    """Of one group, too: a bit less would show in the sums of the small ones."""
+    """Also within one group: one bit less would show in the sums of the small inputs."""
     x = random_x(body[1] - fewer, 512, half, spread=12) * 2.0**-8  # sums stay within float16
     check(make_weight(136, 512, 128, spread=8), x)
 

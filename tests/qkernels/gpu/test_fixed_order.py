@@ -1,4 +1,4 @@
-"""Kernels of one order of summation: a row's bits do not depend on the other rows (sm_90)."""
+"""Kernels with a fixed order of sums: a row's bits do not depend on the other rows (sm_90)."""
 
 import pytest
 import torch

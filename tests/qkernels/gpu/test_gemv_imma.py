@@ -39,14 +39,14 @@ def test_every_group_length(check, make_weight, half, poison, bits, M, group, sy
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_tile(check, make_weight, half, poison, bits, warps, steps_in_flight, block_n):
-    """9 steps: fewer than some blocks ask for at once, and no multiple of any."""
+    """9 steps: fewer than some blocks request together, and no multiple of any number of them."""
     tile = GemvImmaConfig(warps=warps, steps_in_flight=steps_in_flight, block_n=block_n)
     packed = make_weight(136, 1152, 128, symmetric=False, bits=bits)
     check(packed, random_x(3, 1152, half), tile=tile)
 
 
 def test_extreme_codes_and_inputs(check, make_weight, half, poison):
-    """The largest sum of a step that there is: every code and every limb at its end."""
+    """The largest possible sum of a step: every code and every limb at its extreme."""
     for bits in (4, 8):
         for symmetric in (True, False):
             packed = make_weight(64, 256, 128, symmetric, bits=bits)
@@ -58,7 +58,7 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
             check(packed, x)
 
 
-def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
+def test_rows_with_nan_or_inf_become_nan(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
     weight = ops.prepare_weight(packed, half, kernel=f"w{packed.spec.bits}a16")
     x = random_x(4, 256, half)

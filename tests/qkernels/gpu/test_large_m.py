@@ -170,7 +170,7 @@ def test_tiny_and_huge_scales(make_weight, bits, scale):
 
 @parts_of_k
 @both_bits
-def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape, bits):
+def test_bits_do_not_depend_on_the_last_arriver(make_weight, half, shape, bits):
     M, N, K = 128, 192 if shape.get("num_consumers") == 3 else 512, 4096
     weight = prepared(make_weight(N, K, 128, bits=bits), half)
     x, tile = random_x(M, K, half), tile_of(shape, bits, M, N)
@@ -214,8 +214,8 @@ def test_chosen_and_captured(make_weight, half, M, bits):
 
 
 @pytest.mark.parametrize("M", [520, 1032, 1088])
-def test_a_few_rows_behind_whole_tiles(make_weight, half, M):
-    """Two kernels' work (`rows_of_tiles`), in a graph, too."""
+def test_tail_rows_after_whole_tiles(make_weight, half, M):
+    """Two kernels compute the product (`rows_of_tiles`), also in a graph."""
     packed = make_weight(4096, 14336, 128)
     weight = ops.prepare_weight(packed, half)
     plan = ops.plan_linear(weight, M)

@@ -42,7 +42,7 @@ def random_routes(M: int, num_experts: int, top_k: int, seed: int = 0) -> Routes
 
 
 def want(x: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.Tensor:
-    """In float64, and rounded where the kernel rounds: behind gate_up and the activation."""
+    """Return the result in float64, rounded like the kernel: after gate_up and the activation."""
     total = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     matrices = zip(weights.gate_up, weights.down, strict=True)
     for expert, (gate_up, down) in enumerate(matrices):

@@ -1,4 +1,4 @@
-"""What only a GPU shows: real shapes, CUDA graphs, launches that follow each other."""
+"""Tests that need a GPU: real shapes, CUDA graphs, consecutive launches."""
 
 import pytest
 import torch
@@ -348,7 +348,7 @@ def test_a_captured_decode_step_follows_its_inputs(half):
 
 
 def test_codes_of_every_number_under_every_largest(half):
-    """Each row has another mantissa as its largest, and every number that may stand beside it."""
+    """Each row has another largest mantissa, and every number that such a row may contain."""
     count = 128 if half == torch.bfloat16 else 1024
     mantissas = 1 + torch.arange(count) / count
     x = (mantissas * 2.0 ** torch.arange(-12, 1)[:, None]).flatten()

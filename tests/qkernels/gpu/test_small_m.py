@@ -60,8 +60,8 @@ def test_more_tiles_than_blocks(check, make_weight, half, M):
 
 
 @pytest.mark.parametrize("rows, split", [(8, 10), (32, 8), (64, 16)])
-def test_many_times_the_same(make_weight, half, rows, split):
-    """Who comes last changes nothing, and leaves no counter behind."""
+def test_repeated_products_have_the_same_bits(make_weight, half, rows, split):
+    """Bits do not depend on which split arrives last, and counters are reset."""
     weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="w4a16")
     x = random_x(rows - 1, 4096, half)
     tile = SmallMConfig(block_m=rows, split=split)
@@ -129,7 +129,7 @@ def test_splits_for_the_next_operation(make_weight, half, consumer, M):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()
 
 
-def test_splits_that_are_no_number_are_added(make_weight, half):
+def test_splits_with_nan_or_inf_are_added(make_weight, half):
     weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="w4a16")
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
@@ -139,7 +139,7 @@ def test_splits_that_are_no_number_are_added(make_weight, half):
 
 
 def test_extreme_codes_and_inputs(check, make_weight, half, poison):
-    """The largest sum of a step that there is: every code at its end."""
+    """The largest possible sum of a step: every code at its extreme."""
     for symmetric in (True, False):
         packed = make_weight(64, 256, 128, symmetric)
         packed.words_NW[:32], packed.words_NW[32:] = 0, -1
@@ -150,7 +150,7 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
         check(packed, x)
 
 
-def test_rows_with_what_is_no_number_touch_no_others(make_weight, half):
+def test_rows_with_nan_or_inf_change_no_others(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
     weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = random_x(6, 256, half)

@@ -1,4 +1,4 @@
-"""What --tune writes is what the kernels read, and every config that a search may try is right."""
+"""Kernels read the table that --tune writes, and every config that a search tries is correct."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_every_large_m_config_of_a_table_computes_right(
 @pytest.mark.parametrize("field", W8A8.configs[W8A8Sm90Config].options)
 @pytest.mark.parametrize("most", [16, 128])
 def test_every_config_of_8_bit_products_near_the_default_computes_right(device, most, field):
-    """What a search tries of one field, at several numbers of rows of its bucket."""
+    """Every value that a search tries for one field, at several numbers of rows of its bucket."""
     from qkernels.w8a8 import sm90
 
     N, K = 1104, 1152

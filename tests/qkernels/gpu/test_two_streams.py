@@ -1,4 +1,4 @@
-"""Split-K products on two streams at once give the bits that each gives alone."""
+"""Split-K products that run on two streams at the same time have the same bits as alone."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ sm90 = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 
-SMS = 132  # of an H200; at least as many blocks as the tiles of these tests need at once
+SMS = 132  # of an H200; these tests never need more resident blocks
 
 TILES = {
     "one consumer": W8A8Sm90Config(num_consumers=1, block_b=16),

@@ -42,7 +42,7 @@ def check(assert_close, tolerance, device, poison):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
         X = max(1, -(-max(lengths) // B))
-        # pages and tails that belong to nobody hold NaN: reading one shows
+        # unused pages and tails hold NaN, so that reading one shows
         pages = torch.full((R * X + 2, B, 2, J, D), float("nan"))
         scales = torch.full((R * X + 2, B, 2, J), float("nan"))
         tables = torch.randperm(R * X + 2, generator=generator)[: R * X].view(R, X).int()
@@ -217,7 +217,7 @@ def test_a_result_that_is_not_split_becomes_limbs(half, device):
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_limbs_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
+def test_limbs_of_rows_after_the_last_request_change_nothing(check, half, split):
     form = LimbForm(bits=8)
     check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, limbs=form)
 
@@ -271,7 +271,7 @@ def test_8_bit_pages_and_query_heads(check, half, codes, H, J):
 @CODES
 @pytest.mark.parametrize("spread", [2**-24, 2**12])
 def test_scales_that_differ_by_powers(check, dtype, codes, spread):
-    """Small keys and values beside large ones, and the reverse."""
+    """Small keys and values next to large ones, and the reverse."""
     check([1, 20], [100, 50], 4, 1, 32, 16, dtype, codes=codes, spread=spread)
 
 

@@ -1,4 +1,4 @@
-"""Norms of what is added, factors, float32 weights: kernels against their torch twins."""
+"""Norms and factors of a branch, and float32 weights: kernels against torch references."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sums over ranks, each rank a process of its own: what they add, in whatever order they run."""
+"""Sums over ranks that are separate processes and run in any order."""
 
 import random
 import time
@@ -27,7 +27,7 @@ def many(*values: object):
 
 
 def of_ranks(ranks: int, *shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0):
-    """Of very different sizes, so that the order of a sum shows."""
+    """Return numbers of very different sizes, so that the order of a sum shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ranks, *shape, generator=generator)
     x *= 2 ** (8 * torch.rand(ranks, *shape, generator=generator) - 4)
@@ -52,13 +52,13 @@ def test_sums_in_rank_order(device, dtype, ranks, how):
             assert torch.equal(got, expected)
 
 
-def test_the_order_of_ranks_shows(device):
-    """Else the test above would say nothing."""
+def test_another_order_of_ranks_changes_bits(device):
+    """Otherwise the test above would prove nothing."""
     x = of_ranks(3, 4096, dtype=torch.float32, device=device)
     assert not torch.equal(reference.all_reduce(list(x)), reference.all_reduce(list(x.flip(0))))
 
 
-def test_calls_of_all_kinds_by_turns(device):
+def test_calls_of_all_kinds_in_turn(device):
     """Ranks drift apart by up to one call; phases come round several times, blocks at their own."""
     turns = random.Random(1)
     calls = [turns.choice(["one_shot", "two_shot", "norm", "float32"]) for _ in range(12)]
@@ -249,7 +249,7 @@ def test_sum_without_norm(device, half):
         assert torch.equal(normed, want.cpu()) and torch.equal(total, want.cpu())
 
 
-def test_rows_beyond_the_channel_are_normed_apart(device, half):
+def test_rows_beyond_the_channel_are_normed_separately(device, half):
     x = of_ranks(2, 9, CHANNELS, dtype=half, device=device)
     weight = torch.ones(CHANNELS, dtype=half, device=device)
 
@@ -290,7 +290,7 @@ def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
 
 @pytest.mark.skipif(ON_GPU, reason="compiled kernels hold the constant; tested in gpu/")
 def test_the_host_ends_a_wait(device, half, monkeypatch):
-    """Seen by kernels that run, whatever is queued behind them; it names no rank as lost."""
+    """Running kernels see the stop, even with work queued after them. No rank is named as lost."""
     x = of_ranks(2, CHANNELS, dtype=half, device=device)
     monkeypatch.setattr(exchange_triton, "LOOKS_A_LOOK_AT_THE_HOST", tl.constexpr(4))
 

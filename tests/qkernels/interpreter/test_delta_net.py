@@ -31,7 +31,7 @@ def make(name, dtype, device, **sizes):
 
 
 def unread(case, states):
-    """NaN in every slot that no request of the step goes on from."""
+    """Return states with NaN in every slot that no request of the step continues."""
     states = states.clone()
     going = [s for s, before in zip(case.slots, case.before, strict=True) if before and s >= 0]
     others = [slot for slot in range(len(states)) if slot not in going]
@@ -77,7 +77,7 @@ def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
 
 
 def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
-    """As the block has them: queries, keys, values and z side by side, b beside a."""
+    """As in the block: queries, keys, values and z in one matrix, b and a in another."""
     case = make("one", half, device)
     T, C = case.mixed_TC.shape
     beside = torch.full((T, C + 80), torch.nan, dtype=half, device=device)
@@ -90,8 +90,8 @@ def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_keys_that_are_alike(device, poison, assert_close, factor):
-    """All keys the same and nothing forgotten: the triangular system at its worst."""
+def test_equal_keys(device, poison, assert_close, factor):
+    """All keys are equal and nothing decays: the worst case of the triangular system."""
     case = DeltaCase(counts=(48,), before=(0,), **SIZES).to(torch.float32, device)
     case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
     case.a_log_H.fill_(-20.0)
@@ -161,7 +161,7 @@ def test_every_length(device, half, poison, assert_close, monkeypatch, is_half):
         start += count
 
 
-def test_many_requests_of_which_few_have_rows(device, poison, assert_close):
+def test_many_requests_with_few_rows(device, poison, assert_close):
     """More requests than a program looks at together to find its own."""
     counts = [0] * 300
     counts[3], counts[127], counts[128], counts[290] = 20, 1, 35, 3
@@ -184,7 +184,7 @@ def test_heads_of_more_than_128(device, poison, assert_close):
 
 @pytest.mark.parametrize("is_half", [False, True])
 def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch, is_half):
-    """Behind a token with a decay of exp(-1e6) the others' small decays still count."""
+    """After a token with a decay of exp(-1e6), small decays of other tokens still count."""
     if is_half:
         half_operands(monkeypatch, half, rows=64)
     case = DeltaCase(counts=(80,), before=(3,), **SIZES)
@@ -198,7 +198,7 @@ def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch,
     assert_close("o", want, got, HALF_LIMITS[half] if is_half else 1e-4)
 
 
-def test_keys_that_are_alike_in_16_bits(device, half, poison, assert_close, monkeypatch):
+def test_equal_keys_in_16_bits(device, half, poison, assert_close, monkeypatch):
     """The inverse stays small there, so float16 holds it."""
     half_operands(monkeypatch, half, rows=64)
     case = DeltaCase(counts=(64,), before=(0,), **SIZES)

@@ -1,4 +1,4 @@
-"""The kernels that fill and judge drafts against their torch twins: every number is the same."""
+"""Kernels that fill and settle drafts: every number equals that of the torch reference."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def assert_equal(want, got):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("fills_tokens", [True, False])
-def test_tokens_and_positions_are_filled_as_the_twin_does(device, step, fills_tokens):
+def test_filled_tokens_and_positions_equal_the_reference(device, step, fills_tokens):
     for seed in SEEDS:
         chunks, tables, _, words = draft_case(STEPS[step], device, seed=seed)
         results = []
@@ -71,7 +71,7 @@ def test_tokens_and_positions_are_filled_as_the_twin_does(device, step, fills_to
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("rule", ["drawn", "by chance", "known"])
-def test_drafts_are_judged_as_the_twin_does(device, step, rule):
+def test_settled_drafts_equal_the_reference(device, step, rule):
     accepted = []
     for seed in SEEDS:
         chunks, tables, tokens, words = draft_case(STEPS[step], device, seed=seed)
@@ -100,11 +100,11 @@ def test_drafts_are_judged_as_the_twin_does(device, step, rule):
             assert_equal(want, got)
         accepted += (settled.emitted_D - 1).tolist()
     if "verif" in step and rule != "known":
-        assert {0, 1, 3} <= set(accepted), accepted  # none, some, all came true
+        assert {0, 1, 3} <= set(accepted), accepted  # none, some, all were accepted
 
 
 @pytest.mark.parametrize("V", [77, 2500])
-def test_logits_stand_in_the_models_places(device, half, poison, V):
+def test_logits_are_at_the_models_token_ids(device, half, poison, V):
     U = V // 3
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(V))[:U].to(device)
     columns = torch.full((V,), -1, dtype=torch.int32, device=device)
@@ -118,8 +118,8 @@ def test_logits_stand_in_the_models_places(device, half, poison, V):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_what_other_kernels_take_begins_at_whole_words(device, step):
-    """Of an address that 16 does not divide Triton compiles another kernel, amid serving."""
+def test_outputs_for_other_kernels_are_aligned(device, step):
+    """For an address not divisible by 16 Triton would compile another kernel while serving."""
     chunks, tables, tokens, words = draft_case(STEPS[step], device)
     samples = len(tokens) > 0
     settled = settle_drafts_(

@@ -122,7 +122,7 @@ def test_an_activation_keeps_a_nan(device, kind):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
-def test_what_an_activation_gives_is_cut(randn, assert_close, tolerance, dtype, poison, gated):
+def test_result_of_an_activation_is_clamped(randn, assert_close, tolerance, dtype, poison, gated):
     """Step-3.5's: silu(gate) above a limit, up on both sides. NaN stays."""
     x = 3 * randn(3, 35 * (1 + gated))
     x[:, :3] = torch.tensor([-30.0, 30, 0], dtype=dtype)

@@ -91,6 +91,6 @@ def test_descent_is_that_of_the_loop(device, columns, outputs, bits, symmetric):
 
 
 def check_errors(errors, want_errors, same):
-    # an error far beyond the codes is added to all columns behind it, in another order
+    # an error far beyond the codes is added to all later columns, in another order
     off = (errors.cpu() - want_errors).abs()[:, same]
     assert (off <= 1e-4 * (1 + want_errors.abs().amax(0)[same])).all()

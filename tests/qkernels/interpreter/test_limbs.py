@@ -54,7 +54,7 @@ def test_limbs(half, device, M, form, spread):
 
 @forms
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-def test_what_is_no_number(half, device, M, form):
+def test_nan_and_inf(half, device, M, form):
     x = random_inputs(M, 256, half)
     x[-1, 200] = float("inf")
     x[0, 3] = float("nan")

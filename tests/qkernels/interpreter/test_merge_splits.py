@@ -1,4 +1,4 @@
-"""The parts of split attention to one result, against float64."""
+"""Merging the splits of attention, against float64."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_rows_of_no_request_are_left_alone(parts, device, half):
 
 @pytest.mark.parametrize("at", [0, 9, 15])
 def test_a_nan_shows(parts, device, half, at):
-    """Also where it stands in the last part, or in the only one."""
+    """Also if it is in the last split, or in the only one."""
     for used in (16, at + 1):
         partials, sums, _ = parts(1, 2, 16, 32, used)
         sums[1, 0, 0, at] = float("nan")

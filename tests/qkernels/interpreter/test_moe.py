@@ -67,7 +67,7 @@ def test_route(device, half, poison, assert_close, name, ties):
     ("name", "M", "C"), [("glm", 3, 96), ("gpt-oss", 1, 1100), ("qwen2-moe", 5, 64)]
 )
 def test_route_tokens(device, half, poison, assert_close, name, M, C):
-    """The router's product and the choice at once; many tokens go through torch's product."""
+    """The router's product and the choice in one kernel; many tokens use torch's product."""
     from qkernels.gpu.workspace import workspace
     from qkernels.moe.triton_route import route_tokens
 
@@ -136,7 +136,7 @@ def test_wanted_experts_are_each_named_once(device, M, k, E):
 
 @pytest.mark.parametrize(("M", "k", "E"), [(2, 1, 1), (11, 2, 3), (7, 3, 40)])
 def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
-    """None has more than its columns, all pairs are in one, and each has its token beside it."""
+    """No entry exceeds its columns, each pair is in one entry, and each has its token's row."""
     from qkernels.moe.triton_wanted import wanted_pairs
 
     generator = torch.Generator().manual_seed(M)
@@ -306,7 +306,7 @@ def test_experts_with_gelu(device, half, poison, assert_close, scheme, M):
 
 @pytest.mark.parametrize("M", [1, 33])
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8", None], ids=str)
-def test_experts_whose_activation_is_cut(device, half, poison, assert_close, scheme, M):
+def test_experts_whose_activation_is_clamped(device, half, poison, assert_close, scheme, M):
     """Step-3.5's: silu(gate) is cut above a limit; cut before, or not at all, it differs."""
     parsed = None if scheme is None else Scheme.parse(scheme)
     weights = make_experts(parsed, 64, 96, 5, 2, CUT_AFTER, False, half)

@@ -61,7 +61,7 @@ def states_of(case):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_it_is_the_recurrence(device, half, poison, assert_close, kind):
+def test_kernel_is_the_recurrence(device, half, poison, assert_close, kind):
     run, reference = RUNS[kind]
     case = make(kind, COUNTS, BEFORE)
     slots = [-1 if r == WITHOUT_SLOT else slot for r, slot in enumerate(case.slots)]

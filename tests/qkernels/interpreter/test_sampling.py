@@ -135,7 +135,7 @@ def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
 
 
 @pytest.mark.parametrize("top_k, kept", [pytest.param(1000, 640, marks=exhaustive), (600, 480)])
-def test_top_p_is_of_what_top_k_left(device, top_k, kept):
+def test_top_p_is_relative_to_the_tokens_of_top_k(device, top_k, kept):
     """800 equal candidates and 500 impossible ones: 80 % of the first `top_k` of them."""
     seeds = [*seeds_that_draw(kept - 1, range(kept)), *seeds_that_draw(kept, range(kept + 1))]
     logits = torch.full((len(seeds), 1300), -80.0, device=device)
@@ -203,7 +203,7 @@ def test_forbidden_tokens_are_never_drawn(device):
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(33, marks=exhaustive), 5001])
 def test_logprobs(device, half, poison, vocabulary):
-    """Of the logits as they came, whatever bias, temperature and filter do to the draw."""
+    """They are of the unchanged logits; bias, temperature and filters only affect the draw."""
     asked = [-1, 0, 1, 20, 5]
     rows = [
         SampleRow(num_logprobs=n, temperature=1.5, top_k=3, seed=n + 1, bias=((2, 9.0),))

@@ -1,4 +1,4 @@
-"""Kernels that add parts of K as they read them: what they make of the sum itself."""
+"""Kernels that add split-K partial sums while loading: same results as with the sum."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A row of the table of measured tiles is what a kernel runs, not the choice of the config."""
+"""Kernels run the config of the tuning table instead of the default."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
 def test_w4a16_splits_that_cannot_all_run_are_not_taken(
     make_weight, device, half, monkeypatch, assert_close, tolerance
 ):
-    """They would wait for each other for good, so the config is asked, whatever the table says."""
+    """Such splits would wait for each other forever, so the default config is used."""
     packed = make_weight(128, 512, 128)
     weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = torch.randn(17, 512).to(device, half)

@@ -63,7 +63,7 @@ def test_rounding_has_the_reference_bits(device, dtype, poison, name, M, K):
     activation = ACTIVATIONS[name]
     x = random_x(M, K, dtype, device, spread=12 if activation.dynamic else 4)
     x[0, 0] = 0
-    x[-1, 1] *= 50  # the largest of a row may stand in any chunk
+    x[-1, 1] *= 50  # the largest number of a row may be in any chunk
     scale = None if activation.dynamic else torch.tensor(0.0123)
     got = ops.quantize_input(
         x, activation, None if scale is None else scale.to(device), kernel="triton"

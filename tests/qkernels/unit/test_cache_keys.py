@@ -31,12 +31,12 @@ def key_of_kernel(*, after_helper: bool) -> str:
     return JITFunction(_kernel).cache_key
 
 
-def test_a_key_knows_constants_of_functions_that_nobody_used_before():
+def test_key_includes_constants_of_unused_functions():
     settle_cache_keys()
     assert key_of_kernel(after_helper=False) == key_of_kernel(after_helper=True)
 
 
-def test_it_is_settled_once():
+def test_key_is_computed_once():
     from triton.runtime import jit
 
     settle_cache_keys()
@@ -45,7 +45,7 @@ def test_it_is_settled_once():
     assert jit.DependenciesFinder._update_hash is update
 
 
-def test_the_compilers_part_is_computed_where_triton_looks_for_it():
+def test_compilers_part_of_the_key_is_cached_for_triton():
     """In a thread; Triton's own call then returns immediately."""
     from triton.runtime import cache
 

@@ -46,7 +46,7 @@ def test_batched_rows_equal_single_requests(op):
 
 @pytest.mark.parametrize("op", PARTS)
 @pytest.mark.parametrize("module", MODULES)
-def test_cut_anywhere_it_is_the_same(module, op):
+def test_any_chunks_give_the_same_result(module, op):
     """A prompt in chunks of odd lengths, the last of one token, equals the whole prompt."""
     whole = ConvCase.make(op, (75,), (0,), bias=True)
     conv, conv_cut, start = whole.unread, whole.unread, 0
@@ -61,7 +61,7 @@ def test_cut_anywhere_it_is_the_same(module, op):
 
 @pytest.mark.parametrize("op", PARTS)
 @pytest.mark.parametrize("module", MODULES)
-def test_slots_of_others_are_left_alone(module, op):
+def test_other_slots_are_unchanged(module, op):
     """Rows without a slot write nowhere, not even into the last slot."""
     case = ConvCase.make(op, *STEP, slots=SLOTS)
     states = case.conv_PCL.clone()

@@ -1,4 +1,4 @@
-"""What is chosen for a sum over ranks, how peer memory is divided, and how ranks agree on it."""
+"""Sums over ranks: choice of the method, division of peer memory, agreement of ranks."""
 
 import struct
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_partial_sums_are_sent_unrounded_where_there_is_a_channel():
     assert make_peers(2).rows(parts.total())[0].item_bytes == 2
 
 
-def test_what_is_normed_in_one_kernel():
+def test_rows_that_one_kernel_sums_and_norms():
     peers = make_peers()
     groups = InputRounding(ActivationSpec(type="float", per="group"), None)
     x = torch.zeros(8, 1024, dtype=torch.float16)
@@ -142,14 +142,14 @@ def test_reference_rounds_once():
     assert reference.all_reduce(shares) == torch.tensor([1 + 2.0**-10], dtype=torch.float16)
 
 
-def test_rows_of_a_warm_up_reach_every_way():
+def test_warm_up_rows_reach_every_method():
     of = LIMITS[2]
     rows = sum_boundaries(of, 8192, 2)
     assert {way(M * 8192 * 2, of) for M in rows} == {"one_shot", "two_shot", None}
     assert 5 in rows and of.rows + 1 in rows
 
 
-def test_all_ranks_raise_what_one_says():
+def test_all_ranks_raise_the_error_of_one():
     def refuse() -> bytes:
         raise PeerAccessError("GPU 1", "has no peer access to GPU 0")
 
@@ -182,7 +182,7 @@ def test_ranks_that_cannot_reach_each_other(monkeypatch, places, access, reason)
 
 
 class FakeDriver:
-    """Memory of two ranks by number; refuses what it is told to."""
+    """Memory of two ranks by number. It refuses the operations that a test names."""
 
     def __init__(self, refused: str = "") -> None:
         self.refused, self.freed, self.closed = refused, [], []
@@ -217,7 +217,7 @@ def with_driver(monkeypatch, driver: FakeDriver) -> None:
 
 
 def second_rank(message: bytes) -> list[bytes]:
-    """What the other rank would say at the same time."""
+    """Return the messages that the other rank would send at the same time."""
     if not message.startswith(b"+"):
         return [message, b"+"]
     if message[1:9] == struct.pack("<q", 0):

@@ -1,4 +1,4 @@
-"""What a tile needs to run: its own fields, the problem's sizes, the workspace, this GPU."""
+"""Limits of configs: their fields, the problem's sizes, the workspace, the GPU."""
 
 import dataclasses
 

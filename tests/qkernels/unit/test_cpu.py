@@ -273,7 +273,7 @@ def test_the_int8_row_says_why_it_cannot(monkeypatch):
 @pytest.mark.exhaustive
 @exact_products
 def test_a_cpu_without_vnni_sums_wrongly_and_is_not_asked():
-    """oneDNN, told to keep to AVX2, adds pairs of products in 16 bits."""
+    """oneDNN, limited to AVX2, adds pairs of products in 16 bits."""
     code = (
         "import torch; from qkernels.w8a8 import cpu as cpu_w8a8;"
         "a = torch.full((17, 256), 127, dtype=torch.int8);"

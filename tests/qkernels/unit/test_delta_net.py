@@ -86,7 +86,7 @@ def test_reference_norm_is_transformers():
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_chunks_are_the_recurrence(case, by_channel, factor):
-    """Also of requests that go on in the midst of a chunk, and beside decode rows."""
+    """Also for requests that continue within a chunk, and next to decode rows."""
     if by_channel:
         case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
     wide = case.to(torch.float64)
@@ -98,7 +98,7 @@ def test_chunks_are_the_recurrence(case, by_channel, factor):
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_cut_anywhere_it_is_the_same(module):
+def test_any_chunks_give_the_same_result(module):
     """A prompt in chunks of odd lengths, the last of one token: as the whole."""
     whole = DeltaCase(counts=(75,), before=(0,), dtype=torch.float64, **SIZES)
     memory = whole.memory_PHKV.clone()
@@ -114,8 +114,8 @@ def test_cut_anywhere_it_is_the_same(module):
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_slots_of_others_are_left_alone(module, case):
-    """What no request of the step owns stays as it is; a row and a prompt without a slot write
+def test_other_slots_are_unchanged(module, case):
+    """Slots without a request of the step are unchanged; a row and a prompt without a slot write
     nowhere, not even into the last slot."""
     memory = case.memory_PHKV.clone()
     slots = [-1, -1, 3, 5, 0, 4]
@@ -127,7 +127,7 @@ def test_slots_of_others_are_left_alone(module, case):
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_what_a_slot_held_before_is_not_read(module):
+def test_earlier_contents_of_a_slot_are_not_read(module):
     """A request that begins, and one without a slot: NaN of an earlier owner does not come in."""
     case = DeltaCase(counts=(1, 5, 1), before=(0, 0, 7), **SIZES).with_slots([0, 1, -1])
     memory = case.memory_PHKV.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Which kernel does an operation, and why another does not."""
+"""Which kernel runs an operation, and why others do not."""
 
 import importlib.metadata
 
@@ -101,7 +101,7 @@ def test_explain_says_for_how_many_rows_a_table_has_configs(monkeypatch):
         ({"out_features": 36}, "reference", "outputs"),
     ],
 )
-def test_a_row_that_cannot_says_why(changes, kernel, reason):
+def test_row_that_cannot_run_says_why(changes, kernel, reason):
     explanation = explain("linear", **linear_problem(**changes))
     assert taken(explanation) == [kernel]
     assert reason in explanation[0].reason
@@ -124,7 +124,7 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch, sm_90):
-    """Of the kernel's own kind alone: it passes over the other's."""
+    """Only configs of the kernel's own type count; it ignores those of the other kernel."""
     table = tuning_table.TuningTable(gpu="made up")
     tiles = {
         100: W8A8Sm90Config(num_consumers=1, block_b=64),
@@ -320,7 +320,7 @@ def test_every_row_has_its_module_and_function():
             assert all(callable(getattr(module, each)) for each in functions), (name, row.name)
 
 
-def test_an_unknown_operation_is_named_with_those_there_are():
+def test_unknown_operation_is_named_with_the_known_ones():
     with pytest.raises(KernelError, match="'rms_norm': unknown .known operations: linear, .*norm"):
         explain("rms_norm", device="cpu", dtype=torch.float32)
 
@@ -344,8 +344,8 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 
-def test_a_variant_that_nothing_can_run_is_called_as_it_was_asked_for():
-    """Of several rows that have such a variant, each that refuses for its own reason is named."""
+def test_error_has_the_name_under_which_a_variant_was_requested():
+    """If several rows have such a variant, the error names each row and its reason."""
     asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
     message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"
     with pytest.raises(KernelError, match=message):

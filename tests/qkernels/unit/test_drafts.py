@@ -1,4 +1,4 @@
-"""Filling and judging drafts by hand, and what the operations refuse."""
+"""Filling and settling drafts, computed by hand, and arguments that are refused."""
 
 from dataclasses import replace
 
@@ -46,12 +46,12 @@ def test_tokens_of_the_table_and_positions_three_lower():
     assert torch.equal(words, before)
 
 
-# drawn -> drafts that come true (6, 7, 8 are judged), the newest token
+# drawn -> accepted drafts (of 6, 7, 8), the newest token
 DRAWN = {(6, 7, 8, 9): (3, 9), (6, 7, 1, 2): (2, 1), (6, 1, 8, 2): (1, 1), (-1, 7, 8, 9): (0, 0)}
 
 
 @pytest.mark.parametrize("drawn", DRAWN)
-def test_drafts_come_true_up_to_the_first_that_was_not_drawn(drawn):
+def test_drafts_are_accepted_up_to_the_first_mismatch(drawn):
     chunks, tables = a_verify()
     words = torch.arange(4 * NUM_WORDS).view(4, NUM_WORDS)
     settled = ops.settle_drafts_(torch.tensor(drawn), words, chunks, tables, **SIZES)
@@ -74,7 +74,7 @@ def test_drafts_come_true_up_to_the_first_that_was_not_drawn(drawn):
         assert row[0] == words[accepted, 0]
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_are_refused():
     chunks, tables = a_verify()
     words = torch.zeros(4, NUM_WORDS, dtype=torch.int64)
     with pytest.raises(KernelError, match="expected tokens and words of 1 chunks"):

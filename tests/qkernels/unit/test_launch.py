@@ -1,4 +1,4 @@
-"""Launches that skip Triton's own search: what they take for alike is alike to Triton too."""
+"""Launches that skip Triton's lookup: arguments with the same key are the same to Triton."""
 
 import inspect
 import itertools
@@ -109,7 +109,7 @@ def test_another_device_or_kernel_compiles_its_own(kernel, monkeypatch):
     assert kernel.ways == ["triton"] * 2 and other.ways == ["triton"]
 
 
-def test_fields_of_a_struct_are_told_apart_as_arguments_are(kernel):
+def test_struct_fields_are_distinguished_like_arguments(kernel):
     x = tensor()
     structs = [Struct(x, 17), Struct(tensor(), 33), Struct(x, 16), Struct(None, 17)]
     for struct in structs:
@@ -133,7 +133,7 @@ UNTOLD = {
 
 
 @pytest.mark.parametrize("argument", UNTOLD)
-def test_what_is_not_told_apart_is_left_to_triton(kernel, argument):
+def test_unknown_types_of_arguments_go_to_triton(kernel, argument):
     for _ in range(2):
         launch.launch(kernel, (1,), UNTOLD[argument], BLOCK=1)
     assert kernel.ways == ["triton"] * 2
@@ -208,7 +208,7 @@ def test_a_descriptor_is_what_triton_makes(describe):
     assert fields == vars(type(made)(**fields))
 
 
-def test_what_counts_as_like_is_like_to_triton(monkeypatch):
+def test_arguments_with_equal_keys_are_equal_to_triton(monkeypatch):
     """Every pair of arguments with equal keys, by the function that Triton itself asks."""
     if device.INTERPRETED:
         pytest.skip("the interpreter compiles nothing")

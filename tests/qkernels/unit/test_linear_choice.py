@@ -1,4 +1,4 @@
-"""Which variant takes a product, in which form it takes its input, and what the caller may ask."""
+"""Choice of a product's variant and input form, and what the caller may request."""
 
 import itertools
 from dataclasses import replace
@@ -36,7 +36,7 @@ def kind(*args, **options):
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_few_rows_take_limbs_that_the_operation_before_makes(M):
+def test_few_rows_take_limbs_of_the_preceding_operation(M):
     for N, K in ((4096, 4096), (4096, 14336), (128256, 4096)):
         assert kind(M, N, K, fused=True) == (GemvImmaConfig, None)
 
@@ -78,7 +78,7 @@ def test_without_tma_x_is_loaded_through_pointers():
         assert with_tma.use_tma and without == replace(with_tma, use_tma=False, warps=warps)
 
 
-def test_a_variant_that_was_asked_for_is_taken_wherever_it_runs():
+def test_requested_variant_is_chosen_wherever_it_runs():
     for name in (variant.name for variant in VARIANTS):
         for M in (1, 4, 5, 64, 65, 1024, 4096):
             got = variant_of(chosen(M, 4096, 4096, False, choice=name)).name
@@ -111,7 +111,7 @@ def test_fixed_order_divides_k_alike_for_every_number_of_rows(bits, sm_count):
         assert len(ranges) == 1, (N, K, ranges)
 
 
-def test_a_variant_that_was_forbidden_is_taken_nowhere():
+def test_forbidden_variant_is_never_chosen():
     for name in (variant.name for variant in VARIANTS):
         if name == "cublas":  # takes what no other can
             continue
@@ -153,7 +153,7 @@ def test_names_are_checked_and_explained(make_weight):
     ],
 )
 def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_weight, config, form):
-    """The kernel is stood in for: what it is handed, with which config."""
+    """A replacement for the kernel records its input and config."""
     packed = make_weight(64, 256, 128, symmetric=False).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
     weight = replace(weight, kernel="w4a16")
@@ -184,7 +184,7 @@ def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_wei
 @pytest.mark.parametrize(
     "config", [SmallMConfig(block_m=8), TritonGemmConfig(block_m=16, block_n=64, split=1)]
 )
-def test_partials_are_left_only_where_the_small_m_kernel_runs(monkeypatch, make_weight, config):
+def test_only_the_small_m_kernel_leaves_partial_sums(monkeypatch, make_weight, config):
     """A table may say that another variant is faster on this GPU."""
     packed = make_weight(256, 512, 128).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
@@ -214,7 +214,7 @@ def test_products_of_few_rows_add_adapters(monkeypatch, make_weight, M):
     assert plan.input == (replace(limbs, with_tensor=True) if M <= 4 else None)
 
 
-def test_what_adds_no_adapters_leaves_them_to_a_kernel_behind_it(monkeypatch, make_weight):
+def test_variants_that_add_no_adapters_leave_them_to_a_later_kernel(monkeypatch, make_weight):
     plan = adapted_plan(monkeypatch, make_weight, 4, (96, 64))
     assert not plan.adds_adapters, "a tile of outputs would reach from one linear into the next"
     assert not adapted_plan(monkeypatch, make_weight, 8, (192, 64), lacks=NO_SM90).adds_adapters
@@ -225,7 +225,7 @@ def test_what_adds_no_adapters_leaves_them_to_a_kernel_behind_it(monkeypatch, ma
     assert sorting.adds_adapters and sorting.input is None, "adapters read x as it is"
 
 
-def test_other_kernels_know_no_adapters(make_weight):
+def test_other_kernels_add_no_adapters(make_weight):
     packed = make_weight(64, 256, 128).to("cpu")
     for kernel in ("reference", "dense"):
         weight = ops.prepare_weight(packed, torch.float32, "cpu", kernel=kernel)
@@ -233,7 +233,7 @@ def test_other_kernels_know_no_adapters(make_weight):
         assert not plan.adds_adapters and plan.input is None
 
 
-def test_sorted_inputs_are_not_made_by_the_operation_before(monkeypatch, make_weight):
+def test_preceding_operation_does_not_sort_inputs(monkeypatch, make_weight):
     packed = make_weight(64, 256, 128).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
     sorting = replace(weight, kernel="w4a16", input_order=torch.arange(256).flip(0))

@@ -1,4 +1,4 @@
-"""Tiles of the adapters' kernels: parts of K that hold all inputs, and who adds them."""
+"""Tiles of the LoRA kernels: parts of K cover all inputs; which kernel adds them."""
 
 import itertools
 

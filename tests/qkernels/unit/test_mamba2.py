@@ -56,7 +56,7 @@ def test_chunks_are_the_recurrence(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_cut_anywhere_it_is_the_same(module):
+def test_any_chunks_give_the_same_result(module):
     """A prompt in chunks of odd lengths, the last of one token, equals the whole prompt."""
     whole = ScanCase.make((75,), (0,)).to(torch.float64)
     states, cut_states, start = whole.unread, whole.unread, 0
@@ -70,7 +70,7 @@ def test_cut_anywhere_it_is_the_same(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_slots_of_others_are_left_alone(module):
+def test_other_slots_are_unchanged(module):
     """Rows without a slot write nowhere, not even into the last slot."""
     case = ScanCase.make(*STEP, slots=SLOTS)
     states = case.memory_PHND.clone()

@@ -35,7 +35,7 @@ def plan(
     gelu=False,
     cut_after=False,
 ):
-    """By the kernels for any GPU, unless told otherwise."""
+    """Plan with the portable kernels by default."""
     hidden, inner, E, k = model
     layer = Layer(
         kind="packed",

@@ -1,4 +1,4 @@
-"""What the public operations refuse, and what importing them loads."""
+"""Public operations: arguments that they refuse, and packages that importing them loads."""
 
 import subprocess
 import sys
@@ -107,7 +107,7 @@ def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
     assert asked == [(False, True), (True, True), (True, True), (True, False), (True, False)]
 
 
-def test_kernel_asked_for_by_name(packed):
+def test_kernel_requested_by_name(packed):
     assert ops.prepare_weight(packed, torch.float32).kernel == "dense"
     weight = ops.prepare_weight(packed, torch.float32, kernel="reference")
     assert weight.kernel == "reference"

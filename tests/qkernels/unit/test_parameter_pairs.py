@@ -1,4 +1,4 @@
-"""Of all combinations of parameters, the few that are tested still hold every value and pair."""
+"""The few tested combinations of parameters include every value and every pair."""
 
 from itertools import combinations, product
 
@@ -29,7 +29,7 @@ def test_every_value_and_every_pair_is_there(sizes):
 
 
 def test_combinations_that_are_not_there_are_not_looked_for():
-    """Of a list of cases instead of a product, and of one case that was asked for by name."""
+    """For a list of cases instead of a product, and for a case that was requested by name."""
     cases = [("a", "x", "1"), ("b", "x", "2"), ("b", "y", "1")]
     assert with_every_pair(cases, diagonal(cases)) == set(cases)
     assert with_every_pair(cases[1:2], diagonal(cases[1:2])) == {cases[1]}

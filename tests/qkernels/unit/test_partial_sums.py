@@ -1,4 +1,4 @@
-"""Parts of K that the next operation adds: what they stand for, and who takes them."""
+"""Split-K partial sums: their meaning, and the operations that add them."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_parts_are_added_in_order_and_rounded_once():
     assert total.item() == 1 + 2**-7, "rounded between, it would be 1"
 
 
-def test_they_have_the_shape_of_what_they_stand_for():
+def test_partial_sums_have_the_shape_of_their_sum():
     x = random_parts(5, 16)
     assert (x.shape, x.ndim, x.dtype, x.device) == ((5, 16), 2, torch.bfloat16, x.parts.device)
     assert reduced(x).shape == x.shape
@@ -45,7 +45,7 @@ def test_they_have_the_shape_of_what_they_stand_for():
 @pytest.mark.parametrize(
     "parts", [torch.zeros(2, 3, 4).half(), torch.zeros(0, 3, 4), torch.zeros(3)]
 )
-def test_what_cannot_be_parts_is_refused(parts):
+def test_invalid_partial_sums_are_refused(parts):
     with pytest.raises(KernelError, match="partial sums: expected float32 .*found"):
         SplitKPartials(parts=parts, dtype=torch.float16)
 
@@ -116,7 +116,7 @@ def test_forms_are_made_of_parts():
         lambda x: ops.linear(x, weight_of(16)),
     ],
 )
-def test_what_does_not_add_them_says_so(call):
+def test_operations_that_cannot_add_partial_sums_refuse_them(call):
     with pytest.raises(KernelError, match=r"expected a tensor, found split-K.*total\(\)"):
         call(random_parts(5, 16))
 
@@ -145,7 +145,7 @@ def weight_of(K: int):
     return ops.prepare_weight(packed, torch.bfloat16)
 
 
-def test_a_row_that_leaves_no_parts_adds_them_itself():
+def test_kernels_without_partial_sums_return_the_sum():
     weight, bias = weight_of(64), torch.randn(24).bfloat16()
     x = torch.randn(17, 64).bfloat16()
     for consumer in ("norm", "rope"):

@@ -1,4 +1,4 @@
-"""The plain torch limbs: they stand for the inputs, and lie where limbs.py says."""
+"""Limbs in plain torch: they represent the inputs, in the layout of limbs.py."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_every_input_is_in_one_word(bits):
 
 
 @pytest.mark.parametrize("M, form", FORMS)
-def test_zeros_and_what_is_no_number(M, form):
+def test_zeros_nan_and_inf(M, form):
     x = torch.zeros(M, 256, dtype=torch.bfloat16)
     x[-1, 200] = float("inf")
     got = from_limbs(to_limbs(x, form))
@@ -69,7 +69,7 @@ def test_zeros_and_what_is_no_number(M, form):
         ((5, 128), LimbForm(bits=4), "1 to 4 rows"),
     ],
 )
-def test_what_cannot_be_limbs_is_refused(shape, form, found):
+def test_inputs_that_limbs_cannot_represent_are_refused(shape, form, found):
     with pytest.raises(KernelError, match=found):
         ops.to_limbs(torch.empty(shape, dtype=torch.float16), form)
 

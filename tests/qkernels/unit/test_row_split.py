@@ -1,4 +1,4 @@
-"""Which products of many rows are two kernels', and that together they are the product."""
+"""Products of many rows that two kernels compute: the choice, and that together they are right."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def rows(M, N, K, bits=4):
 
 
 @pytest.mark.parametrize("sizes", [GATE_UP, DOWN])
-def test_a_few_rows_behind_whole_waves(sizes):
+def test_tail_rows_after_whole_waves(sizes):
     assert rows(1024, *sizes) is None
     assert rows(1025, *sizes) == rows(1032, *sizes) == rows(1088, *sizes) == 1024
     assert rows(1089, *sizes) is None, "more than sm90_small_m takes"
@@ -47,7 +47,7 @@ def test_two_kernels_are_predicted_to_be_faster():
 
 @pytest.fixture
 def weight(monkeypatch):
-    """Of 4096 x 14336, as planned for an H200, where a stand-in has one number for each output."""
+    """Return a weight of 4096 x 14336, planned for an H200; it has one number per output."""
 
     def make(kernel=None):
         packed = PackedWeight(

@@ -125,7 +125,7 @@ def test_short_splits_do_not_let_the_next_kernel_in_early():
 
 @pytest.mark.parametrize("sm_count", [16, 78, 114, 132])
 def test_splits_are_left_to_the_consumer_of_5_to_64_rows(sm_count):
-    """Of 4 bits in whole steps of 128 inputs."""
+    """Only for 4-bit weights in whole steps of 128 inputs."""
     for N, K, consumer in itertools.product(
         (8, 896, 1152, 4096, 16384, 128256), (128, 256, 896, 4096, 28672), ("norm", "rope")
     ):

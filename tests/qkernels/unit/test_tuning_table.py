@@ -72,7 +72,7 @@ def read_all(path):
     return table
 
 
-def test_rows_that_nobody_asked_for_are_kept(table, tmp_path):
+def test_rows_of_unused_operations_are_kept(table, tmp_path):
     """A run of --tune for one operation writes the file again."""
     path, again = tmp_path / "table.json", tmp_path / "again.json"
     write(table, path)
@@ -82,7 +82,7 @@ def test_rows_that_nobody_asked_for_are_kept(table, tmp_path):
     assert read_all(again).rows == table.rows
 
 
-def test_damage_of_another_operation_disturbs_nobody(tmp_path):
+def test_damage_of_another_operation_is_ignored(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: row["config"].pop("block_m")))
     table = read(path, GPU)
@@ -212,7 +212,7 @@ def test_no_json_is_one_clear_error(tmp_path, text):
 
 
 def test_a_reduce_scatter_needs_all_its_blocks_at_once():
-    """Two for each of 32 tiles of the product; the last-arriver sum waits for nobody."""
+    """Two blocks for each of 32 tiles; in the sum of the last arriver no block waits."""
     tile = W8A8Sm90Config(num_consumers=2, block_b=128, split=2, reduce_scatter=True)
     assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
     assert not tile.fits(129, 4096, 64)
@@ -293,7 +293,7 @@ def shape_of(sm_count, has_sm90):
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
 def test_a_tables_large_m_config_takes_the_blocks_of_this_gpu(sm_count):
-    """Whatever `blocks` the file says: parts that do not run at once wait for good."""
+    """`blocks` of the file is ignored: splits that are not all resident would wait forever."""
     for parts, block_m in LARGE_M_SIZES:
         for split in (1, 2, 4):
             stored = LargeMConfig(blocks=10**6, num_consumers=parts, block_m=block_m, split=split)
@@ -308,7 +308,7 @@ def test_a_tables_large_m_config_takes_the_blocks_of_this_gpu(sm_count):
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
 
-def test_other_configs_of_a_table_are_as_they_are():
+def test_other_configs_of_a_table_are_unchanged():
     for tile in (None, TritonGemmConfig(block_m=16, block_n=64, split=6)):
         for gluon in (False, True):
             assert usable_config(tile, shape_of(132, gluon), 16) == (tile, True)
@@ -369,5 +369,5 @@ def test_a_row_counts_as_taken_once_it_was_found(table):
 def test_every_operation_has_its_fields(op):
     assert op.configs and set(op.exact).isdisjoint(op.bucketed)
     assert op.can_be_none == (op is WNA16)
-    # classes are told apart by name in the file
+    # classes are distinguished by name in the file
     assert len({cls.__name__ for cls in op.configs}) == len(op.configs)

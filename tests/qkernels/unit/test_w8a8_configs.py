@@ -144,7 +144,7 @@ def test_every_sm90_default_fits(N, sm_count, kind):
         for K in (32, 4096, 14336, 2**15):
             tile = default_sm90_config(M, N, K, sm_count, kind)
             assert tile.fits(M, N, sm_count)
-            # splits that reduce-scatter wait for each other, so all must run at once
+            # splits that reduce-scatter wait for each other, so all must be resident
             if tile.reduce_scatter:
                 assert tile.split * tile.tiles(M, N) <= sm_count * tile.blocks_per_sm
                 assert tile.stored_columns % 8 == 0 and tile.split <= ceil_div(K, 128)

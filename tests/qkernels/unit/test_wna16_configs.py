@@ -67,7 +67,7 @@ def test_the_choice_is_near_the_best_measured(shape, M):
 
 
 def test_a_tile_has_few_empty_rows():
-    """Beside a tile of 128 rows a product of 1 would read as much of x, and multiply zeros."""
+    """With a tile of 128 rows, a product of 1 row would mostly read and multiply zeros."""
     for N, K in SHAPES.values():
         sizes = [default_triton_config(M, N, K, 128, H200_SMS).block_m for M in (1, 16, 17, 32, 64)]
         assert sizes == [16, 16, 32, 32, 64]
@@ -112,7 +112,7 @@ def test_a_step_lies_in_one_group(group, block_k):
     ids=lambda config: type(config).__name__,
 )
 def test_a_kernel_is_compiled_again_where_a_config_computes_otherwise(config, monkeypatch):
-    """Triton's cache on disk outlives a version: fields alone would find the old kernel."""
+    """Triton's disk cache outlives a version; a key of fields alone would find the old kernel."""
     before = config.cache_key
     assert "registers" in before and str(config) in before
     monkeypatch.setattr(type(config), "registers", property(lambda self: 1))

@@ -1,4 +1,4 @@
-"""Split-K workspaces: kernels that may run at the same time never share one."""
+"""Split-K workspaces: kernels that may run at the same time never share a workspace."""
 
 from types import SimpleNamespace
 

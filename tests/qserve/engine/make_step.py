@@ -1,4 +1,4 @@
-"""StepInputs for tests of what reads them."""
+"""StepInputs for tests of their readers."""
 
 import numpy as np
 

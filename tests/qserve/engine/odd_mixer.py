@@ -1,9 +1,10 @@
-"""Mixers whose caches are like no mixer's of the product, in plain torch on a CPU.
+"""Mixers whose caches have shapes that no mixer of the product has, in plain torch on a CPU.
 
 `LatentMixer` keeps one tensor of 576 values a token, shared by all heads, with the tokens of a page
-in the last dimension. `ShiftedMixer` keeps a state beside such pages: the input of the last token.
+in the last dimension. `ShiftedMixer` keeps such pages and a state, the input of the last token.
 They compute the attention of a Llama model with one KV head of 288 channels, which transformers
-computes, too. Run as a module it is a rank of such a model.
+computes, too. Run as a module, this file is a rank of such a model.
+
 Legend: P pages, B tokens of a page, T tokens of the step, H heads, D head dim, G groups of values,
 V values of a group, N keys of a request, S state slots, C hidden size.
 """

@@ -99,14 +99,14 @@ def test_few_pages_and_the_host_tier(latent, folder, prompts, want, monkeypatch)
     """Chunks, preemption, the prefix cache, and pages that come back from the host."""
     llm = start(folder, max_num_batched_tokens=7, kv_offload_gb=0.01, **SMALL)
     runner = llm.engine.runner
-    assert runner.bytes_per_page == PAGE_BYTES == runner.page_copies.page_bytes
-    loaded, load = [], runner.page_copies.load
+    assert runner.bytes_per_page == PAGE_BYTES == runner.layer_caches.page_copies.page_bytes
+    loaded, load = [], runner.layer_caches.page_copies.load
 
     def counted(moves):
         loaded.extend(moves.loaded_pages)
         load(moves)
 
-    monkeypatch.setattr(runner.page_copies, "load", counted)
+    monkeypatch.setattr(runner.layer_caches.page_copies, "load", counted)
     tokens, _, num_preempted = generate(llm, prompts)
     assert tokens == want and num_preempted
     tokens, num_cached, _ = generate(llm, prompts)

@@ -57,8 +57,8 @@ def test_a_collector_that_is_off_stays_off(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_what_would_be_freed_ends_no_capture(eager_collector):
-    """An engine of before, which the collector would find: its end waits for the device."""
+def test_garbage_does_not_end_a_capture(eager_collector):
+    """Garbage from an earlier engine, whose destructor waits for the device."""
     x = torch.ones(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with capture(graph):

@@ -1,4 +1,4 @@
-"""Threads of the engine on a CPU: a server keeps a core, and what the user says counts."""
+"""Threads of the engine on a CPU: one core stays free for the server; the user's settings win."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ def test_server_keeps_one_core(num_cores, threads):
     ("asked", "environment", "threads"),
     [(5, {}, 5), (5, {SET_BY_USER: "3"}, 5), (None, {SET_BY_USER: "3"}, None)],
 )
-def test_what_the_user_says_counts(asked, environment, threads):
+def test_user_settings_are_kept(asked, environment, threads):
     config = EngineConfig(model="m", cpu_threads=asked)
     assert beside_a_server(config, num_cores=8, environment=environment).cpu_threads == threads
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, []), (2, [2])])
-def test_torch_is_told_only_what_was_asked(monkeypatch, docs_5m, asked, expected):
+def test_torch_gets_only_requested_settings(monkeypatch, docs_5m, asked, expected):
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     LLM(str(docs_5m), device="cpu", cpu_threads=asked, load_format="dummy", max_model_len=32)

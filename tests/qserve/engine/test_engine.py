@@ -1,4 +1,4 @@
-"""The engine around its scheduler: pages it borrows, rows that fail, limits of a prompt."""
+"""The engine apart from its scheduler: borrowed pages, failing rows, limits of a prompt."""
 
 import pytest
 import torch

@@ -58,7 +58,7 @@ def test_256_outputs_of_1500_tokens_do_not_hold_up_5_tokens(num_steps):
     ("of", "num_pages"), [("places", 30_000), ("pages", 60 * -(-TOKENS // 16))]
 )
 @pytest.mark.parametrize("client", ["", "another"])
-def test_nor_where_they_have_all_places_or_all_pages(of, num_pages, client):
+def test_small_request_runs_soon_when_large_ones_have_all_slots_or_pages(of, num_pages, client):
     simulation = simulate(num_pages=num_pages)
     scheduler = simulation.scheduler
     add_large(simulation)
@@ -72,8 +72,8 @@ def test_nor_where_they_have_all_places_or_all_pages(of, num_pages, client):
     assert scheduler.running.index(request) == 1, "the last is the first to give way"
 
 
-def test_who_got_a_place_late_is_not_the_first_to_lose_it():
-    """Pages run out all the time: the large request's outputs grow and push each other out."""
+def test_late_admitted_request_is_not_preempted_first():
+    """Pages run out all the time: the large request's outputs grow and preempt each other."""
     simulation = simulate(num_pages=6 * -(-TOKENS // 16))
     add_large(simulation, n=8)
     for _ in range(20):
@@ -85,8 +85,8 @@ def test_who_got_a_place_late_is_not_the_first_to_lose_it():
     assert any(each.facts.num_preemptions for each in simulation.scheduler.waiting)
 
 
-def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
-    """By requests that have place where it has not."""
+def test_preempted_request_is_passed_over_a_limited_number_of_times():
+    """It is passed over by requests that fit when it does not."""
     simulation = simulate(num_pages=4, page_size=64)
     scheduler = simulation.scheduler
     scheduler.add(make_request("r0", 4, 50, group="a"))
@@ -103,7 +103,7 @@ def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
     assert len(small) == MAX_BYPASSES == lost.num_bypasses
 
 
-def test_a_crowd_of_small_requests_waits_once_not_in_turn():
+def test_many_small_requests_wait_together_not_in_turn():
     simulation = simulate(max_num_seqs=64, num_pages=9000)
     add_large(simulation, n=64)
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_crowd_of_small_requests_waits_once_not_in_turn():
     assert all(request.num_known > 5 for request in crowd)
 
 
-def test_many_api_requests_of_one_client_do_not_keep_places_from_another():
+def test_many_api_requests_of_one_client_do_not_keep_slots_from_another():
     simulation = simulate(max_num_seqs=8, num_pages=1200)
     for number in range(20):
         request = make_request(f"r{number}", 20, 2000, client="many", group=str(number))
@@ -130,7 +130,7 @@ def test_many_api_requests_of_one_client_do_not_keep_places_from_another():
     assert steps_to_first_token(simulation, other) <= PATIENCE + 1 + AT_ONCE
 
 
-def test_one_client_of_one_group_is_never_pushed_out_for_its_turn():
+def test_single_client_of_a_group_is_never_preempted_for_fairness():
     simulation = simulate(max_num_seqs=4, num_pages=100)
     requests = [make_request(f"r{number}", 20, 100) for number in range(12)]
     for request in requests:
@@ -140,8 +140,8 @@ def test_one_client_of_one_group_is_never_pushed_out_for_its_turn():
     assert not any(request.facts.num_preemptions for request in requests)
 
 
-def test_who_gave_way_often_does_not_any_more():
-    """Small requests without end against two places: the large request's outputs end, too."""
+def test_often_preempted_request_is_not_preempted_again():
+    """Endless small requests compete for two slots: the large request's outputs end, too."""
     simulation = simulate(max_num_seqs=2, num_pages=100)
     large = [make_request(f"r{n}", 30, 300, group="large") for n in range(2)]
     for request in large:
@@ -160,7 +160,7 @@ def chunk_counts(scheduler):
     return {chunk.request.request_id: chunk.count for chunk in scheduler.schedule().chunks}
 
 
-def test_a_short_prompt_rides_with_the_chunks_of_a_long_one():
+def test_short_prompt_shares_steps_with_chunks_of_a_long_one():
     scheduler = simulate().scheduler
     scheduler.add(make_request("long", 100_000, group="a"))
     assert chunk_counts(scheduler) == {"long": 8192}

@@ -14,7 +14,7 @@ def test_pool_detects_a_page_owned_twice():
 
 
 def test_the_page_that_was_freed_last_is_handed_out_last():
-    """Its keys are the likeliest to be asked for again, if anything keeps them."""
+    """Its keys are the most likely to be reused from the prefix cache."""
     pool = BlockPool(4, 2)
     first, second, third = [], [], []
     pool.grow_(first, 4)
@@ -25,7 +25,7 @@ def test_the_page_that_was_freed_last_is_handed_out_last():
     assert third == [3, 2, 1, 0]
 
 
-def test_a_page_that_was_given_back_is_withdrawn_from_nobody():
+def test_released_pages_in_a_table_evict_no_other_page():
     """NULL_PAGE is -1: as an index it would be the last page, which another may hold."""
     pool = BlockPool(3, 2)
     table, other = [], []

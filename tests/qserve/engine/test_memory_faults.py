@@ -59,8 +59,8 @@ def faults(function, *, every, late):
 
 # where: what fails, how often
 PLACES = {
-    "store": (lambda engine: engine.runner.page_copies, "_store", 2),
-    "load": (lambda engine: engine.runner.page_copies, "_load", 3),
+    "store": (lambda engine: engine.runner.layer_caches.page_copies, "_store", 2),
+    "load": (lambda engine: engine.runner.layer_caches.page_copies, "_load", 3),
     "forward": (lambda engine: engine.runner.decoder, "logits", 11),
 }
 more = pytest.mark.exhaustive
@@ -70,7 +70,7 @@ more = pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=more)])
 @pytest.mark.parametrize("in_flight", [pytest.param(0, marks=more), 1])
 @pytest.mark.parametrize("place", PLACES)
-def test_what_survives_a_fault_has_its_tokens(
+def test_requests_that_survive_a_fault_have_their_tokens(
     place, late, in_flight, make_engine, cold, monkeypatch
 ):
     """Requests of a failed step end; the same prompts again, and all others, get their tokens."""
@@ -140,7 +140,7 @@ def test_logits_without_memory_leave_no_wrong_page(make_engine, monkeypatch):
         raise NO_MEMORY
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(engine.runner.page_copies, "store", no_memory)
+        patch.setattr(engine.runner.layer_caches.page_copies, "store", no_memory)
         engine.logits(list(range(100, 130)))
     assert run(engine, [prompt])[0] == want
     engine.scheduler.check_integrity()
@@ -224,7 +224,7 @@ def test_copies_without_a_buffer_are_the_same(dtype, error, monkeypatch):
         assert torch.equal(part[[2, 3, 4]], kept)
 
 
-def test_pages_that_memory_does_not_let_go_out_are_not_saved():
+def test_pages_that_cannot_be_copied_are_not_saved():
     class Copies:
         page_bytes = 8
 

@@ -56,7 +56,7 @@ def run(scheduler, requests, lengths=None):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_requests_of_known_lengths_are_never_preempted(seed):
-    """And the pages are used: the forecast is not just careful."""
+    """The forecast also uses the pages, instead of only being careful."""
 
     def requests():
         rng = random.Random(seed)
@@ -75,7 +75,7 @@ def test_requests_of_known_lengths_are_never_preempted(seed):
 
 @pytest.mark.parametrize("eos", [frozenset(), frozenset({EOS})], ids=["known", "unknown"])
 def test_pages_for_the_limits_of_all_are_enough(eos):
-    """As many pages as all slots can fill: nobody waits, whatever the pages are filled with."""
+    """With as many pages as all slots can fill, no request waits."""
     num, prompt, output = 16, 8, 25  # the last of 33 tokens is never in a page
     scheduler = make_scheduler(num * 32 // PAGE, PAGE, num, 40, forecasts=True)
     requests = [known(f"r{n}", prompt, output, group=str(n)) for n in range(num)]

@@ -29,7 +29,7 @@ def names(plan):
 
 
 def phases(simulation):
-    """Per step until all is done: "p" for prompts, "d" for decodes, with their numbers."""
+    """Return for each step until the end: "p" for prompts, "d" for decodes, with their numbers."""
     found = []
     while simulation.scheduler.num_requests or simulation.in_flight:
         plan = simulation.step()
@@ -39,7 +39,7 @@ def phases(simulation):
 
 
 class ShortestFirst(Policy):
-    """A user's own."""
+    """A custom policy."""
 
     def turn(self, request):
         return request.client, request.request_id
@@ -50,7 +50,7 @@ class ShortestFirst(Policy):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_under_every_policy_everybody_comes_to_the_end(name, depth):
+def test_every_policy_finishes_every_request(name, depth):
     """With too few pages, and requests that come while others run."""
     simulation = simulate(name, depth=depth, num_pages=14, prefill_batch_size=2)
     for number in range(9):
@@ -65,7 +65,7 @@ def test_under_every_policy_everybody_comes_to_the_end(name, depth):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_under_every_policy_who_runs_gets_its_tokens(name):
+def test_every_policy_gives_running_requests_their_tokens(name):
     """With an endless stream of prompts that need no decode, such as pooled ones."""
     simulation = simulate(name, budget=16)
     running = make_request("running", max_tokens=5)
@@ -97,7 +97,7 @@ class NewestFirst(Policy):
 
 
 @pytest.mark.parametrize(("priority", "least", "most"), [(0, 6, 9), (9, 64, 66)])
-def test_no_policy_of_the_users_own_keeps_anybody_waiting_for_ever(priority, least, most):
+def test_custom_policy_cannot_starve_a_request(priority, least, most):
     """Passed over 8 times within its level, and 64 times by lower ones, with two slots."""
     scheduler = make_scheduler(num_pages=200, max_num_seqs=2, budget=64, policy=NewestFirst())
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
@@ -113,7 +113,7 @@ def test_no_policy_of_the_users_own_keeps_anybody_waiting_for_ever(priority, lea
     assert least <= flood.num_admitted <= most
 
 
-def test_a_class_of_the_users_own():
+def test_custom_policy_class():
     path = f"{__name__}:ShortestFirst" if "." in __name__ else None
     policy = ShortestFirst() if path is None else make_policy(path)
     scheduler = make_scheduler(num_pages=200, max_num_seqs=1, budget=64, policy=policy)
@@ -134,7 +134,7 @@ def test_a_class_of_the_users_own():
         ("qserve.engine.scheduling.policies:math", "not a subclass"),
     ],
 )
-def test_a_policy_that_is_none_is_named(path, found):
+def test_invalid_policy_is_named(path, found):
     with pytest.raises(InputError, match=f"--scheduling-policy.*{found}"):
         make_policy(path)
 
@@ -146,7 +146,7 @@ def test_a_dotted_path_has_two_forms(path):
     assert type(make_policy(path)) is Policy
 
 
-def test_priority_goes_before_what_came_earlier():
+def test_priority_goes_before_arrival():
     simulation = simulate("priority", max_num_seqs=1)
     for name, priority in (("a", 5), ("b", 0), ("c", 5), ("d", -1)):
         simulation.scheduler.add(make_request(name, max_tokens=1, priority=priority))
@@ -164,8 +164,8 @@ def test_within_a_priority_clients_take_turns():
     assert list(simulation.done) == ["many0", "one", "many1", "many2"]
 
 
-def test_a_higher_number_gives_its_place_to_a_lower_one():
-    """Preempted immediately, but a limited number of times: then it runs to its end."""
+def test_lower_number_preempts_a_higher_one():
+    """Preempted immediately, but a limited number of times; then it finishes."""
     simulation = simulate("priority", max_num_seqs=1)
     scheduler = simulation.scheduler
     low = make_request("low", max_tokens=60, priority=9)
@@ -183,7 +183,7 @@ def test_a_higher_number_gives_its_place_to_a_lower_one():
     assert list(simulation.done)[-2:] == ["low", urgent.request_id]
 
 
-def test_a_higher_number_gives_way_before_a_lower_one_that_came_later():
+def test_higher_number_is_preempted_before_a_later_lower_one():
     simulation = simulate("priority", num_pages=8, max_num_seqs=2)
     scheduler = simulation.scheduler
     low, high = make_request("low", 8, 20, priority=9), make_request("high", 8, 20, priority=1)
@@ -218,7 +218,7 @@ class Flood:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seqs", [1, 3])
-def test_lower_numbers_without_end_do_not_keep_higher_ones_waiting(seqs, depth):
+def test_endless_lower_numbers_do_not_starve_higher_ones(seqs, depth):
     """Three of two higher numbers: the one with k older ones is passed 64 (k + 1) times at most."""
     simulation = simulate("priority", max_num_seqs=seqs, depth=depth)
     flood = Flood(simulation, width=seqs + 2)
@@ -242,7 +242,7 @@ def test_lower_numbers_without_end_do_not_keep_higher_ones_waiting(seqs, depth):
     assert not any(each.facts.num_preemptions for each in low)
 
 
-def test_what_has_aged_takes_the_place_of_a_higher_number(monkeypatch):
+def test_aged_request_takes_the_slot_of_a_higher_number(monkeypatch):
     """Otherwise lower numbers that could use that slot would wait for it."""
     monkeypatch.setattr(POLICIES["priority"], "max_passes", 1)
     simulation = simulate("priority", max_num_seqs=2)
@@ -261,7 +261,7 @@ def test_what_has_aged_takes_the_place_of_a_higher_number(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_numbers_that_nobody_else_has_do_not_crowd_out_the_lowest():
+def test_many_distinct_numbers_do_not_starve_the_lowest_level():
     """However many numbers wait, one request in 65 of those that are admitted is of them."""
     simulation = simulate("priority", max_num_seqs=1)
     others = [make_request(f"own{n}", max_tokens=2, priority=n) for n in range(1, 100)]
@@ -300,7 +300,7 @@ def test_fcfs_mixes_both():
 
 
 def test_controlled_computes_prompts_in_batches_of_their_own():
-    """Two at a time though four have place; five waited, so the last comes alone at the end."""
+    """Two run at a time, although four fit; five waited, so the last runs alone."""
     simulation = simulate("controlled", prefill_batch_size=2, budget=16)
     for number in range(5):
         simulation.scheduler.add(make_request(f"r{number}", 12, 4, group=f"g{number}"))
@@ -327,7 +327,7 @@ def test_controlled_waits_for_its_batch_while_others_run():
     simulation.run_out()
 
 
-def test_the_longest_prefix_goes_first_but_not_for_ever():
+def test_longest_prefix_goes_first_but_not_forever():
     simulation = simulate("longest-prefix", max_num_seqs=1)
     scheduler, prefix = simulation.scheduler, list(range(300, 316))
     scheduler.add(make_request("warm", [*prefix, 1], 1))
@@ -339,7 +339,7 @@ def test_the_longest_prefix_goes_first_but_not_for_ever():
     assert list(simulation.done).index("cold") == 1 + MAX_BYPASSES
 
 
-def test_a_phase_with_nothing_in_it_is_not_an_empty_step():
+def test_phase_without_work_makes_no_empty_step():
     class DecodesOnly(Policy):
         def phase(self, counts):
             return Phase.DECODES
@@ -359,7 +359,7 @@ def make_running(pool, name, num_tokens, shared=()):
     return request
 
 
-def test_the_victim_is_who_loses_least():
+def test_victim_loses_the_least_work():
     pool = BlockPool(100, 4)
     long, short, sharing = (
         make_running(pool, "long", 40),

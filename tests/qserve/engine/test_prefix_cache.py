@@ -1,4 +1,4 @@
-"""The prefix cache and the scheduler: who finds which pages, and when. One test for each trap."""
+"""Prefix cache and scheduler: which request finds which pages, and when. One test per hazard."""
 
 from itertools import count
 
@@ -86,7 +86,7 @@ def test_a_page_is_found_by_others_of_the_step_that_fills_it():
     simulation.run_out()
 
 
-def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
+def test_request_waits_for_a_shared_prompt_that_is_being_computed():
     """The others are computed meanwhile; once it is cached, it delays no request."""
     simulation = simulate(budget=8, max_num_seqs=4)
     for name in ("r0", "r1", "r2"):
@@ -102,8 +102,8 @@ def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
     }
 
 
-def test_a_request_that_waits_for_pages_does_not_wait_for_ever():
-    """Where the one that computes them is aborted, it computes them itself."""
+def test_request_that_waits_for_pages_does_not_wait_forever():
+    """If the request that computes the pages is aborted, it computes them itself."""
     simulation = simulate(budget=8)
     first, second = (make_request(name, [*PREFIX, 1], group=name) for name in ("r0", "r1"))
     simulation.scheduler.add(first)
@@ -260,7 +260,7 @@ def test_a_reset_forgets_all_and_disturbs_nobody():
 
 
 def test_pages_of_a_failed_request_are_found_by_nobody():
-    """Its logits were no numbers: its keys may not be, too."""
+    """Its logits were NaN, so its keys may be NaN, too."""
     scheduler = make_scheduler(num_pages=64, budget=64)
     bad = make_request("bad", [*PREFIX, 1], max_tokens=9)
     scheduler.add(bad)
@@ -274,8 +274,8 @@ def test_pages_of_a_failed_request_are_found_by_nobody():
 
 
 @pytest.mark.parametrize("num_slots", [0, 8])
-def test_nor_those_that_left_its_window_before(num_slots):
-    """They lie in the cache, or on the host; and pages of others are still found."""
+def test_pages_outside_the_window_of_a_failed_request_are_not_found(num_slots):
+    """They are in the cache or on the host. Pages of other requests are still found."""
     num_pages = 5 if num_slots else 8
     simulation = simulate(num_pages=num_pages, budget=PAGE, window=PAGE, num_slots=num_slots)
     scheduler, pool = simulation.scheduler, simulation.scheduler.pool

@@ -1,4 +1,4 @@
-"""The line between the leader and a rank: what is begun is answered when it is done, or not at all.
+"""Connection between the leader and a rank: calls are answered when they end, or not at all.
 
 The rank is a thread here, at the other end of a socket pair.
 """
@@ -52,7 +52,7 @@ def two():
     rank_group.close()
 
 
-def test_what_is_begun_last_may_be_done_first(two):
+def test_later_call_may_end_first(two):
     rank_group, ends = two
     slow, fast = rank_group.begin("read", 5), rank_group.begin("read", 6)
     for rank, end in enumerate(ends):
@@ -68,7 +68,7 @@ def test_what_is_begun_last_may_be_done_first(two):
         assert slow[rank].result(WAIT_SECONDS) == (1, 2)
 
 
-def test_what_fails_at_one_rank_is_its_own_and_the_rank_goes_on(two):
+def test_failed_call_does_not_end_the_rank(two):
     rank_group, (one, other) = two
     first, second = rank_group.begin("read", 1)
     found = Future()
@@ -88,7 +88,7 @@ def test_what_fails_at_one_rank_is_its_own_and_the_rank_goes_on(two):
     assert rank_group.replies() == [[4], [5]]
 
 
-def test_nobody_waits_for_a_rank_that_is_gone(two):
+def test_calls_to_a_lost_rank_end(two):
     rank_group, (one, other) = two
     first, second = rank_group.begin("read", 1)
     one.connection.close()

@@ -1,4 +1,4 @@
-"""The engine's reports: counts of a scripted run, each reported once, and zero at the end."""
+"""Reports of the engine: counts of a scripted run, each reported once, then zero."""
 
 import time
 from dataclasses import replace
@@ -32,7 +32,7 @@ def add(engine, name, prompt, output) -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_each_step_is_told_once(make_engine, steps_in_flight):
+def test_each_step_is_reported_once(make_engine, steps_in_flight):
     engine = make_engine(steps_in_flight, num_gpu_blocks_override=50, max_num_batched_tokens=8)
     idle = EngineReport(num_pages=50)
     assert engine.report() == idle
@@ -73,7 +73,7 @@ def test_time_in_the_queue_begins_when_the_request_was_sent(make_engine):
     assert 100 < seconds < time.perf_counter() - sent
 
 
-def test_first_token_tells_how_long_its_request_queued(make_engine):
+def test_first_token_reports_the_queue_time(make_engine):
     engine = make_engine(0, num_gpu_blocks_override=50)
     params = SamplingParams(max_tokens=1)
     engine.add_request("a", [5], params, time.perf_counter() - 7)
@@ -95,7 +95,7 @@ def test_preempted_outputs_are_counted_and_queue_once(make_engine):
     assert preempted > 0 and queued == 2
 
 
-def test_abort_leaves_nothing_to_tell(make_engine):
+def test_abort_leaves_nothing_to_report(make_engine):
     engine = make_engine(0, num_gpu_blocks_override=50)
     for name in "abc":
         add(engine, name, 6, 50)

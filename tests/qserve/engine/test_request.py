@@ -1,4 +1,4 @@
-"""A request takes what was sampled, one token or several."""
+"""A request accepts one sampled token or several."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -52,7 +52,7 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
     runner = SimpleNamespace(
         device=CPU,
         allocate_pages=allocated.append,
-        free_pages=lambda: None,
+        layer_caches=SimpleNamespace(free=lambda: None),
         launch=lambda step: SimpleNamespace(result=lambda: None),
         config=SimpleNamespace(gpu_memory_utilization=0.5),
         bytes_per_page=1,

@@ -16,7 +16,7 @@ from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_s
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_random_schedules_keep_every_promise(data):
+def test_random_schedules_keep_every_invariant(data):
     # short enough that it runs out in schedules of this size
     with mock.patch.object(admission, "PATIENCE", data.draw(st.integers(0, 4))):
         check_random_schedule(data.draw)
@@ -84,7 +84,7 @@ def check_random_schedule(draw):
         assert reason == "stop" or len(output) == request.max_tokens
 
 
-def test_decode_rides_with_the_chunks_of_a_long_prompt():
+def test_decode_shares_steps_with_chunks_of_a_long_prompt():
     scheduler = make_scheduler(num_pages=64, budget=8)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
     short, long = make_request("r0", 2, 20), make_request("r1", 50, 2)
@@ -99,7 +99,7 @@ def test_decode_rides_with_the_chunks_of_a_long_prompt():
     assert [chunk.num_sampled for chunk in plan.chunks] == [1, 0]
 
 
-def test_youngest_gives_way_and_keeps_its_tokens():
+def test_youngest_is_preempted_and_keeps_its_tokens():
     scheduler = make_scheduler(num_pages=4, page_size=2, max_num_seqs=4, budget=16)
     old, young = make_request("r0", 3, 6), make_request("r1", 3, 6)
     scheduler.add(old)
@@ -163,7 +163,7 @@ def test_budget_below_the_number_of_requests_is_refused():
 
 
 def test_a_chunk_may_sample_several_tokens():
-    """As a step that verifies drafts does; the request takes them up to its end."""
+    """For example a step that verifies drafts; the request accepts the tokens up to its end."""
     scheduler = make_scheduler(num_pages=64)
     first, second = make_request("r0", max_tokens=9), make_request("r1", max_tokens=9)
     for request in (first, second):
@@ -178,7 +178,7 @@ def test_a_chunk_may_sample_several_tokens():
     scheduler.check_integrity()
 
 
-def test_pages_that_left_the_window_are_given_back():
+def test_pages_outside_the_window_are_freed():
     """With 40 tokens in pages of 4, a query sees 6: it and the next one need 3 pages at most."""
     scheduler = make_scheduler(10, 4, 2, budget=8, window=6)
     request = make_request("r0", prompt=16, max_tokens=24)
@@ -193,7 +193,7 @@ def test_pages_that_left_the_window_are_given_back():
     assert scheduler.pool.num_free == 10
 
 
-def test_pages_of_a_window_are_no_ransom():
+def test_preemption_frees_only_pages_still_held():
     """A preempted request frees the pages that it still holds, not those already released."""
     scheduler = make_scheduler(10, 4, 2, budget=8, window=4)
     request = make_request("r0", prompt=24, max_tokens=12)
@@ -214,7 +214,7 @@ def asking(name, prompt):
 
 
 def test_log_probabilities_of_prompts_yield_to_decodes(monkeypatch):
-    """They cost more than their tokens, and who decodes would wait for all of a step's budget."""
+    """They cost more than their tokens; otherwise decodes would wait for a whole step's budget."""
     monkeypatch.setattr("qserve.engine.scheduling.chunked_prefill.ROWS_BESIDE_DECODES", 5)
     scheduler = make_scheduler(num_pages=64, budget=40, max_num_seqs=8)
     alone = asking("alone", 30)

@@ -1,4 +1,4 @@
-"""Copies of states: who begins from which, and that none is taken for one of other tokens."""
+"""State snapshots: which request starts from which, and none from a state of other tokens."""
 
 from itertools import count
 from unittest import mock
@@ -22,7 +22,7 @@ PREFIX = list(range(200, 200 + 8 * PAGE))
 
 @pytest.fixture(autouse=True)
 def small():
-    """Copies of a few tokens are worth while."""
+    """Make snapshots worthwhile after few tokens."""
     with (
         mock.patch.object(state_snapshots, "SPACING", 4 * PAGE),
         mock.patch.object(state_snapshots, "LEAST_GAIN", PAGE),
@@ -204,7 +204,7 @@ def test_an_evicted_copy_comes_back_from_the_host():
     assert run(simulation, make_request("d", list(range(33)))) == [32]
 
 
-def test_of_a_copy_on_the_host_nothing_is_left_after_a_reset():
+def test_reset_drops_snapshots_on_the_host():
     simulation = simulate(num_snapshots=1, num_slots=20, host=HostTier(3))
     run(simulation, make_request("a", [*PREFIX, 1]), make_request("b", list(range(33))))
     simulation.scheduler.reset_prefix_cache()
@@ -246,7 +246,7 @@ def test_copies_of_a_failed_step_are_found_by_nobody():
     assert run(simulation, make_request("d", [*PREFIX, 1])) == [0]
 
 
-def test_who_was_restored_and_computed_nothing_fails_with_the_step():
+def test_restored_request_without_tokens_fails_with_the_step():
     """It is unknown whether its state was copied."""
     simulation = simulate()
     scheduler = simulation.scheduler
@@ -260,7 +260,7 @@ def test_who_was_restored_and_computed_nothing_fails_with_the_step():
     assert {event.request_id for event in scheduler.fail_step(plan, "no memory")} == {"b", "c"}
 
 
-def test_logits_that_are_nan_leave_no_copy():
+def test_nan_logits_leave_no_snapshot():
     simulation = simulate()
     scheduler = simulation.scheduler
     scheduler.add(bad := make_request("bad", [*PREFIX, 1], max_tokens=3))
@@ -273,7 +273,7 @@ def test_logits_that_are_nan_leave_no_copy():
     assert run(simulation, make_request("again", [*PREFIX, 1])) == [0]
 
 
-def test_a_reset_forgets_copies_and_lets_who_runs_make_none():
+def test_reset_drops_snapshots_and_running_requests_make_none():
     simulation = simulate()
     scheduler = simulation.scheduler
     run(simulation, make_request("a", [*PREFIX, 1]))

@@ -1,4 +1,4 @@
-"""A plan as values: what its rows ask of the sampler, which rows are whose, nothing but numbers."""
+"""A plan as arrays: sampling words of its rows, and the request of each row."""
 
 import math
 from dataclasses import fields, is_dataclass
@@ -161,7 +161,7 @@ def decode_array(kind, made):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_step_survives_the_trip_to_another_process(num_steps):
+def test_step_is_unchanged_after_a_codec_round_trip(num_steps):
     """Round trip of a full schedule through a codec that knows its types and arrays."""
     scheduler = Scheduler(
         BlockPool(64, 4), max_num_seqs=8, max_num_batched_tokens=32, prefix_caching=False
@@ -211,8 +211,8 @@ def test_out_of_range_parameters_are_refused(field, value):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_few_decodes_are_built_as_many_are(seed, monkeypatch):
-    """Steps of a few requests take a path of their own, to the same arrays."""
+def test_few_decodes_build_the_same_arrays(seed, monkeypatch):
+    """Steps of a few requests take a separate code path, with the same result."""
     kinds = ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 3}, {"logprobs": 2}, {"min_tokens": 1})
 
     def steps(most_few):

@@ -1,4 +1,4 @@
-"""Chunks that fit the target: the model of step times, and the scheduler with a fake device."""
+"""Chunk sizes for a latency target: the model of step times, and a scheduler with a fake device."""
 
 import random
 from collections import deque
@@ -100,13 +100,13 @@ def test_the_same_measurements_give_the_same_chunks():
     assert plans[0] == plans[1]
 
 
-def test_nobody_waits_for_a_prompt_that_runs_alone():
+def test_chunk_of_a_prompt_that_runs_alone_is_not_limited():
     simulation = make(TARGET)
     simulation.scheduler.add(make_request("r0", 8000, 2))
     assert simulation.step().num_tokens == 8000
 
 
-def test_a_prompt_comes_to_its_end_whatever_the_target():
+def test_every_target_lets_a_prompt_finish():
     simulation = make(0.0001)
     simulation.scheduler.add(make_request("r0", 16, 200))
     simulation.step()
@@ -128,7 +128,7 @@ def fitted(noise=0.0, seed=3, num_steps=300):
     return pace
 
 
-def test_it_learns_what_a_step_costs():
+def test_model_learns_the_cost_of_steps():
     load = StepLoad(num_prompt_tokens=400, num_decodes=30, num_keys=30_000, num_pairs=400_000)
     assert fitted().predict(load) == pytest.approx(gpu_seconds(load), rel=0.01)
     assert fitted(noise=0.2).predict(load) == pytest.approx(gpu_seconds(load), rel=0.1)
@@ -150,7 +150,7 @@ def test_later_parts_of_a_prompt_come_in_smaller_chunks():
     assert pace.max_prompt_tokens(load, 100_000, 8192) < pace.max_prompt_tokens(load, 0, 8192)
 
 
-def test_one_step_that_was_held_up_does_not_count_for_much():
+def test_single_delayed_step_has_little_weight():
     pace = fitted()
     load = StepLoad(num_prompt_tokens=300, num_decodes=30, num_keys=30_000)
     before = pace.predict(load)
@@ -161,7 +161,7 @@ def test_one_step_that_was_held_up_does_not_count_for_much():
     assert pace.predict(load) == pytest.approx(gpu_seconds(load), rel=0.05)
 
 
-def test_it_follows_a_device_that_becomes_slower():
+def test_model_follows_a_device_that_becomes_slower():
     pace = fitted()
     load = StepLoad(num_prompt_tokens=300, num_decodes=30, num_keys=30_000)
     for _ in range(200):

@@ -31,7 +31,7 @@ def test_edges_of_words(vocab_size):
     assert allowed_of(made.mask([1], 1), vocab_size) == ids, "the mask itself was changed"
 
 
-def test_last_token_of_a_sequence_is_forbidden_behind_the_others():
+def test_last_token_of_a_bad_word_is_forbidden_after_the_others():
     made = TokenFilter(100, None, [(5,), (1, 2, 3), (2, 4), (2, 2, 6)])
     everything = set(range(100)) - {5}
     for output, forbidden in (
@@ -60,20 +60,20 @@ def generate(llm, prompt="A trait is", **params):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_only_allowed_tokens_come(llm, temperature):
+def test_only_allowed_tokens_are_sampled(llm, temperature):
     found = generate(llm, allowed_token_ids=DIGITS, temperature=temperature)
     assert len(found.token_ids) == 24 and set(found.token_ids) <= set(DIGITS)
     assert temperature == 0 or len(set(found.token_ids)) > 1
 
 
-def test_an_end_comes_where_it_is_allowed(llm):
+def test_output_ends_where_an_end_token_is_allowed(llm):
     found = generate(llm, allowed_token_ids=[END], max_tokens=9)
     assert (found.finish_reason, list(found.token_ids)) == ("stop", [END])
     found = generate(llm, allowed_token_ids=[END, 20], min_tokens=3, logit_bias={END: 100.0})
     assert list(found.token_ids) == [20, 20, 20, END]
 
 
-def test_a_bad_word_does_not_come(llm):
+def test_bad_word_is_not_sampled(llm):
     free = generate(llm, temperature=0)
     words = sorted({word for word in free.text.split() if len(word) > 1})
     assert len(words) > 3
@@ -83,7 +83,7 @@ def test_a_bad_word_does_not_come(llm):
         assert word not in found.text.split()
 
 
-def test_a_word_of_several_tokens_does_not_come_to_its_end(llm):
+def test_bad_word_of_several_tokens_is_not_completed(llm):
     free = generate(llm, temperature=0).token_ids
     sequence = tuple(free[3:6])
     found = generate(llm, temperature=0, bad_words_token_ids=[sequence]).token_ids
@@ -122,7 +122,7 @@ def test_nothing_left_ends_the_request_with_the_reason(llm, params, names):
         {"bad_words_token_ids": [(3, 8192)]},
     ],
 )
-def test_what_can_never_begin_is_refused(llm, params):
+def test_request_that_can_never_begin_is_refused(llm, params):
     with pytest.raises(InputError, match=next(iter(params)).replace("_words_token_ids", "_words")):
         generate(llm, **params)
 

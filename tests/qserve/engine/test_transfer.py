@@ -8,7 +8,7 @@ from qserve.engine.step.transfer import HostCopy, PinnedCopies, all_to_device
 CPU = torch.device("cpu")
 
 
-def test_arrays_of_one_transfer_begin_at_whole_words():
+def test_arrays_of_one_transfer_are_aligned():
     arrays = [np.arange(start, start + size) for start, size in ((3, 1), (9, 4), (20, 0), (5, 3))]
     found = all_to_device(arrays, CPU)
     assert [tensor.tolist() for tensor in found] == [array.tolist() for array in arrays]

@@ -1,4 +1,4 @@
-"""The order of admission: turns of clients and groups, and how long any request waits at most."""
+"""Order of admission: turns of clients and groups, and the maximum wait of a request."""
 
 import random
 from collections import Counter
@@ -46,7 +46,7 @@ def test_single_requests_of_many_groups_are_served_as_they_come():
     assert served == requests
 
 
-def test_those_that_lost_their_pages_come_first():
+def test_preempted_requests_come_first():
     queue = WaitingQueue()
     push(queue, make_request("r0"))
     lost = [make_request("r1", group="g"), make_request("r2", client="c")]
@@ -87,7 +87,7 @@ def test_turns_cost_tokens():
     assert 0.9 * 4 < counts["short"] / counts["long"] < 1.2 * 4
 
 
-def test_who_comes_late_does_not_get_what_it_missed():
+def test_late_client_does_not_catch_up_missed_turns():
     queue = WaitingQueue()
     for client in ("early", "late"):
         push(queue, *(make_request("r", 9, client=client) for _ in range(20)))
@@ -114,7 +114,7 @@ def test_requests_that_end_while_they_wait_leave_nothing_behind():
     assert len(queue) == queue.num_tokens == 0
 
 
-def test_memory_is_of_what_waits_not_of_what_came():
+def test_memory_is_bounded_by_waiting_requests():
     """The oldest stays first in line while thousands arrive after it and leave."""
     queue = WaitingQueue()
     push(queue, make_request("r0"))
@@ -125,7 +125,7 @@ def test_memory_is_of_what_waits_not_of_what_came():
     assert len(queue._heads) < 50 and len(queue._clients._heap) < 50
 
 
-def test_shorter_ones_go_before_longer_ones_of_other_groups():
+def test_shorter_requests_go_before_longer_ones_of_other_groups():
     queue = WaitingQueue()
     long = make_request("long", prompt=90, group="a")
     behind = make_request("behind", prompt=2, group="a")
@@ -138,7 +138,7 @@ def test_shorter_ones_go_before_longer_ones_of_other_groups():
     assert queue.first_shorter(50, other_than=()) is None
 
 
-def test_the_oldest_is_passed_over_so_often_and_no_more():
+def test_oldest_is_passed_over_a_limited_number_of_times():
     queue = WaitingQueue()
     push(queue, make_request("long", prompt=90, group="a"))
     for n in range(MAX_BYPASSES):
@@ -155,8 +155,8 @@ def test_the_oldest_is_passed_over_so_often_and_no_more():
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_nobody_waits_longer_than_the_bound(data):
-    """While clients come without end, choosing whom to pass over, too."""
+def test_no_request_waits_longer_than_the_bound(data):
+    """Endless clients arrive and also choose which request to pass over."""
     draw = data.draw
     most = draw(st.integers(0, 5))
     queue, heads, admitted = WaitingQueue(max_bypasses=most), {}, 0
@@ -186,7 +186,7 @@ def test_nobody_waits_longer_than_the_bound(data):
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_shares_of_those_that_keep_waiting_differ_by_one_request(data):
+def test_shares_of_waiting_clients_differ_by_one_request(data):
     draw = data.draw
     clients = draw(st.lists(st.integers(1, 2000), min_size=2, max_size=5))
     queue = WaitingQueue(max_bypasses=10**6)
@@ -203,7 +203,7 @@ def test_shares_of_those_that_keep_waiting_differ_by_one_request(data):
 
 
 @given(names=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30))
-def test_turns_are_in_the_order_that_they_state(names):
+def test_turns_are_taken_in_their_stated_order(names):
     turns = FairOrder()
     for cost, name in enumerate(names):
         turns.join(name)

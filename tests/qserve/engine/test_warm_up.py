@@ -1,4 +1,4 @@
-"""Warm-up reaches every kernel that serving can reach: from the plans, and on a GPU for real."""
+"""Warm-up launches every kernel that serving can launch: by the plans, and on a GPU."""
 
 import pytest
 import torch

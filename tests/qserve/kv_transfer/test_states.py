@@ -75,7 +75,7 @@ def test_what_is_not_there_is_computed(lost, shelf, make_engine, tiny_model, col
     run(first, [PROMPT], ONE)
     second = make_engine(model=tiny_model("qwen3_5"))
     before = pages_of_host(second)
-    page_bytes = first.runner.page_copies.page_bytes
+    page_bytes = first.runner.layer_caches.page_copies.page_bytes
     if lost == "load":
         shelf.fails = ("load",)
     else:
@@ -102,7 +102,7 @@ def test_a_snapshot_less_deep_is_loaded_where_pages_of_the_deepest_are_gone(
     early = set(shelf.pages)
     longer = PROMPT + PROMPT[::-1]
     run(first, [longer], ONE)
-    page_bytes = first.runner.page_copies.page_bytes
+    page_bytes = first.runner.layer_caches.page_copies.page_bytes
     late = [key for key, page in shelf.pages.items() if key not in early]
     del shelf.pages[next(key for key in late if len(shelf.pages[key]) == page_bytes)]
     found, cached = run(make_engine(model=tiny_model("qwen3_5")), [longer])

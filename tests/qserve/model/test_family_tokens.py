@@ -387,4 +387,4 @@ def test_shared_layers_keep_nothing(model_of):
     sizes = [spec.bytes_per_page for spec in runner.cache_specs]
     assert all(sizes[:3]) and not any(sizes[3:])
     assert runner.bytes_per_page == sum(sizes)
-    assert len(runner.cache_tensors()) == 6  # keys and values of three layers
+    assert len(runner.layer_caches.tensors()) == 6  # keys and values of three layers

@@ -12,7 +12,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache import state_snapshots
-from qserve.engine.runner import model_runner
+from qserve.engine.runner import layer_caches
 from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
@@ -60,8 +60,9 @@ def make_engine(folder, steps_in_flight=0, **settings):
     for cache in engine.runner.caches:
         for tensor in cache.slot_tensors:  # what no request has written
             tensor.fill_(torch.nan)
-    if engine.runner.state_copies is not None:  # memory of an earlier engine may have its states
-        engine.runner.state_copies._slots_SF.fill_(255)  # NaN
+    copies = engine.runner.layer_caches.state_copies
+    if copies is not None:  # memory of an earlier engine may have its states
+        copies._slots_SF.fill_(255)  # NaN
     return engine
 
 
@@ -122,14 +123,14 @@ def test_the_same_tokens(tiny_model, without, name, mode, steps_in_flight):
 @pytest.mark.parametrize("wrong", ["saved_to", "restored_to", "stored_to", "loaded_to"])
 def test_a_copy_that_is_not_made_is_seen(tiny_model, without, monkeypatch, wrong):
     """By NaN, which no request has written over."""
-    copy = model_runner.copy_states
+    copy = layer_caches.copy_states
 
     def copies_less(caches, moves, device, host):
         none = np.zeros(0, np.int64)
         without = {wrong: none, wrong.replace("_to", "_from"): none}
         copy(caches, replace(moves, **without), device, host)
 
-    monkeypatch.setattr(model_runner, "copy_states", copies_less)
+    monkeypatch.setattr(layer_caches, "copy_states", copies_less)
     with pytest.raises(AssertionError, match="NaN|=="):
         found, *_ = chats(make_engine(tiny_model("qwen3_5"), **EVICTED))
         assert found == without("qwen3_5")
@@ -150,13 +151,13 @@ def test_a_copy_that_is_not_made_is_seen(tiny_model, without, monkeypatch, wrong
 def test_copies_on_the_host(tiny_model, without, name, in_flight):
     """Few copies and pages fit on the device: most come back from the host."""
     engine = make_engine(tiny_model(name), in_flight, **EVICTED)
-    loaded, load = [], engine.runner.state_copies.load
+    loaded, load = [], engine.runner.layer_caches.state_copies.load
 
     def counted(moves):
         loaded.extend(moves.loaded_slots)
         load(moves)
 
-    engine.runner.state_copies.load = counted
+    engine.runner.layer_caches.state_copies.load = counted
     found, _, num_cached = chats(engine)
     assert found == without(name)
     assert len(loaded) > 3 and num_cached > 200

@@ -188,7 +188,7 @@ def prompt_of_rank(folder, context=None, **settings):
     step = StepInput.of_sequence(list(range(3, 60)), [1, 4, 2, 3], page_size=16, params=params)
     handle = runner.launch(step)
     (token,), (logprobs,) = handle.result(), handle.logprobs()
-    return token, logprobs.logprob, [each.clone() for each in runner.cache_tensors()]
+    return token, logprobs.logprob, [each.clone() for each in runner.layer_caches.tensors()]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_steps_in_graphs(replayed, tmp_path, in_flight):
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     engine = make_engine(folder, in_flight, speculative_config=json.dumps(config))
     engine.runner.capture_graphs(6, engine.max_model_len)
-    engine.runner.covered.covered_P.fill_(-1000)
+    engine.runner.layer_caches.covered.covered_P.fill_(-1000)
     verified = []
     engine.scheduler.speculation.observe = lambda *counts: verified.append(counts)
     assert chats(engine)[0] == want

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from qserve.engine.kv_cache import state_snapshots
-from qserve.engine.runner.covered_tokens import CoveredTokens
+from qserve.engine.runner.layer_caches import CoveredTokens
 from qserve.model.blocks.states.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
@@ -87,7 +87,7 @@ def speculating(
         prophet.install(monkeypatch, tuple(texts.values()))
     config = {"num_speculative_tokens": count, "adaptive": False, **DRAFTERS[drafter]}
     engine = make(folder, in_flight, speculative_config=json.dumps(config), **settings)
-    engine.runner.covered.covered_P.fill_(-1000)  # what no request has written
+    engine.runner.layer_caches.covered.covered_P.fill_(-1000)  # what no request has written
     return engine
 
 

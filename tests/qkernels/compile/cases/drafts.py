@@ -53,7 +53,7 @@ def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
 
 
 def draft_input(M: int, C: int, form: LimbForm | None = None) -> None:
-    """What a draft head reads of M tokens and states, and its logits in the model's places."""
+    """Make a draft head's inputs from M tokens and states, and spread its logits."""
     tokens = torch.zeros(M, dtype=torch.int64)
     inputs = tokens, empty(64, C), empty(C), empty(M, C), empty(C), 1e-5
     ops.embed_norms(*inputs, form)

@@ -1,4 +1,4 @@
-"""system_fingerprint: other where bits may differ, the same where they cannot."""
+"""system_fingerprint: changes if bits may differ, and only then."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def reserved_bytes() -> int:
-    """Of this process alone: other tests may use the GPU at the same time."""
+    """Return the memory of this process, since other tests may use the GPU at the same time."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # what earlier tests' models held

@@ -1,4 +1,4 @@
-"""Pauses: no request is lost, none runs that should not, and each ends as the mode says."""
+"""Pauses: no request is lost or runs while paused, and each ends as its mode requires."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tensors shared between processes: the same bits, and no file that was not made for it."""
+"""Tensors shared between processes: equal bits, and no other file is opened."""
 
 import errno
 import multiprocessing

@@ -226,7 +226,7 @@ def test_update_wakes_dropped_weights(tiny_model, tmp_path):
     assert tokens(llm) == wanted and llm.weight_version == "3"
 
 
-def test_lost_tensors_are_told(tiny_model, caplog):
+def test_lost_tensors_are_reported(tiny_model, caplog):
     """A sleep of level 2 drops tensors that no folder has: the version goes back with them."""
     llm = start(tiny_model("llama"))
     before = tokens(llm)

@@ -1,4 +1,4 @@
-"""Where a prompt goes: to who has its beginning, unless that one has much more to do."""
+"""Routing of a prompt: to the server with its longest prefix, unless this server is much busier."""
 
 import random
 
@@ -35,7 +35,7 @@ def test_the_longest_match_wins_and_all_servers_are_ranked():
 
 
 def test_a_block_that_differs_ends_the_match_for_good():
-    """What comes after it is not the same prefix, though its text is."""
+    """Equal text after a different block is not the same prefix."""
     table = PrefixTable()
     table.note(text(1), "a")
     table.note(text(2), "b")
@@ -52,7 +52,7 @@ def test_a_block_that_differs_ends_the_match_for_good():
         ({"a": 151, "b": 100}, "b"),
     ],
 )
-def test_a_server_with_much_more_to_do_is_passed_by(loads, first):
+def test_busy_server_is_passed_over(loads, first):
     table = PrefixTable()
     table.note(text(1), "a")
     assert table.choose(text(1), loads)[0] == first
