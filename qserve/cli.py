@@ -18,7 +18,13 @@ from formats.names import GGUF
 from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command_line import config_file, interrupts
-from qserve.command_line.arguments import Parser, add_commands, check_argument, with_dashes
+from qserve.command_line.arguments import (
+    VLLM_SETTINGS,
+    Parser,
+    add_commands,
+    check_argument,
+    with_dashes,
+)
 from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
@@ -247,6 +253,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
     for client in HTTP_CLIENTS:
         logging.getLogger(client).setLevel(logging.WARNING)
+    for note in arguments.notes:
+        logging.info(note)
     settings = []
     try:
         check_argument(command, arguments)
@@ -316,7 +324,8 @@ def _with_config_file(argv: list[str]) -> list[str]:
         if field.name != command.argument and not field.metadata["positional"]
     }
     # The file's settings come first: for a repeated flag the last value counts.
-    arguments = config_file.as_arguments(path, settings, known)
+    vllm = [name for cls in command.settings for name in VLLM_SETTINGS.get(cls, ())]
+    arguments = config_file.as_arguments(path, settings, known, vllm)
     # Positional arguments stay together, as the parser takes several only if no flag is in between.
     num_first = next((i for i, each in enumerate(others) if each.startswith("-")), len(others))
     if argument is not None and not num_first:

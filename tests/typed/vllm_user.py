@@ -27,6 +27,8 @@ def offline() -> None:
         dtype="bfloat16",
         max_model_len=4096,
         gpu_memory_utilization=0.8,
+        trust_remote_code=True,
+        swap_space=4,
         speculative_config={"method": "ngram", "num_speculative_tokens": 4},
         lora_modules=["sql=./sql"],
     )
