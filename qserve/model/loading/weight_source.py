@@ -24,6 +24,7 @@ from formats.layouts import (
     tensor_names,
 )
 from qserve.model.loading.digest_threads import DigestThreads
+from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.read_ahead import Ranges, ReadAhead
 from qserve.model.model_config import ModelConfig
 
@@ -50,6 +51,7 @@ class WeightSource:
         self._used: set[str] = set()
         self._kept: dict[str, Weight] = {}  # weights that were decoded before they are requested
         self.digests: DigestThreads | None = None  # gets everything that is read
+        self._finite = FiniteCheck()
         self._mislabelled = 0  # linears whose zero points contradict checkpoint_format
 
     def tensor(
@@ -73,8 +75,11 @@ class WeightSource:
             )
         self._used.add(name)
         if rows is not None and self.digests is None:
-            return self._read.rows(name, rows)
+            found = self._read.rows(name, rows)
+            self._finite.add(name, found)
+            return found
         found = self._read.get(name)
+        self._finite.add(name, found)
         if self.digests is not None:
             self.digests.tensor(name, found)
         return found if rows is None else found[list(rows)]
@@ -154,7 +159,9 @@ class WeightSource:
         if not isinstance(entry, TensorEntry) or entry.shape != shape:
             return None  # already in memory, or invalid: then `tensor` raises the error
         self._used.add(name)
-        return self._read.get_rows(name, ranges)
+        found = self._read.get_rows(name, ranges)
+        self._finite.add(name, found)
+        return found
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> Weight | None:
         """Return some outputs of a quantized linear; None if they cannot be read separately.
@@ -224,11 +231,12 @@ class WeightSource:
         return name in self.reader
 
     def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
-        """End reading. Raises CheckpointError with the names if tensors were not used.
+        """End reading. Raises CheckpointError if tensors were not used, or are not finite.
 
         `unread`: name prefixes of tensors that other ranks use. `without`: modules that they use.
         """
         self._read.close()
+        self._finite.check()
         if self.reader.num_other_parts:
             logger.info(
                 "%s: loading only the text model; %d tensors of other parts are not read",

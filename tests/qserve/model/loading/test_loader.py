@@ -1,6 +1,7 @@
 """Loading ends with an audit: nothing missing, nothing left over, no half-merged group."""
 
 import json
+import math
 import re
 import shutil
 
@@ -54,6 +55,23 @@ def refuse(folder, *words):
 
 def test_missing_tensor_is_named(edited):
     refuse(edited(lambda s: s.pop("model.layers.2.mlp.down_proj.qzeros")), "layers.2.mlp.down_proj")
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.embed_tokens.weight", math.nan),  # of a token that no test uses
+        ("model.norm.weight", math.inf),
+        ("model.layers.2.mlp.up_proj.weight", -math.inf),
+    ],
+)
+def test_float_tensor_that_is_not_finite_is_named(edited, docs_5m, model_impl, name, value):
+    def spoil(state):
+        state[name].view(-1)[-1] = value
+
+    with pytest.raises(CheckpointError, match=f"^{re.escape(name)}: NaN or infinity"):
+        load(edited(spoil, source=docs_5m), model_impl=model_impl)
 
 
 def test_missing_float_tensor_is_named(edited):
@@ -150,7 +168,7 @@ def test_strange_config_is_one_line(edited, key, value):
 
 
 def test_weights_that_compute_nan_are_one_line(edited):
-    folder = edited(lambda s: s["model.norm.weight"].fill_(float("nan")))
+    folder = edited(lambda s: s["model.norm.weight"].fill_(3e38))
     with pytest.raises(InputError, match="request 0-0: the model's logits contain NaN"):
         load(folder).generate([[5]], use_tqdm=False)
 
