@@ -41,7 +41,7 @@ from formats.plan import ACT_ORDER_FORMAT, EXCEPTIONS_FORMAT
 from formats.quant_config import BLOCK, HEAD, QuantConfig
 from formats.rules import LAYER_NUMBER, split_schemes
 from formats.scheme import CHANNEL, QuantSpec, Scheme
-from formats.table import names_text, size_text
+from formats.table import count_text, names_text, size_text
 
 BITS = (2, 3, 4, 8)  # without a scheme, the smallest of these that holds the largest code
 
@@ -63,7 +63,7 @@ class Saved:
     def to_text(self) -> str:
         counts = ", ".join(sorted(set(self.schemes.values())))
         lines = [
-            f"{len(self.schemes)} linears, {counts}, as {self.format}:"
+            f"{count_text(len(self.schemes), 'linear')}, {counts}, as {self.format}:"
             f" {size_text(self.num_bytes)} in {self.folder}"
         ]
         if self.left_in_float:

@@ -84,17 +84,21 @@ def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
+    from qserve.hub.local import local_config
     from qserve.llm import LLM
     from qserve.params.sampling_params import SamplingParams
+    from qserve.text.tokenizer import Tokenizer
 
-    # Checked before the model loads, so that a value out of range fails early.
+    # Parameters and tokenizer are checked before the model loads, which can take minutes.
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_tokens=config.max_tokens,
     )
-    llm = LLM(**dataclasses.asdict(engine))
+    engine = local_config(engine)
+    Tokenizer(engine.model, engine.tokenizer)
+    llm = LLM.from_engine_args(engine)
     if config.chat:
         message = {"role": "user", "content": config.prompt}
         output = llm.chat([message], params, use_tqdm=False)[0]

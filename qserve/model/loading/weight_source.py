@@ -23,6 +23,7 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
+from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.read_ahead import Ranges, ReadAhead
@@ -285,7 +286,8 @@ class WeightSource:
             some = ", ".join(sorted(left)[:4])
             raise CheckpointError(
                 str(self.reader.folder),
-                f"{len(left)} tensors do not belong to the model, such as {some}",
+                f"has {count_text(len(left), 'tensor')} that no layer of the model uses, such as"
+                f" {some}",
                 "check that config.json and the weights belong together",
             )
 

@@ -80,7 +80,7 @@ def test_missing_float_tensor_is_named(edited):
 
 def test_leftover_tensor_is_named(edited):
     folder = edited(lambda s: s.update({"model.layers.9.extra.weight": torch.zeros(2)}))
-    refuse(folder, "model.layers.9.extra.weight", "do not belong to the model")
+    refuse(folder, "model.layers.9.extra.weight", "that no layer of the model uses")
 
 
 @pytest.mark.parametrize(("value", "accepted"), [(0, True), (1, False)])
@@ -89,14 +89,14 @@ def test_old_gptq_files_have_biases_of_zero(edited, value, accepted):
     if accepted:
         load(folder)
     else:
-        refuse(folder, f"{Q_PROJ}.bias", "do not belong to the model")
+        refuse(folder, f"{Q_PROJ}.bias", "that no layer of the model uses")
 
 
 def test_layers_beyond_the_config_are_left_over(edited):
     refuse(
         edited(config=lambda c: c.update(num_hidden_layers=3)),
         "model.layers.3",
-        "do not belong to the model",
+        "that no layer of the model uses",
     )
 
 
