@@ -66,6 +66,8 @@ def offline() -> None:
     conversation = [{"role": "user", "content": "Hi"}]
     assert_type(llm.chat(conversation, params), list[RequestOutput])
     llm.chat([conversation, conversation], chat_template_kwargs={"enable_thinking": False})
+    llm.chat(conversation, tools=[{"type": "function", "function": {"name": "f"}}])
+    llm.get_tokenizer().apply_chat_template([], tokenize=False, add_generation_prompt=True)
     for beams in llm.beam_search(["a"], BeamSearchParams(beam_width=4)):
         assert_type(beams.sequences[0].logprobs, list[dict[int, Logprob]] | None)
 
