@@ -44,7 +44,8 @@ def check_storable(scheme: Scheme, subject: str) -> None:
     if reason is not None:
         raise SchemeError(
             subject,
-            f"QuantLinear cannot hold {scheme}: it has the tensors of {layout.name}, which {reason}",
+            f"QuantLinear cannot hold {scheme}: its tensors are those of {layout.name}, which"
+            f" {reason}",
             "TrainableQuantLinear and `qserve quantize` take more schemes",
         )
 
