@@ -208,7 +208,7 @@ class Scheme:
                 forms = f"{name}-sym{suffix or ''} or {name}-asym{suffix or ''}"
                 raise SchemeError(f"scheme {text!r}", "is neither sym nor asym", f"give {forms}")
             known = [*SCHEMES, *MICROSCALED]
-            near = difflib.get_close_matches(text.lower(), known, 1)
+            near = difflib.get_close_matches(text.lower(), list(SCHEMES), 1)
             remedy = f"did you mean {near[0]}? " if near else ""
             remedy += f"known schemes: {', '.join(known)}"
             raise SchemeError(f"scheme {text!r}", "unknown", remedy)

@@ -96,7 +96,7 @@ def test_a_layer_with_two_names_stays_one_layer():
     ("change", "scheme", "ignore", "problem"),
     [
         (None, "w4a16-sym", ["lm_head"], r"does not fit 2 of 3 linears \(odd, small\).*ignore"),
-        (None, "w8a8-fp8", [], "QuantLinear cannot hold w8a8-fp8: .*tensors of gptq"),
+        (None, "w8a8-fp8", [], "QuantLinear cannot hold w8a8-fp8: .*those of gptq"),
         (None, "w4a16-sym", ["lm_head"], r"name them in `ignore`\)$"),  # no groups fit 24 inputs
         (None, "w4a16-sym", ["lm_head", "odd"], r"`ignore`, or give the scheme w4a16-sym-g64\)$"),
         (None, "w5a16", [], "unknown"),
