@@ -34,7 +34,7 @@ from formats.layouts import (
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
-from formats.table import size_text
+from formats.table import count_text, size_text
 
 DEFAULT_MAX_SHARD_BYTES = 10**9
 
@@ -57,7 +57,7 @@ class Conversion:
     def to_text(self) -> str:
         return (
             "".join(f"{warning}\n" for warning in self.warnings)
-            + f"{self.num_linears} linears, {self.scheme}, from {self.from_format} to"
+            + f"{count_text(self.num_linears, 'linear')}, {self.scheme}, from {self.from_format} to"
             f" {self.to_format}: {size_text(self.bytes_before)} -> {size_text(self.bytes_after)}"
             f" in {self.seconds:.1f} s\nWrote {self.target}"
         )

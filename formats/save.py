@@ -4,6 +4,7 @@
 only when it is complete. Legend: N outputs, K inputs, G groups.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from formats.plan import ACT_ORDER_FORMAT, EXCEPTIONS_FORMAT
 from formats.quant_config import BLOCK, HEAD, QuantConfig
 from formats.rules import LAYER_NUMBER, split_schemes
 from formats.scheme import CHANNEL, QuantSpec, Scheme
-from formats.table import names_text, size_text
+from formats.table import count_text, names_text, size_text
 
 BITS = (2, 3, 4, 8)  # without a scheme, the smallest of these that holds the largest code
 
@@ -63,7 +64,7 @@ class Saved:
     def to_text(self) -> str:
         counts = ", ".join(sorted(set(self.schemes.values())))
         lines = [
-            f"{len(self.schemes)} linears, {counts}, as {self.format}:"
+            f"{count_text(len(self.schemes), 'linear')}, {counts}, as {self.format}:"
             f" {size_text(self.num_bytes)} in {self.folder}"
         ]
         if self.left_in_float:
@@ -100,6 +101,12 @@ def save_quantized(
     or if the format cannot store them. Also raises it if one of `readers` (vLLM, SGLang,
     transformers, this project) would not load the folder; the message names a format that it loads.
     """
+    if not isinstance(source_model, str | Path):
+        raise InputError(
+            "source_model",
+            f"expected the folder of the float model, found {type(source_model).__name__}",
+            "the other tensors, the tokenizer and the config are copied from its files",
+        )
     reader = CheckpointReader(source_model)
     find_side_files(reader.folder)  # fail now, not after the work
     if reader.config.get(BLOCK) is not None:
@@ -170,17 +177,10 @@ def _weights(
     for name, value in linears.items():
         entry = reader.entries.get(f"{name}.weight")
         if entry is None:
-            like = [
-                n for n, e in reader.entries.items() if LAYER_NUMBER.search(n) and len(e.shape) == 2
-            ]
-            raise InputError(
-                name,
-                f"{reader.folder} has no {name}.weight",
-                f"one of its linears is {next(iter(like), '').removesuffix('.weight')}",
-            )
+            raise InputError(name, f"{reader.folder} has no {name}.weight", _nearest(name, reader))
         _check_place(name, reader)
         if isinstance(value, tuple):
-            weight = _from_codes(name, value, scheme, bits)
+            weight = _from_codes(name, value, scheme, bits, tuple(entry.shape))
         elif isinstance(value, Weight):
             weight = value
         elif callable(getattr(value, "packed", None)):  # a QuantLinear
@@ -194,24 +194,44 @@ def _weights(
         weight.check(name)
         if isinstance(weight, PackedWeight):
             weight.check_range(name)
-        if entry.shape != (weight.out_features, weight.in_features):
-            raise InputError(
-                name,
-                f"has {[weight.out_features, weight.in_features]} codes, the model's weight is"
-                f" {list(entry.shape)}",
-                "codes are [outputs, inputs]",
-            )
+        _check_shape(name, (weight.out_features, weight.in_features), tuple(entry.shape))
         weights[name] = weight.to("cpu")
     return weights
 
 
-def _from_codes(name: str, value: tuple, scheme: str | Scheme | None, bits: int) -> PackedWeight:
+def _nearest(name: str, reader: CheckpointReader) -> str:
+    """Return the remedy for a name that the model does not have."""
+    linears = [
+        entry.removesuffix(".weight")
+        for entry, stored in reader.entries.items()
+        if LAYER_NUMBER.search(entry) and len(stored.shape) == 2
+    ]
+    if name.removesuffix(".weight") in linears:
+        return "give names without .weight"
+    near = difflib.get_close_matches(name, linears, 1, cutoff=0.0)
+    return f"one of its linears is {near[0]}" if near else "it has no linears in layers"
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise InputError(
+            name,
+            f"has {list(found)} codes, the model's weight is {list(expected)}",
+            "codes are [outputs, inputs]",
+        )
+
+
+def _from_codes(
+    name: str, value: tuple, scheme: str | Scheme | None, bits: int, shape: tuple[int, ...]
+) -> PackedWeight:
+    """Return the weight of (codes, scales, zeros). `shape`: that of the model's weight."""
     if len(value) not in (2, 3):
         raise InputError(name, f"expected (codes, scales, zeros), found {len(value)} parts")
     codes_NK, scales_NG, *zeros = value
     zeros_NG = zeros[0] if zeros else None
     if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
         raise InputError(name, "expected codes [N, K] and scales [N, G]")
+    _check_shape(name, tuple(codes_NK.shape), shape)
     groups, in_features = scales_NG.shape[1], codes_NK.shape[1]
     if groups < 1 or in_features % groups:
         raise InputError(name, f"its {in_features} inputs do not make {groups} equal groups")

@@ -9,6 +9,7 @@ user types:
     w8a8                 int8 weights and activations; scales per output and per token
 """
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -206,8 +207,11 @@ class Scheme:
             if f"{name}-sym" in SCHEMES:
                 forms = f"{name}-sym{suffix or ''} or {name}-asym{suffix or ''}"
                 raise SchemeError(f"scheme {text!r}", "is neither sym nor asym", f"give {forms}")
-            known = ", ".join([*SCHEMES, *MICROSCALED])
-            raise SchemeError(f"scheme {text!r}", "unknown", f"known schemes: {known}")
+            known = [*SCHEMES, *MICROSCALED]
+            near = difflib.get_close_matches(text.lower(), list(SCHEMES), 1)
+            remedy = f"did you mean {near[0]}? " if near else ""
+            remedy += f"known schemes: {', '.join(known)}"
+            raise SchemeError(f"scheme {text!r}", "unknown", remedy)
         scheme = SCHEMES[name]
         if suffix is not None:
             stated = CHANNEL if suffix == "-channel" else int(suffix[2:])

@@ -36,6 +36,11 @@ def names_text(names: Collection[str]) -> str:
     return shown + f" and {rest} more" * (rest > 0)
 
 
+def count_text(count: int, noun: str) -> str:
+    """Format a number with its noun: "1 window", "2 windows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def size_text(num_bytes: int) -> str:
     """Format bytes in decimal units: 10494472 -> "10.5 MB"."""
     size = float(num_bytes)

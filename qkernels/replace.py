@@ -1,6 +1,7 @@
 """`replace_linears` quantizes the linears of a torch model in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from formats.errors import InputError, SchemeError
 from formats.layouts import Layout, why_not
 from formats.names import SchemeName
 from formats.plan import fits
-from formats.scheme import Scheme
+from formats.scheme import FIXED_SCHEMES, Scheme
 from qkernels.quant_linear import QuantLinear
 from qkernels.stored_form import check_storable, stored_layout
 from qkernels.trainable_linear import TrainableQuantLinear
@@ -109,8 +110,20 @@ def _check_shapes(linears: dict[str, nn.Linear], scheme: Scheme, layout: Layout 
             f"scheme {scheme}",
             f"does not fit {len(misfits)} of {len(linears)} linears ({names}{others}):"
             f" {misfits[0][1]}",
-            "name them in `ignore`, or give another group size, such as w4a16-sym-g32",
+            "name them in `ignore`" + _smaller_groups(linears.values(), scheme, layout),
         )
+
+
+def _smaller_groups(linears: Iterable[nn.Linear], scheme: Scheme, layout: Layout | None) -> str:
+    """Return a remedy with the largest group size that fits all linears; "" if none does."""
+    if str(scheme) in FIXED_SCHEMES or scheme.weight.type != "int":
+        return ""
+    linears = list(linears)
+    for size in (64, 32, 16):
+        smaller = replace(scheme, weight=replace(scheme.weight, group_size=size))
+        if all(_misfit(linear, smaller, layout) is None for linear in linears):
+            return f", or give the scheme {smaller}"
+    return ""
 
 
 def _misfit(linear: nn.Linear, scheme: Scheme, layout: Layout | None) -> str | None:

@@ -12,7 +12,7 @@ from formats.codecs import compressed_tensors, gptq
 from formats.errors import CheckpointError, SchemeError
 from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
 from formats.in_memory.packed import PackedWeight
-from formats.layouts import Layout, check_writable, find_layout
+from formats.layouts import Layout, find_layout
 from formats.scheme import FP4_TYPES, Scheme, microscaled_inputs, w4a8_name
 
 FP4_NAMES = ("weight_packed", "weight_scale")
@@ -39,7 +39,15 @@ def check_storable(scheme: Scheme, subject: str) -> None:
             f"give {replace(scheme, activation=None)}",
         )
     stored = scheme if w4a8_name(scheme) is None else replace(scheme, activation=None)
-    check_writable(stored_layout(scheme), stored, subject)
+    layout = stored_layout(scheme)
+    reason = layout.refuses(stored)
+    if reason is not None:
+        raise SchemeError(
+            subject,
+            f"QuantLinear cannot hold {scheme}: its tensors are those of {layout.name}, which"
+            f" {reason}",
+            "TrainableQuantLinear and `qserve quantize` take more schemes",
+        )
 
 
 def stored_names(scheme: Scheme) -> tuple[str, ...]:

@@ -18,7 +18,13 @@ from formats.names import GGUF
 from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command_line import config_file, interrupts
-from qserve.command_line.arguments import Parser, add_commands, check_argument, with_dashes
+from qserve.command_line.arguments import (
+    VLLM_SETTINGS,
+    Parser,
+    add_commands,
+    check_argument,
+    with_dashes,
+)
 from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
@@ -78,17 +84,21 @@ def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
+    from qserve.hub.local import local_config
     from qserve.llm import LLM
     from qserve.params.sampling_params import SamplingParams
+    from qserve.text.tokenizer import Tokenizer
 
-    # Checked before the model loads, so that a value out of range fails early.
+    # Parameters and tokenizer are checked before the model loads, which can take minutes.
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_tokens=config.max_tokens,
     )
-    llm = LLM(**dataclasses.asdict(engine))
+    engine = local_config(engine)
+    Tokenizer(engine.model, engine.tokenizer)
+    llm = LLM.from_engine_args(engine)
     if config.chat:
         message = {"role": "user", "content": config.prompt}
         output = llm.chat([message], params, use_tqdm=False)[0]
@@ -247,6 +257,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
     for client in HTTP_CLIENTS:
         logging.getLogger(client).setLevel(logging.WARNING)
+    for note in arguments.notes:
+        logging.info(note)
     settings = []
     try:
         check_argument(command, arguments)
@@ -316,7 +328,8 @@ def _with_config_file(argv: list[str]) -> list[str]:
         if field.name != command.argument and not field.metadata["positional"]
     }
     # The file's settings come first: for a repeated flag the last value counts.
-    arguments = config_file.as_arguments(path, settings, known)
+    vllm = [name for cls in command.settings for name in VLLM_SETTINGS.get(cls, ())]
+    arguments = config_file.as_arguments(path, settings, known, vllm)
     # Positional arguments stay together, as the parser takes several only if no flag is in between.
     num_first = next((i for i, each in enumerate(others) if each.startswith("-")), len(others))
     if argument is not None and not num_first:

@@ -54,7 +54,10 @@ class EngineConfig(HubSettings, ParallelSettings):
         None, "folder or hub name of the tokenizer and chat template; default: MODEL"
     )
     dtype: str = setting(
-        "auto", "activation dtype; auto: the checkpoint's on a GPU, float32 on a CPU", DTYPES
+        "auto",
+        "activation dtype; auto: the checkpoint's on a GPU, float32 on a CPU",
+        DTYPES,
+        aliases={"half": "float16", "float": "float32"},
     )
     device: str = setting("auto", "where to run; auto: the GPU if there is one", DEVICES)
     model_impl: str = setting(
@@ -63,6 +66,7 @@ class EngineConfig(HubSettings, ParallelSettings):
         " over this project's KV pages; auto: transformers for architectures that `qserve families`"
         " does not list",
         MODEL_IMPLS,
+        aliases={"vllm": "native"},
     )
     max_model_len: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; default: the model's own limit"
@@ -85,6 +89,7 @@ class EngineConfig(HubSettings, ParallelSettings):
         "the checkpoint has none; int4: half the memory of int8 at a loss of accuracy, which "
         "`qserve eval` measures",
         KV_CACHE_DTYPES,
+        aliases={"fp8_e4m3": "fp8"},
     )
     kv_cache_memory: float | None = setting(
         None,
@@ -239,7 +244,10 @@ class EngineConfig(HubSettings, ParallelSettings):
         'with --quantization online also {"linear": SCHEME, "moe": SCHEME}',
     )
     load_format: str = setting(
-        "auto", "dummy: random weights in the shapes that config.json gives", LOAD_FORMATS
+        "auto",
+        "dummy: random weights in the shapes that config.json gives",
+        LOAD_FORMATS,
+        aliases={"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"},
     )
     seed: int = setting(
         0, "seed for requests without one, and for dummy weights", low=-(2**63), high=2**63 - 1
@@ -334,7 +342,13 @@ class EngineConfig(HubSettings, ParallelSettings):
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """Create an EngineConfig from Python values, including dicts and tuples. Raises InputError."""
-    given = {name: list(each) if type(each) is tuple else each for name, each in settings.items()}
+    given = {
+        name: list(each) if type(each) is tuple else each
+        for name, each in settings.items()
+        if each is not None or name == "model"  # None is vLLM's "not set"
+    }
+    if not isinstance(given.get("dtype", ""), str):
+        given["dtype"] = str(given["dtype"]).removeprefix("torch.")  # torch.float16
     for name in ("speculative_config", "kv_transfer_config", "quantization_config"):
         if isinstance(given.get(name), dict):
             given[name] = json.dumps(given[name])

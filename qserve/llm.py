@@ -151,11 +151,14 @@ class LLM(LLMControl, EngineOwner):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations. The model's chat template renders the messages.
 
         `continue_final_message`: the answer continues the text of the last message.
+        `tools`: functions that the model may call, in OpenAI's format; the template renders them,
+        and the output's text has the calls in the model's own notation.
         `chat_template_kwargs`: more variables for the template, such as enable_thinking. A message
         content may be a list of parts: {"type": "image", "image": a PIL image}, {"type": "video",
         "video": frames, "fps": N}, or a part of type image_url or video_url with a data: URL.
@@ -165,9 +168,16 @@ class LLM(LLMControl, EngineOwner):
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
             "template_kwargs": chat_template_kwargs,
+            "tools": None if tools is None else list(tools),
         }
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
+        if tools and not tokenizer.reads_tools:
+            raise InputError(
+                "tools",
+                "the model's chat template does not render them, so the model would not see them",
+                "use a model that is made for tools, or describe them in a message",
+            )
         split = [split_media(each) for each in conversations]
         conversations = [messages for messages, _ in split]
         prompts: list[PromptType] = [

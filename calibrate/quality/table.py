@@ -1,7 +1,7 @@
 """Text table of an Agreement."""
 
 from calibrate.quality.agreement import Agreement
-from formats.table import text_table
+from formats.table import count_text, text_table
 
 HEADER = ("model", "perplexity", "KL divergence", "same top token")
 
@@ -18,7 +18,7 @@ def agreement_table(found: Agreement, reference: str, model: str, text: str) -> 
         ),
     ]
     return (
-        f"{text_table(HEADER, rows)}\n\n{found.windows} windows of {found.sequence_length} tokens"
-        f" of {text}; KL divergence in nats per token from {reference}, largest"
-        f" {found.largest_divergence:.3f}"
+        f"{text_table(HEADER, rows)}\n\n{count_text(found.windows, 'window')} of"
+        f" {found.sequence_length} tokens of {text}; KL divergence in nats per token"
+        f" from {reference}, largest {found.largest_divergence:.3f}"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from calibrate.results.report import QuantizationReport
 from formats.compatibility.loads_in import Verdict
 from formats.quality.record import measured_text
-from formats.table import size_text
+from formats.table import count_text, size_text
 
 CARD, RECIPE_FILE = "README.md", "quantization_recipe.yaml"
 # Command that loads the folder in each program
@@ -34,7 +34,7 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
         ("size", f"{size_text(report.bytes_before)} -> {size_text(report.bytes_after)}"),
     ]
     if data:
-        windows = f"{data['windows']} windows of {data['sequence_length']} tokens"
+        windows = f"{count_text(data['windows'], 'window')} of {data['sequence_length']} tokens"
         facts.append(("calibration", f"{data['source']}, {windows}, seed {data['seed']}"))
     if report.kv_cache:
         facts.append(("KV cache", f"scales for {report.kv_cache}"))
@@ -42,7 +42,7 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
         facts.append(("quality", measured_text(report.quality)))
         facts.append(("SHA-256 of the evaluated token ids", report.quality["sha256"]))
     if report.left_in_float:
-        facts.append(("left in float", f"{len(report.left_in_float)} linears"))
+        facts.append(("left in float", count_text(len(report.left_in_float), "linear")))
     facts.append(("made by", report.versions["quantizer"]))
     lines = [f"# {name}", "", f"A {report.scheme} model in the {report.format} format.", ""]
     lines += ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in facts)]

@@ -16,7 +16,7 @@ from calibrate.calibration.statistics import InputStatistics
 from formats.in_memory.weights import Weight
 from formats.quality.record import measured_text
 from formats.scheme import Scheme
-from formats.table import size_text, text_table
+from formats.table import count_text, size_text, text_table
 
 REPORT = "quantization_report.json"
 HUB_KINDS = ("models--", "datasets--")  # folders in the hub's cache: kind--owner--name
@@ -178,8 +178,9 @@ class QuantizationReport:
         lines += [f"{linear.name}: {note}" for linear in self.linears for note in linear.notes]
         lines += self._expert_lines()
         lines.append(
-            f"{len(self.linears)} linears to {self.scheme} by {self.recipe}, as {self.format},"
-            f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the same for X W^T"
+            f"{count_text(len(self.linears), 'linear')} to {self.scheme} by {self.recipe},"
+            f" as {self.format}, in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the"
+            " same for X W^T"
         )
         if self.kv_cache is not None:
             lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")

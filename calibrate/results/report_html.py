@@ -6,7 +6,7 @@ from html import escape
 
 from calibrate.results.report import LinearReport, QuantizationReport
 from formats.quality.record import measured_text
-from formats.table import size_text
+from formats.table import count_text, size_text
 
 REPORT_HTML = "quantization_report.html"
 WIDTH, HEIGHT, MARGIN = 900, 240, 60
@@ -29,7 +29,8 @@ def to_html(report: QuantizationReport) -> str:
     with_data = any(linear.output_error is not None for linear in report.linears)
     parts = [
         f"<h1>{escape(report.scheme)} by {escape(report.recipe)}</h1>",
-        f"<p>{escape(report.source)}: {len(report.linears)} linears as {escape(report.format)},"
+        f"<p>{escape(report.source)}: {count_text(len(linears), 'linear')} as"
+        f" {escape(report.format)},"
         f" {size_text(report.bytes_before)} to {size_text(report.bytes_after)},"
         f" {report.bits_per_weight:.2f} bits per quantized weight, {report.seconds:.1f} s</p>",
         *(f'<p class="warning">{escape(text)}</p>' for text in report.warnings),

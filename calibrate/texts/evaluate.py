@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from formats.table import count_text
 
 # Characters per token that are needed: a first guess, because only the beginning of a long text is
 # encoded.
@@ -120,7 +121,10 @@ def make_windows(
     rows = _cut(ids, frozenset(starts), list(opening), sequence_length)[:max_windows]
     if not rows:
         raise InputError(
-            source, f"its {len(ids)} tokens do not fill one window of {sequence_length}", remedy
+            source,
+            f"has {count_text(len(ids), 'token')}, which do not fill one window of"
+            f" {sequence_length}",
+            remedy,
         )
     return torch.tensor(rows)
 

@@ -11,7 +11,7 @@ from formats.inspection.linear_summary import (
     describe_experts,
 )
 from formats.quality.record import measured_text
-from formats.table import size_text, text_table
+from formats.table import count_text, size_text, text_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,8 @@ class Inspection:
             "",
             text_table(("linear", "N", "K", "scheme", "bytes"), rows),
             "",
-            f"{len(rows)} linears: {size_text(sum(each.num_bytes for each in self.linears))},"
+            f"{count_text(len(rows), 'linear')}:"
+            f" {size_text(sum(each.num_bytes for each in self.linears))},"
             f" {self.bits_per_weight:.2f} bits per weight;"
             f" other tensors: {size_text(self.other_bytes)}; total: {size_text(self.total_bytes)}",
             *([describe_experts(*self.mxfp4_experts)] if self.mxfp4_experts[0] else []),

@@ -7,6 +7,7 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.quality.probe import Probe
+from formats.table import count_text
 
 QUALITY = "quality.json"
 VERSION = 1
@@ -32,11 +33,11 @@ class Quality:
 
 def measured_text(found: dict[str, Any]) -> str:
     """Format perplexities and distances as one line."""
-    windows = "1 window" if found["windows"] == 1 else f"{found['windows']} windows"
     return (
         f"perplexity {found['float_perplexity']:.4f} -> {found['perplexity']:.4f},"
         f" KL divergence {found['divergence']:.5f} nats, same top token"
-        f" {100 * found['same_top_token']:.1f} %, on {windows} of"
+        f" {100 * found['same_top_token']:.1f} %, on"
+        f" {count_text(found['windows'], 'window')} of"
         f" {found['sequence_length']} tokens of {found['text']}"
     )
 

@@ -15,10 +15,24 @@ from formats.errors import InputError
 from qserve.command_line import config_file
 from qserve.command_line.command import Command
 from qserve.command_line.unknown_flags import unknown_arguments
+from qserve.command_line.vllm_settings import (
+    ENGINE_SETTINGS,
+    SERVER_SETTINGS,
+    VllmSetting,
+    take_flags,
+)
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 
-SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
+SHORT_FLAGS = {
+    "output": "-o",
+    "input": "-i",
+    "quick": "-q",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+}
 # Settings classes that are listed under a heading of their own in the help, after the command's
 # other flags
 SECTIONS = {
@@ -27,6 +41,9 @@ SECTIONS = {
     DeploySettings: "replicas",
 }
 
+# Settings class -> vLLM's flags that change nothing for commands with these settings
+VLLM_SETTINGS = {EngineConfig: ENGINE_SETTINGS, ServerConfig: SERVER_SETTINGS}
+
 
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line, because a usage with eighty flags would hide the error."""
@@ -34,12 +51,23 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: typing.Any, **settings: typing.Any) -> None:
         super().__init__(*args, **settings)
         self.arguments_or_flags: list[str] = []
+        self.vllm_settings: dict[str, VllmSetting] = {}
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments; also accept an optional positional after a flag, unlike Python 3.11."""
+        """Parse arguments; also accept an optional positional after a flag, unlike Python 3.11.
+
+        Flags of vLLM that change nothing are accepted; `notes` in the result names them.
+        """
+        notes: list[str] = []
+        if args is not None and self.vllm_settings:
+            try:
+                args, notes = take_flags(list(args), self.vllm_settings)
+            except InputError as error:
+                self.error(str(error))
         found, left = super().parse_known_args(args, namespace)
+        found.notes = notes + getattr(found, "notes", [])
         for name in self.arguments_or_flags:
             if left and not left[0].startswith("-") and getattr(found, name) is None:
                 setattr(found, name, left.pop(0))
@@ -84,6 +112,8 @@ def add_commands(
                     _add_flag(group, field, hints[field.name])
                     if _is_argument_or_flag(field):
                         sub.arguments_or_flags.append(field.name)
+        rows = {n: row for cls in command.settings for n, row in VLLM_SETTINGS.get(cls, {}).items()}
+        sub.vllm_settings = {name: row for name, row in rows.items() if name not in added}
         sub.usage = _usage(sub)
 
 
@@ -138,6 +168,23 @@ class _FileParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(self._source, message.removeprefix("argument "), "correct the file")
+
+
+# Suffixes of integers, as in vLLM: 4k is 4,000, 4K is 4,096.
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _integer(text: str) -> int:
+    """Parse an integer, which may have a suffix such as k (1,000) or K (1,024)."""
+    if text[-1:] not in SUFFIXES:
+        return int(text)
+    number = float(text[:-1]) * SUFFIXES[text[-1]]
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+_integer.__name__ = "int"  # argparse's errors show the name
 
 
 def _number_or_text(text: str) -> int | str:
@@ -209,17 +256,20 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint
         parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
+    aliases, choices = field.metadata["aliases"], field.metadata["choices"]
     if not required and field.default is not None:
         help_text += " (default: %(default)s)"
     if isinstance(hint, types.UnionType):
         kinds = typing.get_args(hint)
         both = int in kinds and str in kinds
         hint = _number_or_text if both else next(k for k in kinds if k is not type(None))
+    if hint is int:
+        hint = _integer
     parser.add_argument(
         *names,
         type=hint,
         required=required,
         default=None if required else field.default,
-        choices=field.metadata["choices"],
+        choices=choices and (*choices, *aliases),
         help=help_text,
     )

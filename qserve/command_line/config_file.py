@@ -6,6 +6,7 @@ underscores. The command line takes precedence.
 
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,25 @@ def read_mapping(path: str) -> dict[str, Any]:
     return found
 
 
-def as_arguments(path: str, settings: dict[str, Any], known: dict[str, bool]) -> list[str]:
+def as_arguments(
+    path: str,
+    settings: dict[str, Any],
+    known: dict[str, bool],
+    vllm_settings: Collection[str] = (),
+) -> list[str]:
     """Convert settings to command-line arguments. Raises InputError for a setting without a flag.
 
     `path`: the file, for errors. `known`: maps the name of each flag to True if it is a switch.
+    `vllm_settings`: names with underscores of vLLM's settings, which the parser checks.
     """
     arguments = []
     for name, value in settings.items():
+        if name not in known and name.replace("-", "_") in vllm_settings:
+            switches = {True: [f"--{name}"], False: [f"--no-{name}"], None: []}
+            text = value if isinstance(value, str) else json.dumps(value)
+            is_switch = value is None or isinstance(value, bool)
+            arguments += switches[value] if is_switch else [f"--{name}={text}"]
+            continue
         if name not in known:
             like = nearest(name, known)
             remedy = "see --help" if like is None else f"did you mean {like}?"

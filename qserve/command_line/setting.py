@@ -1,6 +1,7 @@
 """A setting: a dataclass field that is also a command-line flag. Loads no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
 from typing import Any
 
@@ -18,26 +19,30 @@ def setting(
     many: bool = False,
     low: float | None = None,
     high: float | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag, or a positional argument.
 
     A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
-    and `high`: bounds of a number, inclusive.
+    and `high`: bounds of a number, inclusive. `aliases`: other names of choices.
     """
     metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
-    metadata |= {"low": low, "high": high}
+    metadata |= {"low": low, "high": high, "aliases": aliases or {}}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def check_settings(config: object) -> None:
-    """Raise InputError for a setting outside of its choices or range."""
+    """Replace aliases; raise InputError for a setting outside of its choices or range."""
     for each in fields(config):
         value, allowed = getattr(config, each.name), each.metadata
         flag = f"--{each.name.replace('_', '-')}"
         if value is None or not allowed:
             continue
+        if isinstance(value, str) and value in allowed["aliases"]:
+            value = allowed["aliases"][value]
+            object.__setattr__(config, each.name, value)  # settings classes are frozen
         if allowed["choices"] is not None and value not in allowed["choices"]:
             raise InputError(
                 flag, f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}"

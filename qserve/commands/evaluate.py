@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import InputError
+from formats.table import count_text
 from qserve.command_line.command import Command
 from qserve.command_line.tool_config import EvalConfig
 from qserve.config import EngineConfig
@@ -65,7 +66,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     if config.against is None:
         result = perplexity(windows, *runs, given=openings[0])
         text = (
-            f"perplexity {result.value:.4f} on {result.windows} windows"
+            f"perplexity {result.value:.4f} on {count_text(result.windows, 'window')}"
             f" of {'at most ' * bool(num_images)}{config.sequence_length} tokens"
         )
     else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from formats.architecture.sizes import is_size
 from formats.errors import InputError
 from formats.files.json_file import read_json
+from qkernels.choice import FIXED_ORDER
 from qserve.config import EngineConfig
 from qserve.engine.scheduling.encoder_budget import EncoderBudget
 from qserve.model.model_config import ModelConfig
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 PACED_ROWS = 1024
 # key in the processor's file, and its default (Gemma 4)
 MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
+REFERENCE = "reference"  # name of a kernel
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -87,7 +89,26 @@ def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         if limit.is_met(config, model.vision):
             logger.info("Text only: %s", limit.remedy)
             return replace(model, vision=None, media_kinds=frozenset(), no_vision=limit.remedy)
+    if model.vision.is_mutual:
+        _log_overridden_kernel(config.kernels.get("attention", ""))
     return model
+
+
+def _log_overridden_kernel(choice: str) -> None:
+    """Log that steps with images run another attention kernel than the setting selects.
+
+    `choice`: names of selected kernels, and names of excluded ones with a minus sign.
+    """
+    names = {name for name in choice.split(",") if name and not name.startswith("-")}
+    if names - {REFERENCE, FIXED_ORDER} or f"-{REFERENCE}" in choice.split(","):
+        logger.warning(
+            "--kernel attention=%s does not apply to steps with images: the rows of an image see"
+            " later rows of it, which only `%s` and `%s` compute; these steps run `%s`",
+            choice,
+            REFERENCE,
+            FIXED_ORDER,
+            REFERENCE,
+        )
 
 
 def encoder_rows(config: EngineConfig) -> int:

@@ -1,10 +1,12 @@
 """EngineOwner: the constructor that LLM and AsyncLLM share."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
+from qserve.command_line.vllm_settings import VllmSettings, check_keywords
 from qserve.config import EngineConfig, engine_config
 
 
@@ -19,9 +21,9 @@ class EngineOwner(ABC):
         revision: str | None = None,
         subfolder: str | None = None,
         download_dir: str | Path | None = None,
-        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
-        model_impl: Literal["auto", "native", "transformers"] = "auto",
+        model_impl: Literal["auto", "native", "transformers", "vllm"] = "auto",
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
@@ -34,7 +36,7 @@ class EngineOwner(ABC):
         prefill_tensor_parallel_size: int | None = None,
         prefill_engine_min_tokens: int = 256,
         gpu_offset: int = 0,
-        distributed_executor_backend: Literal["mp", "ray"] = "mp",
+        distributed_executor_backend: Literal["mp", "ray", "uni"] = "mp",
         all_reduce: Literal["auto", "nccl"] = "auto",
         enable_expert_parallel: bool = False,
         expert_placement_strategy: str = "linear",
@@ -43,7 +45,7 @@ class EngineOwner(ABC):
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 16,
-        kv_cache_dtype: Literal["auto", "int8", "fp8", "int4"] = "auto",
+        kv_cache_dtype: Literal["auto", "int8", "fp8", "int4", "fp8_e4m3"] = "auto",
         kv_cache_memory: float | None = None,
         num_gpu_blocks_override: int | None = None,
         cpu_kv_cache_memory: float = 1.0,
@@ -75,15 +77,18 @@ class EngineOwner(ABC):
         activation_bits: Literal[8, 16] | None = None,
         quantization: str | None = None,
         quantization_config: str | dict[str, Any] | None = None,
-        load_format: Literal["auto", "dummy"] = "auto",
+        load_format: Literal["auto", "dummy", "safetensors", "gguf", "bitsandbytes"] = "auto",
         seed: int = 0,
+        **others: Unpack[VllmSettings],
     ) -> None:
         """Load a model from a folder or from the hub (ORG/NAME). Raises InputError.
 
         The settings are the fields of EngineConfig. `qserve serve --help` explains them: each is a
-        flag of the same name.
+        flag of the same name. `others`: keywords of vLLM's `LLM` that change nothing here.
         """
         settings = {name: value for name, value in locals().items() if name != "self"}
+        for note in check_keywords(settings.pop("others"), settings):
+            logging.getLogger(__name__).info(note)
         self._start_on(engine_config(settings))
 
     @classmethod

@@ -17,6 +17,7 @@ from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
 from formats.scheme import Scheme
 from formats.table import names_text
+from qserve.model.loading.finite_check import FiniteCheck
 from qserve.multimodal.encoders import ENCODERS
 from qserve.multimodal.families import VisionConfig, VisionFamily
 from qserve.multimodal.layouts.layout import side_of
@@ -75,9 +76,15 @@ class Tower(torch.nn.Module):
         linears in the tower's layers; None: float.
         """
         model = _without_text(config, is_random=entries is None)
+        stored = {}
         if entries is not None:
-            _fill_(model, config.family, entries, str(folder))
+            stored = _fill_(model, config.family, entries, str(folder))
         model = model.to(device).requires_grad_(False)
+        finite = FiniteCheck()
+        for name, parameter in model.named_parameters():
+            if name in stored:
+                finite.add(stored[name], parameter)
+        finite.check()
         # Only parameters are converted: the rotary frequencies, which are buffers, stay in float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -265,15 +272,18 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
 
 def _fill_(
     model: torch.nn.Module, family: VisionFamily, entries: Mapping[str, TensorEntry], folder: str
-) -> None:
-    """Copy a checkpoint's tensors into the vision part. Raises CheckpointError."""
+) -> dict[str, str]:
+    """Copy a checkpoint's tensors into the vision part. Raises CheckpointError.
+
+    Returns: name of a parameter or buffer -> its name in the checkpoint.
+    """
     prefixes = family.prefixes
     state = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if name.startswith(tuple(prefixes.values()))
     }
-    missing = dict.fromkeys(state)
+    filled = {}
     with torch.no_grad():
         for stored, entry in entries.items():
             prefix = next((each for each in prefixes if stored.startswith(each)), None)
@@ -293,10 +303,11 @@ def _fill_(
                     stored, f"expected {list(state[name].shape)}, found {list(entry.shape)}"
                 )
             state[name].copy_(entry.read())
-            missing.pop(name, None)
-    if missing:
+            filled[name] = stored
+    if missing := state.keys() - filled:
         raise CheckpointError(
             names_text(sorted(missing)),
             f"tensors of the vision tower are missing from {folder}",
             "quantize the whole model again, or copy them from the original model",
         )
+    return filled

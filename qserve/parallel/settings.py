@@ -80,6 +80,7 @@ class ParallelSettings:
         "how the ranks of a model on several devices are started; mp: as processes on this "
         "machine; ray: by actors in a cluster",
         EXECUTORS,
+        aliases={"uni": "mp"},
     )
     all_reduce: str = setting(
         "auto",

@@ -18,7 +18,7 @@ from qserve.server.http.http_protocol import (
     Connections,
     HttpProtocol,
 )
-from qserve.server.http.listener import address, address_error
+from qserve.server.http.listener import address, address_error, allow_restart
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class WebServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         where = address(sockets[0], tls=self.config.is_ssl)
+        allow_restart(sockets[0])
         try:
             await super().startup(sockets=sockets)
         except OSError as error:

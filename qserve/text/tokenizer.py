@@ -284,6 +284,25 @@ class Tokenizer:
                 "messages", f"the model's chat template needs {needs} to render them"
             ) from error
 
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str | list[int]:
+        """Render a conversation as text, or as token ids. Parameters are those of transformers.
+
+        `LLM.chat` and the server use `encode_chat`, where no message can create a control token.
+        """
+        text = self.render_chat(
+            conversation, add_generation_prompt, continue_final_message, template_kwargs, tools
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
     def chat_prompt(
         self,
         messages: list[dict[str, Any]],

@@ -235,7 +235,9 @@ WRONG = [
         lambda g: {"model.embed_tokens": (torch.ones(40, 64).byte(), torch.ones(40, 2))},
         "model.embed_tokens: is not a linear of a layer",
     ),
-    (lambda g: {f"{Q0}.weight": g[Q0]}, "one of its linears is .*_proj"),
+    (lambda g: {f"{Q0}.weight": g[Q0]}, "give names without .weight"),
+    (lambda g: {Q0.removeprefix("model."): g[Q0]}, f"one of its linears is {Q0}"),
+    (lambda g: {Q0: ([[1, 2]], [[1.0]], None)}, rf"{Q0}: has \[1, 2\] codes"),
 ]
 
 
@@ -244,6 +246,11 @@ def test_what_does_not_fit_the_model_is_refused(source, tmp_path, change, text):
     with pytest.raises(InputError, match=text):
         save_quantized(tmp_path / "out", source, change(codes_of(source)), readers=())
     assert not (tmp_path / "out").exists()
+
+
+def test_model_in_place_of_its_folder(source, tmp_path):
+    with pytest.raises(InputError, match="source_model: expected the folder .* found Linear"):
+        save_quantized(tmp_path / "out", torch.nn.Linear(64, 64), codes_of(source))
 
 
 TENSORS = [

@@ -1,9 +1,9 @@
-"""Sizes as flags give them."""
+"""Sizes as flags give them, and counts as messages show them."""
 
 import pytest
 
 from formats.errors import InputError
-from formats.table import parse_size
+from formats.table import count_text, parse_size
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,8 @@ def test_sizes(text, size):
 def test_no_sizes(text):
     with pytest.raises(InputError, match="expected a number of bytes"):
         parse_size(text)
+
+
+def test_one_has_no_s():
+    found = [count_text(count, "window") for count in (0, 1, 2)]
+    assert found == ["0 windows", "1 window", "2 windows"]

@@ -177,7 +177,7 @@ def test_settings_may_be_dicts_as_they_may_for_the_offline_class(docs_5m):
     )
     assert made.config.speculation.num_speculative_tokens == 2
     assert made.config.kv_transfer.extra == {"path": "x"}
-    with pytest.raises(TypeError, match="max_seqs"):
+    with pytest.raises(InputError, match="max_seqs: is not a setting"):
         AsyncLLM(docs_5m, max_seqs=3)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from qserve.cli import COMMANDS, build_parser, main
-from qserve.command_line.unknown_flags import VLLM_FLAGS
+from qserve.command_line.vllm_settings import ENGINE_SETTINGS, SERVER_SETTINGS
 from tests.qserve.command_line import fails_with
 
 HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
@@ -21,6 +22,7 @@ ENGINE_FLAGS = {
     *HUB_FLAGS,
     "--admission",
     "--tokenizer",
+    *("-tp", "-pp", "-dp", "-q"),
     "--async-scheduling",
     "--spec-acceptance",
     "--speculative-config",
@@ -335,7 +337,11 @@ def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, w
     [
         ("serve m --prot 80", "qserve serve: --prot: unknown flag; did you mean --port?"),
         ("serve m --zzz=4", "qserve serve: --zzz: unknown flag (see"),
-        ("serve m --trust_remote_code", "--trust-remote-code: unknown flag; code in model folders"),
+        ("serve m --cpu_offload_gb 4", "--cpu-offload-gb: is not supported (weights stay on"),
+        ("serve m --chat-template=x", "--chat-template=x: is not supported (the template is"),
+        ("generate m --no-enable-chunked-prefill", "long prompts are always computed in chunks"),
+        ("generate m --prompt p --api-server-count 1", "--api-server-count: unknown flag"),
+        ("serve m --max-model-len 1.5", "--max-model-len: invalid int value: '1.5'"),
         ("bench latency m --modle x", "qserve bench latency: --modle: unknown flag; did you mean"),
         ("convert a b c --format gptq", "qserve convert: unexpected argument 'c' (see"),
     ],
@@ -347,13 +353,37 @@ def test_unknown_flag_is_named_with_its_command(capsys, arguments, text):
     assert stopped.value.code == 2 and len(lines) == 1 and text in lines[0]
 
 
-def test_flags_of_vllm_that_have_a_remedy_are_not_flags_here():
-    flags = {
-        name.replace("_", "-")
-        for each in COMMANDS["serve"].settings
-        for name in each.__dataclass_fields__
-    }
-    assert not VLLM_FLAGS.keys() & {f"--{name}" for name in flags}
+VLLM_COMMAND = (
+    "serve --trust-remote-code --swap-space 4 m --disable-log-requests --enable-chunked-prefill"
+    " --task=generate --uvicorn-log-level info --hf-overrides {} -tp 1 --dtype half"
+    " --max-model-len 4K --max-num-batched-tokens 2k --load-format safetensors -q fp8"
+)
+
+
+def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
+    caplog.set_level(logging.INFO)
+    assert main(VLLM_COMMAND.split()) == 0
+    model, engine, _, _ = served[0]
+    assert (model, engine.dtype, engine.load_format) == ("m", "float16", "auto")
+    assert (engine.max_model_len, engine.max_num_batched_tokens) == (4096, 2000)
+    assert (engine.tensor_parallel_size, engine.quantization) == (1, "fp8")
+    assert "--trust-remote-code has no effect: code in model folders is never run" in caplog.text
+
+
+def test_config_file_of_vllm(served, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: m\ntrust-remote-code: true\nswap_space: 4\nhf-overrides: {}\n")
+    assert main(["serve", "--config", str(path)]) == 0
+    assert served[0][0] == "m"
+    path.write_text("model: m\nenable-chunked-prefill: false\n")
+    with pytest.raises(SystemExit):
+        main(["serve", "--config", str(path)])
+    assert "long prompts are always computed in chunks" in capsys.readouterr().err
+
+
+def test_settings_of_vllm_are_not_settings_here():
+    names = {name for each in COMMANDS["serve"].settings for name in each.__dataclass_fields__}
+    assert not (ENGINE_SETTINGS.keys() | SERVER_SETTINGS.keys()) & names
 
 
 def test_config_file_that_is_not_there(capsys, served):

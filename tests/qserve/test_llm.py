@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
 from formats.errors import InputError
 from qserve import LLM, SamplingParams
@@ -107,6 +108,22 @@ def test_chat_renders_the_template(llm):
         llm.chat([{"role": "user", "content": "Hi"}], chat_template_kwargs={"tone": 1})
 
 
+def test_chat_renders_tools(llm, docs_5m, quantized_5m, tmp_path):
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    with pytest.raises(InputError, match="tools: the model's chat template does not render them"):
+        llm.chat(messages, tools=tools)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(docs_5m / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages[0].content }}")
+    taught = LLM(quantized_5m, tokenizer=tmp_path, device="cpu", max_model_len=256)
+    (output,) = taught.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, tools=tools)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    given = {"tools": tools, "tokenize": True, "return_dict": False}
+    assert output.prompt_token_ids == theirs.apply_chat_template(messages, **given)
+    assert "weather" in output.prompt
+
+
 def test_prompt_too_long_is_refused_and_leaves_nothing_behind(llm):
     params = SamplingParams(max_tokens=4)
     with pytest.raises(InputError, match="expected a prompt of 1 to 2047 tokens, found 2048"):
@@ -166,7 +183,7 @@ def test_request_larger_than_the_pool_is_refused(quantized_5m):
 
 
 def test_unknown_setting_is_named(quantized_5m):
-    with pytest.raises(TypeError, match="tensor_paralel_size"):
+    with pytest.raises(InputError, match="tensor_paralel_size: is not a setting"):
         LLM(quantized_5m, tensor_paralel_size=2)
 
 

@@ -120,11 +120,10 @@ def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
         (tmp_path / name).symlink_to(docs_5m / name)
     text = tmp_path / "text.txt"
     text.write_text("a few words")
-    fails_with(
-        capsys,
-        ["eval", str(tmp_path), "--text", str(text)],
-        "has no tokenizer: it contains none of",
-    )
+    for command in (["eval", "--text", str(text)], ["generate", "--prompt", "a"]):
+        words = "has no tokenizer: it contains none of"
+        shown = fails_with(capsys, [command[0], str(tmp_path), *command[1:]], words)
+        assert shown.err.count("\n") == 1  # loading the model would print more lines
 
 
 def test_inspect_deep_looks_for_the_other_model_first(capsys, quantized_5m):

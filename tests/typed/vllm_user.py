@@ -27,6 +27,8 @@ def offline() -> None:
         dtype="bfloat16",
         max_model_len=4096,
         gpu_memory_utilization=0.8,
+        trust_remote_code=True,
+        swap_space=4,
         speculative_config={"method": "ngram", "num_speculative_tokens": 4},
         lora_modules=["sql=./sql"],
     )
@@ -64,6 +66,8 @@ def offline() -> None:
     conversation = [{"role": "user", "content": "Hi"}]
     assert_type(llm.chat(conversation, params), list[RequestOutput])
     llm.chat([conversation, conversation], chat_template_kwargs={"enable_thinking": False})
+    llm.chat(conversation, tools=[{"type": "function", "function": {"name": "f"}}])
+    llm.get_tokenizer().apply_chat_template([], tokenize=False, add_generation_prompt=True)
     for beams in llm.beam_search(["a"], BeamSearchParams(beam_width=4)):
         assert_type(beams.sequences[0].logprobs, list[dict[int, Logprob]] | None)
 

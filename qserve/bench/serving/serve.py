@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
+from formats.table import count_text
 from qserve.bench.requests.dataset import Sample, load_samples
 from qserve.bench.requests.dataset_settings import SYNTHETIC, DatasetSettings
 from qserve.bench.requests.token_text import TokenText
@@ -52,9 +53,15 @@ class Lag:
 def bench_serve(model: str | None, settings: ServeBenchSettings, data: DatasetSettings) -> int:
     """Run `bench serve`. Return 1 if no request succeeded."""
     result = asyncio.run(run(settings, data))
-    print(table(result, settings.metrics, settings.percentiles))
+    if result["completed"]:
+        print(table(result, settings.metrics, settings.percentiles))
+    else:
+        print(
+            f"{settings.url}: completed none of {result['failed']} requests, so there are no times",
+            file=sys.stderr,
+        )
     for error, count in result.pop("first_errors").items():
-        print(f"{count} requests failed: {error}", file=sys.stderr)
+        print(f"{count_text(count, 'request')} failed: {error}", file=sys.stderr)
     lag = max(result["client_send_lag_p99_ms"], result["client_loop_lag_p99_ms"])
     if lag > LAG_LIMIT_MS:
         print(

@@ -24,6 +24,7 @@ from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
 from qserve.model.fallback.division import Division, cut_, divide, first_layer_states
 from qserve.model.fallback.support import config_of, model_class
 from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import kernel_operation
 from qserve.model.model_config import ModelConfig
@@ -84,6 +85,7 @@ def load_fallback(
         )
     if quantized is not None:
         quantized.fill_(model, division)
+    _check_finite(model)
     model = model.train(False).requires_grad_(False)
     call = Call(config.family.architecture)
     if division is None:
@@ -92,6 +94,14 @@ def load_fallback(
         model = _divided(config, model, division, communicator, quantized, call, device)
     attach(model, call)
     return _proven(config, model, call, device, kernels.get("attention"))
+
+
+def _check_finite(model: torch.nn.Module) -> None:
+    """Raise CheckpointError if a float parameter has NaN or infinity."""
+    check = FiniteCheck()
+    for name, parameter in model.named_parameters():
+        check.add(name, parameter.detach())
+    check.check()
 
 
 def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:

@@ -27,6 +27,7 @@ from formats.scheme import (
     Scheme,
     fitting_group_size,
 )
+from formats.table import count_text
 
 if TYPE_CHECKING:
     from formats.quant_config import QuantConfig
@@ -177,7 +178,10 @@ class RoundingPlan:
         counts = Counter(map(str, self.schemes.values()))
         kept = Counter(self.reasons.values())
         return "; ".join(
-            [f"{count} linears rounded to {scheme}" for scheme, count in counts.items()]
+            [
+                f"{count_text(count, 'linear')} rounded to {scheme}"
+                for scheme, count in counts.items()
+            ]
             + [f"{count} in float ({reason})" for reason, count in kept.items()]
         )
 

@@ -24,7 +24,9 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
+from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
+from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.read_ahead import Ranges, ReadAhead
 from qserve.model.model_config import ModelConfig
 
@@ -54,6 +56,7 @@ class WeightSource:
         # module -> tensors that were read and could not be decoded together with others
         self._read_before: dict[str, dict[str, torch.Tensor]] = {}
         self.digests: DigestThreads | None = None  # gets everything that is read
+        self._finite = FiniteCheck()
         self._mislabelled = 0  # linears whose zero points contradict checkpoint_format
 
     def tensor(
@@ -77,8 +80,11 @@ class WeightSource:
             )
         self._used.add(name)
         if rows is not None and self.digests is None:
-            return self._read.rows(name, rows)
+            found = self._read.rows(name, rows)
+            self._finite.add(name, found)
+            return found
         found = self._read.get(name)
+        self._finite.add(name, found)
         if self.digests is not None:
             self.digests.tensor(name, found)
         return found if rows is None else found[list(rows)]
@@ -196,7 +202,9 @@ class WeightSource:
         if not isinstance(entry, TensorEntry) or entry.shape != shape:
             return None  # already in memory, or invalid: then `tensor` raises the error
         self._used.add(name)
-        return self._read.get_rows(name, ranges)
+        found = self._read.get_rows(name, ranges)
+        self._finite.add(name, found)
+        return found
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> Weight | None:
         """Return some outputs of a quantized linear; None if they cannot be read separately.
@@ -269,11 +277,12 @@ class WeightSource:
         return name in self.reader
 
     def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
-        """End reading. Raises CheckpointError with the names if tensors were not used.
+        """End reading. Raises CheckpointError if tensors were not used, or are not finite.
 
         `unread`: name prefixes of tensors that other ranks use. `without`: modules that they use.
         """
         self._read.close()
+        self._finite.check()
         if self.reader.num_other_parts:
             logger.info(
                 "%s: loading only the text model; %d tensors of other parts are not read",
@@ -322,7 +331,8 @@ class WeightSource:
             some = ", ".join(sorted(left)[:4])
             raise CheckpointError(
                 str(self.reader.folder),
-                f"{len(left)} tensors do not belong to the model, such as {some}",
+                f"has {count_text(len(left), 'tensor')} that no layer of the model uses, such as"
+                f" {some}",
                 "check that config.json and the weights belong together",
             )
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +17,29 @@ from qserve.server.http.errors import ApiError
 OPEN = {"/health", "/ready", "/ping"}  # health probes
 PAGES = {"/", "/docs"}  # static; a browser that opens one sends no key
 BEARER = b"Bearer "
+VLLM_VARIABLE = "VLLM_API_KEY"  # environment variable with the key of a vLLM server
 KEY_DIGEST = "key_digest"  # key in the request's state
+
+logger = logging.getLogger(__name__)
 
 
 class Keys:
     """API keys of a server."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Read the keys. Raises InputError if a file cannot be read."""
+        """Read the keys. Raises InputError if a file cannot be read.
+
+        Logs a warning if the server has no keys, and vLLM's variable has one.
+        """
         self._config = config
         self.reload()
+        if not self and os.environ.get(VLLM_VARIABLE):
+            logger.warning(
+                "%s is set but not read, so requests need no API key; to require its keys, add"
+                " --api-key-env %s",
+                VLLM_VARIABLE,
+                VLLM_VARIABLE,
+            )
 
     def __bool__(self) -> bool:
         """Return True if requests need a key."""

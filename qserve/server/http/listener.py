@@ -11,7 +11,11 @@ from qserve.config import ServerConfig
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound and does not listen yet. Raises InputError."""
+    """Return a socket that is bound and does not listen yet. Raises InputError.
+
+    No other program can bind the address from now on, although nothing listens there while the
+    model loads. Call `allow_restart` before the socket listens.
+    """
     if config.uds is not None:
         return _bind_path(config.uds)
     try:
@@ -19,11 +23,23 @@ def bind(config: ServerConfig) -> socket.socket:
             0
         ]
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            # SO_REUSEADDR would let several loading servers bind one port: all but the first to
+            # listen would fail then, after they have loaded their models.
+            listener.bind(address)
+        except OSError:
+            # Old connections of a server that has ended also block a port, but not with the option.
+            allow_restart(listener)
+            listener.bind(address)
     except (OSError, OverflowError) as error:
         raise address_error(f"{config.host}:{config.port}", error) from error
     return listener
+
+
+def allow_restart(listener: socket.socket) -> None:
+    """Let a later server listen on the address while connections of this one time out."""
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def address(listener: socket.socket, *, tls: bool) -> str:

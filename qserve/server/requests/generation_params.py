@@ -33,8 +33,8 @@ NOT_IN_SEARCH: dict[str, tuple] = {
 # fields that require beam search -> values that are accepted without it
 ONLY_IN_SEARCH: dict[str, tuple] = {"length_penalty": (1,), "early_stopping": (False,)}
 BEST_OF = (
-    "best_of: requires use_beam_search, where it is the number of beams. Without beam search set n"
-    " and pick one of the choices."
+    "best_of: requires use_beam_search, where it is the number of beams. Without beam search set n,"
+    " leave best_of out or equal to n, and pick one of the choices."
 )
 RESPONSE_FORMAT = "response_format"
 FORM_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -158,7 +158,8 @@ def ignored_in_search(request: GenerationRequest) -> list[str]:
 
 
 def _check_no_search(request: GenerationRequest) -> None:
-    if request.best_of not in (None, 1):
+    # The best n of n outputs are all of them. LangChain sends best_of with every n above 1.
+    if request.best_of not in (None, 1, request.n or 1):
         raise ApiError(400, BEST_OF, "best_of")
     for name, neutral in ONLY_IN_SEARCH.items():
         value = getattr(request, name)

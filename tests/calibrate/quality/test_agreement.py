@@ -75,4 +75,4 @@ def test_table_names_both_models():
     lines = text.splitlines()
     assert lines[1].startswith("float") and lines[1].endswith("0           100 %")
     assert lines[2].startswith("w4") and f"{found.divergence:.5f}" in lines[2]
-    assert "1 windows of 8 tokens of text.txt" in text
+    assert "1 window of 8 tokens of text.txt" in text

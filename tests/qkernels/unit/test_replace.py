@@ -96,8 +96,11 @@ def test_a_layer_with_two_names_stays_one_layer():
     ("change", "scheme", "ignore", "problem"),
     [
         (None, "w4a16-sym", ["lm_head"], r"does not fit 2 of 3 linears \(odd, small\).*ignore"),
-        (None, "w8a8-fp8", [], "cannot be written as gptq"),
+        (None, "w8a8-fp8", [], "QuantLinear cannot hold w8a8-fp8: .*those of gptq"),
+        (None, "w4a16-sym", ["lm_head"], r"name them in `ignore`\)$"),  # no groups fit 24 inputs
+        (None, "w4a16-sym", ["lm_head", "odd"], r"`ignore`, or give the scheme w4a16-sym-g64\)$"),
         (None, "w5a16", [], "unknown"),
+        (None, "nvfp4", [], r"unknown \(did you mean w4a16-nvfp4\? known schemes: "),
         (None, "w4a16-sym-g32", ["lm_hed"], "ignore|lm_hed.*fits no linear"),
         (None, "w4a16-sym-g32", "lm_head", "expected a list of names"),
         (None, "w4a16-sym-g32", ["*"], "fits all of them"),

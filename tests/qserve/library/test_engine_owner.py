@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
+import torch
 
 from formats.errors import InputError
 from qserve import LLM, AsyncLLM, EngineConfig
+from qserve.command_line.vllm_settings import ENGINE_SETTINGS, VllmSettings
 from qserve.library.engine_owner import EngineOwner
 
 # settings that Python programs may also give as dicts
@@ -21,7 +23,7 @@ def test_parameters_are_the_engines_settings():
     assert LLM.__init__ is AsyncLLM.__init__ is EngineOwner.__init__
     parameters = dict(inspect.signature(EngineOwner.__init__).parameters)
     types = get_type_hints(EngineOwner.__init__)
-    del parameters["self"]
+    del parameters["self"], parameters["others"]
     stated = get_type_hints(EngineConfig)
     assert sorted(parameters) == sorted(field.name for field in fields(EngineConfig))
     assert types["model"] == str | Path and parameters.pop("model").default is inspect._empty
@@ -41,7 +43,7 @@ def test_parameters_are_the_engines_settings():
         elif name in PATHS:
             assert (found, stated[name]) == (str | Path | None, str | None)
         elif choices := field.metadata["choices"]:
-            want = Literal[choices]
+            want = Literal[(*choices, *field.metadata["aliases"])]
             assert found == (want | None if field.default is None else want), name
         else:
             assert found == stated[name], name
@@ -66,6 +68,52 @@ def test_values_reach_the_config():
     )
     assert AsyncLLM("folder").config == EngineConfig(model="folder")
     assert AsyncLLM.from_engine_args(made).config is made
+
+
+def test_values_that_vllm_takes_too():
+    made = AsyncLLM(
+        "folder",
+        trust_remote_code=True,
+        swap_space=4,
+        disable_log_stats=True,
+        enable_chunked_prefill=None,
+        tokenizer_mode="auto",
+        hf_overrides={},
+        dtype="half",
+        load_format="safetensors",
+        max_num_seqs=None,
+        seed=None,
+    ).config
+    assert made == EngineConfig(model="folder", dtype="float16")
+    assert AsyncLLM("folder", dtype=torch.bfloat16).config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hf_overrides": {"a": 1}}, r"hf_overrides=\{'a': 1\}: is not supported \(edit config"),
+        ({"enable_chunked_prefill": False}, "long prompts are always computed in chunks"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: is not supported"),
+        ({"disable_log_stats": False}, "figures are at /metrics"),
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size: is not a setting.*tensor_parallel_size"),
+        ({"frobnicate": 2}, "frobnicate: is not a setting of the engine"),
+        ({"chat_template": "x"}, "chat_template: is not a setting of the engine"),
+    ],
+)
+def test_keywords_without_a_meaning_are_refused(given, words):
+    for cls in (LLM, AsyncLLM):
+        with pytest.raises(InputError, match=words):
+            cls("folder", **given)
+
+
+def test_type_checkers_read_what_is_accepted():
+    names = {name for name, row in ENGINE_SETTINGS.items() if row.accepted or row.accepted is None}
+    types = get_type_hints(VllmSettings)
+    assert types.keys() <= names
+    for name, hint in types.items():
+        for value in get_args(hint):
+            assert ENGINE_SETTINGS[name].accepts(value), (name, value)
+    assert not ENGINE_SETTINGS.keys() & {field.name for field in fields(EngineConfig)}
 
 
 def test_bad_values_are_named():

@@ -11,10 +11,12 @@ import time
 import pytest
 
 from formats.errors import InputError
-from qserve.config import ServerConfig
+from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.sizes import read_model
 from qserve.multimodal.fetch import FetchError, fetch, is_public
 from qserve.multimodal.settings import AllowedHost, MediaLimits
 from tests.qserve.server.pictures import image_file, web_pages
+from tests.tiny_vision import write_tiny_vision
 
 
 @pytest.mark.parametrize(
@@ -141,3 +143,22 @@ def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
         found = fetch(url, MediaLimits(hosts=hosts), time.monotonic() + 20)
     assert found == image_file()
     assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "warns"),
+    [
+        ("gemma3", ["attention=triton"], True),
+        ("gemma3", ["attention=-reference"], True),
+        ("gemma3", ["attention=reference"], False),
+        ("gemma3", ["attention=-triton"], False),
+        ("gemma3", ["w8a8=triton"], False),
+        ("qwen3_vl", ["attention=triton"], False),
+    ],
+)
+def test_kernel_that_images_do_not_run_is_named(tmp_path, caplog, family, kernels, warns):
+    """The rows of an image of Gemma 3 see each other; those of Qwen3-VL see earlier rows."""
+    folder = write_tiny_vision(tmp_path / family, family)
+    read_model(EngineConfig(model=str(folder), kernel=kernels))
+    said = "does not apply to steps with images" in caplog.text
+    assert said == warns, caplog.text

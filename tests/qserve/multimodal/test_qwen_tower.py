@@ -1,14 +1,16 @@
 """The towers of Qwen with the project's operations: embeddings are those of transformers."""
 
 import math
+import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
-from formats.errors import InputError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.weights import round_to_nearest
 from formats.scheme import Scheme
 from qkernels.operations import explain
@@ -93,6 +95,23 @@ def test_rotations_of_a_tower_in_bfloat16_keep_their_frequencies(models, tmp_pat
         each.plan(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower(model.visual))
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_tower_with_nan_is_refused(tmp_path):
+    folder = write_tiny_vision(tmp_path / "gemma3", "gemma3")
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    name = next(each for each in state if "vision_tower" in each and each.endswith("fc1.weight"))
+    state[name].view(-1)[-1] = math.nan
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"^{re.escape(name)}: NaN or infinity"):
+        Tower.load(
+            VisionConfig.of(read_json(folder / CONFIG)),
+            folder,
+            CheckpointReader(folder).other_parts,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -4,7 +4,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
-from qserve.server.http.api_key import load_keys
+from qserve.server.http.api_key import Keys, load_keys
 
 COMPLETIONS = "/v1/completions"
 KEY = {"Authorization": "Bearer s3cret"}
@@ -115,3 +115,12 @@ def test_key_file_that_cannot_be_used_is_named(tmp_path):
         assert "secret" not in str(caught.value)
     with pytest.raises(InputError, match="QSERVE_API_KEY"):
         load_keys(ServerConfig(), {"QSERVE_API_KEY": " s"})
+
+
+def test_key_of_vllm_is_not_ignored_without_a_word(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    assert not Keys(ServerConfig())
+    assert "VLLM_API_KEY is set but not read" in caplog.text and "s3cret" not in caplog.text
+    caplog.clear()
+    assert Keys(ServerConfig(api_key=["other"])) and Keys(ServerConfig(api_key_env="VLLM_API_KEY"))
+    assert not caplog.text

@@ -261,6 +261,29 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path, certificate):
             listener.check_tls(ServerConfig(**options))
 
 
+def test_port_of_a_server_that_still_loads_is_taken():
+    """The second server learns it before it loads its model, not when it starts to listen."""
+    with listener.bind(ServerConfig(port=0)) as first:
+        with pytest.raises(InputError, match="cannot listen on this address"):
+            listener.bind(ServerConfig(port=first.getsockname()[1]))
+        listener.allow_restart(first)
+        first.listen()
+        with pytest.raises(InputError, match="cannot listen on this address"):
+            listener.bind(ServerConfig(port=first.getsockname()[1]))
+
+
+def test_port_with_old_connections_is_free(make_server, run_on):
+    with listener.bind(ServerConfig(port=0)) as first:
+        port = first.getsockname()[1]
+        listener.allow_restart(first)
+        first.listen()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            first.accept()[0].close()  # this side closes first, so its connection times out later
+            assert client.recv(1) == b""
+    config = ServerConfig(port=port)
+    assert httpx.get(f"{run_on(make_server(config), config)}/health").status_code == 200
+
+
 def test_unix_socket(make_server, run_on, tmp_path):
     path = str(tmp_path / "s")
     config = ServerConfig(uds=path)

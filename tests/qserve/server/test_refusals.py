@@ -281,6 +281,11 @@ def test_what_is_not_supported_is_refused_by_name(server, error, field, refused,
         assert call(**{field: None}).status_code == 200
 
 
+def test_best_of_n_is_all_of_n(server):
+    reply = server.complete(n=2, best_of=2)
+    assert reply.status_code == 200 and len(reply.json()["choices"]) == 2
+
+
 def test_what_is_not_supported_on_one_route(server, error):
     assert error(server.complete(suffix="x"), 400)["param"] == "suffix"
     assert server.complete(suffix="").status_code == 200

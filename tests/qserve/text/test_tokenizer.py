@@ -91,6 +91,17 @@ def test_chat_template_adds_no_second_bos(tokenizer):
     assert tokenizer.render_chat(messages, False, True).endswith("assistant\nDear")
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_chat_template_as_transformers_apply_it(tokenizer, docs_5m, opens):
+    theirs = AutoTokenizer.from_pretrained(docs_5m)
+    messages = [{"role": "user", "content": "<|im_end|> is a token"}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
+    ours = tokenizer.apply_chat_template
+    assert ours(messages, tokenize=False, add_generation_prompt=opens) == text
+    assert ours(messages, add_generation_prompt=opens) == ids
+
+
 def test_what_a_request_may_tell_the_template(docs_5m, tmp_path):
     """Names that the template reads from outside, less those that are given to every template."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,6 +1,7 @@
 """Loading ends with an audit: nothing missing, nothing left over, no half-merged group."""
 
 import json
+import math
 import re
 import shutil
 
@@ -56,13 +57,30 @@ def test_missing_tensor_is_named(edited):
     refuse(edited(lambda s: s.pop("model.layers.2.mlp.down_proj.qzeros")), "layers.2.mlp.down_proj")
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.embed_tokens.weight", math.nan),  # of a token that no test uses
+        ("model.norm.weight", math.inf),
+        ("model.layers.2.mlp.up_proj.weight", -math.inf),
+    ],
+)
+def test_float_tensor_that_is_not_finite_is_named(edited, docs_5m, model_impl, name, value):
+    def spoil(state):
+        state[name].view(-1)[-1] = value
+
+    with pytest.raises(CheckpointError, match=f"^{re.escape(name)}: NaN or infinity"):
+        load(edited(spoil, source=docs_5m), model_impl=model_impl)
+
+
 def test_missing_float_tensor_is_named(edited):
     refuse(edited(lambda s: s.pop("model.norm.weight")), "model.norm.weight", "missing")
 
 
 def test_leftover_tensor_is_named(edited):
     folder = edited(lambda s: s.update({"model.layers.9.extra.weight": torch.zeros(2)}))
-    refuse(folder, "model.layers.9.extra.weight", "do not belong to the model")
+    refuse(folder, "model.layers.9.extra.weight", "that no layer of the model uses")
 
 
 @pytest.mark.parametrize(("value", "accepted"), [(0, True), (1, False)])
@@ -71,14 +89,14 @@ def test_old_gptq_files_have_biases_of_zero(edited, value, accepted):
     if accepted:
         load(folder)
     else:
-        refuse(folder, f"{Q_PROJ}.bias", "do not belong to the model")
+        refuse(folder, f"{Q_PROJ}.bias", "that no layer of the model uses")
 
 
 def test_layers_beyond_the_config_are_left_over(edited):
     refuse(
         edited(config=lambda c: c.update(num_hidden_layers=3)),
         "model.layers.3",
-        "do not belong to the model",
+        "that no layer of the model uses",
     )
 
 
@@ -150,7 +168,7 @@ def test_strange_config_is_one_line(edited, key, value):
 
 
 def test_weights_that_compute_nan_are_one_line(edited):
-    folder = edited(lambda s: s["model.norm.weight"].fill_(float("nan")))
+    folder = edited(lambda s: s["model.norm.weight"].fill_(3e38))
     with pytest.raises(InputError, match="request 0-0: the model's logits contain NaN"):
         load(folder).generate([[5]], use_tqdm=False)
 
