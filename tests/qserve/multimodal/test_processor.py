@@ -10,8 +10,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
+from qserve.multimodal.normalizer import Normalizer
 from qserve.multimodal.processor import MediaProcessor, image_digest
-from qserve.multimodal.tower import Normalizer
 from tests.tiny_vision import picture
 
 SIZES = [(1, 1), (3, 1), (40, 30), (30, 40), (200, 1), (64, 64), (65, 33)]
