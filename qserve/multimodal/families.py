@@ -24,6 +24,8 @@ class VisionFamily:
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
+    # row of image_processors.own_processor.KINDS; "": transformers' image processor
+    image_processor: str = ""
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos

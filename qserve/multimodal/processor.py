@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
-from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.families import VISION_FAMILIES, VisionConfig
+from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.layouts.layout import Piece, Run
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
@@ -202,6 +204,8 @@ class MediaProcessor:
         options = self._layout.options(self.config.values)
         try:
             images = [image.convert("RGB")]
+            if isinstance(self._image_processor, OwnImageProcessor):
+                return self._image_processor.cut(images[0])
             if has_others:
                 images.append(images[0].resize((1, 1)))
             return self._image_processor(
@@ -242,12 +246,20 @@ def _newline_tokens(encode: Encode) -> dict[int, int]:
 
 
 def load_image_processor(folder: str | Path) -> Any:
-    """Load transformers' image processor of a folder, the one with Pillow. Raises InputError."""
+    """Load the image processor of a folder. Raises InputError.
+
+    This is transformers' processor with Pillow, or OwnImageProcessor where transformers needs
+    torchvision.
+    """
     try:
         import PIL.Image  # noqa: F401
-        from transformers import AutoImageProcessor
     except ImportError as error:
         raise InputError("images", f"need Pillow: {one_line(error)}", INSTALL) from error
+    family = VISION_FAMILIES.get(architecture_of(read_json(Path(folder) / CONFIG)) or "")
+    if family is not None and family.image_processor:
+        return OwnImageProcessor(folder, family.image_processor)
+    from transformers import AutoImageProcessor
+
     try:
         return AutoImageProcessor.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False

@@ -1,0 +1,1 @@
+"""Image processors of transformers that need torchvision, reimplemented without it."""
