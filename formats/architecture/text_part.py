@@ -16,11 +16,14 @@ from formats.families import FAMILIES
 TEXT_CONFIG = "text_config"
 LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
 _BLOCK = "quantization_config"
-_HEAD = "lm_head."
+_HEAD_MODULE = "lm_head"
+_HEAD = f"{_HEAD_MODULE}."
+_NESTED = "language_model."  # prefix of files in which the head is part of the text model
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
 WRAPPERS = (
+    "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Glm46VForConditionalGeneration",
@@ -28,6 +31,7 @@ WRAPPERS = (
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -50,7 +54,6 @@ WRAPPERS = (
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
@@ -184,7 +187,7 @@ def stored_name(name: str, prefix: str) -> str:
     """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
     if name.startswith(_HEAD):
         own = next((each for each, own in _PREFIXES.items() if own == _HEAD), _HEAD)
-        return own + name.removeprefix(_HEAD) if prefix.startswith("language_model.") else name
+        return own + name.removeprefix(_HEAD) if prefix.startswith(_NESTED) else name
     own = _PREFIXES.get(prefix, "model.")
     return prefix + name.removeprefix(own) if name.startswith(own) else name
 
@@ -201,7 +204,11 @@ def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> di
     own = _PREFIXES.get(prefix, "model.").rstrip(".")
     found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?={_WITH_LINEARS})", stored)
     if "ignore" in found:
-        found["ignore"] = [*(found["ignore"] or ()), *(f"re:.*{part}.*" for part in parts)]
+        ignored = list(found["ignore"] or ())
+        if prefix.startswith(_NESTED) and _HEAD_MODULE in ignored:
+            # transformers names the head of some of these models as the file does (Llama 4)
+            ignored.insert(ignored.index(_HEAD_MODULE) + 1, f"re:.*{_HEAD_MODULE}")
+        found["ignore"] = [*ignored, *(f"re:.*{part}.*" for part in parts)]
     elif "modules_to_not_convert" in found:
         found["modules_to_not_convert"] = [*(found["modules_to_not_convert"] or ()), *parts]
     elif found.get("quant_method") == "gptq":

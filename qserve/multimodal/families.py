@@ -23,6 +23,7 @@ class VisionFamily:
     image_token_keys: tuple[str, ...] = ("image_token_id",)
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
+    placeholder: str = ""  # text of such a token that config.json does not state; "": none
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
     # row of image_processors.own_processor.KINDS; "": transformers' image processor
     image_processor: str = ""
@@ -66,6 +67,7 @@ GEMMA_4 = {
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
 }
+LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -107,6 +109,30 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         VisionFamily(
             architecture="InternVLForConditionalGeneration",
             layout="intern_tiles",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Lfm2VlForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            image_processor="lfm2_vl",
+            layout="lfm2",
+            encoder="any_size",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Llama4ForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            placeholder="<|image|>",
+            image_processor="llama4",
+            layout="llama4",
+            encoder="llama4",
+            prefixes=LLAMA_4,
+        ),
+        VisionFamily(
+            architecture="Cohere2VisionForConditionalGeneration",
+            image_processor="cohere2_vision",
+            layout="cohere2",
             encoder="square",
             prefixes=LLAVA,
         ),

@@ -60,6 +60,9 @@ class MediaProcessor:
         self._newlines: dict[int, int] = {}
         if config.family.joins_newlines:
             self._newlines = _newline_tokens(encode)
+        self._placeholder_id = config.placeholder_id
+        if config.family.placeholder:
+            self._placeholder_id = self._token_of(config.family.placeholder)
         self._token_ids: dict[str, int] = {}  # text of a token without an embedding -> its id
 
     def prepare(
@@ -82,7 +85,7 @@ class MediaProcessor:
                 f"are not taken by {config.family.architecture}",
                 "give frames as images",
             )
-        _check_placeholders(ids, config.placeholder_id, "images", len(images))
+        _check_placeholders(ids, self._placeholder_id, "images", len(images))
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
@@ -93,7 +96,7 @@ class MediaProcessor:
         several = "several" if self._layout.sees_others and len(images) > 1 else ""
         pairs, clips = zip(images, digests, strict=True), iter(videos)
         for token in ids:
-            if token == config.placeholder_id:
+            if token == self._placeholder_id:
                 self._expand_image(*next(pairs), several, found, items)
             elif token == config.video_token_id:
                 self._expand_video(next(clips), found, items)
@@ -185,16 +188,20 @@ class MediaProcessor:
         ids, is_embed = [fill_id] * run.length, bytearray(b"\1" * run.length)
         for place, text in run.other_tokens.items():
             if text not in self._token_ids:
-                found = self._encode(text, False)
-                if len(found) != 1:
-                    raise CheckpointError(
-                        self.folder,
-                        f"its tokenizer has no token {text}",
-                        "copy tokenizer.json from the original model",
-                    )
-                self._token_ids[text] = found[0]
+                self._token_ids[text] = self._token_of(text)
             ids[place], is_embed[place] = self._token_ids[text], 0
         return ids, bytes(is_embed) if run.other_tokens else b""
+
+    def _token_of(self, text: str) -> int:
+        """Return the token of a text. Raises CheckpointError if there is no single one."""
+        found = self._encode(text, False)
+        if len(found) != 1:
+            raise CheckpointError(
+                self.folder,
+                f"its tokenizer has no token {text}",
+                "copy tokenizer.json from the original model",
+            )
+        return found[0]
 
     def _processed(self, image: "Image", *, has_others: bool) -> Any:
         """Run transformers' image processor on an image. Raises InputError.

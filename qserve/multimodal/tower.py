@@ -204,7 +204,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     values = copy.deepcopy(dict(config.values))
     text = values["text_config"]
     text["num_hidden_layers"] = 1
-    for key in ("layer_types", "mlp_only_layers"):
+    for key in ("layer_types", "mlp_only_layers", "moe_layers"):
         if text.get(key):
             text[key] = text[key][-1:] if key == "layer_types" else []
     text.pop("per_layer_config", None)  # it describes layers that are left out
