@@ -394,6 +394,43 @@ LLAMA_4 = {
     "image_processor": "Llama4ImageProcessor",
     "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 5},
 }
+# At most 24 patches, 4 for each embedding.
+KIMI_K25 = {
+    "config": "Kimi_K25Config",
+    "tokens": ["<|media_pad|>", "<|video_pad|>"],
+    "placeholder": "<|media_pad|>",
+    "text_type": "deepseek_v3",
+    "text": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "without": ("head_dim",),
+    "vision": {**TOWER, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4},
+    "whole": {"projection_hidden_size": 32, "video_token_id": "<|video_pad|>"},
+    "image_processor": "Kimi_K25ImageProcessor",
+    "processor": {
+        **PIXELS,
+        "patch_size": 8,
+        "max_patches": 24,
+        "size": {"max_height": 7, "max_width": 7},
+    },
+    # names of the published files; transformers reads them but writes others
+    "names": {
+        "model.blocks.": "model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    },
+}
 # At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
 COHERE_2_VISION = {
     "config": "Cohere2VisionConfig",
@@ -430,6 +467,7 @@ VISION_FAMILIES = {
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
+    "kimi_k25": KIMI_K25,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
     "qwen3_vl": QWEN_3_VL,
@@ -475,11 +513,25 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
         if name.endswith(("std_bias", "std_scale")):
             torch.nn.init.normal_(buffer, float(name.endswith("scale")), 0.2)
     model.save_pretrained(folder)
+    if "names" in row:
+        rename_tensors(folder, row["names"])
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     if "video" in row:
         (folder / "video_preprocessor_config.json").write_text(json.dumps(row["video"]))
     return folder
+
+
+def rename_tensors(folder: Path, names: dict[str, str]) -> None:
+    """Replace parts of the names of a folder's tensors."""
+    from safetensors.torch import load_file, save_file
+
+    state = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for before, after in names.items():
+            name = name.replace(before, after)
+        state[name] = tensor
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_tiny_tokenizer(

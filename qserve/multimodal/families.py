@@ -4,7 +4,7 @@ The text model has its own row in formats/families.py. transformers builds the v
 projector.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from formats.architecture.family import architecture_of
 from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
+from qserve.multimodal.kimi_config import as_kimi_k25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class VisionFamily:
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
+    # config.json's values -> values of a model that transformers has; None: unchanged
+    config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
     # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
@@ -68,6 +72,15 @@ GEMMA_4 = {
     for part in ("vision_tower", "embed_vision")
 }
 LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
+KIMI = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("", "model.")
+    for stored, own in (
+        ("vision_tower", "vision_tower"),
+        ("mm_projector", "mm_projector"),
+        ("multi_modal_projector", "mm_projector"),
+    )
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -135,6 +148,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="cohere2",
             encoder="square",
             prefixes=LLAVA,
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                image_processor=processor,
+                layout="kimi",
+                encoder="kimi",
+                config=as_kimi_k25,
+                tensors="kimi",
+                prefixes=KIMI,
+            )
+            for name, processor in (
+                ("KimiVL", "kimi_vl"),
+                ("KimiK25", "kimi"),
+                ("Kimi_K25", "kimi"),  # transformers' name
+            )
         ),
         VisionFamily(
             architecture="Gemma3ForConditionalGeneration",
@@ -276,7 +305,7 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
-        values = _filled(values)
+        values = _filled(values if family.config is None else family.config(values))
         image = _token(values, family.image_token_keys)
         key = family.placeholder_key
         return cls(

@@ -18,13 +18,14 @@ from formats.files.tensor_entry import TensorEntry
 from formats.scheme import Scheme
 from formats.table import names_text
 from qserve.multimodal.encoders import ENCODERS
-from qserve.multimodal.families import VisionConfig, VisionFamily
+from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.layouts.layout import side_of
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.normalizer import Normalizer
 from qserve.multimodal.processor import load_image_processor
 from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import round_layers_
+from qserve.multimodal.stored_towers import CONVERSIONS
 from qserve.multimodal.video_processor import VideoProcessor
 
 # Limit of the pixel values of one call, which limits the memory of activations: 21 tiles of 512 x
@@ -77,7 +78,7 @@ class Tower(torch.nn.Module):
         """
         model = _without_text(config, is_random=entries is None)
         if entries is not None:
-            _fill_(model, config.family, entries, str(folder))
+            _fill_(model, config, entries, str(folder))
         model = model.to(device).requires_grad_(False)
         # Only parameters are converted: the rotary frequencies, which are buffers, stay in float32.
         for parameter in model.parameters():
@@ -208,6 +209,8 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
         if text.get(key):
             text[key] = text[key][-1:] if key == "layer_types" else []
     text.pop("per_layer_config", None)  # it describes layers that are left out
+    if "first_k_dense_replace" in text:
+        text["first_k_dense_replace"] = 1  # a layer without experts is smaller
     for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if text.get(key):
             text[key] = 0
@@ -223,10 +226,10 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
 
 
 def _fill_(
-    model: torch.nn.Module, family: VisionFamily, entries: Mapping[str, TensorEntry], folder: str
+    model: torch.nn.Module, config: VisionConfig, entries: Mapping[str, TensorEntry], folder: str
 ) -> None:
     """Copy a checkpoint's tensors into the vision part. Raises CheckpointError."""
-    prefixes = family.prefixes
+    prefixes, convert = config.family.prefixes, CONVERSIONS[config.family.tensors]
     state = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -236,26 +239,31 @@ def _fill_(
     with torch.no_grad():
         for stored, entry in entries.items():
             prefix = next((each for each in prefixes if stored.startswith(each)), None)
-            if prefix is None:
+            # older checkpoints contain position_ids, a constant
+            if prefix is None or stored.endswith("position_ids"):
                 continue
             name = prefixes[prefix] + stored.removeprefix(prefix)
-            if name.endswith("position_ids"):  # a constant that older checkpoints contain
-                continue
-            if name not in state:
-                raise CheckpointError(
-                    stored,
-                    "is a tensor that the vision tower does not have",
-                    "copy config.json from the original model",
-                )
-            if tuple(entry.shape) != tuple(state[name].shape):
-                raise CheckpointError(
-                    stored, f"expected {list(state[name].shape)}, found {list(entry.shape)}"
-                )
-            state[name].copy_(entry.read())
-            missing.pop(name, None)
+            for own, tensor in convert(name, entry.read(), config.values):
+                _copy_(state, own, tensor, stored)
+                missing.pop(own, None)
     if missing:
         raise CheckpointError(
             names_text(sorted(missing)),
             f"tensors of the vision tower are missing from {folder}",
             "quantize the whole model again, or copy them from the original model",
         )
+
+
+def _copy_(state: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor, stored: str) -> None:
+    """Copy a tensor, stored under the name `stored`, into the model. Raises CheckpointError."""
+    if name not in state:
+        raise CheckpointError(
+            stored,
+            "is a tensor that the vision tower does not have",
+            "copy config.json from the original model",
+        )
+    if tensor.shape != state[name].shape:
+        raise CheckpointError(
+            stored, f"expected {list(state[name].shape)}, found {list(tensor.shape)}"
+        )
+    state[name].copy_(tensor)

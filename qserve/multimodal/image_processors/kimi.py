@@ -1,4 +1,8 @@
-"""Image processor of Kimi-K2.5: one image of any size, filled up with black at two sides."""
+"""Image processors of Kimi-K2.5 and Kimi-VL: an image of any size, filled up with black.
+
+Black rows and columns are added at the lower and right side. Kimi-K2.5 scales as torchvision does,
+Kimi-VL with Pillow.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +18,33 @@ from qserve.multimodal.scaling import scaled
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
     height, width = _sides(pixels_HWC.shape[:2], options)
+    return _filled(scaled(pixels_HWC, height, width, options["resample"]), options)
+
+
+def _cut_with_pillow(pixels_HWC: np.ndarray, options: Options) -> Cut:
+    from PIL import Image
+
+    height, width = _sides(pixels_HWC.shape[:2], options, least=0)
+    if (height, width) != pixels_HWC.shape[:2]:
+        image = Image.fromarray(pixels_HWC).resize((width, height), options["resample"])
+        pixels_HWC = np.asarray(image)
+    return _filled(pixels_HWC, options)
+
+
+def _filled(pixels_HWC: np.ndarray, options: Options) -> Cut:
+    """Fill an image up to whole embeddings."""
+    height, width = pixels_HWC.shape[:2]
     unit = options["patch_size"] * options["merge_size"]
     filled = np.zeros((-(-height // unit) * unit, -(-width // unit) * unit, 3), np.uint8)
-    filled[:height, :width] = scaled(pixels_HWC, height, width, options["resample"])
+    filled[:height, :width] = pixels_HWC
     return Cut((channels_first(filled),), (1, 1), True)
 
 
-def _sides(sides: Sequence[int], options: Options) -> tuple[int, int]:
-    """Return the scaled height and width of an image. Images never grow. Raises InputError."""
+def _sides(sides: Sequence[int], options: Options, least: int = 1) -> tuple[int, int]:
+    """Return the scaled height and width of an image. Images never grow. Raises CheckpointError.
+
+    `least`: number of patches for which a side counts that is shorter than one.
+    """
     size, patch = options["size"], options["patch_size"]
     longest = size.get("max_height")
     if not is_size(longest) or longest != size.get("max_width"):
@@ -30,8 +53,8 @@ def _sides(sides: Sequence[int], options: Options) -> tuple[int, int]:
             f"expected max_height and an equal max_width, found {size!r:.100}",
             "copy preprocessor_config.json from the original model",
         )
-    num_patches = math.prod(max(1, side // patch) for side in sides)
-    scale = min(1.0, math.sqrt(options["max_patches"] / num_patches))
+    num_patches = math.prod(max(least, side // patch) for side in sides)
+    scale = math.sqrt(options["max_patches"] / max(num_patches, options["max_patches"]))
     scale = min(scale, *(longest * patch / side for side in sides))
     height, width = (min(max(1, int(side * scale)), longest * patch) for side in sides)
     return height, width
@@ -71,18 +94,37 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-KIMI = Kind(
-    defaults={
-        "resample": 3,
-        "image_mean": (0.5, 0.5, 0.5),
-        "image_std": (0.5, 0.5, 0.5),
-        "size": {"max_height": 512, "max_width": 512},
-        "max_patches": 16384,
-        "patch_size": 14,
-        "merge_size": 2,
-    },
-    sizes=("max_patches", "patch_size", "merge_size"),
-    cut=_cut,
+def _renamed_vl(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of Kimi-VL's file with the names of Kimi-K2.5."""
+    if not options.pop("pad_input", True):
+        raise CheckpointError(
+            "pad_input of the image processor",
+            "expected true: published models fill images up",
+            "copy preprocessor_config.json from the original model",
+        )
+    names = {"in_token_limit": "max_patches", "merge_kernel_size": "merge_size"}
+    found = {names.get(key, key): value for key, value in options.items()}
+    merge = found.get("merge_size")
+    if isinstance(merge, list | tuple) and len(set(merge)) == 1:
+        found["merge_size"] = merge[0]
+    return found
+
+
+_DEFAULTS = {
+    "resample": 3,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "size": {"max_height": 512, "max_width": 512},
+    "max_patches": 16384,
+    "patch_size": 14,
+    "merge_size": 2,
+}
+_SIZES = ("max_patches", "patch_size", "merge_size")
+KIMI_K25 = Kind(defaults=_DEFAULTS, sizes=_SIZES, cut=_cut, arguments=_arguments, renamed=_renamed)
+KIMI_VL = Kind(
+    defaults={**_DEFAULTS, "max_patches": 4096},
+    sizes=_SIZES,
+    cut=_cut_with_pillow,
     arguments=_arguments,
-    renamed=_renamed,
+    renamed=_renamed_vl,
 )

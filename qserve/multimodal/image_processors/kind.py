@@ -43,7 +43,7 @@ class Kind:
 
 
 def side_of(options: Options, key: str = "size") -> int:
-    """Return the side of a square from an option with its height and width. Raises InputError."""
+    """Return the side of a square, an option with height and width. Raises CheckpointError."""
     found = options[key]
     height, width = (found.get(each) for each in ("height", "width"))
     if not is_size(height) or height != width:

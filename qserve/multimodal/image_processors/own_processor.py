@@ -10,7 +10,7 @@ from formats.architecture.sizes import is_size
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
-from qserve.multimodal.image_processors.kimi import KIMI
+from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
@@ -22,7 +22,8 @@ KINDS: dict[str, Kind] = {
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
-    "kimi": KIMI,
+    "kimi": KIMI_K25,
+    "kimi_vl": KIMI_VL,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts

@@ -157,3 +157,47 @@ def test_pixels_are_normalized_as_transformers_does(vision):
             normalize(torch.from_numpy(each.features[0].array().copy())).numpy() for each in items
         ]
         assert np.array_equal(np.concatenate(found).reshape(-1), want.reshape(-1))
+
+
+# family -> its processor; those need torchvision
+OTHER_PROCESSORS = {
+    "lfm2_vl": "Lfm2VlProcessor",
+    "llama4": "Llama4Processor",
+    "cohere2_vision": "Cohere2VisionProcessor",
+    "kimi_k25": "Kimi_K25Processor",
+}
+COHERE_TOKENS = {
+    "boi": "<|START_OF_IMG|>",
+    "eoi": "<|END_OF_IMG|>",
+    "image": "<|IMG_PATCH|>",
+    "img_line_break": "<|IMG_LINE_BREAK|>",
+}
+
+
+@pytest.mark.parametrize("family", OTHER_PROCESSORS)
+def test_tokens_of_processors_that_need_torchvision(vision, family, monkeypatch):
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(
+        transformers.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None
+    )
+    model, options = vision(family), {}
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    images_of = AutoImageProcessor.from_pretrained(model.folder)
+    if family == "llama4":
+        options = {"patch_size": 8}
+    if family == "cohere2_vision":
+        images_of.patch_size = 2  # side of the square of embeddings
+        for kind, token in COHERE_TOKENS.items():
+            setattr(tokenizer, f"{kind}_token", token)
+            setattr(tokenizer, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+    own = getattr(transformers, OTHER_PROCESSORS[family])(images_of, tokenizer, **options)
+    lengths = set()
+    for size in (*SIZES, (1, 200), (700, 130), (97, 31)):
+        for images in ([picture(*size)], [picture(*size), picture(50, 20)]):
+            if family == "lfm2_vl" and len(images) > 1 and max(size) > 20 * min(size):
+                continue  # transformers cannot stack such an image and another
+            text = " and ".join([model.mark] * len(images))
+            ids, _ = model.prompt(text, images)
+            assert ids == own(text=[text], images=images)["input_ids"][0], size
+            lengths.add(len(ids))
+    assert len(lengths) > 4
