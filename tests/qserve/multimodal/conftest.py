@@ -79,8 +79,9 @@ class Vision:
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 changed[name] = torch.nn.functional.pad(inputs[name], (0, more))
-        if hasattr(self.model.model, "rope_deltas"):
-            self.model.model.rope_deltas = None
+        inner = getattr(self.model, "model", None)
+        if hasattr(inner, "rope_deltas"):
+            inner.rope_deltas = None
         return self.model(**{**inputs, **changed}, use_cache=False).logits[0]
 
     def lags(self, text, images, tokens):
