@@ -19,9 +19,9 @@ from formats.scheme import Scheme
 from formats.table import names_text
 from qserve.multimodal.encoders import ENCODERS
 from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.image_processors.normalizer import Normalizer
 from qserve.multimodal.layouts.layout import side_of
 from qserve.multimodal.media import Feature, MediaItem
-from qserve.multimodal.normalizer import Normalizer
 from qserve.multimodal.processor import load_image_processor
 from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import round_layers_

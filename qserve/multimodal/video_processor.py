@@ -16,7 +16,7 @@ import numpy as np
 
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError
-from qserve.multimodal.scaling import scaled
+from qserve.multimodal.image_processors.scaling import scaled
 from qserve.multimodal.video import SUBJECT, Video
 
 # (file that may have the options, key of the options in it; "": the whole file); the first one

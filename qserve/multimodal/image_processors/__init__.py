@@ -1,1 +1,1 @@
-"""Image processors of transformers that need torchvision, reimplemented without it."""
+"""Scale, cut and normalize images as the processors of transformers that need torchvision."""

@@ -13,7 +13,7 @@ import numpy as np
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.kind import Cut, Kind, Options, channels_first
-from qserve.multimodal.scaling import scaled
+from qserve.multimodal.image_processors.scaling import scaled
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qserve.multimodal.image_processors.kind import Cut, Kind, Options, channels_first, split
-from qserve.multimodal.scaling import scaled
+from qserve.multimodal.image_processors.scaling import scaled
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:

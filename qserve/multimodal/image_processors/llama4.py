@@ -14,7 +14,7 @@ from qserve.multimodal.image_processors.kind import (
     side_of,
     split,
 )
-from qserve.multimodal.scaling import scaled
+from qserve.multimodal.image_processors.scaling import scaled
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:

@@ -72,7 +72,7 @@ class OwnImageProcessor:
         """Return the arguments of transformers' model for images. Raises CheckpointError."""
         import torch
 
-        from qserve.multimodal.normalizer import Normalizer
+        from qserve.multimodal.image_processors.normalizer import Normalizer
 
         normalize = Normalizer.of_own(self, torch.device("cpu"))
         cuts = [self.cut(image.convert("RGB")) for image in images]

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
-from qserve.multimodal.normalizer import Normalizer
+from qserve.multimodal.image_processors.normalizer import Normalizer
 from qserve.multimodal.processor import MediaProcessor, image_digest
 from tests.tiny_vision import picture
 
