@@ -252,7 +252,8 @@ class VisionConfig:
     # config.json of the whole model, completed with transformers' defaults
     values: Mapping[str, Any]
     image_token_id: int
-    placeholder_id: int  # token of an image in a prompt that is not expanded yet
+    # token of an image in a prompt that is not expanded yet; see placeholder_of
+    placeholder_id: int
     # token of a video, before and after it is expanded; None: the model takes no videos
     video_token_id: int | None = None
 
@@ -261,6 +262,14 @@ class VisionConfig:
         """Token ids that mark media in prompts."""
         found = (self.image_token_id, self.placeholder_id, self.video_token_id)
         return frozenset(token for token in found if token is not None)
+
+    def placeholder_of(self, encode: Callable[[str, bool], list[int]]) -> int:
+        """Return the token of an image in a prompt that is not expanded yet. Raises InputError.
+
+        `encode`: the model's tokenizer, which alone knows the placeholder of Llama 4.
+        """
+        text = self.family.placeholder
+        return token_of(text, encode) if text else self.placeholder_id
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
@@ -315,6 +324,18 @@ class VisionConfig:
             placeholder_id=_token(values, (key,)) if key else image,
             video_token_id=_token(values, ("video_token_id",)) if family.video else None,
         )
+
+
+def token_of(text: str, encode: Callable[[str, bool], list[int]]) -> int:
+    """Return the token of a text. Raises InputError if there is no single one."""
+    found = encode(text, False)
+    if len(found) != 1:
+        raise InputError(
+            f"token {text}",
+            "is not in the model's tokenizer",
+            "copy tokenizer.json from the original model",
+        )
+    return found[0]
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
-from qserve.multimodal.families import VISION_FAMILIES, VisionConfig
+from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.layouts.layout import Piece, Run
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
@@ -60,9 +60,7 @@ class MediaProcessor:
         self._newlines: dict[int, int] = {}
         if config.family.joins_newlines:
             self._newlines = _newline_tokens(encode)
-        self._placeholder_id = config.placeholder_id
-        if config.family.placeholder:
-            self._placeholder_id = self._token_of(config.family.placeholder)
+        self._placeholder_id = config.placeholder_of(encode)
         self._token_ids: dict[str, int] = {}  # text of a token without an embedding -> its id
 
     def prepare(
@@ -188,20 +186,9 @@ class MediaProcessor:
         ids, is_embed = [fill_id] * run.length, bytearray(b"\1" * run.length)
         for place, text in run.other_tokens.items():
             if text not in self._token_ids:
-                self._token_ids[text] = self._token_of(text)
+                self._token_ids[text] = token_of(text, self._encode)
             ids[place], is_embed[place] = self._token_ids[text], 0
         return ids, bytes(is_embed) if run.other_tokens else b""
-
-    def _token_of(self, text: str) -> int:
-        """Return the token of a text. Raises CheckpointError if there is no single one."""
-        found = self._encode(text, False)
-        if len(found) != 1:
-            raise CheckpointError(
-                self.folder,
-                f"its tokenizer has no token {text}",
-                "copy tokenizer.json from the original model",
-            )
-        return found[0]
 
     def _processed(self, image: "Image", *, has_others: bool) -> Any:
         """Run transformers' image processor on an image. Raises InputError.
