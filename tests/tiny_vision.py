@@ -193,6 +193,16 @@ MISTRAL_3 = {
     "image_processor": "PixtralImageProcessor",
     "processor": {**PIXELS, "size": {"longest_edge": 64}, "patch_size": 8},
 }
+# Sides of at most 96 pixels, rounded up to multiples of 8; 16 x 16 pixels have an embedding.
+LIGHT_ON_OCR = {
+    **MISTRAL_3,
+    "config": "LightOnOcrConfig",
+    "tokens": ["<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"],
+    "placeholder": "<|image_pad|>",
+    "text_type": "qwen3",
+    "vision": {**MISTRAL_3["vision"], "image_size": 96},
+    "processor": {**PIXELS, "size": {"longest_edge": 96}, "patch_size": 8},
+}
 # Images of 256 to 2048 pixels: 1 to 8 embeddings.
 GRID = {
     "tokens": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
@@ -265,6 +275,11 @@ GLM_4V = {
     "whole": {"video_token_id": "<|video|>"},
 }
 del GLM_4V["video"]
+GLM_OCR = {
+    **GLM_4V,
+    "config": "GlmOcrConfig",
+    "text_type": "glm_ocr_text",
+}
 GLM_4V_MOE = {
     **GLM_4V,
     "config": "Glm4vMoeConfig",
@@ -464,6 +479,7 @@ VISION_FAMILIES = {
     "gemma4": GEMMA_4,
     "gemma4_shared": GEMMA_4_SHARED,
     "mistral3": MISTRAL_3,
+    "lighton_ocr": LIGHT_ON_OCR,
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
@@ -474,6 +490,7 @@ VISION_FAMILIES = {
     "qwen3_vl_moe": QWEN_3_VL_MOE,
     "glm4v": GLM_4V,
     "glm4v_moe": GLM_4V_MOE,
+    "glm_ocr": GLM_OCR,
     "glm46v": {**GLM_4V, "config": "Glm46VConfig", "image_processor": "Glm46VImageProcessor"},
     "qwen3_5": QWEN_3_5,
     "qwen3_5_moe": QWEN_3_5_MOE,

@@ -29,9 +29,11 @@ WRAPPERS = (
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -68,6 +70,7 @@ _SAME_LAYERS = {
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -87,7 +90,7 @@ _PREFIXES = {
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
-_PART_NAMES += ("vit_large_projector",)
+_PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
@@ -105,11 +108,13 @@ _ALWAYS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True, EITHER_ORDER: True},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
     "glm4v_moe_text": {"use_qk_norm": False},
 }
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
     # LLaVA-1.5: its text_config names the model that it was trained from
     "llama": {
@@ -250,7 +255,7 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
 def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:
     """Return the default of head_dim if the model with the same layers has a different default."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text")
+    is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")
     return {"head_dim": hidden // heads} if is_glm and is_size(hidden) and is_size(heads) else {}
 
 

@@ -81,6 +81,11 @@ KIMI = {
         ("multi_modal_projector", "mm_projector"),
     )
 }
+LIGHT_ON = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_encoder", "vision_projection")
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -191,6 +196,12 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="rows",
             prefixes=LLAVA,
         ),
+        VisionFamily(
+            architecture="LightOnOcrForConditionalGeneration",
+            layout="plain_rows",
+            encoder="rows",
+            prefixes=LIGHT_ON,
+        ),
         *(
             VisionFamily(
                 architecture=f"{name}ForConditionalGeneration",
@@ -225,7 +236,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 encoder="patches",
                 prefixes=QWEN,
             )
-            for name in ("Glm4v", "Glm4vMoe", "Glm46V")
+            for name in ("Glm4v", "Glm4vMoe", "Glm46V", "GlmOcr")
         ),
         *(
             VisionFamily(

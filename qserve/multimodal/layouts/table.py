@@ -15,6 +15,7 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,
     "rows": rows.ROWS,
+    "plain_rows": rows.PLAIN_ROWS,
     "pooled": pooled.POOLED,
     "lfm2": cuts.LFM_2,
     "llama4": cuts.LLAMA_4,
