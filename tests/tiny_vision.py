@@ -263,6 +263,21 @@ QWEN_2_VL = {
     },
 }
 del QWEN_2_VL["vision"]["intermediate_size"]
+# positions of one axis; fewer heads of keys than of queries in the tower
+EXAONE_4_5 = {
+    **QWEN_2_5_VL,
+    "config": "Exaone4_5_Config",
+    "text_type": "exaone4",
+    "text": {"sliding_window": 9, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "vision": {
+        **QWEN_TOWER,
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "window_size": 32,
+        "fullatt_block_indexes": [1, 3],
+    },
+}
+del EXAONE_4_5["video"]
 GLM_4V = {
     **GRID,
     "config": "Glm4vConfig",
@@ -486,6 +501,7 @@ VISION_FAMILIES = {
     "kimi_k25": KIMI_K25,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
+    "exaone4_5": EXAONE_4_5,
     "qwen3_vl": QWEN_3_VL,
     "qwen3_vl_moe": QWEN_3_VL_MOE,
     "glm4v": GLM_4V,

@@ -197,6 +197,12 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=LLAVA,
         ),
         VisionFamily(
+            architecture="Exaone4_5_ForConditionalGeneration",
+            layout="grid",
+            encoder="patches",
+            prefixes=QWEN,
+        ),
+        VisionFamily(
             architecture="LightOnOcrForConditionalGeneration",
             layout="plain_rows",
             encoder="rows",
