@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
@@ -122,6 +123,24 @@ def test_options_of_moonshots_own_file(tmp_path):
     assert (found["max_patches"], found["patch_size"], found["merge_size"]) == (50, 8, 2)
     assert found["size"] == {"max_height": 9, "max_width": 9}
     assert found["image_mean"] == [0, 0, 0] and found["image_std"] == PIXELS["image_std"]
+
+
+# byte of a gray pixel -> normalized channels, as transformers computes them in bfloat16
+IN_BFLOAT16 = {
+    1: (-0.9921875, -0.79296875, -0.494140625),
+    77: (-0.39453125, -0.1953125, 0.0032501220703125),
+    200: (0.5703125, 0.76953125, 0.8046875),
+    255: (1.0, 1.203125, 1.1640625),
+}
+
+
+def test_llama_4_normalizes_in_bfloat16(tmp_path):
+    constants = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.5, 0.6]}
+    size = {"size": {"height": 4, "width": 4}}
+    own = processor_of(tmp_path, "llama4", {**constants, **size, "max_patches": 1})
+    for byte, wanted in IN_BFLOAT16.items():
+        image = Image.new("RGB", (4, 4), (byte,) * 3)
+        assert own([image])["pixel_values"][0, :, 0, 0].tolist() == list(wanted)
 
 
 def test_defaults_are_those_of_transformers(tmp_path):
