@@ -204,6 +204,16 @@ def test_image_of_a_single_embedding(vision):
     assert alone[0].shape == (1, 64) and not torch.allclose(*alone, atol=1e-3)
 
 
+def test_tokens_of_a_wide_image_of_lfm2(vision):
+    """One tile with more columns than rows."""
+    model = vision("lfm2_vl")
+    request = (f"{model.mark} what", (picture(60, 30, 2),))
+    ids, (item,) = model.prompt(*request)
+    _, height, width = item.features[0].shape
+    assert width > height and len(ids) < 20
+    assert model.run(model.engine(), request)[0] == [model.expected(*request)]
+
+
 def test_the_mtp_layer_of_glm_ocr_is_not_read(vision, tmp_path):
     source = vision("glm_ocr")
     folder = shutil.copytree(source.folder, tmp_path / "glm_ocr")

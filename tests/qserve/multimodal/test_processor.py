@@ -10,7 +10,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
+from qserve.multimodal.image_processors.kind import Cut
 from qserve.multimodal.image_processors.normalizer import Normalizer
+from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
 from tests.tiny_vision import picture
 
@@ -201,3 +203,42 @@ def test_tokens_of_processors_that_need_torchvision(vision, family, monkeypatch)
             assert ids == own(text=[text], images=images)["input_ids"][0], size
             lengths.add(len(ids))
     assert len(lengths) > 4
+
+
+START, END = "<|image_start|>", "<|image_end|>"
+COHERE_END, BREAK = "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
+X, Y = "<|tile_x_separator|>", "<|tile_y_separator|>"
+# family -> pieces of 2 rows and 3 columns of tiles and the whole image (0: tile), and of a lone
+# image, as in transformers' processors
+PIECES = {
+    "lfm2_vl": (
+        [
+            *(START, "<|img_row_1_col_1|>", 0, "<|img_row_1_col_2|>", 0, "<|img_row_1_col_3|>", 0),
+            *("<|img_row_2_col_1|>", 0, "<|img_row_2_col_2|>", 0, "<|img_row_2_col_3|>", 0),
+            *("<|img_thumbnail|>", 0, END),
+        ],
+        [START, 0, END],
+    ),
+    "llama4": (
+        [START, *(0, X, 0, X, 0, Y), *(0, X, 0, X, 0, Y), "<|image|>", 0, END],
+        [START, "<|image|>", 0, END],
+    ),
+    "cohere2_vision": (
+        ["<|START_OF_IMG|>", *[0, BREAK] * 7, COHERE_END],
+        ["<|START_OF_IMG|>", 0, BREAK, COHERE_END],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PIECES)
+def test_tokens_around_tiles(vision, family):
+    config = vision(family).processor.config
+    for (rows, columns), wanted in zip(((2, 3), (1, 1)), PIECES[family], strict=True):
+        count = rows * columns + (rows * columns > 1)
+        tiles = tuple(np.full((3, 32, 32), number, np.uint8) for number in range(count))
+        cut = Cut(tiles, (rows, columns), True)
+        pieces = list(layout_of(config).pieces(cut, config.values))
+        assert [each if isinstance(each, str) else 0 for each in pieces] == wanted
+        runs = [each for each in pieces if not isinstance(each, str)]
+        assert [each.features[0].array().flat[0] for each in runs] == list(range(count))
+        assert {each.length for each in runs} == {4}
