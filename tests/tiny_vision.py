@@ -39,6 +39,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LFM2_TILES = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)]
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", *TILES]
 # At most 2 x 2 tiles of 32 pixels and the whole image: 4 embeddings each.
@@ -192,6 +193,16 @@ MISTRAL_3 = {
     "image_processor": "PixtralImageProcessor",
     "processor": {**PIXELS, "size": {"longest_edge": 64}, "patch_size": 8},
 }
+# Sides of at most 96 pixels, rounded up to multiples of 8; 16 x 16 pixels have an embedding.
+LIGHT_ON_OCR = {
+    **MISTRAL_3,
+    "config": "LightOnOcrConfig",
+    "tokens": ["<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"],
+    "placeholder": "<|image_pad|>",
+    "text_type": "qwen3",
+    "vision": {**MISTRAL_3["vision"], "image_size": 96},
+    "processor": {**PIXELS, "size": {"longest_edge": 96}, "patch_size": 8},
+}
 # Images of 256 to 2048 pixels: 1 to 8 embeddings.
 GRID = {
     "tokens": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
@@ -252,6 +263,21 @@ QWEN_2_VL = {
     },
 }
 del QWEN_2_VL["vision"]["intermediate_size"]
+# positions of one axis; fewer heads of keys than of queries in the tower
+EXAONE_4_5 = {
+    **QWEN_2_5_VL,
+    "config": "Exaone4_5_Config",
+    "text_type": "exaone4",
+    "text": {"sliding_window": 9, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "vision": {
+        **QWEN_TOWER,
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "window_size": 32,
+        "fullatt_block_indexes": [1, 3],
+    },
+}
+del EXAONE_4_5["video"]
 GLM_4V = {
     **GRID,
     "config": "Glm4vConfig",
@@ -264,6 +290,11 @@ GLM_4V = {
     "whole": {"video_token_id": "<|video|>"},
 }
 del GLM_4V["video"]
+GLM_OCR = {
+    **GLM_4V,
+    "config": "GlmOcrConfig",
+    "text_type": "glm_ocr_text",
+}
 GLM_4V_MOE = {
     **GLM_4V,
     "config": "Glm4vMoeConfig",
@@ -330,6 +361,123 @@ QWEN_3_5_MOE = {
     },
     "without": ("intermediate_size",),
 }
+# Images of 2 to 9 embeddings; larger ones become at most 6 tiles of 4 and an overview.
+LFM2_VL = {
+    "config": "Lfm2VlConfig",
+    "tokens": [
+        *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        *LFM2_TILES,
+    ],
+    "placeholder": "<image>",
+    "text_type": "lfm2",
+    "text": {
+        "layer_types": ["full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "without": ("head_dim",),
+    "vision": {
+        **TOWER,
+        "model_type": "siglip2_vision_model",
+        "patch_size": 8,
+        "num_patches": 16,
+        "vision_use_head": False,
+    },
+    "whole": {"projector_hidden_size": 48},
+    "image_processor": "Lfm2VlImageProcessor",
+    "processor": {
+        **PIXELS,
+        "encoder_patch_size": 8,
+        "tile_size": 32,
+        "max_tiles": 6,
+        "min_image_tokens": 2,
+        "max_image_tokens": 9,
+    },
+}
+# At most 5 tiles of 32 pixels and the whole image: 4 embeddings each.
+LLAMA_4 = {
+    "config": "Llama4Config",
+    "tokens": [
+        *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"),
+        *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ],
+    "placeholder": "<|image|>",
+    "image": "<|patch|>",
+    "text_type": "llama4_text",
+    "text": {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 64,
+    },
+    "vision": {
+        **TOWER,
+        "image_size": 32,
+        "patch_size": 8,
+        "vision_output_dim": 40,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "intermediate_size": 128,
+    },
+    "whole": {},
+    "image_processor": "Llama4ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 5},
+}
+# At most 24 patches, 4 for each embedding.
+KIMI_K25 = {
+    "config": "Kimi_K25Config",
+    "tokens": ["<|media_pad|>", "<|video_pad|>"],
+    "placeholder": "<|media_pad|>",
+    "text_type": "deepseek_v3",
+    "text": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "without": ("head_dim",),
+    "vision": {**TOWER, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4},
+    "whole": {"projection_hidden_size": 32, "video_token_id": "<|video_pad|>"},
+    "image_processor": "Kimi_K25ImageProcessor",
+    "processor": {
+        **PIXELS,
+        "patch_size": 8,
+        "max_patches": 24,
+        "size": {"max_height": 7, "max_width": 7},
+    },
+    # names of the published files; transformers reads them but writes others
+    "names": {
+        "model.blocks.": "model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    },
+}
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+COHERE_2_VISION = {
+    "config": "Cohere2VisionConfig",
+    "tokens": ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
+    "placeholder": "<|IMG_PATCH|>",
+    "text_type": "cohere2",
+    "text": {
+        # transformers leaves this factor of the logits out here; the text model alone has it
+        "logit_scale": 1.0,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "vision": {**SIGLIP, "vision_use_head": False},
+    "whole": {"alignment_intermediate_size": 96},
+    "image_processor": "Cohere2VisionImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
+}
 # family -> what is written
 VISION_FAMILIES = {
     "idefics3": {
@@ -346,12 +494,19 @@ VISION_FAMILIES = {
     "gemma4": GEMMA_4,
     "gemma4_shared": GEMMA_4_SHARED,
     "mistral3": MISTRAL_3,
+    "lighton_ocr": LIGHT_ON_OCR,
+    "lfm2_vl": LFM2_VL,
+    "llama4": LLAMA_4,
+    "cohere2_vision": COHERE_2_VISION,
+    "kimi_k25": KIMI_K25,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
+    "exaone4_5": EXAONE_4_5,
     "qwen3_vl": QWEN_3_VL,
     "qwen3_vl_moe": QWEN_3_VL_MOE,
     "glm4v": GLM_4V,
     "glm4v_moe": GLM_4V_MOE,
+    "glm_ocr": GLM_OCR,
     "glm46v": {**GLM_4V, "config": "Glm46VConfig", "image_processor": "Glm46VImageProcessor"},
     "qwen3_5": QWEN_3_5,
     "qwen3_5_moe": QWEN_3_5_MOE,
@@ -391,11 +546,25 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
         if name.endswith(("std_bias", "std_scale")):
             torch.nn.init.normal_(buffer, float(name.endswith("scale")), 0.2)
     model.save_pretrained(folder)
+    if "names" in row:
+        rename_tensors(folder, row["names"])
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     if "video" in row:
         (folder / "video_preprocessor_config.json").write_text(json.dumps(row["video"]))
     return folder
+
+
+def rename_tensors(folder: Path, names: dict[str, str]) -> None:
+    """Replace parts of the names of a folder's tensors."""
+    from safetensors.torch import load_file, save_file
+
+    state = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for before, after in names.items():
+            name = name.replace(before, after)
+        state[name] = tensor
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_tiny_tokenizer(

@@ -42,7 +42,9 @@ class WindowMedia:
 
 
 # Text model types whose rotary tables pair adjacent channels, where the layers expect two halves
-ADJACENT = ("glm4v_text",)
+ADJACENT = ("glm4v_text", "glm_ocr_text")
+# Models whose tensors transformers finds only together with the output matrix
+WITH_HEAD = ("lighton_ocr",)
 Media = Sequence[WindowMedia | None]  # one entry per window of a batch; None: text only
 
 
@@ -150,8 +152,12 @@ class VisionModel:
                 folder, trust_remote_code=False, local_files_only=True
             )
             _shorten_(config.get_text_config())
+            has_head = config.model_type in WITH_HEAD
+            loader = (
+                transformers.AutoModelForImageTextToText if has_head else transformers.AutoModel
+            )
             with _quiet():
-                loaded, facts = transformers.AutoModel.from_pretrained(
+                loaded, facts = loader.from_pretrained(
                     folder,
                     config=config,
                     dtype=dtype,
@@ -165,8 +171,10 @@ class VisionModel:
                 f"transformers cannot load the vision tower: {one_line(error)}",
                 "calibrate on texts without images",
             ) from error
+        loaded = loaded.model if has_head else loaded
         text = "language_model" if hasattr(loaded, "language_model") else "text_model"
-        missing = [name for name in facts["missing_keys"] if not name.startswith(f"{text}.")]
+        missing = [name.removeprefix("model." * has_head) for name in facts["missing_keys"]]
+        missing = [name for name in missing if not name.startswith((f"{text}.", "lm_head."))]
         if missing:
             raise CheckpointError(
                 names_text(sorted(missing)),

@@ -62,10 +62,13 @@ class Target:
             ) from None
         self.model = model.to(self.device).train(False).requires_grad_(False)
         self.config = model.config.get_text_config()
-        self._decoder = model.get_decoder()
+        decoder = model.get_decoder()
+        self._decoder = decoder if hasattr(decoder, "layers") else decoder.model  # Llama 4's
+        norm = "norm" if hasattr(self._decoder, "norm") else "embedding_norm"  # LFM2's
+        self._norm = self._decoder.get_submodule(norm)
         num_layers = self.config.num_hidden_layers
         self.taps = usual_taps(num_layers) if taps is None else taps
-        places = [*self._decoder.layers, self._decoder.norm]
+        places = [*self._decoder.layers, self._norm]
         if not all(0 <= tap < len(places) for tap in self.taps):
             raise InputError(f"taps {self.taps}", f"the model has {num_layers} layers")
         self._states: dict[int, torch.Tensor] = {}
@@ -87,7 +90,7 @@ class Target:
 
     @property
     def last_norm(self) -> torch.Tensor:
-        return self._decoder.norm.weight
+        return self._norm.weight
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -123,15 +126,21 @@ class Target:
         `windows`: for each one the arguments of the model, and the mask of image tokens.
         """
         seen: dict[str, Any] = {}
-        hook = self._decoder.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
-        )
+        hooks = [
+            self._decoder.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+            ),
+            self._decoder.register_forward_hook(
+                lambda _, args, output: seen.update(last_BSC=output.last_hidden_state)
+            ),
+        ]
         found = []
         try:
             for inputs, is_image_S in windows:
                 found.append(self._see_images(inputs, is_image_S, seen))
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         positions = [each.images.positions_3BS for each in found]
         if any(each is not None for each in positions):
             plain_3BS = torch.arange(len(windows[0][1]), device=self.device).expand(3, 1, -1)
@@ -148,9 +157,10 @@ class Target:
         )
 
     def _see_images(self, inputs: Inputs, is_image_S: torch.Tensor, seen: dict[str, Any]) -> Seen:
-        """Run one window. `seen` receives the arguments of the decoder's call."""
-        output = self.model.model(**self._moved(inputs), use_cache=False)
-        last_BSC = output.last_hidden_state
+        """Run one window. `seen` receives the arguments and the result of the decoder's call."""
+        whole = getattr(self.model, "model", self.model)  # Llama 4 has no model without its head
+        whole(**self._moved(inputs), use_cache=False)
+        last_BSC = seen["last_BSC"]
         taps = [self._states[tap] for tap in self.taps]
         self._states.clear()
         positions = seen.get("position_ids")

@@ -16,18 +16,24 @@ from formats.families import FAMILIES
 TEXT_CONFIG = "text_config"
 LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
 _BLOCK = "quantization_config"
-_HEAD = "lm_head."
+_HEAD_MODULE = "lm_head"
+_HEAD = f"{_HEAD_MODULE}."
+_NESTED = "language_model."  # prefix of files in which the head is part of the text model
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
 WRAPPERS = (
+    "Cohere2VisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -50,7 +56,6 @@ WRAPPERS = (
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
@@ -65,6 +70,7 @@ _SAME_LAYERS = {
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -84,7 +90,7 @@ _PREFIXES = {
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
-_PART_NAMES += ("vit_large_projector",)
+_PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
@@ -102,11 +108,13 @@ _ALWAYS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True, EITHER_ORDER: True},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
     "glm4v_moe_text": {"use_qk_norm": False},
 }
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
     # LLaVA-1.5: its text_config names the model that it was trained from
     "llama": {
@@ -184,7 +192,7 @@ def stored_name(name: str, prefix: str) -> str:
     """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
     if name.startswith(_HEAD):
         own = next((each for each, own in _PREFIXES.items() if own == _HEAD), _HEAD)
-        return own + name.removeprefix(_HEAD) if prefix.startswith("language_model.") else name
+        return own + name.removeprefix(_HEAD) if prefix.startswith(_NESTED) else name
     own = _PREFIXES.get(prefix, "model.")
     return prefix + name.removeprefix(own) if name.startswith(own) else name
 
@@ -201,7 +209,11 @@ def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> di
     own = _PREFIXES.get(prefix, "model.").rstrip(".")
     found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?={_WITH_LINEARS})", stored)
     if "ignore" in found:
-        found["ignore"] = [*(found["ignore"] or ()), *(f"re:.*{part}.*" for part in parts)]
+        ignored = list(found["ignore"] or ())
+        if prefix.startswith(_NESTED) and _HEAD_MODULE in ignored:
+            # transformers names the head of some of these models as the file does (Llama 4)
+            ignored.insert(ignored.index(_HEAD_MODULE) + 1, f"re:.*{_HEAD_MODULE}")
+        found["ignore"] = [*ignored, *(f"re:.*{part}.*" for part in parts)]
     elif "modules_to_not_convert" in found:
         found["modules_to_not_convert"] = [*(found["modules_to_not_convert"] or ()), *parts]
     elif found.get("quant_method") == "gptq":
@@ -243,7 +255,7 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
 def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:
     """Return the default of head_dim if the model with the same layers has a different default."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text")
+    is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")
     return {"head_dim": hidden // heads} if is_glm and is_size(hidden) and is_size(heads) else {}
 
 

@@ -120,7 +120,12 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
         longest = min(config.max_input_len, llm.engine.max_model_len - config.output_len)
         if model.vision is not None:
             longest = min(longest, llm.engine.max_model_len // 2)  # leave room for images
-        prompts = draw_prompts(rng, config.num_requests, longest, config.long_every, model)
+        placeholder_id = None
+        if model.vision is not None:
+            placeholder_id = model.vision.placeholder_of(llm.get_tokenizer().encode)
+        prompts = draw_prompts(
+            rng, config.num_requests, longest, config.long_every, model, placeholder_id
+        )
         params = draw_params(
             prompts, config.output_len, structured=config.structured_output, model=model
         )

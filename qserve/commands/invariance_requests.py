@@ -16,15 +16,20 @@ FORMAT = "[ -~]+"  # regex of requests with structured output; it never forces a
 
 
 def draw_prompts(
-    rng: random.Random, number: int, longest: int, long_every: int, model: "ModelConfig"
+    rng: random.Random,
+    number: int,
+    longest: int,
+    long_every: int,
+    model: "ModelConfig",
+    placeholder_id: int | None,
 ) -> list[dict[str, Any]]:
     """Draw random prompts. One of three is periodic; one of four begins like an earlier prompt.
 
     For vision-language models two of three prompts have an image instead; images are shared by
-    several prompts.
+    several prompts. `placeholder_id`: token of an image in a prompt.
     """
     vision = model.vision
-    special = set() if vision is None else vision.media_tokens
+    special = set() if vision is None else {*vision.media_tokens, placeholder_id}
     plain = [token for token in range(model.vocab_size) if token not in special]
     images = [] if vision is None else _images(rng)
     prompts: list[dict[str, Any]] = []
@@ -34,7 +39,7 @@ def draw_prompts(
         tokens = [rng.choice(plain) for _ in range(period)]
         prompt: dict[str, Any] = {"prompt_token_ids": (tokens * length)[:length]}
         if vision is not None and each % 3:
-            prompt["prompt_token_ids"][rng.randrange(length)] = vision.placeholder_id
+            prompt["prompt_token_ids"][rng.randrange(length)] = placeholder_id
             prompt["multi_modal_data"] = {"image": rng.choice(images)}
         elif vision is None and each % 4 == 3:
             earlier = rng.choice(prompts)["prompt_token_ids"]

@@ -84,6 +84,42 @@ def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches_NPV, places_NP2).pooler_output
 
 
+def _encode_any_size(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of LFM2-VL, without the padding that get_image_features needs."""
+    pixels_NCHW = torch.stack(inputs["pixel_values"])
+    patches_NPV, rows, columns = _patches(pixels_NCHW, model.config.vision_config.patch_size)
+    states_NPC = model.vision_tower(
+        pixel_values=patches_NPV.permute(0, 1, 3, 4, 2).flatten(2),
+        spatial_shapes=torch.tensor([[rows, columns]] * len(patches_NPV)),
+        pixel_attention_mask=patches_NPV.new_ones(patches_NPV.shape[:2], dtype=torch.int32),
+    ).last_hidden_state
+    return model.multi_modal_projector(states_NPC.unflatten(1, (rows, columns))).flatten(1, 2)
+
+
+def _patches(pixels_NCHW: torch.Tensor, size: int) -> tuple[torch.Tensor, int, int]:
+    """Cut images into patches [N, P, C, size, size], row by row.
+
+    Return them and the numbers of rows and columns.
+    """
+    rows, columns = (side // size for side in pixels_NCHW.shape[2:])
+    cut = pixels_NCHW.unflatten(3, (columns, size)).unflatten(2, (rows, size))
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2), rows, columns
+
+
+def _encode_llama4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Llama 4."""
+    states_NMC = model.vision_model(torch.stack(inputs["pixel_values"])).last_hidden_state
+    return model.multi_modal_projector(states_NMC)
+
+
+def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the images of Kimi-K2.5, all of one size."""
+    pixels_NCHW = torch.stack(inputs["pixel_values"])
+    patches, rows, columns = _patches(pixels_NCHW, model.config.vision_config.patch_size)
+    grids_N3 = torch.tensor([[1, rows, columns]] * len(patches), device=patches.device)
+    return model.get_image_features(patches.flatten(0, 1), grids_N3).pooler_output
+
+
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "square": _encode_square,
@@ -91,4 +127,7 @@ ENCODERS: dict[str, Encode] = {
     "patches": _encode_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,
+    "any_size": _encode_any_size,
+    "llama4": _encode_llama4,
+    "kimi": _encode_kimi,
 }

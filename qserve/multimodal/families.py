@@ -4,7 +4,7 @@ The text model has its own row in formats/families.py. transformers builds the v
 projector.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from formats.architecture.family import architecture_of
 from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
+from qserve.multimodal.kimi_config import as_kimi_k25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,10 @@ class VisionFamily:
     image_token_keys: tuple[str, ...] = ("image_token_id",)
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
+    placeholder: str = ""  # text of such a token that config.json does not state; "": none
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
+    # row of image_processors.own_processor.KINDS; "": transformers' image processor
+    image_processor: str = ""
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos
@@ -36,6 +40,9 @@ class VisionFamily:
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
+    # config.json's values -> values of a model that transformers has; None: unchanged
+    config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
     # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
@@ -63,6 +70,21 @@ GEMMA_4 = {
     f"{parent}{part}.": f"{part}."
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
+}
+LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
+KIMI = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("", "model.")
+    for stored, own in (
+        ("vision_tower", "vision_tower"),
+        ("mm_projector", "mm_projector"),
+        ("multi_modal_projector", "mm_projector"),
+    )
+}
+LIGHT_ON = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_encoder", "vision_projection")
 }
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
@@ -109,6 +131,46 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=LLAVA,
         ),
         VisionFamily(
+            architecture="Lfm2VlForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            image_processor="lfm2_vl",
+            layout="lfm2",
+            encoder="any_size",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Llama4ForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            placeholder="<|image|>",
+            image_processor="llama4",
+            layout="llama4",
+            encoder="llama4",
+            prefixes=LLAMA_4,
+        ),
+        VisionFamily(
+            architecture="Cohere2VisionForConditionalGeneration",
+            image_processor="cohere2_vision",
+            layout="cohere2",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                image_processor=processor,
+                layout="kimi",
+                encoder="kimi",
+                config=as_kimi_k25,
+                tensors="kimi",
+                prefixes=KIMI,
+            )
+            for name, processor in (
+                ("KimiVL", "kimi_vl"),
+                ("KimiK25", "kimi"),
+                ("Kimi_K25", "kimi"),  # transformers' name
+            )
+        ),
+        VisionFamily(
             architecture="Gemma3ForConditionalGeneration",
             image_token_keys=("image_token_id", "image_token_index"),
             placeholder_key="boi_token_index",
@@ -133,6 +195,18 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="rows",
             encoder="rows",
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Exaone4_5_ForConditionalGeneration",
+            layout="grid",
+            encoder="patches",
+            prefixes=QWEN,
+        ),
+        VisionFamily(
+            architecture="LightOnOcrForConditionalGeneration",
+            layout="plain_rows",
+            encoder="rows",
+            prefixes=LIGHT_ON,
         ),
         *(
             VisionFamily(
@@ -168,7 +242,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 encoder="patches",
                 prefixes=QWEN,
             )
-            for name in ("Glm4v", "Glm4vMoe", "Glm46V")
+            for name in ("Glm4v", "Glm4vMoe", "Glm46V", "GlmOcr")
         ),
         *(
             VisionFamily(
@@ -195,7 +269,8 @@ class VisionConfig:
     # config.json of the whole model, completed with transformers' defaults
     values: Mapping[str, Any]
     image_token_id: int
-    placeholder_id: int  # token of an image in a prompt that is not expanded yet
+    # token of an image in a prompt that is not expanded yet; see placeholder_of
+    placeholder_id: int
     # token of a video, before and after it is expanded; None: the model takes no videos
     video_token_id: int | None = None
 
@@ -204,6 +279,14 @@ class VisionConfig:
         """Token ids that mark media in prompts."""
         found = (self.image_token_id, self.placeholder_id, self.video_token_id)
         return frozenset(token for token in found if token is not None)
+
+    def placeholder_of(self, encode: Callable[[str, bool], list[int]]) -> int:
+        """Return the token of an image in a prompt that is not expanded yet. Raises InputError.
+
+        `encode`: the model's tokenizer, which alone knows the placeholder of Llama 4.
+        """
+        text = self.family.placeholder
+        return token_of(text, encode) if text else self.placeholder_id
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
@@ -248,7 +331,7 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
-        values = _filled(values)
+        values = _filled(values if family.config is None else family.config(values))
         image = _token(values, family.image_token_keys)
         key = family.placeholder_key
         return cls(
@@ -258,6 +341,18 @@ class VisionConfig:
             placeholder_id=_token(values, (key,)) if key else image,
             video_token_id=_token(values, ("video_token_id",)) if family.video else None,
         )
+
+
+def token_of(text: str, encode: Callable[[str, bool], list[int]]) -> int:
+    """Return the token of a text. Raises InputError if there is no single one."""
+    found = encode(text, False)
+    if len(found) != 1:
+        raise InputError(
+            f"token {text}",
+            "is not in the model's tokenizer",
+            "copy tokenizer.json from the original model",
+        )
+    return found[0]
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
-from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
+from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.layouts.layout import Piece, Run
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
@@ -58,6 +60,7 @@ class MediaProcessor:
         self._newlines: dict[int, int] = {}
         if config.family.joins_newlines:
             self._newlines = _newline_tokens(encode)
+        self._placeholder_id = config.placeholder_of(encode)
         self._token_ids: dict[str, int] = {}  # text of a token without an embedding -> its id
 
     def prepare(
@@ -80,7 +83,7 @@ class MediaProcessor:
                 f"are not taken by {config.family.architecture}",
                 "give frames as images",
             )
-        _check_placeholders(ids, config.placeholder_id, "images", len(images))
+        _check_placeholders(ids, self._placeholder_id, "images", len(images))
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
@@ -91,7 +94,7 @@ class MediaProcessor:
         several = "several" if self._layout.sees_others and len(images) > 1 else ""
         pairs, clips = zip(images, digests, strict=True), iter(videos)
         for token in ids:
-            if token == config.placeholder_id:
+            if token == self._placeholder_id:
                 self._expand_image(*next(pairs), several, found, items)
             elif token == config.video_token_id:
                 self._expand_video(next(clips), found, items)
@@ -183,14 +186,7 @@ class MediaProcessor:
         ids, is_embed = [fill_id] * run.length, bytearray(b"\1" * run.length)
         for place, text in run.other_tokens.items():
             if text not in self._token_ids:
-                found = self._encode(text, False)
-                if len(found) != 1:
-                    raise CheckpointError(
-                        self.folder,
-                        f"its tokenizer has no token {text}",
-                        "copy tokenizer.json from the original model",
-                    )
-                self._token_ids[text] = found[0]
+                self._token_ids[text] = token_of(text, self._encode)
             ids[place], is_embed[place] = self._token_ids[text], 0
         return ids, bytes(is_embed) if run.other_tokens else b""
 
@@ -202,6 +198,8 @@ class MediaProcessor:
         options = self._layout.options(self.config.values)
         try:
             images = [image.convert("RGB")]
+            if isinstance(self._image_processor, OwnImageProcessor):
+                return self._image_processor.cut(images[0])
             if has_others:
                 images.append(images[0].resize((1, 1)))
             return self._image_processor(
@@ -242,12 +240,20 @@ def _newline_tokens(encode: Encode) -> dict[int, int]:
 
 
 def load_image_processor(folder: str | Path) -> Any:
-    """Load transformers' image processor of a folder, the one with Pillow. Raises InputError."""
+    """Load the image processor of a folder. Raises InputError.
+
+    This is transformers' processor with Pillow, or OwnImageProcessor where transformers needs
+    torchvision.
+    """
     try:
         import PIL.Image  # noqa: F401
-        from transformers import AutoImageProcessor
     except ImportError as error:
         raise InputError("images", f"need Pillow: {one_line(error)}", INSTALL) from error
+    family = VISION_FAMILIES.get(architecture_of(read_json(Path(folder) / CONFIG)) or "")
+    if family is not None and family.image_processor:
+        return OwnImageProcessor(folder, family.image_processor)
+    from transformers import AutoImageProcessor
+
     try:
         return AutoImageProcessor.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False

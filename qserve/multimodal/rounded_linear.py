@@ -14,7 +14,9 @@ from qkernels.operands.forms import InputForm, LinearInput
 
 SETTING = "--mm-encoder-quantization"
 # Names of linears inside of layers. Embeddings, mergers and projectors stay in float.
-IN_LAYERS = re.compile(r"^(visual|vision_tower|vision_model)\..*(blocks|layers?)\.\d+\.")
+IN_LAYERS = re.compile(
+    r"^(visual|vision_tower|vision_model|vision_encoder)\..*(blocks|layers?)\.\d+\."
+)
 
 
 # linears before an activation function, which maps zero to zero

@@ -19,12 +19,14 @@ from formats.scheme import Scheme
 from formats.table import names_text
 from qserve.model.loading.finite_check import FiniteCheck
 from qserve.multimodal.encoders import ENCODERS
-from qserve.multimodal.families import VisionConfig, VisionFamily
+from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.image_processors.normalizer import Normalizer
 from qserve.multimodal.layouts.layout import side_of
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
 from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import round_layers_
+from qserve.multimodal.stored_towers import CONVERSIONS
 from qserve.multimodal.video_processor import VideoProcessor
 
 # Limit of the pixel values of one call, which limits the memory of activations: 21 tiles of 512 x
@@ -39,7 +41,7 @@ class Tower(torch.nn.Module):
         self,
         config: VisionConfig,
         model: Any,
-        normalizers: Mapping[str, "Normalizer"],
+        normalizers: Mapping[str, Normalizer],
         dtype: torch.dtype,
         encodes_alone: bool = False,
     ) -> None:
@@ -78,7 +80,7 @@ class Tower(torch.nn.Module):
         model = _without_text(config, is_random=entries is None)
         stored = {}
         if entries is not None:
-            stored = _fill_(model, config.family, entries, str(folder))
+            stored = _fill_(model, config, entries, str(folder))
         model = model.to(device).requires_grad_(False)
         finite = FiniteCheck()
         for name, parameter in model.named_parameters():
@@ -199,48 +201,6 @@ def _grid_of(frame: Frame) -> np.ndarray:
     return next(each.array() for each in frame.features if each.name == "image_grid_thw")
 
 
-class Normalizer:
-    """The last step of an image processor: converts bytes to floats as transformers does."""
-
-    def __init__(self, factor: float, mean: torch.Tensor, std: torch.Tensor) -> None:
-        self.factor, self.mean, self.std = factor, mean, std
-
-    @classmethod
-    def of(cls, processor: Any, device: torch.device) -> "Normalizer":
-        """Read the options of a transformers image processor."""
-        factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = [0.0] * 3, [1.0] * 3
-        if processor.do_normalize:
-            mean, std = processor.image_mean, processor.image_std
-        return cls(factor, *(torch.tensor(each, device=device)[:, None] for each in (mean, std)))
-
-    @classmethod
-    def of_video(cls, options: Mapping[str, Any], device: torch.device) -> "Normalizer":
-        """Read the options of a video processor.
-
-        Here, as in transformers, the factor is a part of mean and standard deviation.
-        """
-        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
-        if not options["do_normalize"]:
-            mean, std = torch.zeros(3, 1, device=device), torch.ones(3, 1, device=device)
-            return cls(factor, mean, std)
-        mean, std = (
-            torch.tensor(options[name], device=device)[:, None] * (1.0 / factor)
-            for name in ("image_mean", "image_std")
-        )
-        return cls(1.0, mean, std)
-
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalize uint8 pixels [..., channels, rows, columns], or patches [N, values]."""
-        if pixels.ndim == 2:  # in a patch all values of one channel are next to each other
-            return self._normalized(pixels.unflatten(1, (len(self.mean), -1))).flatten(1)
-        return self._normalized(pixels.flatten(-2)).view(pixels.shape)
-
-    def _normalized(self, pixels: torch.Tensor) -> torch.Tensor:
-        # float64, as in transformers: another rounding would give another pixel
-        return ((pixels.double() * self.factor).float() - self.mean) / self.std
-
-
 def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     """Return the vision part of transformers' model; no encoder calls the text part.
 
@@ -252,10 +212,12 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     values = copy.deepcopy(dict(config.values))
     text = values["text_config"]
     text["num_hidden_layers"] = 1
-    for key in ("layer_types", "mlp_only_layers"):
+    for key in ("layer_types", "mlp_only_layers", "moe_layers"):
         if text.get(key):
             text[key] = text[key][-1:] if key == "layer_types" else []
     text.pop("per_layer_config", None)  # it describes layers that are left out
+    if "first_k_dense_replace" in text:
+        text["first_k_dense_replace"] = 1  # a layer without experts is smaller
     for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if text.get(key):
             text[key] = 0
@@ -271,13 +233,13 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
 
 
 def _fill_(
-    model: torch.nn.Module, family: VisionFamily, entries: Mapping[str, TensorEntry], folder: str
+    model: torch.nn.Module, config: VisionConfig, entries: Mapping[str, TensorEntry], folder: str
 ) -> dict[str, str]:
     """Copy a checkpoint's tensors into the vision part. Raises CheckpointError.
 
     Returns: name of a parameter or buffer -> its name in the checkpoint.
     """
-    prefixes = family.prefixes
+    prefixes, convert = config.family.prefixes, CONVERSIONS[config.family.tensors]
     state = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -287,23 +249,13 @@ def _fill_(
     with torch.no_grad():
         for stored, entry in entries.items():
             prefix = next((each for each in prefixes if stored.startswith(each)), None)
-            if prefix is None:
+            # older checkpoints contain position_ids, a constant
+            if prefix is None or stored.endswith("position_ids"):
                 continue
             name = prefixes[prefix] + stored.removeprefix(prefix)
-            if name.endswith("position_ids"):  # a constant that older checkpoints contain
-                continue
-            if name not in state:
-                raise CheckpointError(
-                    stored,
-                    "is a tensor that the vision tower does not have",
-                    "copy config.json from the original model",
-                )
-            if tuple(entry.shape) != tuple(state[name].shape):
-                raise CheckpointError(
-                    stored, f"expected {list(state[name].shape)}, found {list(entry.shape)}"
-                )
-            state[name].copy_(entry.read())
-            filled[name] = stored
+            for own, tensor in convert(name, entry.read(), config.values):
+                _copy_(state, own, tensor, stored)
+                filled[own] = stored
     if missing := state.keys() - filled:
         raise CheckpointError(
             names_text(sorted(missing)),
@@ -311,3 +263,18 @@ def _fill_(
             "quantize the whole model again, or copy them from the original model",
         )
     return filled
+
+
+def _copy_(state: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor, stored: str) -> None:
+    """Copy a tensor, stored under the name `stored`, into the model. Raises CheckpointError."""
+    if name not in state:
+        raise CheckpointError(
+            stored,
+            "is a tensor that the vision tower does not have",
+            "copy config.json from the original model",
+        )
+    if tensor.shape != state[name].shape:
+        raise CheckpointError(
+            stored, f"expected {list(state[name].shape)}, found {list(tensor.shape)}"
+        )
+    state[name].copy_(tensor)

@@ -16,6 +16,7 @@ import numpy as np
 
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError
+from qserve.multimodal.image_processors.scaling import scaled
 from qserve.multimodal.video import SUBJECT, Video
 
 # (file that may have the options, key of the options in it; "": the whole file); the first one
@@ -28,7 +29,6 @@ FILES = (
 UNKNOWN_FPS = 24.0  # assumed for a video that does not state it, as in transformers
 DEFAULT_FPS = 2.0  # number of frames chosen per second, where the options do not state it
 MAX_RATIO = 200  # limit for the ratio of the longer to the shorter side
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
 COMMON: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
@@ -104,7 +104,8 @@ class VideoProcessor:
         rows, columns = height // patch, width // patch
         num_groups = -(-len(indices) // group)
         patches_GPV = np.empty((num_groups, rows * columns, 3 * group * patch**2), np.uint8)
-        frames = (self._scaled(frame, height, width) for frame in video.read(indices))
+        resample = self.options["resample"]
+        frames = (scaled(frame, height, width, resample) for frame in video.read(indices))
         for number, chosen in enumerate(_groups(frames, group)):
             patches_GPV[number] = _patches(chosen, patch, self.options["merge_size"])
         times = [index / fps for index in indices]
@@ -152,24 +153,6 @@ class VideoProcessor:
     def _samples(self, video: Video) -> bool:
         stated = video.do_sample_frames
         return bool(self.options["do_sample_frames"] if stated is None else stated)
-
-    def _scaled(self, frame: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Scale a frame exactly as torchvision does on a CPU."""
-        if frame.shape[:2] == (height, width):
-            return frame
-        import torch
-
-        mode = RESAMPLING.get(self.options["resample"])
-        if mode is None:
-            raise CheckpointError(
-                "resample of the video processor",
-                f"expected {' or '.join(map(str, RESAMPLING))}, found {self.options['resample']!r}",
-            )
-        plain = torch.from_numpy(np.array(frame)).permute(2, 0, 1).contiguous()[None]
-        found = torch.nn.functional.interpolate(
-            plain, size=(height, width), mode=mode, align_corners=False, antialias=True
-        )
-        return found[0].permute(1, 2, 0).numpy()
 
 
 def _stated_options(folder: Path) -> dict[str, Any]:

@@ -233,6 +233,7 @@ DENSE = (
             Norm(name="post_mlp_layernorm"),
         ),
         interleaved_rope=True,
+        unread_layers_key="num_nextn_predict_layers",  # GLM-OCR: an MTP layer
         float16=False,
         rules=ConfigRules(defaults={"num_key_value_heads": 2, "head_dim": 128}),
     ),

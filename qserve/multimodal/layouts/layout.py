@@ -33,8 +33,9 @@ def _no_options(values: Values) -> dict[str, Any]:
 class Layout:
     """The functions and options that turn an image into tokens and features."""
 
-    # result of the image processor for one image, values of config.json -> the image's pieces
-    pieces: Callable[[Mapping[str, Any], Values], Iterator[Piece]]
+    # result of the image processor for one image (a mapping, or a Cut), values of config.json ->
+    # the image's pieces
+    pieces: Callable[[Any, Values], Iterator[Piece]]
     # item, values of config.json -> features that the item must have, number of its embeddings
     inputs: Callable[[MediaItem, Values], tuple[dict[str, Stated], int]]
     # values of config.json -> options of the image processor that the model's own processor sets

@@ -4,7 +4,7 @@ Loads no torch.
 """
 
 from qserve.multimodal.families import VisionConfig
-from qserve.multimodal.layouts import grids, high_resolution, pooled, rows, squares, tiles
+from qserve.multimodal.layouts import cuts, grids, high_resolution, pooled, rows, squares, tiles
 from qserve.multimodal.layouts.layout import Layout, Stated
 from qserve.multimodal.media import MediaItem
 
@@ -15,7 +15,12 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,
     "rows": rows.ROWS,
+    "plain_rows": rows.PLAIN_ROWS,
     "pooled": pooled.POOLED,
+    "lfm2": cuts.LFM_2,
+    "llama4": cuts.LLAMA_4,
+    "cohere2": cuts.COHERE_2,
+    "kimi": cuts.KIMI,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,
 }

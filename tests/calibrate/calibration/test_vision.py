@@ -54,6 +54,12 @@ def calibration(tmp_path_factory):
     return str(folder / "chats.jsonl")
 
 
+def _text_of(model):
+    """Return the text model, which has the layers."""
+    text = getattr(model, "language_model", None) or model.text_model
+    return getattr(text, "model", text)  # Llama 4: the text model with its head
+
+
 class Case:
     """One tiny model, its calibration data, and what the layers get."""
 
@@ -75,7 +81,7 @@ class Case:
         """transformers' logits of each window, and what `hook_of` (text model, list) noted."""
         folder = folder or self.folder
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        text = getattr(model.model, "language_model", None) or model.model.text_model
+        text = _text_of(getattr(model, "model", model))
         seen, logits = [], []
         hook_of(text, seen)
         for window, ids_S in zip(self.data.pictured, self.data.ids_WS, strict=True):
@@ -117,7 +123,7 @@ def test_layers_get_what_transformers_gives_them(case, family):
     logits_WSV, first = case.expected(note)
     hidden = case.hidden()
     wanted = torch.cat(first)
-    assert torch.equal(hidden.states_WSD[..., : wanted.shape[-1]], wanted)
+    torch.testing.assert_close(hidden.states_WSD[..., : wanted.shape[-1]], wanted)
     for layer in range(case.model.num_layers):
         module = case.runner.build(layer, case.model.layer(layer, "cpu"))
         hidden.advance(case.runner, module, layer)

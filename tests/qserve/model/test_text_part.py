@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
+from formats.architecture.text_part import stored_block
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
@@ -395,3 +396,11 @@ def test_damage_of_a_stored_name_is_found(made, tmp_path):
     (target / "config.json").write_text((folder / "config.json").read_text())
     (problem, *_) = of_weights(inspect_checkpoint(target))
     assert problem.subject == "language_model.model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_head_inside_of_the_text_model_is_ignored_by_both_names():
+    """transformers names Llama 4's head as the file does, and LLaVA's without the prefix."""
+    block = {"ignore": ["lm_head"], "config_groups": {}}
+    found = stored_block(block, "language_model.model.", ["vision_model"])
+    assert found["ignore"] == ["lm_head", "re:.*lm_head", "re:.*vision_model.*"]
+    assert stored_block(block, "model.language_model.", [])["ignore"] == ["lm_head"]

@@ -11,7 +11,7 @@ from qserve.engine.engine import Engine
 from qserve.engine.media_limits import largest_image
 from qserve.multimodal.calibration import NO_ARGUMENTS
 from qserve.multimodal.layouts.table import layout_of
-from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.multimodal.processor import MediaProcessor, image_digest, load_image_processor
 from qserve.multimodal.video import video_of_frames
 from qserve.multimodal.video_processor import VideoProcessor
 from qserve.params.handling import Handling
@@ -27,11 +27,11 @@ class Vision:
 
     def __init__(self, folder, model=None):
         """`model`: transformers', default: that of the folder."""
-        from transformers import AutoImageProcessor, AutoModelForImageTextToText
+        from transformers import AutoModelForImageTextToText
 
         self.folder = folder
         self.processor = MediaProcessor(self.folder, Tokenizer(self.folder).encode)
-        self._pixels = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        self._pixels = load_image_processor(self.folder)
         if model is None:
             model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
@@ -79,8 +79,9 @@ class Vision:
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 changed[name] = torch.nn.functional.pad(inputs[name], (0, more))
-        if hasattr(self.model.model, "rope_deltas"):
-            self.model.model.rope_deltas = None
+        inner = getattr(self.model, "model", None)
+        if hasattr(inner, "rope_deltas"):
+            inner.rope_deltas = None
         return self.model(**{**inputs, **changed}, use_cache=False).logits[0]
 
     def lags(self, text, images, tokens):
@@ -145,7 +146,7 @@ class Vision:
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
         common["model"] = str(self.folder)
-        if self.folder.name.startswith("qwen3_5"):
+        if self.folder.name.startswith(("qwen3_5", "lfm2")):
             common["num_state_snapshots"] = 16  # or its pages are not reused
         config = EngineConfig(**{**common, **settings})
         return Engine(config, steps_in_flight=steps_in_flight)

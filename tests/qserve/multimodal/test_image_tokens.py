@@ -1,15 +1,19 @@
 """Greedy tokens of vision-language models are transformers', whatever shares or cuts the steps."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from formats.errors import InputError
 from qserve.engine import media_limits
 from qserve.multimodal.media import MediaItem
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.multimodal.conftest import Vision
 from tests.qserve.speculation.conftest import replayed
 from tests.tiny_vision import VISION_FAMILIES, picture
 
@@ -19,10 +23,13 @@ __all__ = ["replayed"]
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 # one case by default: the rest of their tests is exhaustive
 FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
+FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
 ]
+# sizes of the smallest images; transformers fails at one embedding of Mistral 3
+SMALLEST = {"mistral3": (20, 3), "lighton_ocr": (20, 17)}
 # Enough tokens for a copy of the state of models with recurrent layers.
 LONG = " pages of a table" * 20
 
@@ -39,8 +46,7 @@ def requests_of(model):
         ("what is a page table", ()),
         (f"look: {mark} what is it", (picture(40, 30, 1),)),
         (f"{mark} beside {mark} differs", (picture(64, 64, 2), picture(70, 9, 3))),
-        # transformers fails at one embedding of Mistral 3
-        (f"one more {mark}", (picture(*((20, 3) if "IMG" in mark else (1, 1)), 4),)),
+        (f"one more {mark}", (picture(*SMALLEST.get(model.folder.name, (1, 1)), 4),)),
     ]
 
 
@@ -196,6 +202,39 @@ def test_image_of_a_single_embedding(vision):
     alone = [tower.encode([item])[0] for item in items]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, together, strict=True))
     assert alone[0].shape == (1, 64) and not torch.allclose(*alone, atol=1e-3)
+
+
+def test_tokens_of_a_wide_image_of_lfm2(vision):
+    """One tile with more columns than rows."""
+    model = vision("lfm2_vl")
+    request = (f"{model.mark} what", (picture(60, 30, 2),))
+    ids, (item,) = model.prompt(*request)
+    _, height, width = item.features[0].shape
+    assert width > height and len(ids) < 20
+    assert model.run(model.engine(), request)[0] == [model.expected(*request)]
+
+
+def test_the_mtp_layer_of_glm_ocr_is_not_read(vision, tmp_path):
+    source = vision("glm_ocr")
+    folder = shutil.copytree(source.folder, tmp_path / "glm_ocr")
+    stated = json.loads((folder / "config.json").read_text())
+    stated["text_config"]["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(stated))
+    state = load_file(folder / "model.safetensors")
+    layer = "model.language_model.layers.3."
+    state |= {
+        f"{layer}{name}.weight": torch.ones(64, 64) for name in ("eh_proj", "self_attn.q_proj")
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model, request = Vision(folder, source.model), requests_of(source)[1]
+    (found,), _ = model.run(model.engine(), request)
+    assert found == source.expected(*request)
+
+
+def test_images_without_a_whole_embedding_are_refused(vision):
+    model = vision("lighton_ocr")
+    with pytest.raises(InputError, match="image: is 40 x 8 pixels after scaling.*send an image of"):
+        model.prompt(model.mark, (picture(40, 3),))
 
 
 def test_images_are_encoded_one_by_one_in_fixed_order(vision, monkeypatch):

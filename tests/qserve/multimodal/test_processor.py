@@ -10,8 +10,10 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
+from qserve.multimodal.image_processors.kind import Cut
+from qserve.multimodal.image_processors.normalizer import Normalizer
+from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
-from qserve.multimodal.tower import Normalizer
 from tests.tiny_vision import picture
 
 SIZES = [(1, 1), (3, 1), (40, 30), (30, 40), (200, 1), (64, 64), (65, 33)]
@@ -157,3 +159,86 @@ def test_pixels_are_normalized_as_transformers_does(vision):
             normalize(torch.from_numpy(each.features[0].array().copy())).numpy() for each in items
         ]
         assert np.array_equal(np.concatenate(found).reshape(-1), want.reshape(-1))
+
+
+# family -> its processor; those need torchvision
+OTHER_PROCESSORS = {
+    "lfm2_vl": "Lfm2VlProcessor",
+    "llama4": "Llama4Processor",
+    "cohere2_vision": "Cohere2VisionProcessor",
+    "kimi_k25": "Kimi_K25Processor",
+}
+COHERE_TOKENS = {
+    "boi": "<|START_OF_IMG|>",
+    "eoi": "<|END_OF_IMG|>",
+    "image": "<|IMG_PATCH|>",
+    "img_line_break": "<|IMG_LINE_BREAK|>",
+}
+
+
+@pytest.mark.parametrize("family", OTHER_PROCESSORS)
+def test_tokens_of_processors_that_need_torchvision(vision, family, monkeypatch):
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(
+        transformers.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None
+    )
+    model, options = vision(family), {}
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    images_of = AutoImageProcessor.from_pretrained(model.folder)
+    if family == "llama4":
+        options = {"patch_size": 8}
+    if family == "cohere2_vision":
+        images_of.patch_size = 2  # side of the square of embeddings
+        for kind, token in COHERE_TOKENS.items():
+            setattr(tokenizer, f"{kind}_token", token)
+            setattr(tokenizer, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+    own = getattr(transformers, OTHER_PROCESSORS[family])(images_of, tokenizer, **options)
+    lengths = set()
+    for size in (*SIZES, (1, 200), (700, 130), (97, 31)):
+        for images in ([picture(*size)], [picture(*size), picture(50, 20)]):
+            if family == "lfm2_vl" and len(images) > 1 and max(size) > 20 * min(size):
+                continue  # transformers cannot stack such an image and another
+            text = " and ".join([model.mark] * len(images))
+            ids, _ = model.prompt(text, images)
+            assert ids == own(text=[text], images=images)["input_ids"][0], size
+            lengths.add(len(ids))
+    assert len(lengths) > 4
+
+
+START, END = "<|image_start|>", "<|image_end|>"
+COHERE_END, BREAK = "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
+X, Y = "<|tile_x_separator|>", "<|tile_y_separator|>"
+# family -> pieces of 2 rows and 3 columns of tiles and the whole image (0: tile), and of a lone
+# image, as in transformers' processors
+PIECES = {
+    "lfm2_vl": (
+        [
+            *(START, "<|img_row_1_col_1|>", 0, "<|img_row_1_col_2|>", 0, "<|img_row_1_col_3|>", 0),
+            *("<|img_row_2_col_1|>", 0, "<|img_row_2_col_2|>", 0, "<|img_row_2_col_3|>", 0),
+            *("<|img_thumbnail|>", 0, END),
+        ],
+        [START, 0, END],
+    ),
+    "llama4": (
+        [START, *(0, X, 0, X, 0, Y), *(0, X, 0, X, 0, Y), "<|image|>", 0, END],
+        [START, "<|image|>", 0, END],
+    ),
+    "cohere2_vision": (
+        ["<|START_OF_IMG|>", *[0, BREAK] * 7, COHERE_END],
+        ["<|START_OF_IMG|>", 0, BREAK, COHERE_END],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PIECES)
+def test_tokens_around_tiles(vision, family):
+    config = vision(family).processor.config
+    for (rows, columns), wanted in zip(((2, 3), (1, 1)), PIECES[family], strict=True):
+        count = rows * columns + (rows * columns > 1)
+        tiles = tuple(np.full((3, 32, 32), number, np.uint8) for number in range(count))
+        cut = Cut(tiles, (rows, columns), True)
+        pieces = list(layout_of(config).pieces(cut, config.values))
+        assert [each if isinstance(each, str) else 0 for each in pieces] == wanted
+        runs = [each for each in pieces if not isinstance(each, str)]
+        assert [each.features[0].array().flat[0] for each in runs] == list(range(count))
+        assert {each.length for each in runs} == {4}

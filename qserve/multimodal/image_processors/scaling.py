@@ -1,0 +1,29 @@
+"""Scale images and frames of videos exactly as torchvision does on a CPU, with torch alone."""
+
+import numpy as np
+
+from formats.errors import CheckpointError
+
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
+
+
+def scaled(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+    """Scale the uint8 pixels of an image. Raises CheckpointError.
+
+    `resample`: Pillow's number of the filter, from the options of a processor.
+    """
+    if pixels_HWC.shape[:2] == (height, width):
+        return pixels_HWC
+    import torch
+
+    mode = RESAMPLING.get(resample)
+    if mode is None:
+        raise CheckpointError(
+            "resample of the processor",
+            f"expected {' or '.join(map(str, RESAMPLING))}, found {resample!r}",
+        )
+    plain = torch.from_numpy(np.array(pixels_HWC)).permute(2, 0, 1).contiguous()[None]
+    found = torch.nn.functional.interpolate(
+        plain, size=(height, width), mode=mode, align_corners=False, antialias=True
+    )
+    return found[0].permute(1, 2, 0).numpy()

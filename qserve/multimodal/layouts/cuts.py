@@ -1,0 +1,114 @@
+"""Layouts of images that OwnImageProcessor cuts into tiles, one item each. Loads no torch.
+
+The tokens between tiles say where a tile is. Tiles of some families have several sizes.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from qserve.multimodal.image_processors.kind import Cut
+from qserve.multimodal.layouts.layout import (
+    Layout,
+    Piece,
+    Run,
+    Stated,
+    Values,
+    feature_of,
+    side_of,
+)
+from qserve.multimodal.media import Feature, MediaItem
+
+MAX_SIDE = 2**20  # limit of a tile's height and width in pixels
+# values of config.json -> side in pixels of the square that becomes one embedding
+Unit = Callable[[Values], int]
+
+
+def _run(tile_CHW: np.ndarray, unit: int) -> Run:
+    _, height, width = tile_CHW.shape
+    features = (Feature.of("pixel_values", tile_CHW),)
+    return Run(length=(height // unit) * (width // unit), features=features)
+
+
+def _layout(
+    pieces: Callable[[Cut, Callable[[np.ndarray], Run]], Iterator[Piece]],
+    unit_of: Unit,
+    *,
+    is_square: bool,
+) -> Layout:
+    """Return a layout. `is_square`: all tiles have the size of the vision tower's square."""
+
+    def inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+        unit, pixels = unit_of(values), feature_of(item, "pixel_values")
+        height, width = pixels.shape[1:] if pixels and len(pixels.shape) == 3 else (0, 0)
+        if is_square:
+            height = width = side_of(values["vision_config"], "image_size")
+        elif not (0 < height < MAX_SIDE and 0 < width < MAX_SIDE) or height % unit or width % unit:
+            height = width = unit
+        return {"pixel_values": ("uint8", (3, height, width))}, (height // unit) * (width // unit)
+
+    return Layout(
+        pieces=lambda cut, values: pieces(cut, lambda tile: _run(tile, unit_of(values))),
+        inputs=inputs,
+    )
+
+
+def _lfm2_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the tiles, each after a token with its place. A lone tile has none."""
+    rows, columns = cut.grid
+    yield "<|image_start|>"
+    for number, tile_CHW in enumerate(cut.tiles_CHW):
+        if number < rows * columns and rows * columns > 1:
+            yield f"<|img_row_{number // columns + 1}_col_{number % columns + 1}|>"
+        elif rows * columns > 1:
+            yield "<|img_thumbnail|>"
+        yield run(tile_CHW)
+    yield "<|image_end|>"
+
+
+def _lfm2_unit(values: Values) -> int:
+    return values["vision_config"]["patch_size"] * values["downsample_factor"]
+
+
+def _llama4_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the tiles with separators, and the whole image after a token."""
+    *tiles, whole = cut.tiles_CHW
+    yield "<|image_start|>"
+    for number, tile_CHW in enumerate(tiles, 1):
+        yield run(tile_CHW)
+        is_last = number % cut.grid[1] == 0
+        yield "<|tile_y_separator|>" if is_last else "<|tile_x_separator|>"
+    yield "<|image|>"
+    yield run(whole)
+    yield "<|image_end|>"
+
+
+def _llama4_unit(values: Values) -> int:
+    vision = values["vision_config"]
+    return round(vision["patch_size"] / vision["pixel_shuffle_ratio"])
+
+
+def _cohere2_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the tiles, each before a token that ends it. The last one is the whole image."""
+    yield "<|START_OF_IMG|>"
+    for tile_CHW in cut.tiles_CHW:
+        yield run(tile_CHW)
+        yield "<|IMG_LINE_BREAK|>"
+    yield "<|END_OF_IMG|>"
+
+
+def _kimi_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the one item. The chat template writes the tokens around it."""
+    (whole,) = cut.tiles_CHW
+    yield run(whole)
+
+
+def _kimi_unit(values: Values) -> int:
+    vision = values["vision_config"]
+    return vision["patch_size"] * side_of(vision, "merge_kernel_size")
+
+
+LFM_2 = _layout(_lfm2_pieces, _lfm2_unit, is_square=False)
+LLAMA_4 = _layout(_llama4_pieces, _llama4_unit, is_square=True)
+COHERE_2 = _layout(_cohere2_pieces, _lfm2_unit, is_square=True)
+KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)

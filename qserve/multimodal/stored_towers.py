@@ -1,0 +1,73 @@
+"""Convert tensors of vision towers from stored files to transformers' model.
+
+Most towers need only another prefix (VisionFamily.prefixes). Kimi's are stored with fused queries,
+keys and values, whose rotated channels are adjacent; transformers' model has them in two halves.
+
+Suffixes of tensor names: Q rows of queries, K inputs.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+# name after the prefix is replaced, tensor, config.json's values -> names and tensors of the model
+Convert = Callable[[str, torch.Tensor, Mapping[str, Any]], Iterator[tuple[str, torch.Tensor]]]
+
+_IN_LAYER = re.compile(r"vision_tower\.encoder\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER_PARTS = {
+    "norm0": "norm1",
+    "norm1": "norm2",
+    "mlp.fc0": "mlp.fc1",
+    "mlp.fc1": "mlp.fc2",
+    "wo": "attn.proj",
+}
+# prefix of a tensor outside of the layers -> prefix in the model
+_OTHER_PARTS = {
+    "vision_tower.encoder.final_layernorm.": "vision_tower.final_layernorm.",
+    "vision_tower.patch_embed.pos_emb.weight": (
+        "vision_tower.patch_embed.pos_emb.position_embeddings"
+    ),
+    "mm_projector.proj.0.": "mm_projector.in_proj.",
+    "mm_projector.proj.2.": "mm_projector.out_proj.",
+    "mm_projector.linear_1.": "mm_projector.in_proj.",
+    "mm_projector.linear_2.": "mm_projector.out_proj.",
+}
+
+
+def _as_stored(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield name, tensor
+
+
+def _kimi(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    found = _IN_LAYER.fullmatch(name)
+    if found is None:
+        prefix = next((each for each in _OTHER_PARTS if name.startswith(each)), None)
+        yield (
+            name if prefix is None else _OTHER_PARTS[prefix] + name.removeprefix(prefix),
+            tensor,
+        )
+        return
+    number, part, field = found.groups()
+    stem = f"vision_tower.layers.{number}"
+    if part != "wqkv":
+        yield f"{stem}.{_LAYER_PARTS.get(part, part)}.{field}", tensor
+        return
+    heads = values["vision_config"]["num_attention_heads"]
+    queries, keys, own_values = tensor.chunk(3)
+    yield f"{stem}.attn.q_proj.{field}", _in_halves(queries, heads)
+    yield f"{stem}.attn.k_proj.{field}", _in_halves(keys, heads)
+    yield f"{stem}.attn.v_proj.{field}", own_values
+
+
+def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Move the even channels of each head before the odd ones, in a weight [Q, K] or bias [Q]."""
+    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+CONVERSIONS: dict[str, Convert] = {"": _as_stored, "kimi": _kimi}
