@@ -255,8 +255,8 @@ RULES: tuple[Rule, ...] = (
         TRANSFORMERS,
         "no",
         lambda f: _lacks_class(f.architecture),
-        "transformers/models of 5.23.0: step3p7 has Step3p7TextModel, without a class of a text model"
-        " with a head; none of exaone, internlm2, baichuan, qwen, solar, bailing_moe",
+        "transformers/models of 5.23.0: step3p7 has Step3p7TextModel, without a class of a text"
+        " model with a head; none of exaone, internlm2, baichuan, qwen, solar, bailing_moe",
     ),
     row(
         "delta-net",
