@@ -22,6 +22,7 @@ _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
     **{"mimo": "qwen2", "orion": "stablelm"},
+    **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
@@ -36,6 +37,9 @@ _SAME_FILES = {
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "OrionForCausalLM": "StableLmForCausalLM",
+    **dict.fromkeys(
+        ("InternLMForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"
+    ),
 }
 # model_type -> function that derives the keys for which a new name is not enough
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -75,6 +79,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,
+    "llama": own_code.internlm,
     "stablelm": own_code.orion,
     "exaone": own_code.exaone,
     "baichuan": own_code.baichuan,

@@ -9,6 +9,13 @@ from formats.architecture.stored_form.parts import inner_width, known_sizes
 BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
 
 
+def internlm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Llama's key for biases of attention, which InternLM calls `bias`."""
+    if "bias" not in config or "attention_bias" in config:
+        return {}
+    return {"attention_bias": config["bias"]}
+
+
 def orion(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return StableLM's keys for Orion, which rotates whole heads; nothing for StableLM itself."""
     if "rms_norm_eps" not in config or "layer_norm_eps" in config:

@@ -194,3 +194,29 @@ def test_variants_that_nothing_computes_are_refused(own_code, tmp_path, name, st
 def test_special_tokens_are_only_those_that_are_stated(own_code):
     """The config class whose defaults are read has others."""
     assert ModelConfig.from_folder(own_code("ling")).eos_token_ids == frozenset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_on_a_gpu(solved, name, eager):
+    """In bfloat16, also in CUDA graphs: a wrong reading differs by far more than rounding."""
+    folder = solved(name, "rtn")
+    on_cpu = LLM(folder, device="cpu", max_model_len=64)
+    on_gpu = LLM(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=2,
+        num_gpu_blocks_override=64,  # others may use the GPU as well
+        enforce_eager=eager,
+    )
+    assert relative(on_gpu.logits(TOKENS).cpu(), on_cpu.logits(TOKENS)) < 0.1
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    (output,) = on_gpu.generate([TOKENS], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    logits_TV = on_cpu.logits(TOKENS + tokens)[-9:-1]
+    chosen_T = logits_TV[torch.arange(8), torch.tensor(tokens)]
+    behind_T = (logits_TV.amax(-1) - chosen_T) / (logits_TV.amax(-1) - logits_TV.mean(-1))
+    assert behind_T.max() < 0.3, "far from the largest"
