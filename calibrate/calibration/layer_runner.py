@@ -35,8 +35,9 @@ from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
-# transformers' class whose rotary embedding RowLayer uses: it may rotate a part of each head
-ROTARY_CLASS = "StableLmForCausalLM"
+# Family.defaults_of -> transformers' class whose rotary embedding RowLayer uses: one for parts of
+# heads, and one with a rotation for each kind of layer
+ROTARY_CLASSES = {"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
@@ -61,8 +62,7 @@ class LayerRunner:
         architecture, model_type = raw["architectures"][0], raw.pop("model_type", None)
         try:
             config = transformers.AutoConfig.for_model(row.defaults_of or model_type, **raw)
-            name = row.class_in_transformers or architecture
-            name = ROTARY_CLASS if row.defaults_of else name
+            name = ROTARY_CLASSES.get(row.defaults_of, row.class_in_transformers or architecture)
             model_class = getattr(transformers, name)
         except (KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(

@@ -23,8 +23,23 @@ from formats.architecture.sizes import size
 from formats.numerics.alibi import alibi_slopes
 
 
+class OffsetNorm(nn.Module):
+    """RMS norm whose weight is stored minus an offset."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = nn.Parameter(torch.empty(size)), eps, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.float() + self.offset
+        return functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
 class RowLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be experts."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be experts.
+
+    With four norms, two of them come after attention and MLP.
+    """
 
     def __init__(self, family: Family, config: Mapping[str, Any], layer: int) -> None:
         """`config`: config.json with defaults filled in."""
@@ -38,10 +53,11 @@ class RowLayer(nn.Module):
             if not _is_routed(linear.name, family):
                 N, K = (size(names, sizes) for names in linear.shape)
                 self._add(linear.name, nn.Linear(K, N, bias=is_set(linear.bias, config)))
-        kind = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[family.norm_kind]
+        assert family.norm_kind == "rms"
         self.norms = [norm for norm in family.norms if is_set(norm.present, config)]
         for norm in self.norms:
-            self._add(norm.name, kind(sizes[norm.size], eps=eps))
+            offset = family.norm_offset if norm.offset is None else norm.offset
+            self._add(norm.name, OffsetNorm(sizes[norm.size], eps, offset))
         self.mixture = family.experts if blocks.experts else None
         if self.mixture is not None:
             for name, shape in self.mixture.tensors(config).items():
@@ -69,10 +85,11 @@ class RowLayer(nn.Module):
         past_key_values: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        first, second, *of_heads = (self.get_submodule(norm.name) for norm in self.norms)
-        queries, keys, values = self._heads(first(hidden_BSD))
+        before, after, before_mlp, after_mlp = self._stream_norms()
+        queries, keys, values = self._heads(before(hidden_BSD))
+        of_heads = [norm.name for norm in self.norms if norm.size == "head_dim"]
         if of_heads:
-            norm_q, norm_k = of_heads
+            norm_q, norm_k = map(self.get_submodule, of_heads)
             queries, keys = norm_q(queries), norm_k(keys)
         if position_embeddings is not None:
             queries, keys = (rotated(x, *position_embeddings) for x in (queries, keys))
@@ -89,8 +106,17 @@ class RowLayer(nn.Module):
             enable_gqa=self.heads != self.kv_heads,
         )
         attended_BSN = attended_BHSd.transpose(1, 2).flatten(2)
-        hidden_BSD = hidden_BSD + self._linear(self.family.o)(attended_BSN)
-        return hidden_BSD + self._feed_forward(second(hidden_BSD))
+        hidden_BSD = hidden_BSD + after(self._linear(self.family.o)(attended_BSN))
+        return hidden_BSD + after_mlp(self._feed_forward(before_mlp(hidden_BSD)))
+
+    def _stream_norms(self) -> list[nn.Module]:
+        """Return the norms before and after attention, and before and after the MLP."""
+        found = [norm.name for norm in self.norms if norm.size == "hidden_size"]
+        modules = [self.get_submodule(name) for name in found]
+        if len(modules) == 4:
+            return modules
+        first, second = modules
+        return [first, nn.Identity(), second, nn.Identity()]
 
     def _linear(self, projection: Projection) -> nn.Module:
         (linear,) = projection.linears
@@ -133,7 +159,8 @@ class RowLayer(nn.Module):
         return routed_BSD + self._gated(mixture.shared.gate_up, mixture.shared.down, x_BSD)
 
     def _gated(self, gate_up: Projection, down: Projection, x_BSD: torch.Tensor) -> torch.Tensor:
-        gate, up = (self.get_submodule(linear.name)(x_BSD) for linear in gate_up.linears)
+        made = [self.get_submodule(linear.name)(x_BSD) for linear in gate_up.linears]
+        gate, up = torch.cat(made, -1).chunk(2, -1)
         return self._linear(down)(self.activation(gate) * up)
 
 

@@ -150,6 +150,24 @@ def orion(**different):
     return config, {**tensors, **outside}
 
 
+def plamo3(**different):
+    config = {
+        **without("hidden_act", "tie_word_embeddings"),
+        **{"architectures": ["Plamo3ForCausalLM"], "model_type": "plamo3", "head_dim": 24},
+        **{"window_size": 7, "sliding_window_pattern": 2, "rope_local_theta": 100},
+        **different,
+    }
+    shapes = {
+        **{"mixer.qkv_proj.weight": (192, C), "mixer.o_proj.weight": (C, 96)},
+        **{"mixer.q_norm.weight": (24,), "mixer.k_norm.weight": (24,)},
+        **norms("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
+        **{"mlp.gate_up_proj.weight": (2 * INNER, C), "mlp.down_proj.weight": (C, INNER)},
+    }
+    outside = ends("model.embed_tokens", "model.norm")
+    del outside["lm_head.weight"]
+    return config, {**layered("model.layers.layers", shapes), **outside}
+
+
 def bailing(second=False, **different):
     config = {
         **without("hidden_act"),
@@ -201,6 +219,7 @@ TINY_MODELS = {
     "qwen": lambda: qwen(),
     "solar": lambda: solar(),
     "orion": lambda: orion(),
+    "plamo3": lambda: plamo3(),
     "ling": lambda: bailing(),
     "ling_2": lambda: bailing(second=True),
 }

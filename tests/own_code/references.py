@@ -233,6 +233,39 @@ def orion(c, t, ids):
     return sequential(ids, table, layers, lambda x: norm(x, "model.norm"), head)
 
 
+def plamo3(c, t, ids):
+    """Norms before and after each branch, stored with different offsets; windows in some layers."""
+    H, J, d = (c[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    x, eps = t["model.embed_tokens.weight"][torch.tensor(ids)], c["rms_norm_eps"]
+    T = len(ids)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.layers.{i}"
+
+        def norm(x, name, offset, p=p):
+            return rms(x, t[f"{p}.{name}.weight"] + offset, eps)
+
+        is_full = (i + 1) % c["sliding_window_pattern"] == 0
+        theta = c["rope_theta"] if is_full else c["rope_local_theta"]
+        qkv = linear(norm(x, "pre_mixer_norm", 1), t[f"{p}.mixer.qkv_proj.weight"])
+        q, k, v = qkv.view(T, -1, d).split((H, J, J), 1)
+        q = rotate(norm(q, "mixer.q_norm", 1), theta)
+        k = rotate(norm(k, "mixer.k_norm", 1), theta)
+        k, v = (each.repeat_interleave(H // J, 1) for each in (k, v))
+        scores = torch.einsum("thd,shd->hts", q, k) * d**-0.5
+        back = torch.arange(T)[:, None] - torch.arange(T)
+        hidden = (back < 0) | ((back >= c["window_size"]) & (not is_full))
+        shares = softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        out = linear(
+            torch.einsum("hts,shd->thd", shares, v).flatten(1), t[f"{p}.mixer.o_proj.weight"]
+        )
+        x = x + norm(out, "post_mixer_norm", 1 / 5)
+        both = linear(norm(x, "pre_mlp_norm", 1), t[f"{p}.mlp.gate_up_proj.weight"])
+        gate, up = both.chunk(2, -1)
+        made = linear(silu(gate) * up, t[f"{p}.mlp.down_proj.weight"])
+        x = x + norm(made, "post_mlp_norm", 1 / 5**1.5)
+    return linear(rms(x, t["model.norm.weight"] + 1, eps), t["model.embed_tokens.weight"])
+
+
 def shares_of_softmax(c, t, logits, p):
     scores = softmax(logits, -1)
     best, chosen = scores.topk(c["num_experts_per_tok"], -1)
@@ -312,6 +345,7 @@ REFERENCES = {
     "SolarForCausalLM": solar,
     "OrionForCausalLM": orion,
     "StableLmForCausalLM": orion,  # a file of Orion as the project's reader presents it
+    "Plamo3ForCausalLM": plamo3,
     "BailingMoeForCausalLM": bailing,
     "BailingMoeV2ForCausalLM": bailing,
 }

@@ -13,6 +13,7 @@ from formats.architecture.flags import Equals, Flag, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
+    GATE_UP,
     GROUPED_ROUTER,
     MLP_BIAS,
     NAMES,
@@ -109,6 +110,31 @@ QWEN_1: dict[str, Any] = {
     "embedding": "transformer.wte.weight",
     "last_norm": "transformer.ln_f.weight",
 }
+_MIXER = "mixer.qkv_proj"
+PLAMO_3: dict[str, Any] = {
+    "builder": "afmoe",
+    "defaults_of": "gemma3_text",  # a rotation for each kind of layer
+    **_attention(_MIXER, "mixer.o_proj"),
+    "gate_up": replace(GATE_UP, stored_fused=True),
+    "norms": (
+        Norm(name="pre_mixer_norm", feeds=_MIXER),
+        Norm(name="post_mixer_norm", offset=1 / 5),
+        Norm(name="pre_mlp_norm", feeds=GATE_UP.name),
+        Norm(name="post_mlp_norm", offset=1 / 5**1.5),
+        *(Norm(name=f"mixer.{x}_norm", size="head_dim") for x in "qk"),
+    ),
+    "norm_offset": 1.0,
+    "float32_norms": True,
+    "activation_key": "",
+    "window": "layer_types",
+    "tied": True,
+    "fixed": {
+        **{"attention_bias": False, "scale_embedding": False},
+        "hidden_activation": ("swiglu", None),
+    },
+    "config_keys": {"sliding_window": "window_size"},
+    "layer": "model.layers.layers.{i}",
+}
 SOLAR: dict[str, Any] = {
     **ATTENTION_BIAS,
     **MLP_BIAS,
@@ -164,6 +190,7 @@ OWN_CODE_DENSE = (
     family_row("BaichuanForCausalLM", "Baichuan 13B and Baichuan 2", "baichuan", **BAICHUAN),
     family_row("QWenLMHeadModel", "Qwen 1", "qwen", **QWEN_1),
     family_row("SolarForCausalLM", "Solar Pro", "solar", **SOLAR),
+    family_row("Plamo3ForCausalLM", "PLaMo 3", "plamo3", **PLAMO_3),
 )
 OWN_CODE_MIXTURES = (
     family_row("BailingMoeForCausalLM", "Ling (Bailing MoE)", "bailing_moe", **BAILING),

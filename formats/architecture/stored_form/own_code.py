@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import inner_width, known_sizes
+from formats.errors import CheckpointError
 
 BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
 
@@ -66,3 +68,40 @@ def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (is_size(width) and is_size(count)):
         return {}
     return {"shared_expert_intermediate_size": width * count}
+
+
+def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and a rotation for each kind.
+
+    Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
+    different windows.
+    """
+    found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
+    window = config.get("sliding_window", 128)
+    if isinstance(window, list):  # one for each layer
+        windows = {each for each in window if each is not None}
+        if len(windows) != 1:
+            raise CheckpointError(
+                "config.json sliding_window",
+                f"expected the same window in all layers that have one, found {window!r:.80}",
+                "use a model whose layers are alike",
+            )
+        (window,) = windows
+    found["sliding_window"] = window
+    count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
+    if config.get("layer_types") is None and is_size(count) and is_size(every):
+        kinds = ("full_attention", "sliding_attention")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+    stated = config.get("rope_parameters")
+    if isinstance(stated, Mapping) and "full_attention" in stated:
+        return found
+    whole: dict[str, Any] = {"rope_type": "default"}
+    if (factor := config.get("rope_scaling_factor", 1)) != 1:
+        original = config.get("initial_context_length")
+        whole = {"rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0}
+        whole |= {"original_max_position_embeddings": original, "truncate": False}
+    theta = config.get("rope_theta", config.get("rope_global_theta", 150_000))
+    local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
+    rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
+    return {**found, "rope_parameters": rotations}

@@ -32,6 +32,10 @@ FEW = ("internlm2", "ling_2", "solar")
 MOST = [name if name in FEW else pytest.param(name, marks=exhaustive) for name in TINY_MODELS]
 
 
+# layer norms, routers and norms of branches stand in the way of rotations
+NOT_ROTATED = ("orion", "plamo3", "ling", "ling_2")
+
+
 @pytest.fixture(scope="session")
 def solved(own_code, made_once):
     """(name, recipe, scheme) -> folder of a tiny model, calibrated on random tokens."""
@@ -79,7 +83,7 @@ def test_logits_of_moved_scales(solved, tmp_path, name):
 
 
 @exhaustive
-@pytest.mark.parametrize("name", [n for n in TINY_MODELS if n not in ("orion", "ling", "ling_2")])
+@pytest.mark.parametrize("name", [n for n in TINY_MODELS if n not in NOT_ROTATED])
 def test_rotations_change_no_logits(solved, own_code, name):
     """The rotated float model computes what the model does: 8-bit codes show no more than noise."""
     assert relative(logits(solved(name, "rotate", "w8a16-sym-g32")), logits(own_code(name))) < 0.1
@@ -181,6 +185,7 @@ def test_lengths_beyond_which_keys_would_change_are_refused(own_code):
         ("qwen", {"no_bias": False}, "no_bias"),
         ("ling", {"use_bias": True}, "use_bias"),
         ("ling", {"multi_gate": True}, "multi_gate"),
+        ("plamo3", {"scale_embedding": True}, "scale_embedding"),
         ("ling_2", {"score_function": "softmax"}, "score_function"),
         ("ling_2", {"router_type": "MultiRouter"}, "router_type"),
     ],
@@ -189,6 +194,31 @@ def test_variants_that_nothing_computes_are_refused(own_code, tmp_path, name, st
     folder = edited(own_code(name), tmp_path / "x", config=lambda config: config.update(stated))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)
+
+
+@pytest.mark.parametrize("windows", [7, [7, None, 7]])
+def test_other_keys_of_plamo_3_for_its_windows(own_code, tmp_path, windows):
+    def change(config):
+        del config["window_size"]
+        config["sliding_window"] = windows
+
+    folder = edited(own_code("plamo3"), tmp_path / "x", config=change)
+    assert torch.equal(logits(folder), logits(own_code("plamo3")))
+
+
+def test_plamo_3_with_windows_that_differ_is_refused(own_code, tmp_path):
+    stated = {"sliding_window": [7, None, 9], "window_size": [7, None, 9]}
+    folder = edited(own_code("plamo3"), tmp_path / "x", config=lambda c: c.update(stated))
+    with pytest.raises(InputError, match=r"config\.json sliding_window: expected the same window"):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+def test_longer_contexts_of_plamo_3(own_code, tmp_path):
+    """Only layers that see all keys stretch their rotation."""
+    stated = {"rope_scaling_factor": 4, "initial_context_length": 256}
+    folder = edited(own_code("plamo3"), tmp_path / "x", config=lambda c: c.update(stated))
+    local, whole, _ = ModelConfig.from_folder(folder).ropes
+    assert (local.type, local.theta, whole.type, whole.theta) == ("default", 100, "yarn", 1000)
 
 
 def test_special_tokens_are_only_those_that_are_stated(own_code):

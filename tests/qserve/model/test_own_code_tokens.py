@@ -108,6 +108,23 @@ def mixes_late(decoder):
     layers[0].keeps = ()
 
 
+def longer_windows(decoder):
+    for layer in decoder.layers:
+        if layer.attention.window is not None:
+            layer.attention.window += 1
+
+
+def one_rotation(decoder):
+    decoder.layers[1].attention.rotary = decoder.layers[0].attention.rotary
+
+
+def norms_after_plus_one(decoder):
+    """As all other norms are stored."""
+    for layer in decoder.layers:
+        norm = layer.attention_end.norm
+        norm.weight.add_(0.8)
+
+
 def whole_rotation(decoder):
     attention_of = decoder.layers[0].attention
     table = attention_of.rotary.cos_sin
@@ -138,6 +155,9 @@ WRONG = {
     "RMS norms": ("orion", rms_norms),
     "factor of training": ("solar", other_factor),
     "inputs of other layers": ("solar", mixes_late),
+    "window one longer": ("plamo3", longer_windows),
+    "one rotation for all layers": ("plamo3", one_rotation),
+    "norms after attention plus 1": ("plamo3", norms_after_plus_one),
     "shares that do not sum to 1": ("ling", of_router(normalized=False)),
     "half of the shared experts": ("ling", half_shared),
     "all of a head rotates": ("ling_2", whole_rotation),
