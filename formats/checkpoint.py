@@ -21,6 +21,7 @@ from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
 from formats.architecture.stored_form.config import usual_config
 from formats.architecture.stored_form.entries import transposed_names, usual_entries
+from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
@@ -122,6 +123,7 @@ class CheckpointReader:
             self.entries = kept
         self.config = usual_config(self.config)
         self.entries = usual_entries(self.config, self.entries)
+        self.config = without_head_norm(self.config)
         self.transposed = transposed_names(self.config, self.entries)
         if renamed := bare_names(self.entries):
             self.entries = {own: self.entries[name] for name, own in renamed.items()}

@@ -13,9 +13,14 @@ from formats.architecture.rows.dense import DENSE
 from formats.architecture.rows.hybrids import HYBRIDS
 from formats.architecture.rows.latent import LATENT
 from formats.architecture.rows.mixtures import MIXTURES
+from formats.architecture.rows.own_code import OWN_CODE_DENSE, OWN_CODE_MIXTURES
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*DENSE, *CLASSICS, *MIXTURES, *LATENT, *HYBRIDS)
+    family.architecture: family
+    for family in (
+        *(*DENSE, *CLASSICS, *OWN_CODE_DENSE),
+        *(*MIXTURES, *OWN_CODE_MIXTURES, *LATENT, *HYBRIDS),
+    )
 }
 
 

@@ -186,6 +186,19 @@ def tiny_model(made_once):
     return functools.cache(made)
 
 
+@pytest.fixture(scope="session")
+def own_code(made_once):
+    """Name of a tiny model that transformers has no class of -> its folder, made once."""
+    from tests.own_code.models import TINY_MODELS, VARIANTS, write
+
+    models = {**TINY_MODELS, **VARIANTS}
+
+    def made(name: str) -> Path:
+        return made_once(f"own-code-{name}", lambda folder: write(folder, models[name]()))
+
+    return functools.cache(made)
+
+
 def _register(config_class: str) -> None:
     """Let AutoModelForCausalLM find a class that transformers lists with models that see."""
     if config_class == "Mistral4Config":

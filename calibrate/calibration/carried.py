@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from calibrate.calibration.skips import KeptInputs
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from formats.architecture.family import STREAMS
+from formats.architecture.skip_connections import skip_connections
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 
@@ -99,7 +101,7 @@ class Carried:
         zeros = rows_SD.new_zeros(len(ids_S), self.hidden_size + self.width - made.shape[-1])
         return torch.cat([made, zeros], -1)
 
-    def inputs(self, hidden_BSX: torch.Tensor) -> torch.Tensor:
+    def inputs(self, hidden_BSX: torch.Tensor, layer: int) -> torch.Tensor:
         """Return a layer's hidden states: [B, S, D], or [N, B, S, D] with several streams."""
         if not self._into:
             return hidden_BSX[..., : self.hidden_size]
@@ -224,9 +226,11 @@ def carried_of(
     config: dict[str, Any],
     device: torch.device | str,
     dtype: torch.dtype,
-) -> Carried | None:
+) -> Carried | KeptInputs | None:
     """Return the carried channels of a model, or None if layers read only hidden states."""
     row = layer_map.family
+    if row.skips:
+        return KeptInputs(skip_connections(config), config["hidden_size"])
     layers = range(layer_map.num_layers(config))
     shares = any(row.kv_source(layer, config) is not None for layer in layers)
     if row.layer_inputs is None and not shares:

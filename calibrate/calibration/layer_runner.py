@@ -1,4 +1,4 @@
-"""Run a float model one decoder layer at a time, with transformers' layer classes.
+"""Run a float model one decoder layer at a time, with transformers' layer classes or RowLayer.
 
 A layer is built from its class and config.json without memory (meta device), gets its tensors, runs
 over the hidden states of all windows, and is dropped. Positions and masks are passed explicitly,
@@ -20,6 +20,7 @@ from torch import nn
 from calibrate.calibration.adapter import put_beside
 from calibrate.calibration.carried import carried_of
 from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
+from calibrate.calibration.row_layer import RowLayer
 from calibrate.calibration.vision import (
     Media,
     axis_positions,
@@ -34,6 +35,9 @@ from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
+# Family.defaults_of -> transformers' class whose rotary embedding RowLayer uses: one for parts of
+# heads, and one with a rotation for each kind of layer
+ROTARY_CLASSES = {"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
@@ -54,11 +58,11 @@ class LayerRunner:
         self._axis_rotary = None if axis_rotary is None else axis_rotary.to(device)
         self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
         self._adapter = reader.adapter if isinstance(reader, FloatModel) else None
-        raw = dict(reader.config)
-        architecture = raw["architectures"][0]
+        raw, row = dict(reader.config), layer_map.family
+        architecture, model_type = raw["architectures"][0], raw.pop("model_type", None)
         try:
-            config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
-            name = layer_map.family.class_in_transformers or architecture
+            config = transformers.AutoConfig.for_model(row.defaults_of or model_type, **raw)
+            name = ROTARY_CLASSES.get(row.defaults_of, row.class_in_transformers or architecture)
             model_class = getattr(transformers, name)
         except (KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
@@ -66,7 +70,6 @@ class LayerRunner:
                 f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
-        row = layer_map.family
         # Soft caps, sinks, ALiBi and GPT-J's rotation need transformers' "eager" attention.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         plain = row.sinks or row.rotary_dim_key or row.alibi or not model_class._supports_sdpa
@@ -215,12 +218,17 @@ class LayerRunner:
                 setattr(module.get_submodule(parent), leaf, buffer.to(self.device))
 
     def _layer_class(self, layer: int) -> type[nn.Module]:
-        """Return transformers' class of a layer."""
+        """Return the class of a layer: transformers', or one that builds it from the row."""
+        if self.layer_map.family.defaults_of:
+            return RowLayer
         has_state = self.layer_map.has_state(self.raw_config, layer)
         return self._layer_classes[has_state]
 
     def _make_layer(self, layer: int) -> nn.Module:
         """Build an empty layer. Raises CheckpointError if transformers cannot."""
+        row = self.layer_map.family
+        if row.defaults_of:
+            return RowLayer(row, {**self.config.to_dict(), **self.raw_config}, layer)
         try:
             made = self._layer_class(layer)(self.config, layer)
             if self._mamba_factors is not None:  # the model registers them, not the layer
@@ -277,7 +285,7 @@ class LayerRunner:
         accepted = inspect.signature(self._layer_class(layer).forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
-        if self.layer_map.family.alibi:
+        if self.layer_map.family.alibi and not self.layer_map.family.defaults_of:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
         elif self.eager and mask is not None:  # XGLM's layers check its shape
             mask = mask.expand(len(hidden_BSD), -1, -1, -1)
@@ -287,7 +295,7 @@ class LayerRunner:
         inputs_BSD = hidden_BSD
         if self.carried is not None:
             others = self.carried.arguments(hidden_BSD, layer)
-            inputs_BSD = self.carried.inputs(hidden_BSD)
+            inputs_BSD = self.carried.inputs(hidden_BSD, layer)
         with torch.set_grad_enabled(grad):
             output = module(
                 inputs_BSD,
@@ -397,7 +405,9 @@ class LayerRunner:
         return not (is_shared or self.layer_map.has_state(self.raw_config, layer))
 
     def _kind(self, layer: int) -> str:
-        kinds = getattr(self.config, "layer_types", None)
+        row, kinds = self.layer_map.family, getattr(self.config, "layer_types", None)
+        if row.defaults_of and row.window == "none":  # some files state unused windows
+            return "full_attention"
         if kinds:
             return kinds[layer]
         sliding = getattr(self.config, "sliding_window", None)

@@ -12,11 +12,11 @@ class TrainableNorms(nn.Module):
 
     def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
         super().__init__()
-        names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
-        self.stored = {name: state[name] for name in names if name in state}
+        offsets = {f"{n.name}.weight": n.offset for n in layer_map.family.norms}
+        self.stored = {name: state[name] for name in offsets if name in state}
         # Unit of a change: the magnitude of the factor that the norm multiplies by
         self.units = {
-            name: (weight.float() + layer_map.norm_offset).abs()
+            name: (weight.float() + (offsets[name] or layer_map.norm_offset)).abs()
             for name, weight in self.stored.items()
         }
         self.moves = nn.ParameterDict(

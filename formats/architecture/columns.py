@@ -22,6 +22,7 @@ class Norm:
     # norm comes after a block
     feeds: str = ""
     present: Flag = True
+    offset: float | None = None  # instead of the family's norm_offset
     layers: Literal["all", "attention", "states"] = "all"  # layers that have it
 
     @property

@@ -95,6 +95,9 @@ class Family:
     # transformers' tensor of a layer -> this row's tensors that are its parts, in order
     joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     class_in_transformers: str = ""  # a class next to those of layers; empty: the architecture's
+    # If transformers has no class: model_type whose config class fills in defaults. Calibration
+    # then builds the layers from this row.
+    defaults_of: str = ""
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that compute the other
     # streams of hidden states from embeddings, and of those that map back; empty: one stream.
@@ -158,6 +161,9 @@ class Family:
     last_norm: str = "model.norm.weight"
     head: str = HEAD
     head_bias: bool = False
+    normalized_head: str = ""  # key of config.json: the head is divided by its norms before use
+    head_norm_dim: int = 1  # dim of these norms
+    skips: bool = False  # layers mix the hidden states of earlier layers in (skip_connections.py)
     # (flag of config.json, fields that differ if it is set)
     variants: tuple[tuple[Flag, Mapping[str, Any]], ...] = ()
 

@@ -18,6 +18,7 @@ LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
 _BLOCK = "quantization_config"
 _HEAD_MODULE = "lm_head"
 _HEAD = f"{_HEAD_MODULE}."
+_HEADS = (_HEAD, "output.")  # the second is InternLM2's
 _NESTED = "language_model."  # prefix of files in which the head is part of the text model
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
@@ -82,7 +83,7 @@ _SAME_LAYERS = {
 # prefix in the file -> prefix in the text model; the first match counts
 _PREFIXES = {
     "language_model.model.": "model.",
-    "language_model.lm_head.": _HEAD,
+    **{f"language_model.{head}": head for head in _HEADS},
     "language_model.backbone.": _BACKBONE,
     "model.language_model.": "model.",
     "model.text_model.": "model.",
@@ -156,7 +157,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
     for key in _ROPES:
         if isinstance(text.get(key), dict):
             text = {**text, key: one_axis(text[key])}
-    has_head = any(name.startswith(_HEAD) for name in names)
+    has_head = any(name.startswith(_HEADS) for name in names)
     return {
         **shared,
         **defaults,
@@ -183,16 +184,15 @@ def text_prefix(names: Iterable[str]) -> str:
     """Return the prefix that stored names of the text model have instead of `model.`."""
     for name in names:
         for prefix, own in _PREFIXES.items():
-            if own != _HEAD and name.startswith(prefix):
+            if own not in _HEADS and name.startswith(prefix):
                 return prefix
     return "model."
 
 
 def stored_name(name: str, prefix: str) -> str:
     """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
-    if name.startswith(_HEAD):
-        own = next((each for each, own in _PREFIXES.items() if own == _HEAD), _HEAD)
-        return own + name.removeprefix(_HEAD) if prefix.startswith(_NESTED) else name
+    if name.startswith(_HEADS):
+        return f"{_NESTED}{name}" if prefix.startswith(_NESTED) else name
     own = _PREFIXES.get(prefix, "model.")
     return prefix + name.removeprefix(own) if name.startswith(own) else name
 
@@ -225,7 +225,7 @@ def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> di
 def text_block(block: Any) -> Any:
     """Return a quantization block with the text model's names; the inverse of `stored_block`."""
     for prefix, own in _PREFIXES.items():
-        if own != _HEAD:
+        if own not in _HEADS:
             stored, kept = _DOT.join(prefix[:-1].split(".")), own.rstrip(".")
             pattern = rf"(?<![\w.]){stored}({_DOT})(?={_WITH_LINEARS})"
             block = _renamed(block, pattern, rf"{kept}\1")

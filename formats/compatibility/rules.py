@@ -41,8 +41,10 @@ def _has_delta_nets(facts: Facts) -> bool:
 
 
 def _lacks_class(architecture: str) -> str:
-    """Say which class of transformers has the layers of a family it has no class of; "": it has."""
+    """Say what transformers has of a family that it has no class of; "": it has the class."""
     family = FAMILIES.get(architecture)
+    if family is not None and family.defaults_of:
+        return f"has no {architecture}; code in the float model's folder computes it"
     if family is None or not family.class_in_transformers:
         return ""
     return f"has no {architecture}: its layers are in {family.class_in_transformers}"
@@ -253,8 +255,8 @@ RULES: tuple[Rule, ...] = (
         TRANSFORMERS,
         "no",
         lambda f: _lacks_class(f.architecture),
-        "transformers/models/step3p7 of 5.23.0: Step3p7TextModel, without a class of a text model"
-        " with a head",
+        "transformers/models of 5.23.0: step3p7 has Step3p7TextModel, without a class of a text"
+        " model with a head; none of exaone, internlm2, baichuan, qwen, solar, plamo3, bailing_moe",
     ),
     row(
         "delta-net",

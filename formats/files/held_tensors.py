@@ -41,6 +41,11 @@ class HeldTensor:
         """Return the tensor with its dims exchanged."""
         return replace(self, tensor=self.tensor.T)
 
+    def normalized(self, dim: int) -> "HeldTensor":
+        """Return the matrix divided by its norms along a dim."""
+        made = torch.nn.functional.normalize(self.tensor.float(), dim=dim)
+        return replace(self, tensor=made.to(self.dtype))
+
     def matrix(self, name: str, number: int, start: int, stop: int) -> "HeldTensor":
         """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""
         return HeldTensor(name=name, tensor=self.tensor[number, start:stop])

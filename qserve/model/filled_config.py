@@ -17,13 +17,18 @@ from typing import Any
 from formats.files.whole_file import write_whole
 
 FORMAT = 1  # version of the cache file
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
-def filled_config(stated: Mapping[str, Any]) -> dict[str, Any]:
+def filled_config(stated: Mapping[str, Any], defaults_of: str = "") -> dict[str, Any]:
     """Return `stated`, the contents of config.json, with defaults filled in.
 
-    Raises any exception of transformers.
+    `defaults_of`: model_type whose defaults to use, without those of special tokens; empty: the
+    stated one. Raises any exception of transformers.
     """
+    if defaults_of:
+        filled = filled_config({**NO_TOKENS, **stated, "model_type": defaults_of})
+        return {**filled, "model_type": stated.get("model_type")}
     place = _folder() / f"{_key(stated)}.json"
     values = _read(place)
     if values is None:

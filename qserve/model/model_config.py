@@ -176,7 +176,7 @@ class ModelConfig:
         try:
             # The block is removed: otherwise transformers looks for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = SimpleNamespace(**usual_config(filled_config(plain)))
+            config = SimpleNamespace(**usual_config(filled_config(plain, family.defaults_of)))
         except Exception as error:  # config classes do not document their exceptions
             problem = f"transformers rejects it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None

@@ -342,14 +342,15 @@ def check_ranks(
             "use fewer stages",
         )
     family = config.family
-    is_one_stage = family.layer_inputs is not None or any(
+    is_one_stage = family.layer_inputs is not None or family.skips
+    is_one_stage |= any(
         family.kv_source(layer, config.values) is not None for layer in range(config.num_layers)
     )
     if stages > 1 and is_one_stage:
         raise InputError(
             f"--pipeline-parallel-size {stages}",
-            f"does not work with {family.architecture} with per-layer embeddings or shared keys:"
-            " layers read tensors of other stages",
+            f"does not work with {family.architecture} with per-layer embeddings, shared keys or"
+            " skip connections: layers read tensors of other stages",
             "use --tensor-parallel-size",
         )
     if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models

@@ -16,6 +16,7 @@ from formats.heads.folder import is_head_folder
 from formats.inspection.parallel import SPLIT_BY_INPUTS
 from formats.rules import FUSED
 from tests.conftest import ROOT
+from tests.own_code.models import TINY_MODELS
 from tests.tiny_families import TINY_FAMILIES
 
 BUNDLED = sorted(
@@ -105,8 +106,9 @@ def test_parameters_of_published_gemma_4(name):
     assert sum(counts.values()) == pytest.approx(stated, rel=0.01)
 
 
-def test_every_row_has_a_tiny_model(tiny_model):
-    configs = [json.loads((tiny_model(name) / "config.json").read_text()) for name in TINY_FAMILIES]
+def test_every_row_has_a_tiny_model(tiny_model, own_code):
+    folders = [*map(tiny_model, TINY_FAMILIES), *map(own_code, TINY_MODELS)]
+    configs = [CheckpointReader(folder).config for folder in folders]
     assert {config["architectures"][0] for config in configs} == set(FAMILIES)
 
 
@@ -120,6 +122,7 @@ def test_what_other_modules_make_of_the_rows():
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
         ("qkv_proj", "output_gate"): "qkv_gate_proj",
         ("w1", "w3"): "w13",
+        ("c_fc_0", "c_fc_1"): "gate_up_proj",
     }
     assert WIDENED == {
         "mlp.gate_proj": (0, 1),
@@ -148,8 +151,13 @@ def test_what_other_modules_make_of_the_rows():
         "mixer.down_proj": (1, 1),
         "ffn.up_proj": (0, 1),
         "ffn.down_proj": (1, 1),
+        "mlp.c_fc_0": (0, 1),
+        "mlp.c_fc_1": (0, 1),
+        "mlp.w1": (0, 1),
+        "mlp.w2": (0, 1),
     }
     names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
+    names = (*names, "wo")
     assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out", "output_linear")}
 
 

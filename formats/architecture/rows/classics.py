@@ -33,7 +33,7 @@ CLASSICS = (
         "OPTForCausalLM",
         "OPT",
         "opt",
-        builder="opt",
+        builder="llama",
         **OPT,
         norm_kind="layer",
         norm_bias=True,
@@ -58,7 +58,7 @@ CLASSICS = (
         "BioGptForCausalLM",
         "BioGPT",
         "biogpt",
-        builder="opt",
+        builder="llama",
         **OPT,
         norm_kind="layer",
         norm_bias=True,
@@ -77,7 +77,7 @@ CLASSICS = (
         "XGLMForCausalLM",
         "XGLM",
         "xglm",
-        builder="opt",
+        builder="llama",
         **OPT,
         norm_kind="layer",
         norm_bias=True,
@@ -98,7 +98,9 @@ CLASSICS = (
         masks=("embed_positions.weights",),
         last_norm="model.layer_norm.weight",
     ),
-    family_row("StableLmForCausalLM", "StableLM", "stablelm", builder="llama", **STABLELM),
+    family_row(
+        "StableLmForCausalLM", "StableLM and Orion", "stablelm", builder="llama", **STABLELM
+    ),
     family_row("PhiForCausalLM", "Phi", "phi", builder="cohere", **PHI),
     family_row(
         "GPTNeoXForCausalLM", "GPT-NeoX (Pythia)", "gpt_neox", builder="gpt_neox", **GPT_NEOX

@@ -6,14 +6,23 @@ from typing import Any
 from formats.architecture.family import architecture_of
 from formats.architecture.rows.step import step_keys
 from formats.architecture.rows.uneven import laguna_heads, mimo_heads
-from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
+from formats.architecture.stored_form import (
+    classics,
+    gemma,
+    hybrids,
+    latent,
+    mixtures,
+    own_code,
+    parts,
+)
 from formats.families import family_of
 
 # model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
-    "mimo": "qwen2",
+    **{"mimo": "qwen2", "orion": "stablelm"},
+    **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
@@ -27,6 +36,10 @@ _SAME_FILES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "OrionForCausalLM": "StableLmForCausalLM",
+    **dict.fromkeys(
+        ("InternLMForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"
+    ),
 }
 # model_type -> function that derives the keys for which a new name is not enough
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -66,6 +79,13 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,
+    "llama": own_code.internlm,
+    "stablelm": own_code.orion,
+    "exaone": own_code.exaone,
+    "baichuan": own_code.baichuan,
+    "qwen": own_code.qwen,
+    "bailing_moe": own_code.bailing,
+    "plamo3": own_code.plamo_3,
     "bloom": classics.bloom,
     "mpt": classics.mpt,
 }

@@ -119,6 +119,49 @@ class ScaledLayer(Layer):
         return sum_TC * self.factor, None
 
 
+class KeptInput:
+    """Input of a layer [T, C], kept during a step for later layers."""
+
+    x_TC: torch.Tensor | None = None
+
+
+class SkipLayer(Layer):
+    """A layer that keeps its input for later layers, or mixes what earlier layers kept into it.
+
+    Mixing: factor * kept + (1 - factor) * input.
+    """
+
+    def __init__(
+        self,
+        *,
+        keeps: tuple[KeptInput, ...],
+        mixes: tuple[tuple[KeptInput, float], ...],
+        **blocks: Any,
+    ) -> None:
+        """`blocks`: arguments of Layer."""
+        super().__init__(**blocks)
+        self.keeps, self.mixes = keeps, mixes
+        self._sum = Norm(None, 0.0)
+
+    def forward(
+        self,
+        x_TC: BranchOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: Cache,
+        taps: list[torch.Tensor] | None = None,
+    ) -> tuple[BranchOutput, torch.Tensor]:
+        """Run the layer. Arguments and result are those of Layer.forward."""
+        if self.keeps or self.mixes:
+            _, x_TC = self._sum(x_TC, residual_TC, None)
+            residual_TC = None
+            for kept in self.keeps:
+                kept.x_TC = x_TC
+            for kept, factor in self.mixes:
+                x_TC = torch.lerp(x_TC, kept.x_TC, factor)
+        return super().forward(x_TC, residual_TC, step, cache, taps)
+
+
 class NormedStreamLayer(torch.nn.Module):
     """h = norm(x), then h * alpha + attention(h) * beta; then the same with the MLP."""
 

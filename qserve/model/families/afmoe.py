@@ -1,7 +1,7 @@
-"""AFMoE (Trinity): experts, gated attention, norms before and after attention and MLP.
+"""AFMoE (Trinity) and PLaMo 3: norms before and after attention and MLP, and of heads.
 
-The family's row has the other differences from Llama: the routing rule, layers with windows (only
-these have rotary embedding), and the linear that computes the gates.
+The family's row has the other differences from Llama: names, experts and the routing rule, layers
+with windows, their rotary embeddings, and the linear that computes gates of attention.
 """
 
 from qserve.model.blocks.layer import Layer
@@ -18,12 +18,18 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    head_norms = {f"{name}_norm": weights.norm(f"self_attn.{name}_norm") for name in "qk"}
+    *names, q_norm, k_norm = (norm.name for norm in config.family.norms)
+    before, after, before_mlp, after_mlp = (
+        llama.build_norm(config, weights, name) for name in names
+    )
+    build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
     return Layer(
-        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
-        attention=llama.build_attention(config, weights, **head_norms),
-        attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
-        mlp_norm=llama.build_norm(config, weights, "pre_mlp_layernorm"),
-        mlp=moe.build_mlp(config, weights),
-        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_mlp_layernorm")),
+        attention_norm=before,
+        attention=llama.build_attention(
+            config, weights, q_norm=weights.norm(q_norm), k_norm=weights.norm(k_norm)
+        ),
+        attention_end=BranchEnd(after),
+        mlp_norm=before_mlp,
+        mlp=build_mlp(config, weights),
+        mlp_end=BranchEnd(after_mlp),
     )

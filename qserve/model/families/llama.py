@@ -1,8 +1,8 @@
 """Llama, Mistral, Ministral, Qwen2, Phi-3, SmolLM3, Seed-OSS, StarCoder 2, Nemotron, Gemma,
-StableLM, Arcee, ERNIE 4.5 and GLM.
+StableLM, Arcee, ERNIE 4.5, GLM, OPT, EXAONE 3, InternLM2, Baichuan and Qwen 1.
 
-The family's row has the differences: biases, windows, layers without rotary embedding, tied
-embeddings, matrices that are merged on disk, norm types, activations, ungated MLPs.
+The family's row has the differences: names, biases, windows, layers without rotary embedding, tied
+embeddings, matrices that are merged on disk, norm types, activations, ungated MLPs, ALiBi.
 
 Other families use these functions too; their modules describe only differences from Llama.
 """
@@ -32,10 +32,11 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 def build_layer(config: ModelConfig, weights: LayerWeights, **attention: Any) -> Layer:
     """Build a layer. `attention`: more arguments of Attention."""
+    first, second, *_ = (norm.name for norm in config.family.norms)  # the others are heads'
     return Layer(
-        attention_norm=build_norm(config, weights, "input_layernorm"),
+        attention_norm=build_norm(config, weights, first),
         attention=build_attention(config, weights, **attention),
-        mlp_norm=build_norm(config, weights, "post_attention_layernorm"),
+        mlp_norm=build_norm(config, weights, second),
         mlp=build_mlp(config, weights),
     )
 

@@ -1,5 +1,5 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5 and dots.llm1: Llama with
-experts instead of an MLP.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5, dots.llm1 and Ling: Llama
+with experts instead of an MLP.
 
 The family's row has the differences: the routing rule, the shared expert, the layers without
 experts, head norms.
@@ -20,15 +20,16 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    first, second, *of_heads = (norm.name for norm in config.family.norms)
     head_norms = {
-        f"{name}_norm": weights.norm(f"self_attn.{name}_norm")
-        for name in "qk"
-        if weights.has_norm(f"self_attn.{name}_norm")
+        argument: weights.norm(name)
+        for argument, name in zip(("q_norm", "k_norm"), of_heads, strict=False)
+        if weights.has_norm(name)
     }
     return Layer(
-        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention_norm=llama.build_norm(config, weights, first),
         attention=llama.build_attention(config, weights, **head_norms, **weights.sinks()),
-        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp_norm=llama.build_norm(config, weights, second),
         mlp=build_mlp(config, weights),
     )
 

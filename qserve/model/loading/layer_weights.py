@@ -170,7 +170,7 @@ class LayerWeights:
         """Return the weight of a norm that the family's row lists."""
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
-        factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+        factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape, row.offset)
         part = self._weights.sharing.head_rows(row.size)
         return factors if part is None else factors[slice(*part)].clone()
 

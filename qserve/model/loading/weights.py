@@ -251,8 +251,10 @@ class Weights:
         """
         return self.source.tensor(name, shape, rows).to(self.device, self.dtype)
 
-    def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def norm(self, name: str, shape: tuple[int, ...], offset: float | None = None) -> torch.Tensor:
         """Return the weight of a norm. Some families store the weight minus 1; then 1 is added.
+
+        `offset`: what is added instead; None: the family's.
 
         The dtype is float32 for families that round only after the product (ops.NormSpec).
         """
@@ -260,7 +262,7 @@ class Weights:
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         stored = self.source.tensor(name, shape).to(self.device, torch.float32)
         dtype = torch.float32 if self.family.float32_norms else self.dtype
-        return (stored + self.family.norm_offset).to(dtype)
+        return (stored + (self.family.norm_offset if offset is None else offset)).to(dtype)
 
     def linear(
         self,

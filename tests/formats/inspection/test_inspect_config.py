@@ -202,6 +202,9 @@ def test_transformers_knows_the_family_by_its_model_type(family):
         layers = getattr(pytest.importorskip("transformers"), family.class_in_transformers)
         assert layers.config_class.model_type == family.model_type
         assert family.model_type not in names
+    elif family.defaults_of:
+        assert family.model_type not in names
+        assert family.defaults_of in names
     else:
         assert names[family.model_type] == theirs
     for stated, wrong in ((family.model_type, []), ("x", ["config.json model_type"])):

@@ -4,6 +4,7 @@ transformers' own greedy tokens need a forward pass each. Here it sees the engin
 says of every token whether it is the one that it would have chosen.
 """
 
+import json
 import random
 
 import pytest
@@ -301,14 +302,27 @@ def count_preemptions(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "model_type"),
-    [("InternLM3ForCausalLM", "internlm3"), ("IQuestCoderForCausalLM", "iquestcoder")],
+    ("architecture", "model_type", "keys"),
+    [
+        ("InternLM3ForCausalLM", "internlm3", {}),
+        ("IQuestCoderForCausalLM", "iquestcoder", {}),
+        ("InternLMForCausalLM", "internlm", {"attention_bias": "bias"}),
+        ("AquilaForCausalLM", "aquila", {}),
+        ("XverseForCausalLM", "xverse", {}),
+    ],
 )
-def test_models_with_llamas_layers(model_of, tmp_path, architecture, model_type):
-    """transformers builds them as Llama; their files have names of their own in config.json."""
-    names = {"architectures": [architecture], "model_type": model_type}
-    folder = edited(model_of("llama"), tmp_path / "x", config=lambda config: config.update(names))
-    assert torch.equal(logits(folder), logits(model_of("llama")))
+def test_models_with_llamas_layers(model_of, tmp_path, architecture, model_type, keys):
+    """transformers builds them as Llama, or not; their config.json has other names."""
+
+    def rename(config):
+        config.update(architectures=[architecture], model_type=model_type)
+        for usual, own in keys.items():
+            config[own] = config.pop(usual)
+
+    source = model_of("llama")
+    assert "attention_bias" in json.loads((source / "config.json").read_text())
+    folder = edited(source, tmp_path / "x", config=rename)
+    assert torch.equal(logits(folder), logits(source))
 
 
 def test_rms_norm_of_gemma_keeps_float32_weights(model_of):

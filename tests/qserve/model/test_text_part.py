@@ -13,6 +13,7 @@ from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from tests.formats.inspection.findings import of_weights
+from tests.own_code.models import TINY_MODELS
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 from tests.tiny_families import GEMMA, TINY, TINY_FAMILIES
 
@@ -243,15 +244,19 @@ def test_the_text_model_is_served(made, name):
     ("architecture", "family", "part"),
     [
         ("InternVLChatModel", "qwen3", "mlp1.0.weight"),
+        ("InternVLChatModel", "internlm2", "mlp1.0.weight"),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "mm_projector.proj.0.weight"),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "vision_tower.x.weight"),
         ("NemotronH_Nano_Omni_Reasoning_V3", "nemotron_h", "sound_encoder.x.weight"),
         ("NemotronH_Nano_VL_V2", "nemotron_h", "vision_model.x.weight"),
     ],
 )
-def test_models_whose_code_is_in_their_folder(tiny_model, tmp_path, architecture, family, part):
+def test_models_whose_code_is_in_their_folder(
+    tiny_model, own_code, tmp_path, architecture, family, part
+):
     """As published: the text model below `language_model.`, its config as llm_config."""
-    source, whole = tiny_model(family), tmp_path / "whole"
+    make = own_code if family in TINY_MODELS else tiny_model
+    source, whole = make(family), tmp_path / "whole"
     whole.mkdir()
     state = {f"language_model.{k}": v for k, v in load_file(source / "model.safetensors").items()}
     state[part] = torch.ones(2, 2)

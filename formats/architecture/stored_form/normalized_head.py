@@ -1,0 +1,64 @@
+"""Heads whose weight is divided by its norms before use: Baichuan 2, some Ling models.
+
+The reader presents the normalized weight and a config without the key. So written files hold the
+normalized weight. A program that normalizes it again changes no more than last bits.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from formats.architecture.family import Family
+from formats.families import family_of
+from formats.files.tensor_entry import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalizedEntry(TensorEntry):
+    """Matrix of a file, divided by its norms along a dim."""
+
+    dim: int
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop`; the whole matrix if a norm is over rows."""
+        if self.dim == 0:
+            return self.read()[start:stop]
+        return self._normalized(TensorEntry.rows(self, start, stop))
+
+    def read(self) -> torch.Tensor:
+        """Read the whole matrix. Raises CheckpointError."""
+        return self._normalized(TensorEntry.read(self))
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
+        values, count = self.read().flatten(), most_bytes // self.dtype.itemsize
+        for begin in range(0, len(values), count):
+            yield begin, values[begin : begin + count]
+
+    def _normalized(self, weight_VC: torch.Tensor) -> torch.Tensor:
+        made = torch.nn.functional.normalize(weight_VC.float(), dim=self.dim)
+        return made.to(self.dtype)
+
+
+def with_normalized_head(
+    config: Mapping[str, Any], family: Family, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with a normalized head, if config.json asks for one."""
+    head = entries.get(family.head)
+    if head is None or not config.get(family.normalized_head):
+        return entries
+    dim = family.head_norm_dim
+    if not isinstance(head, TensorEntry):  # a tensor in memory (HeldTensors)
+        return {**entries, family.head: head.normalized(dim)}
+    values = {field.name: getattr(head, field.name) for field in fields(TensorEntry)}
+    return {**entries, family.head: NormalizedEntry(**values, dim=dim)}
+
+
+def without_head_norm(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json for tensors whose head is normalized."""
+    family = family_of(config)
+    if family is None or not config.get(family.normalized_head):
+        return config
+    return {**config, family.normalized_head: False}

@@ -1,0 +1,107 @@
+"""Families whose code is in the model's folder: keys that this code derives or fixes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.architecture.family import MAX_LAYERS
+from formats.architecture.sizes import is_size
+from formats.architecture.stored_form.parts import inner_width, known_sizes
+from formats.errors import CheckpointError
+
+BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
+
+
+def internlm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Llama's key for biases of attention, which InternLM calls `bias`."""
+    if "bias" not in config or "attention_bias" in config:
+        return {}
+    return {"attention_bias": config["bias"]}
+
+
+def orion(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return StableLM's keys for Orion, which rotates whole heads; nothing for StableLM itself."""
+    if "rms_norm_eps" not in config or "layer_norm_eps" in config:
+        return {}
+    whole = {"partial_rotary_factor": 1.0}
+    found = {**whole, "layer_norm_eps": config["rms_norm_eps"]}
+    if isinstance(rope := config.get("rope_parameters"), Mapping):
+        found["rope_parameters"] = {**rope, **whole}
+    return found
+
+
+def exaone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of EXAONE's config class."""
+    return {
+        **inner_width("intermediate_size")(config),
+        "activation_function": config.get("activation_function", "silu"),
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def baichuan(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether the head is normalized: Baichuan 2's, which states no key for it."""
+    is_second = config.get("vocab_size") == BAICHUAN_2_TOKENS
+    return {"norm_head": config.get("norm_head", is_second)}
+
+
+def qwen(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of a feed-forward, the rotation and the length that Qwen 1 supports.
+
+    The stated width counts gate and up. Beyond `seq_length` the model changes earlier keys
+    (`use_dynamic_ntk`), which is impossible with a KV cache.
+    """
+    width, length = config.get("intermediate_size"), config.get("seq_length", 2048)
+    return {
+        **(known_sizes(mlp_width=config.get("mlp_width", width // 2)) if is_size(width) else {}),
+        **known_sizes(max_position_embeddings=length),
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-6),
+        "rope_theta": config.get("rotary_emb_base", 10000.0),
+        "partial_rotary_factor": config.get("rotary_pct", 1.0),
+    }
+
+
+def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of all shared experts together."""
+    width = config.get("moe_shared_expert_intermediate_size") or config.get("moe_intermediate_size")
+    count = config.get("num_shared_experts")
+    if not (is_size(width) and is_size(count)):
+        return {}
+    return {"shared_expert_intermediate_size": width * count}
+
+
+def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and a rotation for each kind.
+
+    Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
+    different windows.
+    """
+    found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
+    window = config.get("sliding_window", 128)
+    if isinstance(window, list):  # one for each layer
+        windows = {each for each in window if each is not None}
+        if len(windows) != 1:
+            raise CheckpointError(
+                "config.json sliding_window",
+                f"expected the same window in all layers that have one, found {window!r:.80}",
+                "use a model whose layers are alike",
+            )
+        (window,) = windows
+    found["sliding_window"] = window
+    count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
+    if config.get("layer_types") is None and is_size(count) and is_size(every):
+        kinds = ("full_attention", "sliding_attention")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+    stated = config.get("rope_parameters")
+    if isinstance(stated, Mapping) and "full_attention" in stated:
+        return found
+    whole: dict[str, Any] = {"rope_type": "default"}
+    if (factor := config.get("rope_scaling_factor", 1)) != 1:
+        original = config.get("initial_context_length")
+        whole = {"rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0}
+        whole |= {"original_max_position_embeddings": original, "truncate": False}
+    theta = config.get("rope_theta", config.get("rope_global_theta", 150_000))
+    local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
+    rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
+    return {**found, "rope_parameters": rotations}

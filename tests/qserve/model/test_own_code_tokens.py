@@ -1,0 +1,179 @@
+"""Families whose code is in the model's folder: logits and tokens are the plain references'."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qserve.llm import LLM
+from qserve.params.sampling_params import SamplingParams
+from tests.own_code.models import TINY_MODELS, VARIANTS
+from tests.own_code.references import Reference
+from tests.qserve.model.test_family_tokens import FEW_PAGES, count_preemptions
+from tests.qserve.model.variants import TOKENS, logits, relative
+
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("name", [*TINY_MODELS, *VARIANTS])
+def test_logits_equal_the_references(own_code, name):
+    folder = own_code(name)
+    assert relative(logits(folder), Reference(folder).logits(TOKENS)) < 1e-5
+
+
+def check_greedy(reference, prompts, outputs):
+    """Each token is the one that the reference would have chosen after those before it."""
+    said = {token for output in outputs for token in output.outputs[0].token_ids}
+    assert len(said) > 5, "a text that says little"
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        chosen = reference.logits(prompt + tokens).argmax(-1)
+        assert chosen[len(prompt) - 1 : -1].tolist() == tokens
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_in_chunks_and_after_preemption(own_code, monkeypatch, name):
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (9, 17, 26, 30, 12)]
+    llm = LLM(
+        own_code(name), device="cpu", max_model_len=64, max_num_batched_tokens=11, **FEW_PAGES
+    )
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    preemptions = count_preemptions(llm, monkeypatch)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert preemptions
+    check_greedy(Reference(own_code(name)), prompts, outputs)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_after_a_prefix_hit(own_code, name):
+    rng = random.Random(4)
+    start = [rng.randrange(3, 512) for _ in range(17)]
+    prompts = [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 7, 20)]
+    llm = LLM(own_code(name), device="cpu", max_model_len=64, block_size=8)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    llm.generate([start], params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [16, 16, 16]
+    check_greedy(Reference(own_code(name)), prompts, outputs)
+
+
+def attention(**values):
+    def change(decoder):
+        for layer in decoder.layers:
+            for name, value in values.items():
+                setattr(layer.attention, name, value)
+
+    return change
+
+
+def exchanged_gates(decoder):
+    """w1 for the gate, as in Llama's files."""
+    for layer in decoder.layers:
+        weight = layer.mlp.up_proj.weight
+        weight.copy_(weight.roll(len(weight) // 2, 0))
+
+
+def all_queries_first(decoder):
+    """Rows read as [q | k | v], although each KV head's follow each other."""
+    for layer in decoder.layers:
+        weight = layer.attention.qkv_proj.weight
+        q, k, v = weight.split((64, 32, 32))
+        by_head = [q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]]
+        weight.copy_(torch.cat(by_head))
+
+
+def plain_head(decoder):
+    weight = decoder.head.weight
+    weight.mul_(torch.linspace(1, 2, len(weight))[:, None])
+
+
+def rms_norms(decoder):
+    for layer in decoder.layers:
+        layer.attention_norm.kind, layer.attention_norm.bias = "rms", None
+        layer.attention_norm._spec = layer.attention_norm._made_spec()
+
+
+def other_factor(decoder):
+    for layer in decoder.layers:
+        layer.mixes = tuple((kept, 0.9) for kept, _ in layer.mixes)
+
+
+def mixes_late(decoder):
+    """Kept after the layer that the key names."""
+    layers = decoder.layers
+    for before, after in zip([*layers][::-1][1:], [*layers][::-1][:-1], strict=True):
+        after.keeps = before.keeps
+    layers[0].keeps = ()
+
+
+def longer_windows(decoder):
+    for layer in decoder.layers:
+        if layer.attention.window is not None:
+            layer.attention.window += 1
+
+
+def one_rotation(decoder):
+    decoder.layers[1].attention.rotary = decoder.layers[0].attention.rotary
+
+
+def norms_after_plus_one(decoder):
+    """As all other norms are stored."""
+    for layer in decoder.layers:
+        norm = layer.attention_end.norm
+        norm.weight.add_(0.8)
+
+
+def whole_rotation(decoder):
+    attention_of = decoder.layers[0].attention
+    table = attention_of.rotary.cos_sin
+    attention_of.rotary.cos_sin = torch.cat([table, table], -1)
+
+
+def of_router(**values):
+    def change(decoder):
+        router = decoder.layers[1].mlp.router
+        router.routing = replace(router.routing, **values)
+
+    return change
+
+
+def without_correction(decoder):
+    decoder.layers[1].mlp.router.correction.zero_()
+
+
+def half_shared(decoder):
+    decoder.layers[1].mlp.shared.mlp.down_proj.weight.mul_(0.5)
+
+
+WRONG = {
+    "no biases of scores": ("baichuan_13b", attention(slopes=None)),
+    "head that is not normalized": ("baichuan_13b", plain_head),
+    "gate and up exchanged": ("qwen", exchanged_gates),
+    "queries before all keys": ("internlm2", all_queries_first),
+    "RMS norms": ("orion", rms_norms),
+    "factor of training": ("solar", other_factor),
+    "inputs of other layers": ("solar", mixes_late),
+    "window one longer": ("plamo3", longer_windows),
+    "one rotation for all layers": ("plamo3", one_rotation),
+    "norms after attention plus 1": ("plamo3", norms_after_plus_one),
+    "shares that do not sum to 1": ("ling", of_router(normalized=False)),
+    "half of the shared experts": ("ling", half_shared),
+    "all of a head rotates": ("ling_2", whole_rotation),
+    "shares without their factor": ("ling_2", of_router(factor=1.0)),
+    "groups by their best expert": ("ling_2", of_router(group_score="max")),
+    "all experts in one group": ("ling_2", of_router(num_groups=1, top_groups=1)),
+    "experts chosen without the bias": ("ling_2", without_correction),
+    "heads without norms": ("ling_2", attention(q_norm=None, k_norm=None, norms_heads=False)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_is_seen(own_code, wrong):
+    name, plant = WRONG[wrong]
+    llm = LLM(own_code(name), device="cpu", max_model_len=64)
+    right = llm.logits(TOKENS)
+    with torch.inference_mode():
+        plant(llm.engine.runner.decoder)
+    assert relative(llm.logits(TOKENS), right) > 1e-3
