@@ -224,7 +224,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
         if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
-        if name.endswith(".D"):
+        if name.endswith(".D") or (name.endswith(".A_log") and parameter.ndim == 2):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):

@@ -6,7 +6,15 @@ from typing import Any
 from formats.architecture.family import architecture_of
 from formats.architecture.rows.step import step_keys
 from formats.architecture.rows.uneven import laguna_heads, mimo_heads
-from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
+from formats.architecture.stored_form import (
+    classics,
+    gemma,
+    hybrids,
+    latent,
+    mamba,
+    mixtures,
+    parts,
+)
 from formats.families import family_of
 
 # model_type -> model_type of the family with the same layers
@@ -59,6 +67,9 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "falcon_h1": hybrids.mamba,
     "bamba": hybrids.mamba,
     "nemotron_h": hybrids.nemotron_h,
+    "mamba": mamba.mamba,
+    "falcon_mamba": mamba.mamba,
+    "jamba": mamba.jamba,
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "laguna": laguna_heads,
     "mimo_v2_flash": mimo_heads,
