@@ -42,6 +42,9 @@ class Architecture:
     with_sigmoid: str = ""  # experts are chosen by sigmoid
     with_shared: str = ""  # there are shared experts
     without_experts: str = ""  # there are none
+    with_norms: tuple[str, str] = ("", "")  # key of metadata that is true, and the family then
+    has_attention: bool = True  # False: no layer has attention, and files state no heads
+    inner_key: str = ""  # metadata key of a width that files have instead of feed_forward_length
     also: tuple[str, ...] = ()  # families with the same layers, which are written so
     variants: tuple[Variant, ...] = ()
     # Other tensors of a layer: GGUF's full name below the layer -> the family's
@@ -101,10 +104,15 @@ class Architecture:
         has_window: bool,
         by_sigmoid: bool = False,
         has_shared: bool = False,
+        has_norms: bool = False,
     ) -> Family:
-        """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
+        """Return the family's row for a file with experts, chosen by sigmoid, or a window.
+
+        `has_norms`: the metadata that `with_norms` names are true.
+        """
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
         name = (by_sigmoid and self.with_sigmoid) or (has_shared and self.with_shared) or name
+        name = self.with_norms[1] if has_norms else name
         name = (not has_experts and self.without_experts) or name
         return FAMILIES[name or self.family]
 
