@@ -17,7 +17,7 @@ _EXPERTS = {"expert_layer_period": 2, "expert_layer_offset": 1}
 
 
 def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of mixers, and values in place of those of attention, which no layer has."""
+    """Return the sizes of mixers, and values for attention, which no layer has."""
     found = _mixer(config)
     stated = config.get("intermediate_size")
     if is_size(stated):  # files state it next to the factor, and it counts
