@@ -245,7 +245,7 @@ STORED_NAMES = {
 }
 # the same, of one model_type; they come instead of those
 OWN_NAMES = {
-    **{"mamba": {}, "falcon_mamba": {}},
+    **{"mamba": {}, "falcon_mamba": {}, "mamba2": {}},
     "hy_v3": {
         **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
         ".mlp.expert_bias": ".mlp.e_score_correction_bias",

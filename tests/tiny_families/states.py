@@ -183,3 +183,10 @@ FAMILIES["jamba"] = (
         "num_hidden_layers": 4,
     },
 )
+FAMILIES["mamba2"] = (
+    "Mamba2Config",
+    {
+        **{"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 22, "conv_kernel": 3},
+        **{"layer_norm_epsilon": 1e-3, "chunk_size": 16},
+    },
+)

@@ -1,4 +1,4 @@
-"""Values of the rows of Mamba, FalconMamba and Jamba in families.py: Mamba-1 mixers."""
+"""Values of the rows of Mamba, FalconMamba, Mamba 2 and Jamba in families.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import BEFORE_ATTENTION, NAMES, experts, gated
 from formats.architecture.states.mixer import StateMixer, StateTensor
+from formats.architecture.states.parts import mamba
 
 
 def mamba_1(module: str, bias: Flag, conv_bias: Flag, norms: bool = False) -> StateMixer:
@@ -92,6 +93,21 @@ MAMBA: dict[str, Any] = {
     "layer": "backbone.layers.{i}",
     "embedding": "backbone.embeddings.weight",
     "last_norm": "backbone.norm_f.weight",
+}
+MAMBA_2: dict[str, Any] = {
+    **MAMBA,
+    "state_mixer": replace(
+        mamba("mixer", "use_bias", "use_bias", Stated("use_conv_bias", True), True), alone=True
+    ),
+    "tied": False,
+    "config_keys": {
+        "mamba_n_heads": "num_heads",
+        "mamba_d_head": "head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "state_size",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+    },
 }
 _JAMBA_MLP = gated("feed_forward", *NAMES, "intermediate_size")
 _JAMBA_MLP["gate_up"] = replace(_JAMBA_MLP["gate_up"], name="feed_forward.gate_up_proj")

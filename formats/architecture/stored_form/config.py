@@ -69,6 +69,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "nemotron_h": hybrids.nemotron_h,
     "mamba": mamba.mamba,
     "falcon_mamba": mamba.mamba,
+    "mamba2": mamba.mamba_2,
     "jamba": mamba.jamba,
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "laguna": laguna_heads,

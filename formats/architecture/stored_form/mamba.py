@@ -1,4 +1,4 @@
-"""Families with Mamba-1: sizes of mixers, and kinds of layers."""
+"""Families with Mamba-1, and Mamba without attention: sizes of mixers, and kinds of layers."""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
+from formats.architecture.stored_form import hybrids
 from formats.architecture.stored_form.parts import known_sizes
 
 # Mamba has no longest context, so files state none. Published models were trained on as many.
@@ -24,9 +25,29 @@ def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
         found["mamba_channels"] = stated
     if "mamba_channels" in found:
         found["intermediate_size"] = found["mamba_channels"]
-    if config.get("max_position_embeddings") is None:
-        found["max_position_embeddings"] = UNSTATED_LENGTH
-    return {**found, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
+    return {**found, **_no_attention(config), "head_dim": 1}
+
+
+def mamba_2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 mixers, and values for attention, which no layer has."""
+    defaults = {
+        **{"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8},
+        **{"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2},
+    }
+    found = {key: config.get(key, default) for key, default in defaults.items()}
+    heads, width = found["mamba_n_heads"], found["mamba_d_head"]
+    if is_size(heads) and is_size(width):
+        found["intermediate_size"] = heads * width
+    return {**found, **hybrids.mamba({**config, **found}), **_no_attention(config)}
+
+
+def _no_attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values that every config has, for models that have no attention."""
+    length = config.get("max_position_embeddings")
+    return {
+        **{"num_attention_heads": 1, "num_key_value_heads": 1},
+        "max_position_embeddings": UNSTATED_LENGTH if length is None else length,
+    }
 
 
 def jamba(config: Mapping[str, Any]) -> dict[str, Any]:

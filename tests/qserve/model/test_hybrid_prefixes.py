@@ -17,8 +17,8 @@ from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
-FAMILIES += ["olmo_hybrid", "mamba", "falcon_mamba", "jamba"]
-WITHOUT_PAGES = ("mamba", "falcon_mamba")  # no layer has attention
+FAMILIES += ["olmo_hybrid", "mamba", "falcon_mamba", "mamba2", "jamba"]
+WITHOUT_PAGES = ("mamba", "falcon_mamba", "mamba2")  # no layer has attention
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},

@@ -24,7 +24,7 @@ from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
-MAMBAS += ["bamba", "mamba", "falcon_mamba", "jamba"]
+MAMBAS += ["bamba", "mamba", "falcon_mamba", "mamba2", "jamba"]
 FAMILIES = [
     *DELTA_NETS,
     "olmo_hybrid",
@@ -190,6 +190,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("falcon_mamba", "w4a16-sym-g32", "compressed-tensors"),
         ("jamba", "w4a16-sym-g32", "gptq"),
         pytest.param("mamba", "w4a16-sym-g32", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("mamba2", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],

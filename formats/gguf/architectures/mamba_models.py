@@ -1,5 +1,6 @@
-"""Rows and functions of architectures with Mamba-1: Mamba, FalconMamba, Jamba. Needs no torch."""
+"""Rows and functions of Mamba, FalconMamba, Mamba 2 and Jamba. Needs no torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ from formats.architecture.stored_form.mamba import UNSTATED_LENGTH
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.held import Held
-from formats.gguf.architectures.layers import REMEDY, by_layer, check_sizes
+from formats.gguf.architectures.hybrids import mamba_tensors
+from formats.gguf.architectures.layers import REMEDY, STATE_SIZES, by_layer, check_sizes
 from formats.gguf.architectures.parts import USED
 
 LLAMA_CPP_LENGTH = (
@@ -57,6 +59,21 @@ def mamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
         **{"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": 0},
         _HAS_NORMS: config["model_type"] == "falcon_mamba",
     }
+
+
+def mamba_2_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the width of Mamba 2's heads, the factor of channels, and the context length."""
+    *_, heads = check_sizes(metadata, *STATE_SIZES)
+    width, rest = divmod(metadata.size("ssm.inner_size"), heads)
+    if rest:
+        raise metadata.wrong("ssm.inner_size", f"expected {heads} heads of one width")
+    return {**mamba_config(metadata, config), "mamba_d_head": width}
+
+
+def mamba_2_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Mamba 2's sizes, and zeros for attention and feed-forward."""
+    found = mamba_metadata({**config, "mamba_channels": config["intermediate_size"]})
+    return {key: value for key, value in found.items() if key != _HAS_NORMS}
 
 
 def jamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -117,7 +134,7 @@ def _inner(config: Mapping[str, Any]) -> dict[str, int]:
     return {"ssm.inner_size": channels}
 
 
-MAMBA_1 = (
+MAMBA_MODELS = (
     Architecture(
         name="mamba",
         family="MambaForCausalLM",
@@ -134,6 +151,24 @@ MAMBA_1 = (
         tensors=_tensors("mixer"),
         more_config=mamba_config,
         more_metadata=mamba_metadata,
+    ),
+    Architecture(
+        name="mamba2",
+        family="Mamba2ForCausalLM",
+        has_attention=False,
+        inner_key="ssm.inner_size",
+        norms={"attn_norm": "norm"},
+        keys={
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_n_groups": "ssm.group_count",
+            "mamba_n_heads": "ssm.time_step_rank",
+        },
+        fixed={"use_bias": False, "use_conv_bias": True},
+        needs={"time_step_limit": [0.0, math.inf]},  # llama.cpp has no limits
+        tensors=mamba_tensors("mixer"),
+        more_config=mamba_2_config,
+        more_metadata=mamba_2_metadata,
     ),
     Architecture(
         name="jamba",
