@@ -169,6 +169,7 @@ def test_what_reads_split_outputs_is_split_by_inputs(family):
             "q",
             "local_o",
             "mamba_channels",
+            "mamba_inner",
             *(size for _, size in before.members),
         )
 

@@ -135,7 +135,7 @@ def test_order_of_rows_in_a_file(order, file):
             {},
             "intermediate_size: expected 128 channels, twice hidden_size, as in llama.cpp",
         ),
-        ("mamba", {"intermediate_size": 128, "use_bias": True}, "use_bias: is True, but mamba in"),
+        ("mamba", {"intermediate_size": 128, "use_bias": True}, "in_proj.bias: and 5 more"),
         ("falcon_mamba", {"intermediate_size": 128}, "mixer_rms_eps: is 0.01, but mamba in GGUF"),
         ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
         ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
