@@ -10,6 +10,7 @@ from qkernels.errors import KernelError
 from qkernels.latent import rows as latent
 from qkernels.linear import rows as linear
 from qkernels.lora import rows as lora
+from qkernels.mamba1 import rows as mamba1
 from qkernels.mamba2 import rows as mamba2
 from qkernels.moe import rows as moe
 from qkernels.rowwise import rows as rowwise
@@ -19,7 +20,7 @@ OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for folder in (
         *(linear, attention, latent, rowwise, moe, lora),
-        *(causal_conv, delta_net, mamba2, sampling, drafts),
+        *(causal_conv, delta_net, mamba1, mamba2, sampling, drafts),
     )
     for operation in folder.OPERATIONS
 }

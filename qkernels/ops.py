@@ -36,6 +36,7 @@ from qkernels.latent.selected.ops import (
 from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
+from qkernels.mamba1.ops import channel_scan_
 from qkernels.mamba2.ops import gated_group_norm, selective_scan_
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.ops import (
@@ -58,6 +59,7 @@ __all__ = [
     "all_reduce_norm",
     "apply_rope",
     "causal_conv_",
+    "channel_scan_",
     "delta_rule_",
     "embed_norms",
     "experts",

@@ -237,7 +237,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
         if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
-        if name.endswith(".D"):
+        if name.endswith(".D") or (name.endswith(".A_log") and parameter.ndim == 2):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
@@ -258,6 +258,7 @@ STORED_NAMES = {
 }
 # the same, of one model_type; they come instead of those
 OWN_NAMES = {
+    **{"mamba": {}, "falcon_mamba": {}, "mamba2": {}},
     "hy_v3": {
         **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
         ".mlp.expert_bias": ".mlp.e_score_correction_bias",

@@ -81,6 +81,7 @@ OPERATIONS = {
     "lora": set(),
     "causal_conv": set(),
     "delta_net": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
+    "mamba1": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
     "mamba2": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
     "drafts": {"sampling.words"},
 }
@@ -234,8 +235,8 @@ def test_caches_are_known_by_their_specs_alone():
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
     assert mixers == {
-        *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention", "Mamba2"),
-        *("NoMixer", "SharedAttention", "ShortConv", "SideBySide"),
+        *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention"),
+        *("Mamba1", "Mamba2", "NoMixer", "SharedAttention", "ShortConv", "SideBySide"),
     }
     assert caches == {"IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):

@@ -86,7 +86,7 @@ class LayerRunner:
             next(each for name in names if (each := getattr(module, f"{family}{name}", None)))
             for names in (
                 (*kinds, "AttentionDecoderLayer"),
-                (*kinds, "LinearAttentionDecoderLayer"),
+                (*kinds, "LinearAttentionDecoderLayer", "MambaDecoderLayer"),
             )
         )
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
@@ -262,16 +262,16 @@ class LayerRunner:
         theta = None if theta is None else theta[layer]
         if (length, kind, theta) not in self._positions:
             ids_1S = torch.arange(length, device=self.device)[None]
-            rotary = None
+            rotary, blocks = None, self.layer_map.family.blocks(self.raw_config, layer)
             if theta is not None:
                 rotary = self._by_theta[theta](hidden_BSD[:1], ids_1S) if theta else None
             elif self._rotary is not None:
                 # One rotary embedding per attention type (Gemma 3), or one for all layers.
                 by_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
-                blocks = self.layer_map.family.blocks(self.raw_config, layer)
                 if blocks.attention or not by_kind:
                     rotary = self._rotary(hidden_BSD[:1], ids_1S, *((kind,) if by_kind else ()))
-            self._positions[length, kind, theta] = (ids_1S, rotary, self._mask(length, kind))
+            mask = self._mask(length, kind) if blocks.attention else None
+            self._positions[length, kind, theta] = (ids_1S, rotary, mask)
         position_ids, rotary, mask = self._positions[length, kind, theta]
         if any(each is not None for each in media):
             if self._axis_rotary is not None:

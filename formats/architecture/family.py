@@ -284,11 +284,13 @@ class Family:
     def blocks(self, config: Mapping[str, Any], layer: int | None = None) -> Blocks:
         """Return the blocks of a layer.
 
-        Without a number, the layer has attention, and experts if the family does.
+        Without a number, the layer has attention, and experts, if the family does.
         """
         has_state = layer is not None and self.has_state(layer, config)
         if self.lone_blocks and layer is not None:
             return lone_block(config, layer)
+        if self.state_mixer is not None and self.state_mixer.alone:
+            return Blocks(attention=False, state=True)
         has_experts = self.experts is not None and (
             layer is None or self.experts.stand_in(layer, config)
         )

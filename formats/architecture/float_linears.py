@@ -28,15 +28,16 @@ def linear_shapes(
 def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """Return full names of linears that stay in float unless asked for, with the reason."""
     found: dict[str, str] = {}
-    of_states = None if family.state_mixer is None else family.state_mixer.gates
-    if of_states is None and family.head_gates is None:
-        return found
+    mixer = family.state_mixer
+    of_states = () if mixer is None else (mixer.gates, *mixer.controls)
     for layer in range(config[family.num_layers_key]):
         prefix, blocks = family.layer.format(i=layer), family.blocks(config, layer)
-        for gates, is_there in ((of_states, blocks.state), (family.head_gates, blocks.attention)):
-            if gates is not None and is_there:
-                names = [f"{prefix}.{linear.name}" for linear in gates.linears]
-                found |= dict.fromkeys(names, gates.float_because)
+        in_float = of_states if blocks.state else ()
+        in_float = (*in_float, family.head_gates) if blocks.attention else in_float
+        for each in in_float:
+            if each is not None:
+                names = [f"{prefix}.{linear.name}" for linear in each.linears]
+                found |= dict.fromkeys(names, each.float_because)
     return found
 
 

@@ -19,6 +19,7 @@ _NUMBERS = (
     *("linear_num_heads", "linear_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    *("mamba_channels", "mamba_dt_rank"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     *("laurel_rank", "altup_num_inputs"),
     *("index_n_heads", "index_head_dim"),
@@ -110,6 +111,17 @@ def _mamba_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     }
 
 
+def _mamba_1_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the output sizes of the first two projections of Mamba-1."""
+    channels, state, rank = (
+        sizes[name] for name in ("mamba_channels", "mamba_d_state", "mamba_dt_rank")
+    )
+    return {
+        "mamba_channels_in": channels and 2 * channels,  # x, then z
+        "mamba_controls": rank + 2 * state if rank and state else None,  # dt, B, C
+    }
+
+
 def named_sizes(
     config: Mapping[str, Any], defaults: Mapping[str, int], inner_key: str
 ) -> dict[str, int | None]:
@@ -150,7 +162,7 @@ def named_sizes(
     )
     found["delta_k"], found["delta_v"] = keys, values
     found["delta_qkv"] = 2 * keys + values if keys and values else None
-    found |= _mamba_sizes(found)
+    found |= _mamba_sizes(found) | _mamba_1_sizes(found)
     found["short_conv_in"] = hidden and 3 * hidden
     inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
     found["shared_experts"] = inner * shared if inner and is_size(shared) else None

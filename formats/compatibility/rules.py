@@ -40,6 +40,15 @@ def _has_delta_nets(facts: Facts) -> bool:
     return mixer is not None and mixer.kind == "gated delta nets"
 
 
+def _has_quantized_mamba_1(facts: Facts) -> bool:
+    family = FAMILIES.get(facts.architecture)
+    mixer = None if family is None else family.state_mixer
+    if mixer is None or mixer.kind != "Mamba-1":
+        return False
+    quantized = (linear.name for linear in facts.linears if "float" not in linear.traits)
+    return any(mixer.alone or f".{mixer.module}." in name for name in quantized)
+
+
 def _lacks_class(architecture: str) -> str:
     """Say what transformers has of a family that it has no class of; "": it has the class."""
     family = FAMILIES.get(architecture)
@@ -271,6 +280,17 @@ RULES: tuple[Rule, ...] = (
         "create_qkvz_proj and create_ba_proj, "
         "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
         "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
+    ),
+    row(
+        "mamba-1",
+        VLLM,
+        "no",
+        when(
+            _has_quantized_mamba_1,
+            "loads Mamba-1's linears only in float: quantize Jamba with --ignore 're:.*mamba.*'",
+        ),
+        "vllm/model_executor/layers/mamba/mamba_mixer.py MambaMixer of 00f8d4456f passes no"
+        " quant_config to in_proj and out_proj; read, not run",
     ),
     *OWN_RULES,
     *GPTQ_AWQ_RULES,

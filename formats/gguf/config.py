@@ -123,6 +123,7 @@ def find_family(metadata: Metadata) -> Family:
         has_window=bool(window),
         by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
         has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
+        has_norms=bool(metadata.get(metadata.architecture.with_norms[0] or "-")),
     )
     keys = metadata.architecture.keys
     stated = {
@@ -152,7 +153,9 @@ def num_layers(metadata: Metadata) -> int:
 
 
 def head_dim(metadata: Metadata) -> int:
-    """Return the width of a head."""
+    """Return the width of a head; 1 without attention."""
+    if not metadata.architecture.has_attention:
+        return 1
     if metadata.architecture.is_latent:
         return metadata.size("rope.dimension_count")
     heads = num_heads(metadata)
@@ -164,7 +167,9 @@ def head_dim(metadata: Metadata) -> int:
 
 
 def num_heads(metadata: Metadata) -> int:
-    """Return the number of heads; if it is a list by layer, the first."""
+    """Return the number of heads; if it is a list by layer, the first; 1 without attention."""
+    if not metadata.architecture.has_attention:
+        return 1
     return _first_size(metadata, "attention.head_count")
 
 
@@ -238,6 +243,8 @@ def activation_dtype(gguf: GgufFile, family: Family) -> str:
 
 def _feed_forward(metadata: Metadata) -> int:
     """Return the width of the dense feed-forward, or of the experts if there is no dense one."""
+    if metadata.architecture.inner_key:
+        return metadata.size(metadata.architecture.inner_key)
     own = "feed_forward_length"
     expert = "expert_feed_forward_length"
     return _first_size(metadata, expert if metadata.get(own) in (None, 0) else own)

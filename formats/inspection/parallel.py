@@ -26,7 +26,7 @@ SPLIT_BY_INPUTS = {
     for family in FAMILIES.values()
     for projection in family.projections(num_experts=1)
     for linear in projection.linears
-    if projection.split == "inputs"
+    if projection.split == "inputs" and not family.blocks({}).state
 }
 # names of the sizes of attention's queries and outputs
 BY_HEAD = ("q", *(f"{kind}_{name}" for kind in get_args(HeadsKind) for name in ("q", "o")))
@@ -97,7 +97,8 @@ def _why_not(
         heads, kv_heads, head_dim = (
             sizes.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
-        if not attention and heads and head_dim:
+        has_attention = mixer is None or not mixer.alone
+        if has_attention and not attention and heads and head_dim:
             attention[heads, kv_heads or heads, head_dim] = {None}
         for each, schemes in attention.items():
             share_heads(*each, size, sorted(schemes, key=str))

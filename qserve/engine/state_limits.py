@@ -56,6 +56,20 @@ LIMITS = (
 )
 
 
+STATES_ALONE_LIMITS = (
+    Limit(
+        "--kv-offload-gb",
+        lambda config: config.kv_offload_gb > 0,
+        "without keys and values there are no pages to offload",
+    ),
+    Limit(
+        "--kv-transfer-config",
+        lambda config: config.kv_transfer is not None,
+        "without keys and values there are no pages to send",
+    ),
+)
+
+
 LATENT_LIMITS = (
     Limit(
         "--enable-lora with --batch-invariant",
@@ -139,8 +153,11 @@ def check_context_parallel(config: EngineConfig) -> None:
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that does not work with the model's recurrent states."""
+    name = model.family.architecture
     if model.has_states:
-        check_limits(LIMITS, config, f"{model.family.architecture}, whose layers have states")
+        check_limits(LIMITS, config, f"{name}, whose layers have states")
+    if model.has_states and not model.has_attention:
+        check_limits(STATES_ALONE_LIMITS, config, f"{name}, which has no attention")
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:

@@ -114,6 +114,11 @@ class ModelConfig:
         return any(self.state_layers)
 
     @property
+    def has_attention(self) -> bool:
+        """True if some layers have attention, and therefore keys and values in pages."""
+        return any(self.family.blocks(self.values, n).attention for n in range(self.num_layers))
+
+    @property
     def longest_window(self) -> int | None:
         """Largest window of all layers; None: a layer has no window."""
         return None if None in self.windows else max(self.windows)

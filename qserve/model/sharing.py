@@ -209,7 +209,7 @@ class Sharing:
     def of_layer(self, config: ModelConfig, layer: int) -> ModelConfig:
         """Return the config of one layer, with this rank's numbers of heads."""
         own = config.of_layer(layer)
-        if self.is_whole:
+        if not self._heads:
             return own
         return self._with_heads(own, config.family.heads_kind(layer, config.values))
 
@@ -394,15 +394,17 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
     if size == 1:
         return (0,) * config.num_layers
     shares = _head_shares(config, size)
+    if not shares:
+        return (0,) * config.num_layers
     kinds = (config.family.heads_kind(n, config.values) for n in range(config.num_layers))
     return tuple(shares[kind][rank].kv_heads[0] for kind in kinds)
 
 
 def _head_shares(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShare, ...]]:
-    """Return the heads of all ranks, for each kind of layers."""
+    """Return the heads of all ranks, for each kind of layers; {}: no layer has attention."""
     family, values, sizes = config.family, config.values, config.sizes
     layers: dict[HeadsKind, list[int]] = {}
-    for number in range(config.num_layers):
+    for number in range(config.num_layers if config.has_attention else 0):
         layers.setdefault(family.heads_kind(number, values), []).append(number)
     found = {}
     for kind, numbers in layers.items():

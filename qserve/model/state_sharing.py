@@ -35,6 +35,9 @@ _BLOCKS = {
         (GROUP, "mamba_d_state"),
         (HEAD, "one"),
     ),
+    # Mamba-1; each channel counts as a head
+    "mamba_channels": ((HEAD, "one"),),
+    "mamba_channels_in": ((HEAD, "one"),) * 2,
     "linear_num_heads": ((HEAD, "one"),),
     "kda": ((HEAD, "linear_head_dim"),),
     # lightning attention

@@ -15,8 +15,8 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"attention|attend|_index_scores|merge_splits|flash|fmha|sdpa|scaled_dot"),
     (
         "states",
-        r"_(delta|mamba|lacking)_rows|_chunk_(systems|scan)|_mamba_chunks|(causal|short)_conv"
-        r"|_gated_(rms|group)_norm|selective_scan|solve_triangular",
+        r"_(delta|mamba|channel|lacking)_rows|_chunk_(systems|scan)|_mamba_chunks|(causal|short)_conv"
+        r"|_gated_(rms|group)_norm|(selective|channel)_scan|solve_triangular",
     ),
     ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),

@@ -167,3 +167,26 @@ FAMILIES["lfm3"] = (
         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
     },
 )
+# Mamba-1: nine inputs of the step sizes, states of 11 numbers, three taps.
+MAMBA_1 = {
+    **{"state_size": 11, "conv_kernel": 3, "time_step_rank": 9, "layer_norm_epsilon": 1e-3},
+    "tie_word_embeddings": True,
+}
+FAMILIES["mamba"] = ("MambaConfig", MAMBA_1)
+FAMILIES["falcon_mamba"] = ("FalconMambaConfig", {**MAMBA_1, "mixer_rms_eps": 1e-2})
+FAMILIES["jamba"] = (
+    "JambaConfig",
+    {
+        **{"mamba_d_state": 11, "mamba_d_conv": 3, "mamba_dt_rank": 9, "rms_norm_eps": 1e-3},
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2},
+        **{"expert_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 2},
+        "num_hidden_layers": 4,
+    },
+)
+FAMILIES["mamba2"] = (
+    "Mamba2Config",
+    {
+        **{"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 22, "conv_kernel": 3},
+        **{"layer_norm_epsilon": 1e-3, "chunk_size": 16},
+    },
+)

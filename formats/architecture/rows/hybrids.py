@@ -16,6 +16,7 @@ from formats.architecture.rows.parts import (
 )
 from formats.architecture.rows.usual import family_row
 from formats.architecture.states.kimi import KIMI_LINEAR
+from formats.architecture.states.mamba import JAMBA, MAMBA, MAMBA_2
 from formats.architecture.states.minimax import MINIMAX
 from formats.architecture.states.olmo import OLMO_HYBRID
 from formats.architecture.states.parts import (
@@ -106,4 +107,8 @@ HYBRIDS = (
         builder="hybrid.nemotron_h",
         **NEMOTRON_H,
     ),
+    family_row("MambaForCausalLM", "Mamba", "mamba", **MAMBA),
+    family_row("FalconMambaForCausalLM", "FalconMamba", "falcon_mamba", **MAMBA),
+    family_row("Mamba2ForCausalLM", "Mamba 2", "mamba2", **MAMBA_2),
+    family_row("JambaForCausalLM", "Jamba", "jamba", **JAMBA),
 )

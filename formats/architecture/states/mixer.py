@@ -1,7 +1,7 @@
 """Mixers with a recurrent state of fixed size, instead of or next to attention.
 
 They are gated delta nets, Kimi delta attention (qkernels/delta_net), short convolutions
-(causal_conv), Mamba-2 and lightning attention (mamba2). Needs no torch.
+(causal_conv), Mamba-1 (mamba1), Mamba-2 and lightning attention (mamba2). Needs no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from formats.architecture.sizes import is_size
 Kind = Literal[
     "gated delta nets",
     "short convolutions",
+    "Mamba-1",
     "Mamba-2",
     "Kimi delta attention",
     "lightning attention",
@@ -44,6 +45,8 @@ class StateMixer:
     # the outputs of this projection and of `gates` are grouped by key head.
     inputs: Projection
     gates: Projection | None = None  # reads the same input; stays in float
+    # Projections after the convolution, each reading the output of the last; they stay in float.
+    controls: tuple[Projection, ...] = ()
     out: Projection
     others: tuple[StateTensor, ...]
     grouped: bool = False
@@ -51,10 +54,11 @@ class StateMixer:
     # key of config.json that replaces layer_types: numbers of the layers with attention instead
     attention_key: str = ""
     beside_attention: bool = False  # every layer has mixer and attention, which read the same norm
+    alone: bool = False  # every layer has only the mixer
 
     def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has the mixer."""
-        if self.beside_attention:
+        if self.beside_attention or self.alone:
             return True
         if self.attention_key:
             return layer not in (config.get(self.attention_key) or ())
@@ -72,7 +76,7 @@ class StateMixer:
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All projections, in the order they run."""
-        return (*self.readers, self.out)
+        return (*self.readers, *self.controls, self.out)
 
     def present(self, config: Mapping[str, Any]) -> Iterator[tuple[str, StateTensor]]:
         """Yield the tensors other than weights of linears, with their names below the layer."""

@@ -42,6 +42,9 @@ class Architecture:
     with_sigmoid: str = ""  # experts that are chosen by sigmoid
     with_shared: str = ""  # shared experts
     without_experts: str = ""  # no experts
+    with_norms: tuple[str, str] = ("", "")  # (metadata key, family of files in which it is true)
+    has_attention: bool = True  # False: no layer has attention, and files state no heads
+    inner_key: str = ""  # metadata key of a width that files have instead of feed_forward_length
     also: tuple[str, ...] = ()  # more families that are written as this architecture
     variants: tuple[Variant, ...] = ()
     # Additional tensors of a layer: GGUF's full name below the layer -> the family's name
@@ -105,10 +108,15 @@ class Architecture:
         has_window: bool,
         by_sigmoid: bool = False,
         has_shared: bool = False,
+        has_norms: bool = False,
     ) -> Family:
-        """Return the row of the family that a file with these features has."""
+        """Return the row of the family that a file with these features has.
+
+        `has_norms`: the metadata value that `with_norms` names is true.
+        """
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
         name = (by_sigmoid and self.with_sigmoid) or (has_shared and self.with_shared) or name
+        name = self.with_norms[1] if has_norms else name
         name = (not has_experts and self.without_experts) or name
         return FAMILIES[name or self.family]
 

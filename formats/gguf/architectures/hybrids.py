@@ -87,7 +87,7 @@ _QWEN_35: dict[str, Any] = {
 }
 
 
-def _mamba(module: str) -> dict[str, Held]:
+def mamba_tensors(module: str) -> dict[str, Held]:
     return {
         "ssm_in.weight": Held(name=f"{module}.in_proj.weight"),
         "ssm_in.bias": Held(name=f"{module}.in_proj.bias"),
@@ -133,7 +133,7 @@ _BAMBA: dict[str, Any] = {
     "keys": _MAMBA_KEYS,
     "bias_keys": {**ATTENTION_BIAS, **MLP_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
     "tensors": {
-        **_mamba("mamba"),
+        **mamba_tensors("mamba"),
         **{
             f"attn_{x}.{leaf}": Held(name=f"self_attn.{x}_proj.{leaf}", rows=f"pairs_of_{rows}")
             for x, rows in (("q", "queries"), ("k", "keys"))
@@ -152,7 +152,7 @@ _NEMOTRON: dict[str, Any] = {
         "use_conv_bias": "ssm_conv1d.bias",
         "mlp_bias": "ffn_up.bias",
     },
-    "tensors": _mamba("mixer"),
+    "tensors": mamba_tensors("mixer"),
     "more_config": nemotron_config,
     "more_metadata": nemotron_metadata,
 }
@@ -238,14 +238,14 @@ HYBRIDS = (
         },
         fixed={"mamba_expand": 2, "mamba_proj_bias": False},
         bias_keys={**ATTENTION_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
-        tensors={**_mamba("mamba"), **_GRANITE_MLP},
+        tensors={**mamba_tensors("mamba"), **_GRANITE_MLP},
         needs={"time_step_limit": [0.0, math.inf]},  # llama.cpp has no limits
         variants=(
             Variant("", Equals("model_type", "bamba"), _BAMBA, tuple(GRANITE_FACTORS.values())),
             Variant(
                 "ffn_gate_inp.weight",
                 Stated("num_local_experts", True),
-                {"tensors": {**_mamba("mamba"), **_GRANITE_SHARED}},
+                {"tensors": {**mamba_tensors("mamba"), **_GRANITE_SHARED}},
             ),
         ),
         more_config=mamba_config,
@@ -263,7 +263,7 @@ HYBRIDS = (
             "mamba_conv_bias": "ssm_conv1d.bias",
         },
         # a norm without a leaf in its name
-        tensors={**_mamba("mamba"), "ffn_norm": Held(name="pre_ff_layernorm.weight")},
+        tensors={**mamba_tensors("mamba"), "ffn_norm": Held(name="pre_ff_layernorm.weight")},
         factors=falcon_h1_factors,
         uncompared=(*FACTORS, "ssm_multipliers", "mlp_multipliers"),
         more_config=falcon_h1_config,

@@ -115,6 +115,8 @@ def metadata_of(
         "attention.value_length": _u32(config[row.value_width] if row.value_width else width),
         "vocab_size": _u32(config["vocab_size"]),
     }
+    if not row.has_attention:
+        del own["attention.key_length"], own["attention.value_length"]
     kind = "rms_epsilon" if family.norm_kind == "rms" else "epsilon"
     eps = config.get(family.norm_eps_key, 1e-5) if family.norm_eps_key else 1e-5
     own[f"attention.layer_norm_{kind}"] = _f32(eps)

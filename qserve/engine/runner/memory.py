@@ -54,12 +54,16 @@ def num_pages_in(
 
 
 def _fit(room: int, runner: ModelRunner, most_pages: int | None) -> Fit:
-    """Divide memory between pages and snapshots. A flag may fix the number of snapshots."""
+    """Divide memory between pages and snapshots. A flag may fix the number of snapshots.
+
+    Without attention a page has no bytes, and any number of pages fits.
+    """
+    page_bytes = max(1, runner.bytes_per_page)
     if not runner.chooses_snapshots:
-        return Fit(room // runner.bytes_per_page, runner.num_snapshots)
+        return Fit(room // page_bytes, runner.num_snapshots)
     num_pages, num_snapshots = split_memory(
         room,
-        page_bytes=runner.bytes_per_page,
+        page_bytes=page_bytes,
         state_bytes=runner.bytes_per_state,
         page_size=runner.config.block_size,
         share=SNAPSHOT_SHARE,

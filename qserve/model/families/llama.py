@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from formats.errors import InputError
 from formats.in_memory.slices import Rows
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.embedding import Embedding
@@ -103,12 +102,6 @@ def build_decoder(
     build_layer: Callable[[ModelConfig, LayerWeights], Layer],
 ) -> Decoder:
     family, values = config.family, config.values
-    if not any(family.blocks(values, n).attention for n in range(config.num_layers)):
-        raise InputError(
-            "config.json layer_types",
-            "expected a layer with full attention, found none: without KV pages the engine cannot"
-            " track the length of a request",
-        )
     embedding = norm = head = layer_inputs = None
     if weights.has_ends:
         table = weights.embedding()

@@ -316,3 +316,13 @@ def stacked_experts(tensors, config):
             for field in ("weight_packed", "weight_scale", "weight_shape"):
                 parts = [tensors.pop(f"{stem}.0.{leaf}.{field}") for leaf in leaves]
                 tensors[f"{stem}.{stack}.{field}"] = torch.cat(parts)[None]
+
+
+def with_mamba_1(tensors, config):
+    """The first layer has Jamba's mixer instead of attention."""
+    for name in [name for name in tensors if ".layers.0.self_attn." in name]:
+        value = tensors.pop(name)
+        if ".o_proj." in name:
+            tensors[name.replace("self_attn.o_proj", "mamba.out_proj")] = value
+    sizes = {"mamba_expand": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    config.update(architectures=["JambaForCausalLM"], model_type="jamba", **sizes)

@@ -55,6 +55,7 @@ CASES = {
         "w4a16-sym-g32",
         changes.config_of(architectures=["Step3p5ForCausalLM"], head_dim=16),
     ),
+    "mamba-1": ("gptq", "w4a16-sym-g32", changes.with_mamba_1),
     "delta-net": ("gptq", "w4a16-sym-g32", changes.config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", changes.act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),

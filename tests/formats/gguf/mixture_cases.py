@@ -32,8 +32,15 @@ USUAL = (
     ("minicpm3", MINICPM, "minicpm3"),
     ("gemma4_moe", {}, "gemma4"),
     ("step", {}, "step35"),
+    ("jamba", {}, "jamba"),
 )
+# twice the hidden size, as llama.cpp has it
+_CHANNELS = {"intermediate_size": 128}
 OTHERS = (
+    ("mamba", _CHANNELS, "mamba"),
+    ("mamba2", {}, "mamba2"),
+    ("falcon_mamba", {**_CHANNELS, "mixer_rms_eps": 1e-6}, "mamba"),
+    ("jamba", {"num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 2}, "jamba"),
     ("glm4_moe", _ONE_GROUP, "glm4moe"),
     ("solar_open", _ONE_GROUP, "glm4moe"),
     ("youtu", {}, "deepseek2"),

@@ -130,6 +130,13 @@ def test_order_of_rows_in_a_file(order, file):
         ),
         ("bamba", {"time_step_limit": [0.0, 0.5]}, "time_step_limit: is .0.0, 0.5., but"),
         ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias: is True, but bamba in GGUF"),
+        (
+            "mamba",
+            {},
+            "intermediate_size: expected 128 channels, twice hidden_size, as in llama.cpp",
+        ),
+        ("mamba", {"intermediate_size": 128, "use_bias": True}, "in_proj.bias: and 5 more"),
+        ("falcon_mamba", {"intermediate_size": 128}, "mixer_rms_eps: is 0.01, but mamba in GGUF"),
         ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
         ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
         ("mimo_v2", {}, "attention_bias: is True, but mimo_v2_flash in GGUF has False"),
@@ -237,6 +244,8 @@ def test_moved_columns_that_fit_no_k_block_take_blocks_of_32(tmp_path):
         ("nemotron_h", {"hidden_size": 256, "intermediate_size": 256}),
         ("bamba", {"hidden_size": 256, "intermediate_size": 256, "mamba_d_head": 64}),
         ("minimax", {**MINIMAX, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
+        ("mamba", {"hidden_size": 256, "intermediate_size": 512}),
+        ("jamba", {"hidden_size": 256, "intermediate_size": 256}),
     ],
 )
 def test_quantized_file_runs_packed(tmp_path, family, different):

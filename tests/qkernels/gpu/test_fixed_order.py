@@ -11,12 +11,14 @@ from qkernels.delta_net import reference as delta_reference
 from qkernels.latent import reference as latent_reference
 from qkernels.latent.fixed_order import triton_segments
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
+from qkernels.mamba1 import reference as mamba1_reference
 from qkernels.mamba2 import reference as mamba_reference
 from qkernels.moe.routing import SILU, Routing
 from tests.qkernels.conv_case import ConvCase
 from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.lora_case import adapted, lora_weights
+from tests.qkernels.mamba1_case import ChannelCase
 from tests.qkernels.mamba2_case import ScanCase
 from tests.qkernels.moe_case import make_experts
 
@@ -190,6 +192,22 @@ def test_mamba(sizes, tolerance):
     wide = case.to(torch.float64, "cuda")
     want = wide.run(mamba_reference.selective_scan_, wide.memory_PHND.clone())
     got = run(case, case.memory_PHND.clone()).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "fixed_order"])
+@pytest.mark.parametrize("sizes", [(8192, 16), (1536, 16), (75, 5)], ids=str)
+def test_mamba_1(sizes, kernel, tolerance):
+    channels, N = sizes
+    case = ChannelCase.make((700,), (0,), channels=channels, N=N).to(torch.bfloat16, "cuda")
+
+    def run(case, states):
+        return case.run(ops.channel_scan_, states, kernel=kernel)
+
+    assert_cuts_are_one(run, case, case.memory_P1NI)
+    wide = case.to(torch.float64, "cuda")
+    want = wide.run(mamba1_reference.channel_scan_, wide.memory_P1NI.clone())
+    got = run(case, case.memory_P1NI.clone()).double()
     assert float((got - want).norm() / want.norm()) < tolerance(torch.bfloat16)
 
 

@@ -44,7 +44,7 @@ STATES = (
         "nemotron_h_latent",
         "bamba",
     ),
-    "falcon_h1",
+    *("falcon_h1", "mamba", "falcon_mamba", "mamba2", "jamba"),
 )
 QUICK = ("lfm2", "minicpm3", "gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)

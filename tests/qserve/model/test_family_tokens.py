@@ -181,6 +181,13 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
         *(("codegen", "gptq"), ("codegen", "awq"), ("gpt_neo", "gptq"), ("biogpt", "awq")),
         *(("xglm", "gptq"), ("xglm", "awq")),
+        *(
+            ("falcon_mamba", "gptq"),
+            ("mamba", "awq"),
+            ("mamba2", "gptq"),
+            ("jamba", "gptq"),
+            ("jamba", "awq"),
+        ),
         pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),

@@ -24,7 +24,7 @@ from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
-MAMBAS.append("bamba")
+MAMBAS += ["bamba", "mamba", "falcon_mamba", "mamba2", "jamba"]
 FAMILIES = [
     *DELTA_NETS,
     "olmo_hybrid",
@@ -187,6 +187,10 @@ def test_logits_equal_transformers(hybrid, name):
         ("kimi_linear", "w4a16-sym-g32", "compressed-tensors"),
         ("minimax", "w4a16-sym-g32", "compressed-tensors"),
         ("lfm3", "w4a16-sym-g32", "gptq"),
+        ("falcon_mamba", "w4a16-sym-g32", "compressed-tensors"),
+        ("jamba", "w4a16-sym-g32", "gptq"),
+        pytest.param("mamba", "w4a16-sym-g32", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("mamba2", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
@@ -361,15 +365,6 @@ def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path, name, wrapper
 
     folder = edited(source, tmp_path / "x", tensors, config)
     assert torch.equal(logits(folder), logits(source))
-
-
-def test_model_of_states_alone_is_refused(hybrid, tmp_path):
-    def all_states(value):
-        value["layer_types"] = ["linear_attention"] * 3
-
-    folder = edited(hybrid("qwen3_5"), tmp_path / "x", config=all_states)
-    with pytest.raises(InputError, match="layer_types.*expected a layer with full attention"):
-        logits(folder)
 
 
 def test_heads_that_do_not_divide_are_refused(hybrid, tmp_path):

@@ -49,7 +49,7 @@ def test_requests_have_the_same_bits_on_two_ranks(quantized_5m, many):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next"])
+@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next", "falcon_mamba"])
 def test_states_on_ranks(family, tiny_model, many):
     """Four ranks norm two groups of Mamba-2 together."""
     llm = many(tiny_model(family), 4, batch_invariant=True, **SMALL)

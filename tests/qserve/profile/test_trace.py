@@ -135,6 +135,7 @@ CLASSES_OF_FOLDER = {
     "drafts": {"drafts"},
     "latent": {"attention", "rope, KV"},
     "lora": {"adapters"},
+    "mamba1": {"states"},
     "mamba2": {"states"},
     "moe": {"experts"},
     "rowwise": {"norms", "activation", "quantize"},

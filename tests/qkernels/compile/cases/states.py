@@ -1,11 +1,12 @@
 """Calls of operations with recurrent states: gated delta nets (sizes of Qwen3.5 and Qwen3-Next),
-Mamba-2 and short convolutions (sizes of Granite 4, Falcon-H1 and LFM2)."""
+Mamba-1, Mamba-2 and short convolutions (sizes of FalconMamba, Granite 4, Falcon-H1 and LFM2)."""
 
 import torch
 
 from qkernels import ops
 from qkernels.causal_conv.state import StateSlots, StateStep
 from qkernels.delta_net.reference import recent_width as delta_net_width
+from qkernels.mamba1.reference import recent_width as mamba1_width
 from qkernels.mamba2.reference import recent_width as mamba2_width
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import FP16, FP32, SM90, Case
@@ -157,6 +158,39 @@ def mamba2(
     ops.gated_group_norm(out.flatten(1), z, empty(inner, dtype=dtype), 1, 1e-6, False, kernel)
 
 
+def mamba1(
+    R: int,
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    most_rows: int = 0,
+    kernel: str | None = None,
+) -> None:
+    """A layer of FalconMamba with R requests of `count` tokens each, between its projections.
+
+    `most_rows`: rows of a verification; 0: without speculation.
+    """
+    inner, N, rank = 8192, 16, 256
+    T, step = R * count, make_step(R, count, most_rows)
+    states = StateSlots.zeros(
+        2,
+        channels=inner,
+        taps=4,
+        memory=(1, N, inner),
+        dtype=dtype,
+        device="cpu",
+        most_rows=most_rows,
+        inputs=mamba1_width(inner, N),
+    )
+    x, z = empty(T, 2 * inner, dtype=dtype).split([inner, inner], 1)
+    weight, bias = empty(inner, 4, dtype=dtype), empty(inner, dtype=dtype)
+    x = ops.causal_conv_(x, weight, bias, states.conv_PCL, step, kernel)
+    _, b, c = empty(T, rank + 2 * N, dtype=dtype).split([rank, N, N], 1)
+    numbers = torch.zeros(N, inner), torch.zeros(inner), states.memory_PHKV
+    dt = empty(T, inner, dtype=dtype)
+    out = ops.channel_scan_(x, dt, b, c, *numbers, step, states.recent_PNI, kernel)
+    ops.gated_group_norm(out, z, None, 1, 1e-6, False, kernel)
+
+
 def short_conv(R: int, count: int, C: int = 2048, dtype: torch.dtype = torch.bfloat16) -> None:
     states = StateSlots.zeros(2, channels=C, taps=3, memory=None, dtype=dtype, device="cpu")
     mixed, weight = empty(R * count, 3 * C, dtype=dtype), empty(C, 3, dtype=dtype)
@@ -192,5 +226,9 @@ STATES: dict[str, Case] = {
     "mamba2, states of 256": Case(run=lambda: mamba2(1, 200, N=256)),
     "mamba2, prompts in float16": Case(run=lambda: mamba2(3, 100, FP16)),
     "mamba2, prompts in float32": Case(run=lambda: mamba2(3, 100, FP32)),
+    "mamba1, 8 requests of one token": Case(run=lambda: mamba1(8, 1), quick=SM90),
+    "mamba1, verifications": Case(run=lambda: mamba1(8, 4, most_rows=4)),
+    "mamba1, a prompt in float32": Case(run=lambda: mamba1(1, 200, FP32)),
+    "mamba1, fixed order": Case(run=lambda: mamba1(1, 200, kernel="fixed_order")),
     "short convolution": Case(run=lambda: [short_conv(8, 1), short_conv(1, 200)]),
 }

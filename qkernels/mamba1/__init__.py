@@ -1,0 +1,1 @@
+"""Mamba-1: a recurrent layer with a state of fixed size in each channel."""
