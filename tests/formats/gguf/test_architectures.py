@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from calibrate.gguf_file import quantize_to_gguf
+from formats.architecture.rows.own_code import OWN_CODE_DENSE, OWN_CODE_MIXTURES
 from formats.architecture.stored_form.config import usual_config
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
@@ -317,7 +318,9 @@ def test_readme_names_every_architecture_and_every_family_without_one():
     written = set()
     for row in ARCHITECTURES.values():
         written |= {row.family, row.with_experts, row.with_window, row.with_sigmoid}
-        written |= {row.with_shared, row.without_experts, *row.also}
+        written |= {row.with_shared, row.without_experts, row.with_norms[1], *row.also}
+    assert "`rows/own_code.py`" in part  # the families of this file are named there, not here
+    named = {row.title for row in (*OWN_CODE_DENSE, *OWN_CODE_MIXTURES)}
     titles = {row.title for name, row in FAMILIES.items() if row.served and name not in written}
     listed = re.search(r"has no architecture for ([^.]+)\.", part)[1].replace(" with windows", "")
-    assert set(re.split(r",\s+|\s+and\s+", listed)) == titles
+    assert set(re.split(r",\s+|\s+and\s+", listed)) == titles - named
