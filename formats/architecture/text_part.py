@@ -25,6 +25,7 @@ HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
 WRAPPERS = (
     "Cohere2VisionForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Glm46VForConditionalGeneration",
@@ -33,6 +34,9 @@ WRAPPERS = (
     "GlmOcrForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -48,15 +52,11 @@ WRAPPERS = (
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     # served as text models only
-    "Exaone4_5_ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
-    "KimiK25ForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
-    "Kimi_K25ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",

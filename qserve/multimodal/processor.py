@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
+OPTIONS = "preprocessor_config.json"
 MAX_NEWLINES = 31  # newlines of one token, at most, in Gemma's vocabulary
 Encode = Callable[[str, bool], list[int]]  # text, True: add special tokens -> token ids
 
@@ -255,9 +256,16 @@ def load_image_processor(folder: str | Path) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(
-            str(folder), backend="pil", local_files_only=True, trust_remote_code=False
-        )
+        try:
+            return AutoImageProcessor.from_pretrained(
+                str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        except ImportError:
+            # Older versions choose a class with torchvision for some types of models.
+            found = _class_with_pillow(Path(folder))
+            if found is None:
+                raise
+            return found.from_pretrained(str(folder), local_files_only=True)
     # For a broken file the parser may raise an exception of any kind.
     except Exception as error:
         raise CheckpointError(
@@ -265,6 +273,17 @@ def load_image_processor(folder: str | Path) -> Any:
             f"has no image processor that transformers can load: {one_line(error)}",
             "copy preprocessor_config.json from the original model",
         ) from error
+
+
+def _class_with_pillow(folder: Path) -> Any:
+    """Return transformers' class with Pillow that a folder's options name, or None."""
+    import transformers
+
+    stated = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    name = stated.get("image_processor_type")
+    if not isinstance(name, str):
+        return None
+    return getattr(transformers, f"{name.removesuffix('Fast')}Pil", None)
 
 
 def image_digest(image: "Image") -> str:
