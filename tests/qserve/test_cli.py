@@ -177,7 +177,8 @@ def test_unknown_architecture(capsys, docs_5m, tmp_path):
     config = json.loads((docs_5m / "config.json").read_text())
     config["architectures"] = ["RwkvForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((docs_5m / "model.safetensors").read_bytes())
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((docs_5m / name).read_bytes())
     for command in (["quantize", "-o", str(tmp_path / "x")], ["generate", "--prompt", "a"]):
         fails_with(capsys, [command[0], str(tmp_path), *command[1:]], "RwkvForCausalLM")
 
