@@ -182,6 +182,7 @@ COMMANDS: dict[str, Command] = {
         help="serve a model through an OpenAI-compatible API",
         settings=(EngineConfig, ServerConfig, DeploySettings),
         run=serve,
+        argument_is_flag_too=True,
     ),
     "chat": Command(
         help="chat with the model of a running server",
@@ -199,6 +200,7 @@ COMMANDS: dict[str, Command] = {
         help="run the requests of a batch file, without a server",
         settings=(EngineConfig, BatchConfig),
         run=run_batch,
+        argument_is_flag_too=True,
     ),
     "generate": Command(
         help="complete one prompt and print the text",

@@ -29,7 +29,7 @@ def to_html(report: QuantizationReport) -> str:
     with_data = any(linear.output_error is not None for linear in report.linears)
     parts = [
         f"<h1>{escape(report.scheme)} by {escape(report.recipe)}</h1>",
-        f"<p>{escape(report.source)}: {count_text(len(linears), 'linear')} as"
+        f"<p>{escape(report.source)}: {count_text(len(report.linears), 'linear')} as"
         f" {escape(report.format)},"
         f" {size_text(report.bytes_before)} to {size_text(report.bytes_after)},"
         f" {report.bits_per_weight:.2f} bits per quantized weight, {report.seconds:.1f} s</p>",

@@ -19,7 +19,7 @@ class Command:
     run: Callable[..., int] | None = None
     argument: str | None = "model"
     argument_help: str = "model folder, or hub name ORG/NAME"
-    # The argument may also be given as a flag of the same name, as in vLLM's benchmarks.
+    # The argument may also be given as a flag of the same name, as in vLLM.
     argument_is_flag_too: bool = False
     argument_optional: bool = False
     commands: Mapping[str, "Command"] = field(default_factory=dict)

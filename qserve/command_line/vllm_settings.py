@@ -80,7 +80,9 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "generation_config": VllmSetting(
         "defaults come from generation_config.json in the model's folder", ("auto",)
     ),
-    "guided_decoding_backend": VllmSetting("there is one", ("auto",)),
+    "guided_decoding_backend": VllmSetting(
+        "llguidance is the only backend; leave it out", ("auto", "guidance")
+    ),
     "hf_overrides": VllmSetting(CONFIG_JSON, ({},)),
     "hf_token": VllmSetting("set the environment variable HF_TOKEN"),
     "kv_cache_memory_bytes": VllmSetting("use --kv-cache-memory, in GiB"),
@@ -98,7 +100,10 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
         (False,),
         True,
     ),
-    "structured_outputs_config": VllmSetting("there is one backend", ({}, {"backend": "auto"})),
+    "structured_outputs_config": VllmSetting(
+        "llguidance is the only backend; leave it out",
+        ({}, {"backend": "auto"}, {"backend": "guidance"}),
+    ),
     "swap_space": VllmSetting("tokens of preempted requests are computed again", None),
     "task": VllmSetting(FOLLOWS, ("auto", "generate", "embed", "embedding", "classify", "score")),
     "tokenizer_mode": VllmSetting("transformers' tokenizer is used", ("auto", "hf")),

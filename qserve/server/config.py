@@ -20,6 +20,14 @@ from qserve.server.admin.settings import AdminSettings
 from qserve.server.models.settings import ModelsSettings
 from qserve.server.store.settings import StoreSettings
 
+# vLLM's names of formats that have another name here
+VLLM_TOOL_PARSERS = {
+    "hunyuan_a13b": "hunyuan",
+    "llama4_json": "llama3_json",
+    "openai": "gpt_oss",
+    "phi4_mini_json": "phi4_mini",
+}
+VLLM_REASONING_PARSERS = {"hunyuan_a13b": "hunyuan", "openai_gptoss": "gpt_oss"}
 PREFIXES = ("qserve", "vllm")
 
 
@@ -156,6 +164,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
         AUTO,
         "format of the model's tool calls; auto: from its chat template and config; none: unknown",
         (AUTO, NONE, *TOOL_PARSERS),
+        aliases=VLLM_TOOL_PARSERS,
     )
     structured_output_strict: bool = setting(
         False,
@@ -167,6 +176,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
         "format of the model's reasoning, which chat responses return as reasoning_content; auto:"
         " from its chat template and config; none: reasoning is content",
         (AUTO, NONE, *REASONING_PARSERS),
+        aliases=VLLM_REASONING_PARSERS,
     )
 
     def __post_init__(self) -> None:

@@ -122,6 +122,7 @@ FLAGS = {
         "--moe-calibrate-all-experts",
     },
     "serve": ENGINE_FLAGS
+    | {"--model"}
     | {
         *("--check", "--no-check"),
         *("--host", "--port", "--served-model-name", "--api-key"),
@@ -160,7 +161,8 @@ FLAGS = {
     },
     "chat": TALK_FLAGS,
     "complete": TALK_FLAGS,
-    "run-batch": ENGINE_FLAGS | {"-i", "--input", "-o", "--output", "--served-model-name"},
+    "run-batch": ENGINE_FLAGS
+    | {"--model", "-i", "--input", "-o", "--output", "--served-model-name"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": HUB_FLAGS | {"-o", "--output", "--format", "--max-shard-size"},
@@ -368,6 +370,25 @@ def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
     assert (engine.max_model_len, engine.max_num_batched_tokens) == (4096, 2000)
     assert (engine.tensor_parallel_size, engine.quantization) == (1, "fp8")
     assert "--trust-remote-code has no effect: code in model folders is never run" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["serve --model m --port 9", "serve --port 9 --model=m"])
+def test_model_may_be_a_flag(served, line):
+    assert main(line.split()) == 0
+    model, _, server, _ = served[0]
+    assert (model, server.port, server.more_models) == ("m", 9, [])
+
+
+def test_several_models_are_arguments(served):
+    assert main(["serve", "a", "b", "c", "--port", "9"]) == 0
+    assert (served[0][0], served[0][2].more_models) == ("a", ["b", "c"])
+
+
+def test_parsers_with_vllms_names(served):
+    line = "serve m --tool-call-parser openai --reasoning-parser openai_gptoss"
+    assert main(line.split()) == 0
+    server = served[0][2]
+    assert (server.tool_call_parser, server.reasoning_parser) == ("gpt_oss", "gpt_oss")
 
 
 def test_config_file_of_vllm(served, tmp_path, capsys):

@@ -73,8 +73,11 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     bits = sum(n * k * (4 + 20 / 32) + 32 * k for n, k in shapes) / sum(n * k for n, k in shapes)
     assert stored["bits_per_weight"] == pytest.approx(bits)
     text = report.to_text()
+    page = (target / "quantization_report.html").read_text()
     for linear in report.linears:
-        assert linear.name in text
+        assert linear.name in text and linear.name in page
+    many = f"{len(shapes)} linears"
+    assert len(shapes) > 1 and many in text and f"{source.name}: {many} as gptq" in page
 
 
 def test_plots_have_a_line_per_linear_of_a_layer_and_points_at_their_layers():

@@ -386,7 +386,7 @@ def test_a_part_that_is_not_known_is_no_picture(made, tmp_path):
     changed = edited(
         folder, tmp_path / "x", lambda s: s.update({"model.audio.weight": torch.ones(2)})
     )
-    with pytest.raises(InputError, match="no layer of the model uses.*model.audio.weight"):
+    with pytest.raises(InputError, match="that no layer of the model uses.*model.audio.weight"):
         logits(changed)
 
 

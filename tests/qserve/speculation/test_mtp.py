@@ -190,7 +190,7 @@ def without_layer(state):
         (
             lambda state: state.update({f"{PREFIX}other.weight": torch.ones(2)}),
             None,
-            r"1 tensor that no layer.*layers\.3\.other",
+            r"1 tensor that no layer of the model uses.*layers\.3\.other",
         ),
         (None, {"num_hidden_layers": 2}, "num_hidden_layers: expected 3 to match"),
     ],

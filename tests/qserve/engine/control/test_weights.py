@@ -105,6 +105,10 @@ WRONG = {
         lambda new: new["model.layers.2.mlp.down_proj.weight"].fill_(torch.nan),
         "down_proj",
     ),
+    "not finite, not rounded": (
+        lambda new: new["model.norm.weight"].fill_(torch.inf),
+        "model.norm.weight: NaN or infinity among the weights",
+    ),
 }
 
 
