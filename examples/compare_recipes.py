@@ -3,12 +3,14 @@
     python examples/compare_recipes.py MODEL --texts wiki.txt heldout.jsonl --calibration C.jsonl
 
 The tables have perplexity, KL divergence and the rate of equal top tokens. Each recipe is one
-`qserve quantize` command, which is printed. The figures for each text are those of `qserve eval
---against MODEL`; the float model runs once. Other tools get the same windows of token ids. A tool
-runs in this interpreter if it is installed here, or in another environment with `--tool
-llm-compressor=PYTHON`. If a tool fails, it is named and the table continues. With several
---calibration, each recipe is calibrated on each of them. `--check` fails if a recipe is worse than
-rtn.
+`qserve quantize` command, which is printed. `--schemes` adds other schemes with their default
+recipes. `--distill` adds recipes after `qserve distill` has trained their scales and codes.
+
+The figures for each text are those of `qserve eval --against MODEL`; the float model runs once.
+Other tools get the same windows of token ids. A tool runs in this interpreter if it is installed
+here, or in another environment with `--tool llm-compressor=PYTHON`. If a tool fails, it is named
+and the table continues. With several --calibration, each recipe is calibrated on each of them.
+`--check` fails if a recipe is worse than rtn.
 """
 
 import argparse
@@ -41,6 +43,7 @@ HEADER = ("recipe", "calibration", "text", "perplexity", "float", "KL divergence
 TOOLS = {"llm-compressor": "llmcompressor", "gptqmodel": "gptqmodel", "auto-round": "auto_round"}
 NEAREST = "rtn"
 BLOCK_SIZE = 16  # tokens of a page of the KV cache
+CODE_RATE = "0.01"  # of `distill`
 NO_DATA = "-"  # as a calibration set: the recipe reads none
 
 
@@ -73,14 +76,35 @@ def qserve(*words: str) -> str:
     return run(command, shlex.join(["qserve", *words]))
 
 
-def quantize(folder: Path, recipe: str, calibration: str, arguments: argparse.Namespace) -> None:
-    """Quantize with a recipe of this project."""
+def quantize(
+    folder: Path,
+    recipe: str | None,
+    calibration: str,
+    arguments: argparse.Namespace,
+    scheme: str = "",
+) -> None:
+    """Quantize with a recipe of this project; None: the default recipe of the scheme."""
+    scheme = scheme or arguments.scheme
+    weight = Scheme.parse(scheme).weight
+    has_groups = weight.type == "int" and weight.group_size > 0
     qserve(
-        *("quantize", arguments.model, "-o", str(folder), "--recipe", recipe),
-        *("--scheme", arguments.scheme, "--group-size", arguments.group_size),
+        *("quantize", arguments.model, "-o", str(folder), "--scheme", scheme),
+        *([] if recipe is None else ["--recipe", recipe]),
+        *(["--group-size", arguments.group_size] if has_groups else []),
         *([] if calibration == NO_DATA else ["--calibration", calibration]),
         *("--samples", str(arguments.samples)),
         *("--sequence-length", str(arguments.sequence_length)),
+        *("--device", arguments.device, "--quality-windows", "0"),
+    )
+
+
+def distill(source: Path, folder: Path, calibration: str, arguments: argparse.Namespace) -> None:
+    """Train scales and codes of a folder on the calibration data."""
+    qserve(
+        *("distill", str(source), "--against", arguments.model, "-o", str(folder)),
+        *("--calibration", calibration, "--samples", str(arguments.samples)),
+        *("--sequence-length", str(arguments.sequence_length)),
+        *("--code-rate", CODE_RATE, "--steps", str(arguments.steps)),
         *("--device", arguments.device, "--quality-windows", "0"),
     )
 
@@ -218,6 +242,11 @@ def main() -> int:
     parser.add_argument("--texts", nargs="+", required=True)
     parser.add_argument("--calibration", nargs="+", required=True)
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--schemes", nargs="*", default=[], help="with their default recipes")
+    parser.add_argument(
+        "--distill", nargs="*", choices=RECIPES, default=[], help="recipes to train codes of"
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of --distill")
     parser.add_argument("--tool", action="append", default=[], help="NAME=PYTHON of a tool")
     parser.add_argument("--no-tools", action="store_true", help="only this project's recipes")
     parser.add_argument("--iterations", type=int, help="of AutoRound the tool; default: its own")
@@ -269,6 +298,22 @@ def main() -> int:
                 folder = empty(f"{recipe}-{number}")
                 quantize(folder, recipe, calibration, arguments)
                 add(recipe, calibration, folder)
+        for scheme in arguments.schemes:
+            for number, calibration in enumerate(arguments.calibration):
+                folder = empty(f"{scheme}-{number}")
+                quantize(folder, None, calibration, arguments, scheme)
+                add(scheme, calibration, folder)
+        for recipe in arguments.distill:
+            for number, calibration in enumerate(arguments.calibration):
+                source, folder = (
+                    empty(f"{recipe}-source-{number}"),
+                    empty(f"{recipe}-codes-{number}"),
+                )
+                quantize(source, recipe, calibration, arguments)
+                distill(source, folder, calibration, arguments)
+                if not arguments.work:
+                    shutil.rmtree(source)
+                add(f"{recipe}, distilled", calibration, folder)
         for tool, python in tools_of(arguments).items():
             for number, calibration in enumerate(arguments.calibration):
                 file = write_windows(work / f"windows-{number}.json", calibration, arguments)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.quality.evaluation import HELD_OUT
-from calibrate.texts.data import SHIPPED_TEXTS
 from calibrate.texts.documents import read_documents
+from calibrate.texts.shipped import SHIPPED_TEXTS
 
 NGRAM = 13  # words that no row shares with a held-out text
 KEPT = ("documents", "conversation", "mathematics")  # kinds without a package

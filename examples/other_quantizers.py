@@ -77,6 +77,7 @@ def auto_round(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
         seqlen=len(windows[0]),
         dataset=[torch.tensor([ids]) for ids in windows],
         device_map=arguments.device,
+        enable_torch_compile=arguments.device != "cpu",  # compiling takes minutes on a CPU
         **options,
     )
     out = Path(arguments.out)

@@ -16,6 +16,7 @@ from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import open_media
 from calibrate.clock import Clock
 from calibrate.devices import Devices
+from calibrate.distillation.float_weights import FloatWeights
 from calibrate.distillation.student import Student
 from calibrate.distillation.training import Comparison, Teacher, Trained, Training, TrainingSettings
 from calibrate.float_model import FloatModel
@@ -125,10 +126,8 @@ def distill_checkpoint(
     media, rotary = open_media(model, data, device, dtype)
     original = None
     if settings.code_rate:
-
-        def original(name: str) -> torch.Tensor:
-            return model.get(f"{name}.weight")
-
+        stored = read_quality(reader.folder)
+        original = FloatWeights(model, None if stored is None else stored.values)
     student = Student(reader, device, copy.deepcopy(rotary), original)
     teacher = Teacher(model, device, rotary)
     judge = None

@@ -165,10 +165,10 @@ class Student:
         reader: CheckpointReader,
         device: str,
         axis_rotary: nn.Module | None = None,
-        original: Callable[[str], torch.Tensor] | None = None,
+        original: Callable[[int, str], torch.Tensor] | None = None,
     ) -> None:
         """`axis_rotary`: see LayerRunner. `original`: returns the float weight of a linear by its
-        full name, to train codes from; None: codes are fixed.
+        layer and its name in it, to train codes from; None: codes are fixed.
 
         Raises CheckpointError or InputError, naming the tensor that cannot be trained.
         """
@@ -250,7 +250,9 @@ class Student:
             if "bias" in tensors:
                 others[f"{module}.bias"] = tensors["bias"].to(self.device)
             if isinstance(weight, PackedWeight):
-                linears[module] = TrainableLinear(weight, self.device, self._near(full, weight))
+                linears[module] = TrainableLinear(
+                    weight, self.device, self._near(number, module, weight)
+                )
             else:
                 dense = decode_dense(full, tensors, self.config).dequantize()
                 others[f"{module}.weight"] = dense.to(self.device, self.runner.dtype)
@@ -261,19 +263,19 @@ class Student:
         }
         return StudentLayer(self.runner, number, linears, others)
 
-    def _near(self, name: str, packed: PackedWeight) -> torch.Tensor | None:
+    def _near(self, layer: int, linear: str, packed: PackedWeight) -> torch.Tensor | None:
         """Return the float weight of a linear if its codes are trained, else None.
 
         Raises InputError if the codes do not stem from that weight.
         """
         if self._original is None:
             return None
-        weight_NK = in_basis_of(packed, self._original(name).float())
+        weight_NK = in_basis_of(packed, self._original(layer, linear).float())
         if weight_NK is None:
             raise InputError(
-                name,
+                f"{self.layer_map.prefix(layer)}.{linear}",
                 "its codes cannot be trained: they do not stem from the float model's weight,"
-                " which a rotation or another transform has changed",
+                " which a rotation or another transform has changed that quality.json does not name",
                 "train scales and norms only: leave out --code-rate",
             )
         return weight_NK

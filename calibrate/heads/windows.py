@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from calibrate.heads.target import Target
-from calibrate.texts.data import render
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import make_windows, text_opening
+from calibrate.texts.excerpts import render
 
 IDS = "ids"
 

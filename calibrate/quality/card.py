@@ -37,6 +37,7 @@ def quality_record(
         "format": report.format,
         "bits_per_weight": report.bits_per_weight,
         "calibration": report.calibration,
+        "seed": report.seed,
         "rounded_to_nearest": {
             linear.name: note
             for linear in report.linears

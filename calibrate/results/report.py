@@ -135,6 +135,7 @@ class QuantizationReport:
     bytes_before: int  # of all tensors
     bytes_after: int
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
+    seed: int = 0  # of rotations, and of the order of tuning
     kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
     kv_scales: dict[str, float] = field(default_factory=dict)  # by tensor name: its largest scale
     adapter: dict[str, str] | None = None  # name and hash of the adapter that was active

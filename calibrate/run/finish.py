@@ -126,6 +126,7 @@ def _report(
         bytes_before=sum(entry.num_bytes for entry in model.entries.values()),
         bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
         calibration=public_data(ours["calibration"]),
+        seed=run.settings.seed,
         kv_cache=settings.kv_cache,
         adapter=adapter and {"name": public_name(adapter), "sha256": ours["adapter"]},
         kv_scales=output.kv_scales,

@@ -2,7 +2,7 @@
 
 Texts are shuffled by the seed and cut into excerpts of about one window. The data has one excerpt
 of each text, then a second one of each, and so on, so that even few windows contain many texts. The
-package's own texts are not shuffled: their kinds alternate, and the seed chooses the first text.
+package's own texts are drawn by shipped.py.
 
 BOS precedes the beginning of a text. Excerpts are joined and cut into windows, which begin as the
 model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give
@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ import torch
 from calibrate.float_model import FloatModel
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
+from calibrate.texts.excerpts import excerpts, render
 from calibrate.texts.pictured import (
-    Chat,
     ChatReader,
     PicturedWindow,
     has_images,
     pictured_windows,
     pictures_digest,
 )
-from formats.errors import InputError, one_line
+from calibrate.texts.shipped import endless_excerpts, excerpt_chars, shipped_excerpts
+from formats.errors import InputError
 
 DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 2048
-SHIPPED_TEXTS = Path(__file__).parent / "texts.jsonl"
 WITHOUT_IMAGES = (
     "the vision part stays in float; calibration is on texts without images: give chats with images"
     " as calibration data"
@@ -100,13 +100,8 @@ def read_calibration(
     such chats are refused. Raises InputError if the source is unreadable or does not fill a window.
     """
     warnings = []
-    if source is None:
-        warnings.append(
-            "calibrated on the small text set in the package; texts like those of the "
-            "application give better results (set calibration data)"
-        )
-        documents = _shipped_documents(tokenizer, seed)
-    else:
+    documents: list[Any] = []
+    if source is not None:
         documents = read_documents(source)
         random.Random(seed).shuffle(documents)
 
@@ -132,7 +127,7 @@ def read_calibration(
         ids_WS, pictured, num_too_long = pictured_windows(
             pieces,
             encode,
-            _endless_excerpts(tokenizer, num_chars, seed),
+            endless_excerpts(tokenizer, num_chars, seed),
             before=opening or ([] if bos_id is None else [bos_id]),
             opening=opening,
             length=sequence_length,
@@ -145,8 +140,18 @@ def read_calibration(
                 f" {sequence_length} tokens"
             )
     else:
+        texts: Iterable[Excerpt]
+        if source is None:
+            warnings.append(
+                "calibrated on the small text set in the package; texts like those of the "
+                "application give better results (set calibration data)"
+            )
+            own_chars = excerpt_chars(samples, sequence_length)
+            texts = shipped_excerpts(tokenizer, own_chars, seed)
+        else:
+            texts = excerpts(documents, num_chars, seed, lambda chat: render(chat, tokenizer))
         ids_WS = make_windows(
-            excerpts(documents, num_chars, seed, lambda chat: render(chat, tokenizer)),
+            texts,
             encode,
             tokenizer.bos_token_id,
             sequence_length,
@@ -164,90 +169,6 @@ def read_calibration(
         pictured=pictured,
         chats=chats if pictured else None,
     )
-
-
-def _shipped_documents(tokenizer: Any, seed: int) -> list[str]:
-    """Texts in the package, in their order from one that the seed chooses, with rendered chats.
-
-    A chat is plain text for a model without a chat template, or with one that rejects it.
-    """
-    texts = []
-    for document in read_documents(str(SHIPPED_TEXTS)):
-        try:
-            texts.append(render(document, tokenizer))
-        except InputError:
-            turns = (f"{each['role'].title()}: {each['content']}" for each in document)
-            texts.append("\n\n".join(turns) + "\n")
-    first = random.Random(seed).randrange(len(texts))
-    return texts[first:] + texts[:first]
-
-
-def _endless_excerpts(tokenizer: Any, num_chars: int, seed: int) -> Iterator[Excerpt]:
-    """Yield excerpts of the shipped texts again and again."""
-    while True:
-        yield from excerpts(_shipped_documents(tokenizer, seed), num_chars, seed)
-
-
-def excerpts(
-    documents: Sequence[Any],
-    num_chars: int,
-    seed: int = 0,
-    render: Callable[[Any], str] = str,
-    read: Callable[[Any], Chat | None] = lambda chat: None,
-) -> Iterator[Excerpt | Any]:
-    """Yield excerpts of about `num_chars` characters, one of each text in turn, until all are used.
-
-    The seed decides the order of a text's excerpts. A chat is one excerpt, rendered by `render`. If
-    `read` returns a Chat for it (a chat with images), that is yielded instead.
-    """
-    order = random.Random(seed)
-    queues = [_pieces(each, num_chars) if isinstance(each, str) else [each] for each in documents]
-    for pieces in queues:
-        order.shuffle(pieces)
-    while queues:
-        for pieces in queues:
-            piece = pieces.pop()
-            if isinstance(piece, Excerpt):
-                yield piece
-            else:
-                yield read(piece) or Excerpt(text=render(piece), begins=True)
-        queues = [pieces for pieces in queues if pieces]
-
-
-def _pieces(text: str, num_chars: int) -> list[Excerpt]:
-    """Cut a text into excerpts, at the end of a line or a word where possible."""
-    pieces, begin = [], 0
-    while len(text) - begin > 1.5 * num_chars:
-        end = begin + num_chars
-        for separator in ("\n", " "):
-            found = text.rfind(separator, begin + num_chars // 2, end)
-            if found >= 0:
-                end = found + 1
-                break
-        pieces.append(Excerpt(text=text[begin:end], begins=begin == 0))
-        begin = end
-    return [*pieces, Excerpt(text=text[begin:], begins=begin == 0)]
-
-
-def render(document: Any, tokenizer: Any) -> str:
-    """Render a text, or a chat with the model's template. Raises InputError."""
-    if isinstance(document, str):
-        return document
-    if not tokenizer.chat_template:
-        raise InputError(
-            "calibration data",
-            "has chat messages, but the model has no chat template",
-            'use "text"',
-        )
-    try:
-        text = tokenizer.apply_chat_template(document, tokenize=False)
-    except Exception as error:  # a template raises exceptions of any kind
-        raise InputError(
-            "calibration data", f"the chat template rejects it: {one_line(error)}"
-        ) from None
-    # The template writes BOS itself; every text gets exactly one.
-    bos = tokenizer.bos_token or ""
-    return text.removeprefix(bos) if bos else text
 
 
 def read_for_model(

@@ -85,17 +85,23 @@ def test_command_prints_the_table(docs_5m, tmp_path):
     text.write_text(RUNNING * 20)
     command = [sys.executable, "examples/compare_recipes.py", str(docs_5m), "--texts", str(text)]
     command += ["--calibration", *sets, "--recipes", "rtn", "gptq"]
+    command += ["--schemes", "w8a8", "--distill", "rotate+gptq", "--steps", "3"]
     command += ["--tool", "auto-round=false", "--work", str(tmp_path / "work")]
     command += ["--samples", "4", "--sequence-length", "64", "--windows", "1", "--length", "128"]
     command += ["--json", str(result)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(result.read_text())
     assert [(r["recipe"], r["calibration"]) for r in rows] == [
         ("rtn", "-"),
         ("gptq", "first.jsonl"),
         ("gptq", "second.jsonl"),
+        ("w8a8", "first.jsonl"),
+        ("w8a8", "second.jsonl"),
+        ("rotate+gptq, distilled", "first.jsonl"),
+        ("rotate+gptq, distilled", "second.jsonl"),
     ]
+    assert rows[3]["divergence"] < rows[1]["divergence"]  # 8 bits are closer than 4
     assert all(row["divergence"] > 0 and row["text"] == "test.txt" for row in rows)
     assert "$ qserve quantize" in done.stdout and "least KL" in done.stdout
     assert "failed: auto-round, calibrated on" in done.stdout  # and the table continues

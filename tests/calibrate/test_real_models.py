@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.evaluation import HELD_OUT
 from calibrate.recipe import RECIPES
-from calibrate.texts.data import SHIPPED_TEXTS
+from calibrate.texts.shipped import SHIPPED_TEXTS
 from examples.compare_recipes import Reference
 from examples.real_models import float_folder
 from formats.checkpoint import CheckpointReader

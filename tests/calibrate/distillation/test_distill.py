@@ -1,6 +1,7 @@
 """`qserve distill`: less divergence from the float model; only scales and norms change."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -171,8 +172,33 @@ def test_codes_are_trained_on_request(
     assert not damaged(CheckpointReader(tmp_path / "out"), read_quality(tmp_path / "out").checksums)
 
 
-def test_codes_of_rotated_weights_are_refused(quantized, tiny_model, tmp_path):
-    source = quantized("qwen3", "w4a16-sym-g32", "gptq", recipe="rotate", calibration=DATA)
+@pytest.mark.parametrize("recipe", ["rotate", "rotate+awq+gptq"])
+def test_codes_of_rotated_weights_are_trained(quantized, tiny_model, tmp_path, recipe):
+    """They start at the rotated float weights. The engine finds the divergence, which is less."""
+    made = {"recipe": recipe, "calibration": DATA, "seed": 3}
+    source = quantized("qwen3", "w3a16-sym-g32", "gptq", **made)
+    settings = replace(QUICK, rate=0.003, code_rate=0.05)
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
+    assert done.trained.after < 0.99 * done.trained.before
+    found = engine_divergence(tmp_path / "out", tiny_model("qwen3"))
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(before[name].dtype == torch.int32 for name in changed)
+
+
+@pytest.mark.parametrize("fault", ["no record", "another seed"])
+def test_codes_of_an_unknown_rotation_are_refused(quantized, tiny_model, tmp_path, fault):
+    made = {"recipe": "rotate", "calibration": DATA, "seed": 3}
+    source = tmp_path / "source"
+    shutil.copytree(quantized("qwen3", "w3a16-sym-g32", "gptq", **made), source)
+    record = source / "quality.json"
+    if fault == "no record":
+        record.unlink()
+    else:
+        values = json.loads(record.read_text())
+        values["seed"] = 4
+        record.write_text(json.dumps(values))
     with pytest.raises(InputError, match="its codes cannot be trained: .* rotation"):
         settings = replace(QUICK, code_rate=0.02)
         distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)

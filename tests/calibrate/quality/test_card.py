@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.card import command_line
 from calibrate.quality.evaluation import HELD_OUT, HELD_OUT_LENGTH
-from calibrate.texts.data import SHIPPED_TEXTS
 from calibrate.texts.documents import read_documents, read_texts
+from calibrate.texts.shipped import SHIPPED_TEXTS
 from examples.default_texts import ngrams
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quality.record import QUALITY, read_quality

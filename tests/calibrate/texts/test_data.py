@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.texts.data import SHIPPED_TEXTS, excerpts, read_calibration
+from calibrate.texts.data import read_calibration
 from calibrate.texts.documents import read_documents
+from calibrate.texts.evaluate import CHARS_PER_TOKEN
+from calibrate.texts.excerpts import excerpts, render
+from calibrate.texts.shipped import MIN_EXCERPTS, SHIPPED_TEXTS, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
 
 
@@ -63,13 +66,44 @@ def test_shipped_texts_serve_with_a_warning(tokenizer):
     assert len(whole.ids_WS) == 128, "less than the README's calibration needs"
 
 
-def test_shipped_texts_alternate_between_kinds():
-    """Whatever part is read: each run of 16 texts has six kinds or more, none too often."""
-    kinds = [row["kind"] for row in shipped_rows()]
-    assert len(set(kinds)) == 7
-    for begin in range(len(kinds) - 15):
-        part = Counter(kinds[begin : begin + 16])
-        assert len(part) >= 6 and max(part.values()) <= 6, (begin, part)
+def drawn_kinds(tokenizer, excerpts):
+    """Return the kind and the source of each excerpt of the default texts."""
+    found = [
+        (row["kind"], row["source"], row.get("text") or render(row["messages"], tokenizer))
+        for row in shipped_rows()
+    ]
+    owners = [[key[:2] for key in found if each.text in key[2]] for each in excerpts]
+    return [each[0] for each in owners]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("samples, length", [(16, 512), (32, 256), (64, 512), (128, 1024)])
+def test_each_kind_has_its_share_of_any_number_of_windows(tokenizer, samples, length, seed):
+    """A few windows are the whole set in small; their code is in several languages."""
+    whole = Counter()
+    for row in shipped_rows():
+        whole[row["kind"]] += len(row.get("text") or render(row["messages"], tokenizer))
+    excerpts, num_chars = [], 0
+    for each in shipped_excerpts(tokenizer, excerpt_chars(samples, length), seed):
+        if num_chars < CHARS_PER_TOKEN * samples * length:
+            excerpts.append(each)
+            num_chars += len(each.text)
+    keys = drawn_kinds(tokenizer, excerpts)
+    found = Counter()
+    for (kind, _), each in zip(keys, excerpts, strict=True):
+        found[kind] += len(each.text)
+    assert len(found) == len(whole) == 7
+    for kind in whole:
+        share = whole[kind] / whole.total()
+        assert abs(found[kind] / found.total() - share) < 1.5 / MIN_EXCERPTS, (kind, found)
+    assert len({source for kind, source in keys if kind == "code"}) >= 4
+
+
+def test_shipped_excerpts_are_all_of_the_texts(tokenizer):
+    texts = [row.get("text") or render(row["messages"], tokenizer) for row in shipped_rows()]
+    found = shipped_excerpts(tokenizer, 1000, seed=2)
+    assert sum(each.begins for each in found) == len(texts)
+    assert sorted("".join(each.text for each in found)) == sorted("".join(texts))
 
 
 def test_shipped_texts_name_their_sources():
@@ -110,7 +144,7 @@ def test_shipped_chats_go_through_the_template_where_there_is_one(docs_5m, templ
     assert wanted[:60] in text
 
 
-def test_seed_chooses_where_the_shipped_texts_begin(tokenizer):
+def test_seed_chooses_the_excerpts_of_the_shipped_texts(tokenizer):
     first, again, other = (read(None, tokenizer, seed=seed) for seed in (0, 0, 1))
     assert first.sha256 == again.sha256 != other.sha256
 

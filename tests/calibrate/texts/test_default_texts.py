@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from calibrate.texts.data import SHIPPED_TEXTS
+from calibrate.texts.shipped import SHIPPED_TEXTS
 from examples import default_texts
 from examples.default_texts import Source, country, declaration, interleaved, novel, rows_of
 

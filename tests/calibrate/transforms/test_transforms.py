@@ -16,7 +16,8 @@ from calibrate.calibration.statistics import InputStatistics
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import LayerContext, Transform
-from calibrate.texts.data import SHIPPED_TEXTS, read_calibration
+from calibrate.texts.data import read_calibration
+from calibrate.texts.shipped import SHIPPED_TEXTS
 from calibrate.transforms import awq, smoothquant
 from calibrate.transforms.awq import AWQ
 from calibrate.transforms.rotation import ROTATE, rotation_matrix
