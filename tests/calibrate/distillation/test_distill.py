@@ -199,7 +199,7 @@ def test_codes_of_an_unknown_rotation_are_refused(quantized, tiny_model, tmp_pat
         values = json.loads(record.read_text())
         values["seed"] = 4
         record.write_text(json.dumps(values))
-    with pytest.raises(InputError, match="its codes cannot be trained: .* rotation"):
+    with pytest.raises(InputError, match="its codes cannot be trained: .* a transform"):
         settings = replace(QUICK, code_rate=0.02)
         distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
