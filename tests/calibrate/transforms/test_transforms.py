@@ -199,9 +199,13 @@ def hostile(docs_5m, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def windows(docs_5m):
+def windows(docs_5m, tmp_path_factory):
+    """Three windows of technical documents, which the bundled model was trained on."""
+    rows = map(json.loads, SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines())
+    documents = tmp_path_factory.mktemp("windows") / "documents.jsonl"
+    documents.write_text("\n".join(json.dumps(row) for row in rows if row["kind"] == "documents"))
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
-    return read_calibration(str(SHIPPED_TEXTS), tokenizer, samples=3, sequence_length=256).ids_WS
+    return read_calibration(str(documents), tokenizer, samples=3, sequence_length=256).ids_WS
 
 
 @pytest.fixture(scope="module")
