@@ -91,6 +91,20 @@ def test_blocks_that_end_with_a_linear_are_not_shared(rows):
     assert decode_together(tensors, config) is None
 
 
+@pytest.mark.parametrize(
+    ("scheme", "rows", "count"),
+    [("w4a16-asym", 6, 3), ("w4a16-asym", 7, 2), ("w8a16-asym", 3, 3), ("w6a16-asym", 14, 2)],
+)
+def test_zero_points_that_end_within_a_word_are_not_shared(scheme, rows, count):
+    """The words of all linears have the shape of the joint linear's words, but other bits."""
+    tensors, config = stored("compressed-tensors", scheme, (rows, 256), count)
+    found = decode_together(tensors, config) or [
+        decode_linear(name, own, config) for name, own in tensors.items()
+    ]
+    for (name, own), weight in zip(tensors.items(), found, strict=True):
+        assert same_weight(weight, decode_linear(name, own, config)) is None
+
+
 def test_an_error_is_left_to_the_linear():
     """The joint linear has no name; the caller finds the wrong one by decoding each alone."""
     tensors, config = stored("compressed-tensors", "w4a16-sym")
