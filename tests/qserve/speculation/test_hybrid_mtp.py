@@ -116,7 +116,11 @@ def test_of_several_layers_the_first_drafts(made, ids, tmp_path):
         ),
         (None, {"mtp_num_hidden_layers": 0}, "has no mtp_num_hidden_layers"),
         (lambda s: s.pop("mtp.fc.weight"), None, r"mtp\.fc\.weight.*missing"),
-        (lambda s: s.update({"mtp.x.weight": torch.ones(2)}), None, r"no layer of the model uses.*mtp\.x"),
+        (
+            lambda s: s.update({"mtp.x.weight": torch.ones(2)}),
+            None,
+            r"no layer of the model uses.*mtp\.x",
+        ),
     ],
 )
 def test_what_is_no_such_layer_is_refused(made, tmp_path, tensors, config, message):
