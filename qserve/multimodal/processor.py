@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
 MAX_NEWLINES = 31  # newlines of one token, at most, in Gemma's vocabulary
+# exceptions of image processors for sizes and options that they do not support
+REFUSALS = ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError
 Encode = Callable[[str, bool], list[int]]  # text, True: add special tokens -> token ids
 
 
@@ -209,7 +211,7 @@ class MediaProcessor:
                 input_data_format="channels_last",
                 **options,
             )
-        except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
+        except REFUSALS as error:
             width, height = image.size
             raise InputError(
                 "image",
