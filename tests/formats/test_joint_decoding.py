@@ -7,17 +7,13 @@ import torch
 
 from formats import joint_decoding
 from formats.errors import CheckpointError
-from formats.in_memory.fp4 import Fp4Weight
-from formats.in_memory.fp8 import Fp8Weight
-from formats.in_memory.packed import PackedWeight
-from formats.in_memory.weights import same_weight
+from formats.in_memory.weights import round_to_nearest, same_weight
 from formats.joint_decoding import decode_together
 from formats.layouts import LAYOUTS, decode_linear, encode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 NAMES = [f"model.layers.0.mlp.experts.{number}.up_proj" for number in range(3)]
-KINDS = {"int": PackedWeight, "float": Fp8Weight}
 TOGETHER = [
     *[("gptq", scheme) for scheme in ("w4a16-sym", "w8a16-sym", "w3a16-sym-g32", "w4a16-asym")],
     *[("awq", scheme) for scheme in ("w4a16-sym", "w4a16-asym")],
@@ -37,10 +33,9 @@ def stored(method, text, shape=(256, 256), count=3):
     scheme = Scheme.parse(text)
     names = NAMES[:count]
     config = QuantConfig.of_modules(method, dict.fromkeys(names, scheme))
-    kind = Fp4Weight if "fp4" in text else KINDS[scheme.weight.type]
     tensors = {
         name: encode_linear(
-            kind.from_float(torch.randn(shape), scheme.weight), scheme, LAYOUTS[method], name
+            round_to_nearest(torch.randn(shape), scheme.weight), scheme, LAYOUTS[method], name
         )
         for name in names
     }
