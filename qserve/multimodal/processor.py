@@ -197,7 +197,9 @@ class MediaProcessor:
 
         `has_others`: add a small image, so that the processor does not see a single one.
         """
-        options = self._layout.options(self.config.values)
+        options, (width, height) = self._layout.options(self.config.values), image.size
+        if not width or not height:
+            raise InputError("image", f"of {width} x {height} has no pixels", "send another image")
         try:
             images = [image.convert("RGB")]
             if isinstance(self._image_processor, OwnImageProcessor):
@@ -212,7 +214,6 @@ class MediaProcessor:
                 **options,
             )
         except REFUSALS as error:
-            width, height = image.size
             raise InputError(
                 "image",
                 f"of {width} x {height} pixels cannot be processed: {one_line(error)}",
