@@ -12,7 +12,9 @@ from formats.errors import CheckpointError, SchemeError
 from formats.in_memory.slices import split_outputs
 from formats.in_memory.weights import Weight
 from formats.layouts import decode_linear, layout_of
+from formats.numerics.bits import code_multiple
 from formats.quant_config import QuantConfig
+from formats.scheme import QuantSpec
 
 STATED_SHAPE = "weight_shape"  # [N, K], beside packed codes of compressed-tensors
 
@@ -25,8 +27,9 @@ def decode_together(
     tensors: module name -> tensors of the module, by the field names of `decode_linear`
 
     It is not possible for layouts without `output_axes`, for linears whose schemes, shapes or
-    common tensors differ, and if `decode_linear` refuses the joint linear. The caller then decodes
-    each linear alone, which raises the error with the linear's name.
+    common tensors differ, for packed zero points that end within a word, and if `decode_linear`
+    refuses the joint linear. The caller then decodes each linear alone, which raises the error with
+    the linear's name.
     """
     axes, modules = layout_of(config).output_axes, list(tensors)
     schemes = {config.scheme_for(module) for module in modules}
@@ -36,28 +39,48 @@ def decode_together(
     if joint is None:
         return None
     try:
-        return split_outputs(decode_linear(modules[0], joint, config), len(modules))
+        weights = split_outputs(decode_linear(modules[0], joint, config), len(modules))
     except (CheckpointError, SchemeError, ValueError):
         return None
+    return weights if _fills_words(weights[0].out_features, weights[0].spec) else None
+
+
+def _fills_words(rows: int, spec: QuantSpec) -> bool:
+    """Return True if zero points of `rows` outputs, packed along the outputs, fill whole words.
+
+    Otherwise each linear's last word has padding, which the joint linear would read as zero points.
+    """
+    return spec.type != "int" or rows % code_multiple(spec.bits) == 0
+
+
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    """Compare all tensors at once, because the host waits for each comparison on a GPU."""
+    stacked = torch.stack(tensors)
+    return bool((stacked == stacked[0]).all())
 
 
 def _joint(
     linears: Sequence[Mapping[str, torch.Tensor]], axes: Mapping[str, int]
 ) -> dict[str, torch.Tensor] | None:
     """Return the tensors of a linear with the outputs of all; None: they do not fit together."""
-    first, found = linears[0], {}
+    first = linears[0]
     if any(linear.keys() != first.keys() for linear in linears):
         return None
-    for field, tensor in first.items():
-        stored = [linear[field] for linear in linears]
-        if any((each.shape, each.dtype) != (tensor.shape, tensor.dtype) for each in stored):
+    stored = {field: [linear[field] for linear in linears] for field in first}
+    by_output = {
+        field: axes[field]
+        for field, tensor in first.items()
+        if field in axes and tensor.ndim and tensor.shape != (1,)
+    }
+    for field, tensors in stored.items():
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) != 1:
             return None
-        if field in axes and tensor.ndim and tensor.shape != (1,):
-            found[field] = torch.cat(stored, axes[field])
-        elif all(torch.equal(each, tensor) for each in stored[1:]):
-            found[field] = tensor
-        else:
+        if field not in by_output and not _are_equal(tensors):
             return None
+    found = {
+        field: torch.cat(tensors, by_output[field]) if field in by_output else tensors[0].clone()
+        for field, tensors in stored.items()
+    }
     if STATED_SHAPE in found:
         factor = found[STATED_SHAPE].new_tensor([len(linears), 1])
         found[STATED_SHAPE] = found[STATED_SHAPE] * factor

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 SUBJECT = "image"
+# Limit of an image's width and height. To scale an image with more rows, Pillow and torch would
+# first scale each row, which takes gigabytes even where the image has few pixels.
+MAX_SIDE = 2**16
 SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 WHITE = (255, 255, 255, 255)
 INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
@@ -58,6 +61,12 @@ def check_size(image: "Image", max_pixels: int) -> None:
         raise InputError(SUBJECT, "has no pixels")
     if width * height > max_pixels:
         raise _too_large(max_pixels, f": {width} x {height}")
+    if max(width, height) > MAX_SIDE:
+        raise InputError(
+            SUBJECT,
+            f"has a side of more than {MAX_SIDE} pixels: {width} x {height}",
+            "send it in several parts",
+        )
 
 
 def _too_large(max_pixels: int, found: str = "") -> InputError:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
 OPTIONS = "preprocessor_config.json"
 MAX_NEWLINES = 31  # newlines of one token, at most, in Gemma's vocabulary
+# exceptions of image processors for sizes and options that they do not support
+REFUSALS = ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError
 Encode = Callable[[str, bool], list[int]]  # text, True: add special tokens -> token ids
 
 
@@ -196,7 +198,9 @@ class MediaProcessor:
 
         `has_others`: add a small image, so that the processor does not see a single one.
         """
-        options = self._layout.options(self.config.values)
+        options, (width, height) = self._layout.options(self.config.values), image.size
+        if not width or not height:
+            raise InputError("image", f"of {width} x {height} has no pixels", "send another image")
         try:
             images = [image.convert("RGB")]
             if isinstance(self._image_processor, OwnImageProcessor):
@@ -210,8 +214,7 @@ class MediaProcessor:
                 input_data_format="channels_last",
                 **options,
             )
-        except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
-            width, height = image.size
+        except REFUSALS as error:
             raise InputError(
                 "image",
                 f"of {width} x {height} pixels cannot be processed: {one_line(error)}",

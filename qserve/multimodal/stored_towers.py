@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from formats.errors import CheckpointError
+
 # name after the prefix is replaced, tensor, config.json's values -> names and tensors of the model
 Convert = Callable[[str, torch.Tensor, Mapping[str, Any]], Iterator[tuple[str, torch.Tensor]]]
 
@@ -59,6 +61,12 @@ def _kimi(
         yield f"{stem}.{_LAYER_PARTS.get(part, part)}.{field}", tensor
         return
     heads = values["vision_config"]["num_attention_heads"]
+    if not tensor.numel() or not tensor.ndim or len(tensor) % (3 * 2 * heads):
+        raise CheckpointError(
+            name,
+            f"expected queries, keys and values of {heads} heads, found {list(tensor.shape)}",
+            "copy config.json from the original model",
+        )
     queries, keys, own_values = tensor.chunk(3)
     yield f"{stem}.attn.q_proj.{field}", _in_halves(queries, heads)
     yield f"{stem}.attn.k_proj.{field}", _in_halves(keys, heads)

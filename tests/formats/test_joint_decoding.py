@@ -7,17 +7,13 @@ import torch
 
 from formats import joint_decoding
 from formats.errors import CheckpointError
-from formats.in_memory.fp4 import Fp4Weight
-from formats.in_memory.fp8 import Fp8Weight
-from formats.in_memory.packed import PackedWeight
-from formats.in_memory.weights import same_weight
+from formats.in_memory.weights import round_to_nearest, same_weight
 from formats.joint_decoding import decode_together
 from formats.layouts import LAYOUTS, decode_linear, encode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 NAMES = [f"model.layers.0.mlp.experts.{number}.up_proj" for number in range(3)]
-KINDS = {"int": PackedWeight, "float": Fp8Weight}
 TOGETHER = [
     *[("gptq", scheme) for scheme in ("w4a16-sym", "w8a16-sym", "w3a16-sym-g32", "w4a16-asym")],
     *[("awq", scheme) for scheme in ("w4a16-sym", "w4a16-asym")],
@@ -37,10 +33,9 @@ def stored(method, text, shape=(256, 256), count=3):
     scheme = Scheme.parse(text)
     names = NAMES[:count]
     config = QuantConfig.of_modules(method, dict.fromkeys(names, scheme))
-    kind = Fp4Weight if "fp4" in text else KINDS[scheme.weight.type]
     tensors = {
         name: encode_linear(
-            kind.from_float(torch.randn(shape), scheme.weight), scheme, LAYOUTS[method], name
+            round_to_nearest(torch.randn(shape), scheme.weight), scheme, LAYOUTS[method], name
         )
         for name in names
     }
@@ -89,6 +84,20 @@ def test_one_scale_for_a_whole_linear_is_not_shared():
 def test_blocks_that_end_with_a_linear_are_not_shared(rows):
     tensors, config = stored("compressed-tensors", "w8a8-fp8-block", (rows, 256))
     assert decode_together(tensors, config) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "count"),
+    [("w4a16-asym", 6, 3), ("w4a16-asym", 7, 2), ("w8a16-asym", 3, 3), ("w6a16-asym", 14, 2)],
+)
+def test_zero_points_that_end_within_a_word_are_not_shared(scheme, rows, count):
+    """The words of all linears have the shape of the joint linear's words, but other bits."""
+    tensors, config = stored("compressed-tensors", scheme, (rows, 256), count)
+    found = decode_together(tensors, config) or [
+        decode_linear(name, own, config) for name, own in tensors.items()
+    ]
+    for (name, own), weight in zip(tensors.items(), found, strict=True):
+        assert same_weight(weight, decode_linear(name, own, config)) is None
 
 
 def test_an_error_is_left_to_the_linear():

@@ -3,8 +3,7 @@
 import torch
 
 from formats.errors import CheckpointError
-
-NAMED = 4  # tensors that an error names
+from formats.table import names_text
 
 
 class FiniteCheck:
@@ -34,11 +33,9 @@ class FiniteCheck:
             return
         is_finite = torch.stack(ends).isfinite().view(-1, 2).all(1).tolist()
         found = [name for name, is_good in zip(names, is_finite, strict=True) if not is_good]
-        if not found:
-            return
-        more = f", and {len(found) - NAMED} other tensors" if len(found) > NAMED else ""
-        raise CheckpointError(
-            ", ".join(found[:NAMED]) + more,
-            "NaN or infinity among the weights",
-            "fetch the file again, or use a model without; `qserve inspect` counts the values",
-        )
+        if found:
+            raise CheckpointError(
+                names_text(found),
+                "NaN or infinity among the weights",
+                "fetch the file again, or use a model without; `qserve inspect` counts the values",
+            )

@@ -24,6 +24,7 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
+from formats.scheme import Scheme
 from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.finite_check import FiniteCheck
@@ -144,26 +145,31 @@ class WeightSource:
         modules: module name -> shape [N, K]. Linears that cannot be decoded together are left to
         `weight`, which raises the error if one is wrong.
         """
-        by_shape: dict[tuple[int, int], list[str]] = {}
+        if self.quant is None or not layout_of(self.quant).output_axes:
+            return
+        alike: dict[tuple[tuple[int, int], Scheme | None], list[str]] = {}
         for module, shape in modules.items():
-            if self.quant is not None and self.is_quantized(module):
-                by_shape.setdefault(shape, []).append(module)
-        for shape, names in by_shape.items():
+            if self.is_quantized(module):
+                alike.setdefault((shape, self.quant.scheme_for(module)), []).append(module)
+        for (shape, _), names in alike.items():
             at_once = max(1, CODES_AT_ONCE // (shape[0] * shape[1]))
             for first in range(0, len(names), at_once):
-                self._decode_and_keep(names[first : first + at_once], shape)
+                if not self._decode_and_keep(names[first : first + at_once], shape):
+                    break  # the others would be read before they are needed, and not decoded
 
-    def _decode_and_keep(self, modules: list[str], shape: tuple[int, int]) -> None:
+    def _decode_and_keep(self, modules: list[str], shape: tuple[int, int]) -> bool:
+        """Decode linears together and keep them. Returns False if that is not possible."""
         if len(modules) < 2:
-            return
+            return False
         tensors = {module: self._tensors(module, shared=True) for module in modules}
         weights = decode_together(tensors, self.quant)
         if weights is None or (weights[0].out_features, weights[0].in_features) != shape:
             for module, own in tensors.items():
                 self._read_before[module] = {field: each.clone() for field, each in own.items()}
-            return
+            return False
         self._kept |= zip(modules, weights, strict=True)
         self._record(tensors, weights)
+        return True
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """Return a quantized linear's weight. Raises CheckpointError if its shape is wrong."""

@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 
 from qserve.multimodal.image_processors.kind import (
+    MAX_SIDE,
+    MAX_TILES,
     Cut,
     Kind,
     Options,
     channels_first,
+    check_square,
     side_of,
     split,
 )
@@ -63,7 +66,8 @@ COHERE_2_VISION = Kind(
         "max_patches": 12,
         "patch_size": 16,
     },
-    sizes=("max_patches", "patch_size"),
+    sizes={"max_patches": MAX_TILES, "patch_size": MAX_SIDE},
+    check=check_square,
     cut=_cut,
     arguments=_arguments,
 )

@@ -10,10 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
-from qserve.multimodal.image_processors.kind import Cut, Kind, Options, channels_first
-from qserve.multimodal.image_processors.scaling import scaled
+from qserve.multimodal.image_processors.kind import (
+    MAX_SIDE,
+    MAX_TOKENS,
+    Cut,
+    Kind,
+    Options,
+    channels_first,
+    equal_sides,
+)
+from qserve.multimodal.image_processors.scaling import mode_of, scaled
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
@@ -41,23 +48,26 @@ def _filled(pixels_HWC: np.ndarray, options: Options) -> Cut:
 
 
 def _sides(sides: Sequence[int], options: Options, least: int = 1) -> tuple[int, int]:
-    """Return the scaled height and width of an image. Images never grow. Raises CheckpointError.
+    """Return the scaled height and width of an image. Images never grow.
 
     `least`: number of patches for which a side counts that is shorter than one.
     """
-    size, patch = options["size"], options["patch_size"]
-    longest = size.get("max_height")
-    if not is_size(longest) or longest != size.get("max_width"):
-        raise CheckpointError(
-            "size of the image processor",
-            f"expected max_height and an equal max_width, found {size!r:.100}",
-            "copy preprocessor_config.json from the original model",
-        )
+    longest, patch = _longest(options), options["patch_size"]
     num_patches = math.prod(max(least, side // patch) for side in sides)
     scale = math.sqrt(options["max_patches"] / max(num_patches, options["max_patches"]))
     scale = min(scale, *(longest * patch / side for side in sides))
     height, width = (min(max(1, int(side * scale)), longest * patch) for side in sides)
     return height, width
+
+
+def _longest(options: Options) -> int:
+    """Return the largest number of patches on a side. Raises CheckpointError."""
+    return equal_sides(options["size"], ("max_height", "max_width"), "size of the image processor")
+
+
+def _check(options: Options) -> None:
+    _longest(options)
+    mode_of(options["resample"])
 
 
 def _arguments(
@@ -119,11 +129,19 @@ _DEFAULTS = {
     "patch_size": 14,
     "merge_size": 2,
 }
-_SIZES = ("max_patches", "patch_size", "merge_size")
-KIMI_K25 = Kind(defaults=_DEFAULTS, sizes=_SIZES, cut=_cut, arguments=_arguments, renamed=_renamed)
+_SIZES = {"max_patches": MAX_TOKENS, "patch_size": MAX_SIDE, "merge_size": MAX_SIDE}
+KIMI_K25 = Kind(
+    defaults=_DEFAULTS,
+    sizes=_SIZES,
+    check=_check,
+    cut=_cut,
+    arguments=_arguments,
+    renamed=_renamed,
+)
 KIMI_VL = Kind(
     defaults={**_DEFAULTS, "max_patches": 4096},
     sizes=_SIZES,
+    check=_check,
     cut=_cut_with_pillow,
     arguments=_arguments,
     renamed=_renamed_vl,

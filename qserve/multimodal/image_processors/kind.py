@@ -3,6 +3,7 @@
 Suffixes of array names: T tiles of an image, H height, W width, C channels.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,8 +12,12 @@ import numpy as np
 
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
+from qserve.multimodal.image_processors.scaling import mode_of
 
 Options = Mapping[str, Any]
+MAX_SIDE = 4096  # limit of the side in pixels of a patch, a tile or an embedding's square
+MAX_TILES = 256  # limit of the tiles of one image; published models have at most 16
+MAX_TOKENS = 2**20  # limit of the patches or embeddings of one image
 
 
 class Cut(NamedTuple):
@@ -32,7 +37,8 @@ class Kind:
     """Describes one image processor of transformers."""
 
     defaults: Options
-    sizes: tuple[str, ...]  # options that are positive whole numbers
+    sizes: Mapping[str, int]  # options that are positive whole numbers -> their largest values
+    check: Callable[[Options], None]  # raises CheckpointError for other wrong options
     # pixels [H, W, C] of an image, options -> its tiles
     cut: Callable[[np.ndarray, Options], Cut]
     # normalized tiles [C, H, W] of each image, its tiles, options -> arguments of the model
@@ -42,17 +48,32 @@ class Kind:
     rounds_to: str = ""  # dtype to which each step of the normalization rounds; "": float32
 
 
+def is_number(value: Any, above: float = -math.inf) -> bool:
+    """Return True for a finite number above a limit."""
+    return type(value) in (int, float) and above < value < math.inf
+
+
 def side_of(options: Options, key: str = "size") -> int:
     """Return the side of a square, an option with height and width. Raises CheckpointError."""
-    found = options[key]
-    height, width = (found.get(each) for each in ("height", "width"))
-    if not is_size(height) or height != width:
+    return equal_sides(options[key], ("height", "width"), f"{key} of the image processor")
+
+
+def equal_sides(stated: Any, keys: tuple[str, str], name: str) -> int:
+    """Return the value of two keys that must be equal. Raises CheckpointError with `name`."""
+    first, second = (stated.get(key) if isinstance(stated, dict) else None for key in keys)
+    if not is_size(first) or first != second or first > MAX_SIDE:
         raise CheckpointError(
-            f"{key} of the image processor",
-            f"expected a height and an equal width, found {found!r:.100}",
+            name,
+            f"expected {keys[0]} and an equal {keys[1]} up to {MAX_SIDE}, found {stated!r:.100}",
             "copy preprocessor_config.json from the original model",
         )
-    return height
+    return first
+
+
+def check_square(options: Options) -> None:
+    """Raise CheckpointError unless tiles are squares and the filter is known."""
+    side_of(options)
+    mode_of(options["resample"])
 
 
 def channels_first(pixels_HWC: np.ndarray) -> np.ndarray:

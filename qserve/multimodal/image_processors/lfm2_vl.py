@@ -6,13 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from qserve.multimodal.image_processors.kind import Cut, Kind, Options, channels_first, split
-from qserve.multimodal.image_processors.scaling import scaled
+from formats.errors import CheckpointError
+from qserve.multimodal.image_processors.kind import (
+    MAX_SIDE,
+    MAX_TILES,
+    MAX_TOKENS,
+    Cut,
+    Kind,
+    Options,
+    channels_first,
+    is_number,
+    split,
+)
+from qserve.multimodal.image_processors.scaling import mode_of, scaled
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
     height, width = pixels_HWC.shape[:2]
-    low, high = (1, 1) if not options["do_image_splitting"] else _numbers_of_tiles(options)
+    low, high = 1, 1
+    if options["do_image_splitting"]:
+        low, high = options["min_tiles"], options["max_tiles"]
     whole = scaled(pixels_HWC, *_fitted(height, width, options), options["resample"])
     if not _is_large(height, width, options) or low == high == 1:
         return Cut((channels_first(whole),), (1, 1), True)
@@ -26,11 +39,22 @@ def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
     return Cut(tiles, (rows, columns), has_overview)
 
 
-def _numbers_of_tiles(options: Options) -> tuple[int, int]:
+def _check(options: Options) -> None:
+    mode_of(options["resample"])
     low, high = options["min_tiles"], options["max_tiles"]
     if low > high:
-        raise ValueError(f"min_tiles is {low} and max_tiles is {high}")
-    return low, high
+        raise CheckpointError(
+            "min_tiles of the image processor",
+            f"is {low}, and max_tiles is {high}",
+            "copy preprocessor_config.json from the original model",
+        )
+    tolerance = options["max_pixels_tolerance"]
+    if not is_number(tolerance, above=0):
+        raise CheckpointError(
+            "max_pixels_tolerance of the image processor",
+            f"expected a number above 0, found {tolerance!r:.100}",
+            "copy preprocessor_config.json from the original model",
+        )
 
 
 def _unit(options: Options) -> int:
@@ -124,10 +148,12 @@ LFM2_VL = Kind(
         "tile_size": 512,
         "max_pixels_tolerance": 2.0,
     },
-    sizes=(
-        *("downsample_factor", "min_tiles", "max_tiles", "min_image_tokens", "max_image_tokens"),
-        *("encoder_patch_size", "tile_size"),
-    ),
+    sizes={
+        **dict.fromkeys(("min_tiles", "max_tiles"), MAX_TILES),
+        **dict.fromkeys(("min_image_tokens", "max_image_tokens"), MAX_TOKENS),
+        **dict.fromkeys(("downsample_factor", "encoder_patch_size", "tile_size"), MAX_SIDE),
+    },
+    check=_check,
     cut=_cut,
     arguments=_arguments,
 )

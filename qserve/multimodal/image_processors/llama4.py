@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from qserve.multimodal.image_processors.kind import (
+    MAX_TILES,
     Cut,
     Kind,
     Options,
     channels_first,
+    check_square,
     side_of,
     split,
 )
@@ -78,7 +80,8 @@ LLAMA_4 = Kind(
         "max_patches": 16,
         "resize_to_max_canvas": False,
     },
-    sizes=("max_patches",),
+    sizes={"max_patches": MAX_TILES},
+    check=check_square,
     cut=_cut,
     arguments=_arguments,
     rounds_to="bfloat16",

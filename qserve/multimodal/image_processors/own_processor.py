@@ -1,8 +1,9 @@
 """OwnImageProcessor: an image processor of transformers that needs torchvision, without it."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from formats.checkpoint import read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
-from qserve.multimodal.image_processors.kind import Cut, Kind
+from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
 
@@ -28,6 +29,7 @@ KINDS: dict[str, Kind] = {
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts
 FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", ""))
+CHANNELS = 3
 COMMON: dict[str, Any] = {
     "do_rescale": True,
     "rescale_factor": 1 / 255,
@@ -43,7 +45,7 @@ class OwnImageProcessor:
 
         `kind`: key of KINDS.
         """
-        self.kind = KINDS[kind]
+        self.folder, self.kind = str(folder), KINDS[kind]
         stated = self.kind.renamed(_stated_options(Path(folder)))
         self.options = {**COMMON, **self.kind.defaults, **stated}
         if not self.options.get("do_resize", True):
@@ -52,24 +54,35 @@ class OwnImageProcessor:
                 "expected true: the vision tower takes no other sizes",
                 "copy preprocessor_config.json from the original model",
             )
-        for key in self.kind.sizes:
-            if not is_size(self.options[key]):
-                raise CheckpointError(
-                    f"{folder} {key} of the image processor",
-                    f"expected a positive number, found {self.options[key]!r:.100}",
-                    "copy preprocessor_config.json from the original model",
-                )
+        for key, most in self.kind.sizes.items():
+            value = self.options[key]
+            if not is_size(value) or value > most:
+                self._refuse(key, f"a positive whole number up to {most}")
+        if not is_number(self.options["rescale_factor"], above=0):
+            self._refuse("rescale_factor", "a number above 0")
+        if not _are_numbers(self.options["image_mean"]):
+            self._refuse("image_mean", f"{CHANNELS} numbers")
+        if not _are_numbers(self.options["image_std"], above=0):
+            self._refuse("image_std", f"{CHANNELS} numbers above 0")
+        self.kind.check(self.options)
+
+    def _refuse(self, key: str, expected: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.folder} {key} of the image processor",
+            f"expected {expected}, found {self.options[key]!r:.100}",
+            "copy preprocessor_config.json from the original model",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options."""
         return dict(self.options)
 
     def cut(self, image: "Image") -> Cut:
-        """Scale an RGB image and cut it into tiles. Raises CheckpointError, or ValueError."""
+        """Scale an RGB image and cut it into tiles."""
         return self.kind.cut(np.asarray(image), self.options)
 
     def __call__(self, images: "Sequence[Image]") -> dict[str, Any]:
-        """Return the arguments of transformers' model for images. Raises CheckpointError."""
+        """Return the arguments of transformers' model for images."""
         import torch
 
         from qserve.multimodal.image_processors.normalizer import Normalizer
@@ -81,6 +94,12 @@ class OwnImageProcessor:
             for cut in cuts
         ]
         return self.kind.arguments(tiles, cuts, self.options)
+
+
+def _are_numbers(values: Any, above: float = -math.inf) -> bool:
+    """Return True for a number above a limit for each channel."""
+    is_list = isinstance(values, list | tuple) and len(values) == CHANNELS
+    return is_list and all(is_number(value, above) for value in values)
 
 
 def _stated_options(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,17 @@ from formats.errors import CheckpointError
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
 
 
+def mode_of(resample: object) -> str:
+    """Return torch's name of a filter from Pillow's number. Raises CheckpointError."""
+    if type(resample) is not int or resample not in RESAMPLING:
+        raise CheckpointError(
+            "resample of the processor",
+            f"expected {' or '.join(map(str, RESAMPLING))}, found {resample!r:.100}",
+            "copy preprocessor_config.json from the original model",
+        )
+    return RESAMPLING[resample]
+
+
 def scaled(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
     """Scale the uint8 pixels of an image. Raises CheckpointError.
 
@@ -16,12 +27,7 @@ def scaled(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np
         return pixels_HWC
     import torch
 
-    mode = RESAMPLING.get(resample)
-    if mode is None:
-        raise CheckpointError(
-            "resample of the processor",
-            f"expected {' or '.join(map(str, RESAMPLING))}, found {resample!r}",
-        )
+    mode = mode_of(resample)
     plain = torch.from_numpy(np.array(pixels_HWC)).permute(2, 0, 1).contiguous()[None]
     found = torch.nn.functional.interpolate(
         plain, size=(height, width), mode=mode, align_corners=False, antialias=True

@@ -83,6 +83,18 @@ def test_the_first_frame_of_an_animation(kind):
     assert found[0, 0].tolist() == list(RED)
 
 
+@pytest.mark.parametrize("size", [(1, 2**16 + 1), (2**16 + 1, 1)])
+def test_a_long_side_is_rejected_before_it_is_decoded(size):
+    """Scaling the first of these to a width of 6144 pixels would make 1 GiB of it."""
+    side = 2**16
+    data = file_of(Image.new("1", size))
+    with pytest.raises(
+        InputError, match=f"a side of more than {side} pixels: {size[0]} x {size[1]}"
+    ):
+        decode_image(data[:-40], 2**26)
+    assert max(decoded(Image.new("1", tuple(min(each, side) for each in size))).shape) == side
+
+
 def test_pixels_are_counted_before_they_are_decoded():
     data = file_of(Image.effect_noise((30, 20), 50))
     assert decode_image(data, 600).size == (30, 20)

@@ -104,18 +104,29 @@ def test_tiles_are_those_that_were_compared(tmp_path, number):
 
 
 WRONG = [
-    ("lfm2_vl", {"tile_size": 0}, "tile_size of the image processor: expected a positive number"),
+    ("lfm2_vl", {"tile_size": 0}, "tile_size of the image processor: expected a positive whole"),
+    ("lfm2_vl", {"tile_size": 10**6}, "tile_size .*number up to 4096, found 1000000"),
+    ("lfm2_vl", {"min_tiles": 9, "max_tiles": 4}, "min_tiles .*: is 9, and max_tiles is 4"),
+    ("lfm2_vl", {"max_pixels_tolerance": "2"}, "max_pixels_tolerance .*: expected a number above"),
+    ("cohere2_vision", {"max_patches": 10**9}, "max_patches .*number up to 256, found 1000000000"),
+    ("cohere2_vision", {"size": 512}, "size of the image processor: expected height and an equal"),
+    ("cohere2_vision", {"image_std": [1, 1, 0]}, "image_std .*: expected 3 numbers above 0"),
+    ("cohere2_vision", {"image_mean": [0.5]}, "image_mean .*: expected 3 numbers, found"),
+    ("kimi_vl", {"rescale_factor": True}, "rescale_factor .*: expected a number above 0, found Tr"),
+    ("kimi", {"size": [512, 512]}, "size of the image processor: expected max_height"),
     ("lfm2_vl", {"do_resize": False}, "do_resize of the image processor: expected true"),
-    ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected a"),
+    ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected height"),
     ("kimi", {"size": {"max_height": 8}}, "size of the image processor: expected max_height"),
     ("llama4", {"resample": 1}, "resample of the processor: expected 2 or 3, found 1"),
+    ("lfm2_vl", {"resample": [2]}, r"resample of the processor: expected 2 or 3, found \[2\]"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "words"), WRONG)
 def test_wrong_options_are_named(tmp_path, kind, options, words):
+    """The processor is made when a server starts, so that no request meets a wrong option."""
     with pytest.raises(CheckpointError, match=words):
-        processor_of(tmp_path, kind, options).cut(picture(9, 9))
+        processor_of(tmp_path, kind, options)
 
 
 def test_options_of_moonshots_own_file(tmp_path):

@@ -8,9 +8,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
+from qserve import LLM
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.kimi_config import as_kimi_k25
 from tests.qserve.multimodal.conftest import Vision
@@ -64,6 +67,18 @@ def test_tokens_of_kimi_k25_in_moonshots_form(vision, tmp_path):
     model, requests = Vision(folder, source.model), requests_of(source)
     found, _ = model.run(model.engine(), *requests)
     assert found == [source.expected(*request) for request in requests]
+
+
+def test_fused_tensors_of_another_size_are_named(vision, tmp_path):
+    folder = tmp_path / "kimi_k25"
+    shutil.copytree(vision("kimi_k25").folder, folder)
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("blocks.0.wqkv.bias"))
+    for wrong in (tensors[name][:-1].clone(), tensors[name][:1].clone(), torch.tensor(1.0)):
+        save_file({**tensors, name: wrong}, path, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"wqkv\.bias: expected queries, keys and values"):
+            LLM(folder, device="cpu", max_model_len=64)
 
 
 def test_keys_of_published_files():

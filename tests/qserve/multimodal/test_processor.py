@@ -110,6 +110,16 @@ def test_every_mode_of_an_image_is_taken(smolvlm):
         assert items and items[0].features[0].dtype == "uint8", mode
 
 
+@pytest.mark.parametrize("family", ["gemma3", "cohere2_vision"])
+def test_images_without_pixels_are_refused(vision, family):
+    """Some image processors would fill them with black."""
+    processor = vision(family).processor
+    for size in ((0, 5), (5, 0)):
+        words = f"image: of {size[0]} x {size[1]} has no pixels"
+        with pytest.raises(InputError, match=words):
+            processor.prepare([processor._placeholder_id], [Image.new("RGB", size)], ["0" * 64])
+
+
 def test_digests_follow_content_options_and_tile(smolvlm, tmp_path):
     image = picture(40, 30)
     _, items = smolvlm.prompt("<image>", [image])
