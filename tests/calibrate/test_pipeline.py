@@ -177,7 +177,7 @@ def test_unknown_names_list_the_known_ones(tiny_checkpoint):
         output_format="gguf",
     )
     refused(model.write(), InputError, "device 'abacus'", device="abacus")
-    for architectures in (["JambaForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]):
+    for architectures in (["RwkvForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]):
         model.config["architectures"] = architectures
         message = refused(model.write(), InputError, "LlamaForCausalLM.*Qwen3ForCausalLM")
         assert "formats/families.py" in message

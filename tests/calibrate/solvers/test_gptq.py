@@ -129,9 +129,9 @@ def test_4_bit_floats_are_the_papers_on_their_grid(kind):
 
 @pytest.mark.parametrize("kind", FP4_TYPES)
 @pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
-def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, kind, solve):
+def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, documents, kind, solve):
     spec = Scheme.parse(f"w4a16-{kind}").weight
-    weight, seen, held_out = trained(docs_5m)
+    weight, seen, held_out = trained(docs_5m, documents)
     found = solve(weight, measured(seen), spec, "o").dequantize()
     rounded = rtn.solve(weight, None, spec, "o").dequantize()
     errors = [float(((each - weight) @ held_out.t()).norm()) for each in (found, rounded)]
@@ -140,10 +140,10 @@ def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, kind, so
 
 @pytest.mark.parametrize("name", K_TYPES)
 @pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
-def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, name, solve):
+def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, documents, name, solve):
     """With inputs of a trained model; the solver gets half of the tokens."""
     spec = BLOCK_SCHEMES[name].weight
-    weight, seen, held_out = trained(docs_5m)
+    weight, seen, held_out = trained(docs_5m, documents)
     found = solve(weight, measured(seen), spec, "o").dequantize()
     rounded = rtn.solve(weight, None, spec, "o").dequantize()
     errors = [float(((each - weight) @ held_out.t()).norm()) for each in (found, rounded)]
@@ -151,13 +151,13 @@ def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, name, solve)
 
 
 @functools.cache
-def trained(folder):
-    """An o_proj of the bundled model, and its inputs for two halves of the package's texts."""
+def trained(folder, documents):
+    """An o_proj of the bundled model, and its inputs for two halves of texts of its kind."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer, inputs = AutoTokenizer.from_pretrained(folder), []
     linear = model.model.layers[1].self_attn.o_proj
     linear.register_forward_hook(lambda module, given, output: inputs.append(given[0][0]))
-    data = read_calibration(None, tokenizer, samples=16, sequence_length=256)
+    data = read_calibration(str(documents), tokenizer, samples=16, sequence_length=256)
     with torch.no_grad():
         for ids in data.ids_WS:
             model(ids[None])

@@ -17,7 +17,6 @@ from calibrate.layer_map import find_layer_map
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import LayerContext, Transform
 from calibrate.texts.data import read_calibration
-from calibrate.texts.shipped import SHIPPED_TEXTS
 from calibrate.transforms import awq, smoothquant
 from calibrate.transforms.awq import AWQ
 from calibrate.transforms.rotation import ROTATE, rotation_matrix
@@ -199,11 +198,8 @@ def hostile(docs_5m, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def windows(docs_5m, tmp_path_factory):
-    """Three windows of technical documents, which the bundled model was trained on."""
-    rows = map(json.loads, SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines())
-    documents = tmp_path_factory.mktemp("windows") / "documents.jsonl"
-    documents.write_text("\n".join(json.dumps(row) for row in rows if row["kind"] == "documents"))
+def windows(docs_5m, documents):
+    """Three windows of texts of the bundled model's kind."""
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     return read_calibration(str(documents), tokenizer, samples=3, sequence_length=256).ids_WS
 
