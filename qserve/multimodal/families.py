@@ -331,7 +331,7 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
-        values = _filled(values if family.config is None else family.config(values))
+        values = _filled(values, family)
         image = _token(values, family.image_token_keys)
         key = family.placeholder_key
         return cls(
@@ -355,10 +355,12 @@ def token_of(text: str, encode: Callable[[str, bool], list[int]]) -> int:
     return found[0]
 
 
-def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(values: Mapping[str, Any], family: VisionFamily) -> dict[str, Any]:
+    """Return the values with transformers' keys and defaults. Raises InputError."""
     # Without the quantization block: transformers would require the package that wrote it.
     plain = {key: value for key, value in values.items() if key != BLOCK}
     try:
+        plain = plain if family.config is None else family.config(plain)
         return {**filled_config(plain), "architectures": values["architectures"]}
     except Exception as error:  # which exceptions config classes raise is not documented
         raise InputError(
@@ -368,7 +370,7 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _token(values: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     for key in keys:
-        if type(values.get(key)) is int:
+        if type(values.get(key)) is int and values[key] >= 0:
             return values[key]
     found = values.get(keys[0])
     raise InputError(f"config.json {keys[0]}", f"expected a token id, found {found!r:.100}")

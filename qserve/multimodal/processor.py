@@ -15,6 +15,7 @@ from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
 from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 from qserve.multimodal.layouts.layout import Piece, Run
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
@@ -274,7 +275,7 @@ def load_image_processor(folder: str | Path) -> Any:
         raise CheckpointError(
             str(folder),
             f"has no image processor that transformers can load: {one_line(error)}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         ) from error
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from formats.errors import CheckpointError
+from formats.architecture.sizes import is_size
+from formats.errors import CheckpointError, one_line
 from formats.files.tensor_entry import TensorEntry
 from formats.scheme import Scheme
 from formats.table import names_text
@@ -32,6 +33,8 @@ from qserve.multimodal.video_processor import VideoProcessor
 # Limit of the pixel values of one call, which limits the memory of activations: 21 tiles of 512 x
 # 512, or 5 images of 1024 x 1024. A single item may have more.
 MAX_VALUES = 2**24
+# keys of vision_config in which transformers accepts numbers below 1
+SIZES = {"hidden_size", "num_attention_heads", "num_heads", "num_hidden_layers", "depth"}
 
 
 class Tower(torch.nn.Module):
@@ -204,7 +207,8 @@ def _grid_of(frame: Frame) -> np.ndarray:
 def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     """Return the vision part of transformers' model; no encoder calls the text part.
 
-    `is_random`: initialize the weights at random; else they are left uninitialized.
+    `is_random`: initialize the weights at random; else they are left uninitialized. Raises
+    CheckpointError.
     """
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
@@ -223,9 +227,23 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
             text[key] = 0
     if values.get("audio_config"):
         values["audio_config"] = None
-    filled = AutoConfig.for_model(values.pop("model_type"), **values)
-    with contextlib.nullcontext() if is_random else no_init_weights():
-        model = AutoModel.from_config(filled, dtype=torch.float32)
+    for key in SIZES & values["vision_config"].keys():
+        if not is_size(values["vision_config"][key]):
+            raise CheckpointError(
+                f"config.json vision_config.{key}",
+                f"expected a positive whole number, found {values['vision_config'][key]!r:.100}",
+                "copy config.json from the original model",
+            )
+    try:
+        filled = AutoConfig.for_model(values.pop("model_type"), **values)
+        with contextlib.nullcontext() if is_random else no_init_weights():
+            model = AutoModel.from_config(filled, dtype=torch.float32)
+    except Exception as error:  # transformers does not document its exceptions
+        raise CheckpointError(
+            "config.json vision_config",
+            f"transformers cannot build the vision tower: {one_line(error)}",
+            "copy config.json from the original model",
+        ) from error
     vision = {name.partition(".")[0] for name in config.family.prefixes.values()}
     for name in [name for name, _ in model.named_children() if name not in vision]:
         setattr(model, name, None)

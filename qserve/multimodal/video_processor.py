@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.image_processors.scaling import scaled
+from qserve.multimodal.image_processors.stated_options import stated_options
 from qserve.multimodal.video import SUBJECT, Video
 
 # (file that may have the options, key of the options in it; "": the whole file); the first one
@@ -73,7 +73,8 @@ class VideoProcessor:
         `kind`: key of KINDS.
         """
         self._kind = KINDS[kind]
-        self.options = {**COMMON, **self._kind.defaults, **_stated_options(Path(folder))}
+        stated = stated_options(Path(folder), FILES) or {}
+        self.options = {**COMMON, **self._kind.defaults, **stated}
         size = dict(self.options["size"])
         if self._kind.has_pixel_keys:
             for key, edge in zip(("min_pixels", "max_pixels"), EDGES, strict=True):
@@ -153,17 +154,6 @@ class VideoProcessor:
     def _samples(self, video: Video) -> bool:
         stated = video.do_sample_frames
         return bool(self.options["do_sample_frames"] if stated is None else stated)
-
-
-def _stated_options(folder: Path) -> dict[str, Any]:
-    """Read the options from the first file of FILES that has them."""
-    for name, key in FILES:
-        if (folder / name).is_file():
-            found = read_json(folder / name)
-            found = found.get(key) if key else found
-            if isinstance(found, dict):
-                return {name: value for name, value in found.items() if value is not None}
-    return {}
 
 
 def _groups(frames: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:

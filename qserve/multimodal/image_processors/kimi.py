@@ -21,6 +21,7 @@ from qserve.multimodal.image_processors.kind import (
     equal_sides,
 )
 from qserve.multimodal.image_processors.scaling import mode_of, scaled
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
@@ -110,12 +111,12 @@ def _renamed_vl(options: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             "pad_input of the image processor",
             "expected true: published models fill images up",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
     names = {"in_token_limit": "max_patches", "merge_kernel_size": "merge_size"}
     found = {names.get(key, key): value for key, value in options.items()}
     merge = found.get("merge_size")
-    if isinstance(merge, list | tuple) and len(set(merge)) == 1:
+    if isinstance(merge, list) and merge and all(side == merge[0] for side in merge):
         found["merge_size"] = merge[0]
     return found
 

@@ -13,6 +13,7 @@ import numpy as np
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.scaling import mode_of
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 
 Options = Mapping[str, Any]
 MAX_SIDE = 4096  # limit of the side in pixels of a patch, a tile or an embedding's square
@@ -65,7 +66,7 @@ def equal_sides(stated: Any, keys: tuple[str, str], name: str) -> int:
         raise CheckpointError(
             name,
             f"expected {keys[0]} and an equal {keys[1]} up to {MAX_SIDE}, found {stated!r:.100}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
     return first
 

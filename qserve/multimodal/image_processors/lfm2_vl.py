@@ -19,6 +19,7 @@ from qserve.multimodal.image_processors.kind import (
     split,
 )
 from qserve.multimodal.image_processors.scaling import mode_of, scaled
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
@@ -46,14 +47,14 @@ def _check(options: Options) -> None:
         raise CheckpointError(
             "min_tiles of the image processor",
             f"is {low}, and max_tiles is {high}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
     tolerance = options["max_pixels_tolerance"]
     if not is_number(tolerance, above=0):
         raise CheckpointError(
             "max_pixels_tolerance of the image processor",
             f"expected a number above 0, found {tolerance!r:.100}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from formats.architecture.sizes import is_size
-from formats.checkpoint import read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,13 +46,19 @@ class OwnImageProcessor:
         `kind`: key of KINDS.
         """
         self.folder, self.kind = str(folder), KINDS[kind]
-        stated = self.kind.renamed(_stated_options(Path(folder)))
-        self.options = {**COMMON, **self.kind.defaults, **stated}
+        stated = stated_options(Path(folder), FILES)
+        if stated is None:
+            raise CheckpointError(
+                self.folder,
+                "has no options of an image processor",
+                COPY_OPTIONS,
+            )
+        self.options = {**COMMON, **self.kind.defaults, **self.kind.renamed(stated)}
         if not self.options.get("do_resize", True):
             raise CheckpointError(
                 f"{folder} do_resize of the image processor",
                 "expected true: the vision tower takes no other sizes",
-                "copy preprocessor_config.json from the original model",
+                COPY_OPTIONS,
             )
         for key, most in self.kind.sizes.items():
             value = self.options[key]
@@ -70,7 +76,7 @@ class OwnImageProcessor:
         raise CheckpointError(
             f"{self.folder} {key} of the image processor",
             f"expected {expected}, found {self.options[key]!r:.100}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,18 +106,3 @@ def _are_numbers(values: Any, above: float = -math.inf) -> bool:
     """Return True for a number above a limit for each channel."""
     is_list = isinstance(values, list | tuple) and len(values) == CHANNELS
     return is_list and all(is_number(value, above) for value in values)
-
-
-def _stated_options(folder: Path) -> dict[str, Any]:
-    """Read the options from the first file of FILES that has them. Raises CheckpointError."""
-    for name, key in FILES:
-        if (folder / name).is_file():
-            found = read_json(folder / name)
-            found = found.get(key) if key else found
-            if isinstance(found, dict):
-                return {name: value for name, value in found.items() if value is not None}
-    raise CheckpointError(
-        str(folder),
-        "has no options of an image processor",
-        "copy preprocessor_config.json from the original model",
-    )

@@ -3,6 +3,7 @@
 import numpy as np
 
 from formats.errors import CheckpointError
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
 
@@ -13,7 +14,7 @@ def mode_of(resample: object) -> str:
         raise CheckpointError(
             "resample of the processor",
             f"expected {' or '.join(map(str, RESAMPLING))}, found {resample!r:.100}",
-            "copy preprocessor_config.json from the original model",
+            COPY_OPTIONS,
         )
     return RESAMPLING[resample]
 

@@ -66,7 +66,7 @@ def _lfm2_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
     yield "<|image_end|>"
 
 
-def _lfm2_unit(values: Values) -> int:
+def _downsampled_unit(values: Values) -> int:
     return values["vision_config"]["patch_size"] * values["downsample_factor"]
 
 
@@ -108,7 +108,7 @@ def _kimi_unit(values: Values) -> int:
     return vision["patch_size"] * side_of(vision, "merge_kernel_size")
 
 
-LFM_2 = _layout(_lfm2_pieces, _lfm2_unit, is_square=False)
+LFM_2 = _layout(_lfm2_pieces, _downsampled_unit, is_square=False)
 LLAMA_4 = _layout(_llama4_pieces, _llama4_unit, is_square=True)
-COHERE_2 = _layout(_cohere2_pieces, _lfm2_unit, is_square=True)
+COHERE_2 = _layout(_cohere2_pieces, _downsampled_unit, is_square=True)
 KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)

@@ -113,6 +113,8 @@ WRONG = [
     ("cohere2_vision", {"image_std": [1, 1, 0]}, "image_std .*: expected 3 numbers above 0"),
     ("cohere2_vision", {"image_mean": [0.5]}, "image_mean .*: expected 3 numbers, found"),
     ("kimi_vl", {"rescale_factor": True}, "rescale_factor .*: expected a number above 0, found Tr"),
+    ("kimi_vl", {"merge_kernel_size": [2, 3]}, r"merge_size .*: expected a positive .*\[2, 3\]"),
+    ("kimi_vl", {"merge_kernel_size": [[2], []]}, r"merge_size .*: expected a positive whole"),
     ("kimi", {"size": [512, 512]}, "size of the image processor: expected max_height"),
     ("lfm2_vl", {"do_resize": False}, "do_resize of the image processor: expected true"),
     ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected height"),
