@@ -5,7 +5,7 @@ projector.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.architecture.family import architecture_of
@@ -13,6 +13,7 @@ from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
+from qserve.multimodal.stored_forms.internvl_config import as_internvl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,15 @@ class VisionFamily:
     """Tokens, tensor names and layout of one architecture."""
 
     architecture: str  # name in config.json of the whole model
-    # keys of config.json that may hold the image token; the first one found counts
+    # keys of config.json that may hold the image token; the first one found counts. (): it is the
+    # token of `placeholder`
     image_token_keys: tuple[str, ...] = ("image_token_id",)
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
     placeholder: str = ""  # text of such a token that config.json does not state; "": none
+    # text that chat templates and prompts have for an image, and that is no token: the tokenizer
+    # reads it as the text of the placeholder; "": none
+    placeholder_alias: str = ""
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
     # row of image_processors.own_processor.KINDS; "": transformers' image processor
     image_processor: str = ""
@@ -40,8 +45,9 @@ class VisionFamily:
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
-    # config.json's values -> values of a model that transformers has; None: unchanged
-    config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    # config.json's values -> values of a model that transformers has; None: unchanged. The function
+    # returns None for a vision part that is not supported
+    config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
@@ -71,6 +77,7 @@ GEMMA_4 = {
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
 }
+INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
 LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
 KIMI = {
     f"{parent}{stored}.": f"{own}."
@@ -129,6 +136,18 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="intern_tiles",
             encoder="square",
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="InternVLChatModel",
+            image_token_keys=(),
+            placeholder="<IMG_CONTEXT>",
+            placeholder_alias="<image>",
+            image_processor="internvl",
+            layout="intern_cuts",
+            encoder="square",
+            config=as_internvl,
+            tensors="internvl",
+            prefixes=INTERNVL_CHAT,
         ),
         VisionFamily(
             architecture="Lfm2VlForConditionalGeneration",
@@ -268,9 +287,9 @@ class VisionConfig:
     family: VisionFamily
     # config.json of the whole model, completed with transformers' defaults
     values: Mapping[str, Any]
-    image_token_id: int
+    image_token_id: int | None  # None: only the tokenizer knows it; see with_tokens
     # token of an image in a prompt that is not expanded yet; see placeholder_of
-    placeholder_id: int
+    placeholder_id: int | None
     # token of a video, before and after it is expanded; None: the model takes no videos
     video_token_id: int | None = None
 
@@ -286,7 +305,20 @@ class VisionConfig:
         `encode`: the model's tokenizer, which alone knows the placeholder of Llama 4.
         """
         text = self.family.placeholder
-        return token_of(text, encode) if text else self.placeholder_id
+        if text:
+            return token_of(text, encode)
+        assert self.placeholder_id is not None  # config.json states it
+        return self.placeholder_id
+
+    def with_tokens(self, encode: Callable[[str, bool], list[int]]) -> "VisionConfig":
+        """Return a config with the image token. Raises InputError.
+
+        `encode`: the model's tokenizer.
+        """
+        if self.image_token_id is not None:
+            return self
+        token = self.placeholder_of(encode)
+        return replace(self, image_token_id=token, placeholder_id=token)
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
@@ -331,8 +363,12 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
-        values = _filled(values if family.config is None else family.config(values))
-        image = _token(values, family.image_token_keys)
+        known = values if family.config is None else family.config(values)
+        if known is None:
+            return None
+        values = _filled(known)
+        keys = family.image_token_keys
+        image = _token(values, keys) if keys else None
         key = family.placeholder_key
         return cls(
             family=family,

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from formats.architecture.sizes import is_size
-from formats.checkpoint import read_json
+from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
+from qserve.multimodal.image_processors.internvl import INTERNVL_CHAT
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
@@ -24,6 +25,7 @@ KINDS: dict[str, Kind] = {
     "cohere2_vision": COHERE_2_VISION,
     "kimi": KIMI_K25,
     "kimi_vl": KIMI_VL,
+    "internvl": INTERNVL_CHAT,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts
@@ -44,7 +46,10 @@ class OwnImageProcessor:
         `kind`: key of KINDS.
         """
         self.kind = KINDS[kind]
-        stated = self.kind.renamed(_stated_options(Path(folder)))
+        if self.kind.from_config is not None:
+            stated = self.kind.from_config(read_json(Path(folder) / CONFIG))
+        else:
+            stated = self.kind.renamed(_stated_options(Path(folder)))
         self.options = {**COMMON, **self.kind.defaults, **stated}
         if not self.options.get("do_resize", True):
             raise CheckpointError(

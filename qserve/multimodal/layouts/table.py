@@ -11,6 +11,7 @@ from qserve.multimodal.media import MediaItem
 LAYOUTS: dict[str, Layout] = {
     "tiles": tiles.IDEFICS,
     "intern_tiles": tiles.INTERN,
+    "intern_cuts": cuts.INTERN,
     "square": squares.SQUARE,
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,
