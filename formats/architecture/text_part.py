@@ -24,6 +24,7 @@ _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
 WRAPPERS = (
+    "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",

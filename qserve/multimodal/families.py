@@ -150,6 +150,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=INTERNVL_CHAT,
         ),
         VisionFamily(
+            architecture="AyaVisionForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            placeholder="<|IMG_PATCH|>",
+            placeholder_alias="<image>",
+            layout="aya_tiles",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
             architecture="Lfm2VlForConditionalGeneration",
             image_token_keys=("image_token_id", "image_token_index"),
             image_processor="lfm2_vl",

@@ -1,6 +1,7 @@
 """ImageText: the text of an image in prompts of models whose tokenizer has no token for this text.
 
-The chat templates of InternVL write `<image>`, which its code replaces by other tokens. The tokenizer reads it as the text of the image token.
+The chat templates of InternVL and Aya Vision write `<image>`, which their code replaces by other
+tokens. The tokenizer reads it as the text of the image token.
 """
 
 from collections.abc import Mapping

@@ -12,6 +12,7 @@ LAYOUTS: dict[str, Layout] = {
     "tiles": tiles.IDEFICS,
     "intern_tiles": tiles.INTERN,
     "intern_cuts": cuts.INTERN,
+    "aya_tiles": tiles.AYA,
     "square": squares.SQUARE,
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,
