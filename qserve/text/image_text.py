@@ -17,13 +17,13 @@ from qserve.multimodal.families import VISION_FAMILIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageText:
-    """The two texts that stand for an image in a prompt."""
+    """The two texts that mean an image in a prompt."""
 
     alias: str  # text in chat templates and prompts
     own: str  # text of the image token
 
     def with_own(self, text: str) -> str:
-        """Return the text with the image token in place of the alias."""
+        """Replace the alias by the text of the image token."""
         return text.replace(self.alias, self.own)
 
     def is_in(self, text: str) -> bool:

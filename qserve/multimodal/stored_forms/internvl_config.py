@@ -27,8 +27,7 @@ _VISION_DEFAULTS = {
 }
 _VISION_TYPES = ("intern_vit_6b", "internvl_vision")
 _SHUFFLE = "v2"  # order of a tile's embeddings in transformers; v1 swaps its rows and columns
-# keys of the text model's config that size the embedding and transformers' stand-in for the text
-# model, whose layers are not built
+# keys of the text model's config that give the sizes of its embedding
 _TEXT_KEYS = ("hidden_size", "vocab_size")
 # defaults of the code in the models' folders
 _DEFAULTS = {

@@ -3,6 +3,8 @@
 transformers' InternVL with the same weights in its own names, and its image processor, decide.
 """
 
+import base64
+import io
 import json
 import shutil
 
@@ -193,6 +195,19 @@ def test_tokens_are_those_of_transformers(pair, text):
         assert (max(event.facts.num_cached for event in events) > 0) == bool(number)
 
 
+@pytest.mark.parametrize("text", ["qwen3", "qwen2"])
+def test_embeddings_are_those_of_transformers(pair, text):
+    """InternViT-300M and 6B. Greedy tokens alone do not show each error of a tiny tower."""
+    source, folder = pair(text)
+    model, engine = engine_of(folder, source)
+    images = (picture(70, 9, 3), picture(40, 30, 1))
+    found = engine.runner.encoder.tower.encode(model.prompt("<image><image>", images)[1])
+    inputs = source.inputs([source.processor.config.image_token_id], images)
+    with torch.no_grad():
+        wanted = source.model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    torch.testing.assert_close(torch.stack(found), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_tokens_of_a_quantized_text_model(pair, tmp_path):
     """vLLM reads the names that the folder has: the tower's and projector's are unchanged."""
     source, folder = pair("qwen3")
@@ -233,23 +248,27 @@ def test_chats_and_prompts_of_the_python_api(pair, tmp_path, template):
     llm = LLM(str(folder), device="cpu", dtype="float32", block_size=4)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     image, word = picture(70, 9, 1), "what <image> is <IMG_CONTEXT>"
-    message = {
-        "role": "user",
-        "content": [{"type": "image", "image": image}, {"type": "text", "text": word}],
-    }
-    (found,) = llm.chat([message], params, use_tqdm=False)
-    tokenizer = Tokenizer(folder)
-    mark = source.processor.config.image_token_id
+    part, last = {"type": "image", "image": image}, {"type": "text", "text": "and this"}
+    content = [part, {"type": "text", "text": word}, part, last]
+    (found,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+    tokenizer, mark = Tokenizer(folder), "<IMG_CONTEXT>\n"
+    line = "\n" if template == OF_TEXTS else ""
     before, after = (
         tokenizer.encode(text, False)
-        for text in ("<|im_start|>user\n<IMG_CONTEXT>\n", "<|im_end|>\n<|im_start|>assistant\n")
+        for text in (
+            f"<|im_start|>user\n{mark}",
+            f"{line}{mark}and this<|im_end|>\n<|im_start|>assistant\n",
+        )
     )
     ids = [*before, *tokenizer.encode_plain(word), *after]
-    assert ids.count(mark) == 1
-    wanted = source.prompt(ids, [image])[0]
-    plain = tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
-    assert plain == tokenizer.decode(wanted, skip_special_tokens=False)
-    assert found.prompt_token_ids.count(mark) == wanted.count(mark) == 5 * 4
+    wanted, _ = source.prompt(ids, [image, image])
+    texts = (
+        tokenizer.decode(each, skip_special_tokens=False)
+        for each in (found.prompt_token_ids, wanted)
+    )
+    assert len(set(texts)) == 1
+    token = source.processor.config.image_token_id
+    assert found.prompt_token_ids.count(token) == wanted.count(token) == 2 * 5 * 4
     prompt = {"prompt": "<image>\nshows", "multi_modal_data": {"image": [image]}}
     (found,) = llm.generate([prompt], params, use_tqdm=False)
     assert found.prompt_token_ids == source.prompt("<IMG_CONTEXT>\nshows", [image])[0]
@@ -341,3 +360,34 @@ def test_folders_without_the_image_token_are_named(pair, docs_5m):
         VisionConfig.of(json.loads((folder / "config.json").read_text())).with_tokens(
             Tokenizer(docs_5m).encode
         )
+
+
+@pytest.mark.exhaustive
+def test_images_that_clients_send(pair, start_server):
+    source, folder = pair("qwen3")
+    images, file = (picture(70, 9, 3), picture(40, 30, 1)), "data:image/png;base64,"
+    parts = []
+    for image, text in zip(images, ("first <image>", "second"), strict=True):
+        data = io.BytesIO()
+        image.save(data, "PNG")
+        url = file + base64.b64encode(data.getvalue()).decode()
+        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    client = start_server(folder, "--served-model-name", "tiny", "--dtype", "float32").client()
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=8,
+        extra_body={"temperature": 0, "ignore_eos": True},
+    )
+    tokenizer, mark = Tokenizer(folder), "<IMG_CONTEXT>"
+    before, after = (
+        tokenizer.encode(text, False)
+        for text in (
+            f"<|im_start|>user\n{mark}\n",
+            f"\n{mark}\nsecond<|im_end|>\n<|im_start|>assistant\n",
+        )
+    )
+    ids = [*before, *tokenizer.encode_plain("first <image>"), *after]
+    assert found.usage.prompt_tokens == len(source.prompt(ids, images)[0])
+    wanted = source.expected(tuple(ids), images)
+    assert found.choices[0].message.content == tokenizer.decode(wanted)
