@@ -14,6 +14,7 @@ from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
+from qserve.text.image_text import IMAGE_TEXTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,6 @@ class VisionFamily:
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
     placeholder: str = ""  # text of such a token that config.json does not state; "": none
-    # text that chat templates and prompts have for an image, and that is no token: the tokenizer
-    # reads it as the text of the placeholder; "": none
-    placeholder_alias: str = ""
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
     # row of image_processors.own_processor.KINDS; "": transformers' image processor
     image_processor: str = ""
@@ -140,8 +138,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         VisionFamily(
             architecture="InternVLChatModel",
             image_token_keys=(),
-            placeholder="<IMG_CONTEXT>",
-            placeholder_alias="<image>",
+            placeholder=IMAGE_TEXTS["InternVLChatModel"].own,
             image_processor="internvl",
             layout="intern_cuts",
             encoder="square",
@@ -152,8 +149,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         VisionFamily(
             architecture="AyaVisionForConditionalGeneration",
             image_token_keys=("image_token_id", "image_token_index"),
-            placeholder="<|IMG_PATCH|>",
-            placeholder_alias="<image>",
             layout="aya_tiles",
             encoder="square",
             prefixes=LLAVA,

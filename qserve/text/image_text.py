@@ -1,7 +1,7 @@
 """ImageText: the text of an image in prompts of models whose tokenizer has no token for this text.
 
 The chat templates of InternVL and Aya Vision write `<image>`, which their code replaces by other
-tokens. The tokenizer reads it as the text of the image token.
+tokens. The tokenizer reads it as the text of the image token. Loads no torch.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.family import architecture_of
-from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError
-from qserve.multimodal.families import VISION_FAMILIES
+from formats.files.json_file import read_json
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,17 @@ class ImageText:
         return {**message, "content": "\n".join(texts)}
 
 
+# architecture -> its texts
+IMAGE_TEXTS = {
+    "InternVLChatModel": ImageText(alias="<image>", own="<IMG_CONTEXT>"),
+    "AyaVisionForConditionalGeneration": ImageText(alias="<image>", own="<|IMG_PATCH|>"),
+}
+
+
 def image_text_of(folder: str | Path) -> ImageText | None:
     """Return the texts for an image of the model in a folder; None: they are one text."""
     try:
-        family = VISION_FAMILIES.get(architecture_of(read_json(Path(folder) / CONFIG)) or "")
+        config = read_json(Path(folder) / CONFIG)
     except InputError:  # a folder with a tokenizer alone
         return None
-    if family is None or not family.placeholder_alias:
-        return None
-    return ImageText(alias=family.placeholder_alias, own=family.placeholder)
+    return IMAGE_TEXTS.get(architecture_of(config) or "")
