@@ -14,13 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, GotOcr2ImageProcessorPil
 
+from calibrate.calibration.vision import open_media
+from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import read_for_model
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.llm import LLM
+from qserve.multimodal.calibration import CalibrationChats
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
@@ -237,14 +241,60 @@ def test_tokens_of_a_quantized_text_model(pair, tmp_path):
     assert wanted[1] != source.expected(*requests("<IMG_CONTEXT>")[1]), "rounding changes tokens"
 
 
+def with_template(folder, target, template):
+    """Copy a folder with another chat template."""
+    shutil.copytree(folder, target)
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return target
+
+
+def test_calibration_sees_the_images(pair, tmp_path):
+    """The inputs of the layers are those of the same model in transformers' form."""
+    source, folder = pair("qwen3")
+    rows = []
+    for number in range(4):
+        picture(70, 9 + 20 * number, number).save(tmp_path / f"{number}.png")
+        parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "what?"}]
+        turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "blocks"}]
+        rows.append(json.dumps({"messages": turns}))
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(rows))
+    own = OF_PARTS.replace("<image>", "<IMG_CONTEXT>")
+    folders = [
+        with_template(source.folder, tmp_path / "own", own),
+        with_template(folder, tmp_path / "published", OF_PARTS),
+    ]
+    found = []
+    for each in folders:
+        model, chats = FloatModel(each), CalibrationChats(each)
+        windows = read_for_model(model, str(data), 2, 96, seed=0, bos=True, chats=chats)
+        media, rotary = open_media(model, windows, "cpu", torch.float32)
+        assert rotary is None and sum(map(bool, media)) == 2
+        found.append((windows, media))
+    (wanted, theirs), (windows, ours) = found
+    assert torch.equal(windows.ids_WS, wanted.ids_WS)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.is_image_S, other.is_image_S) and not one.rows_RD.is_inference()
+        torch.testing.assert_close(one.rows_RD, other.rows_RD, atol=1e-5, rtol=1e-5)
+        assert (one.added_RD, one.positions_3S, one.is_mutual) == ((), None, other.is_mutual)
+
+    settings = {"scheme": Scheme.parse("w4a16-sym-g32"), "recipe": "gptq", "progress": False}
+    quantize_checkpoint(
+        folders[1],
+        tmp_path / "quantized",
+        calibration=str(data),
+        **{**settings, "samples": 2, "sequence_length": 96, "chats": CalibrationChats(folders[1])},
+    )
+    assert not inspect_checkpoint(tmp_path / "quantized").problems
+
+
 @pytest.mark.parametrize("template", [OF_TEXTS, OF_PARTS], ids=["texts", "parts"])
 def test_chats_and_prompts_of_the_python_api(pair, tmp_path, template):
     """The text of a message is no placeholder, whatever it is."""
     source, folder = pair("qwen3")
-    folder = shutil.copytree(folder, tmp_path / FAMILY)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = with_template(folder, tmp_path / FAMILY, template)
     llm = LLM(str(folder), device="cpu", dtype="float32", block_size=4)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     image, word = picture(70, 9, 1), "what <image> is <IMG_CONTEXT>"
