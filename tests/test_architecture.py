@@ -106,6 +106,7 @@ MUST_NOT_LOAD = {
     "qserve.engine.ipc.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
     # the server starts the engine's process after these imports
     "qserve.server.serve": {"torch", "triton", "transformers"},
+    "qserve.text.tokenizer": {"torch", "triton", "transformers"},
 }
 
 

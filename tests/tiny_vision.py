@@ -478,6 +478,18 @@ COHERE_2_VISION = {
     "image_processor": "Cohere2VisionImageProcessor",
     "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
 }
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+AYA_VISION = {
+    **COHERE_2_VISION,
+    "config": "AyaVisionConfig",
+    "tokens": [
+        *("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL"),
+        *(f"TILE_{number}" for number in range(1, 5)),
+    ],
+    "placeholder": "<image>",
+    "image": "<|IMG_PATCH|>",
+    "image_processor": "GotOcr2ImageProcessor",
+}
 # family -> what is written
 VISION_FAMILIES = {
     "idefics3": {
@@ -498,6 +510,7 @@ VISION_FAMILIES = {
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
+    "aya_vision": AYA_VISION,
     "kimi_k25": KIMI_K25,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,

@@ -9,7 +9,7 @@ Legend: S tokens of a window, R image tokens among them, D hidden size.
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import CalibrationData
+from calibrate.texts.pictured import PicturedWindow
 from formats.errors import CheckpointError, one_line
 from formats.table import names_text
 
@@ -66,8 +67,26 @@ def open_media(
     """
     if data is None or not data.pictured:
         return [], None
+    encode = None if data.chats is None else data.chats.tower(device, dtype)
+    if encode is not None:
+        return [_plain_media(window, encode) for window in data.pictured], None
     vision = VisionModel(model, device, dtype)
     return vision.media(data), vision.rotary
+
+
+def _plain_media(
+    window: PicturedWindow, encode: Callable[[Sequence[Any]], torch.Tensor]
+) -> WindowMedia | None:
+    """Return the images of a window of a model with plain positions and causal attention."""
+    if not window.images:
+        return None
+    return WindowMedia(
+        is_image_S=window.is_image_S,
+        rows_RD=encode(window.images).cpu(),
+        added_RD=(),
+        positions_3S=None,
+        is_mutual=False,
+    )
 
 
 def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:

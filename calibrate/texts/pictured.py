@@ -60,6 +60,16 @@ class ChatReader(Protocol):
         """Return the arguments of transformers' model for one window with images."""
         ...
 
+    def tower(
+        self, device: str, dtype: torch.dtype
+    ) -> Callable[[Sequence[Any]], torch.Tensor] | None:
+        """Load the vision tower of a model that transformers cannot load. Raises CheckpointError.
+
+        Return a function: images of a window -> their embeddings [R, D]; R image tokens of the
+        window, D hidden size. Return None if transformers can load the model.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedWindow:

@@ -24,6 +24,7 @@ _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
 WRAPPERS = (
+    "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
@@ -33,6 +34,7 @@ WRAPPERS = (
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
@@ -56,7 +58,6 @@ WRAPPERS = (
     "Gemma4UnifiedForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
-    "InternVLChatModel",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",

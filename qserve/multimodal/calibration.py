@@ -5,12 +5,13 @@
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from formats.checkpoint import CheckpointReader
 from formats.errors import InputError, one_line
 from qserve.multimodal.decode import decode_image
 from qserve.multimodal.layouts.table import layout_of
@@ -112,6 +113,35 @@ class CalibrationChats:
             "input_ids": ids_S[None],
             "attention_mask": torch.ones(1, len(ids_S), dtype=torch.long),
         }
+
+    def tower(
+        self, device: str, dtype: "torch.dtype"
+    ) -> "Callable[[Sequence[Image]], torch.Tensor] | None":
+        """Load the vision tower of a model that transformers cannot load. Raises CheckpointError.
+
+        Return a function: images of a window -> their embeddings [R, D]; R image tokens of the
+        window, D hidden size. Return None if transformers can load the model.
+        """
+        tokenizer, processor, _ = self._load()
+        config, reader = processor.config, CheckpointReader(self._folder)
+        if reader.whole_config.get("model_type") == config.values["model_type"]:
+            return None
+        import torch
+
+        from qserve.multimodal.processor import image_digest
+        from qserve.multimodal.tower import Tower
+
+        tower = Tower.load(
+            config, self._folder, reader.other_parts, device=torch.device(device), dtype=dtype
+        )
+        placeholder = config.placeholder_of(tokenizer.encode)
+
+        def encode(images: "Sequence[Image]") -> torch.Tensor:
+            ids = [placeholder] * len(images)
+            _, items = processor.prepare(ids, images, list(map(image_digest, images)))
+            return torch.cat(tower.encode(items)).clone()  # not a tensor of inference mode
+
+        return encode
 
     def _load(self) -> "tuple[Tokenizer, MediaProcessor, Any]":
         if self._loaded is None:

@@ -5,7 +5,7 @@ projector.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.architecture.family import architecture_of
@@ -13,6 +13,8 @@ from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
+from qserve.multimodal.stored_forms.internvl_config import as_internvl
+from qserve.text.image_text import IMAGE_TEXTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,8 @@ class VisionFamily:
     """Tokens, tensor names and layout of one architecture."""
 
     architecture: str  # name in config.json of the whole model
-    # keys of config.json that may hold the image token; the first one found counts
+    # keys of config.json that may hold the image token; the first one found counts. (): it is the
+    # token of `placeholder`
     image_token_keys: tuple[str, ...] = ("image_token_id",)
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
@@ -40,8 +43,9 @@ class VisionFamily:
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
-    # config.json's values -> values of a model that transformers has; None: unchanged
-    config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    # config.json's values -> values of a model that transformers has; None: unchanged. The function
+    # returns None for a vision part that is not supported
+    config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
@@ -71,6 +75,7 @@ GEMMA_4 = {
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
 }
+INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
 LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
 KIMI = {
     f"{parent}{stored}.": f"{own}."
@@ -127,6 +132,24 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         VisionFamily(
             architecture="InternVLForConditionalGeneration",
             layout="intern_tiles",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="InternVLChatModel",
+            image_token_keys=(),
+            placeholder=IMAGE_TEXTS["InternVLChatModel"].own,
+            image_processor="internvl",
+            layout="intern_cuts",
+            encoder="square",
+            config=as_internvl,
+            tensors="internvl",
+            prefixes=INTERNVL_CHAT,
+        ),
+        VisionFamily(
+            architecture="AyaVisionForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="aya_tiles",
             encoder="square",
             prefixes=LLAVA,
         ),
@@ -268,9 +291,9 @@ class VisionConfig:
     family: VisionFamily
     # config.json of the whole model, completed with transformers' defaults
     values: Mapping[str, Any]
-    image_token_id: int
+    image_token_id: int | None  # None: only the tokenizer knows it; see with_tokens
     # token of an image in a prompt that is not expanded yet; see placeholder_of
-    placeholder_id: int
+    placeholder_id: int | None
     # token of a video, before and after it is expanded; None: the model takes no videos
     video_token_id: int | None = None
 
@@ -286,7 +309,20 @@ class VisionConfig:
         `encode`: the model's tokenizer, which alone knows the placeholder of Llama 4.
         """
         text = self.family.placeholder
-        return token_of(text, encode) if text else self.placeholder_id
+        if text:
+            return token_of(text, encode)
+        assert self.placeholder_id is not None  # config.json states it
+        return self.placeholder_id
+
+    def with_tokens(self, encode: Callable[[str, bool], list[int]]) -> "VisionConfig":
+        """Return a config with the image token. Raises InputError.
+
+        `encode`: the model's tokenizer.
+        """
+        if self.image_token_id is not None:
+            return self
+        token = self.placeholder_of(encode)
+        return replace(self, image_token_id=token, placeholder_id=token)
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
@@ -331,8 +367,11 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
-        values = _filled(values, family)
-        image = _token(values, family.image_token_keys)
+        filled = _filled(values, family)
+        if filled is None:
+            return None
+        values, keys = filled, family.image_token_keys
+        image = _token(values, keys) if keys else None
         key = family.placeholder_key
         return cls(
             family=family,
@@ -355,13 +394,18 @@ def token_of(text: str, encode: Callable[[str, bool], list[int]]) -> int:
     return found[0]
 
 
-def _filled(values: Mapping[str, Any], family: VisionFamily) -> dict[str, Any]:
-    """Return the values with transformers' keys and defaults. Raises InputError."""
+def _filled(values: Mapping[str, Any], family: VisionFamily) -> dict[str, Any] | None:
+    """Return the values with transformers' keys and defaults. Raises InputError.
+
+    None: the family's vision part is of a form that is not supported.
+    """
     # Without the quantization block: transformers would require the package that wrote it.
     plain = {key: value for key, value in values.items() if key != BLOCK}
     try:
-        plain = plain if family.config is None else family.config(plain)
-        return {**filled_config(plain), "architectures": values["architectures"]}
+        known = plain if family.config is None else family.config(plain)
+        if known is None:
+            return None
+        return {**filled_config(known), "architectures": values["architectures"]}
     except Exception as error:  # which exceptions config classes raise is not documented
         raise InputError(
             "config.json", f"transformers rejects it: {one_line(error)}", "fetch it again"

@@ -54,6 +54,7 @@ class MediaProcessor:
                 "takes text only: it has no known vision tower",
                 "use a vision-language model, or send no images",
             )
+        config = config.with_tokens(encode)
         self.config, self._encode = config, encode
         self._layout = layout_of(config)
         self._image_processor = load_image_processor(folder)

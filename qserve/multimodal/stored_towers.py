@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError
+from qserve.multimodal.stored_forms.internvl_tensors import internvl_tensors
 
 # name after the prefix is replaced, tensor, config.json's values -> names and tensors of the model
 Convert = Callable[[str, torch.Tensor, Mapping[str, Any]], Iterator[tuple[str, torch.Tensor]]]
@@ -78,4 +79,4 @@ def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-CONVERSIONS: dict[str, Convert] = {"": _as_stored, "kimi": _kimi}
+CONVERSIONS: dict[str, Convert] = {"": _as_stored, "kimi": _kimi, "internvl": internvl_tensors}

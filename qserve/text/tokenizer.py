@@ -15,6 +15,7 @@ from formats.files.side_files import TOKENIZER_FILES
 from formats.gguf.folder import model_folder, origin
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from qserve.text.chat_prompt import ChatPrompt, control_pattern
+from qserve.text.image_text import image_text_of
 from qserve.text.load_tokenizer import load_tokenizer
 from qserve.text.token_bytes import is_byte_level, spelled_bytes
 
@@ -63,6 +64,7 @@ class Tokenizer:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._image_text = image_text_of(self.folder)
         added = self._tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset(token for token, info in added if info.special)
         self.special_token_ids |= frozenset(self._tokenizer.all_special_ids)
@@ -86,6 +88,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Convert text to token ids. Raises TextError for invalid Unicode (a lone surrogate)."""
+        if self._image_text is not None:
+            text = self._image_text.with_own(text)
         try:
             if self._backend is None:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -262,6 +266,36 @@ class Tokenizer:
                     "is not read by the model's chat template",
                     f"remove it; the template reads: {known}",
                 )
+        if self._image_text is not None and not self._renders_images:
+            messages = list(map(self._image_text.as_text, messages))
+        return self._rendered(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            tools=tools,
+        )
+
+    @functools.cached_property
+    def _renders_images(self) -> bool:
+        """True if the chat template writes the text of an image for an image part."""
+        assert self._image_text is not None
+        parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+        try:
+            return self._image_text.is_in(self._rendered([{"role": "user", "content": parts}]))
+        except TextError:
+            return False
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """Run the chat template. Raises TextError if it fails."""
         from qserve.text.template_names import RENDER_ERRORS  # imports jinja2
 
         try:
@@ -271,7 +305,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **template_kwargs,
+                **(template_kwargs or {}),
             )
         # Templates fail by calling raise_exception, or by an error in an expression.
         except RENDER_ERRORS as error:
@@ -345,6 +379,8 @@ class Tokenizer:
         texts = {info.content for _, info in added if info.special}
         texts |= {str(text) for text in self._tokenizer.all_special_tokens}
         self._special_texts = frozenset(texts)
+        if self._image_text is not None:
+            texts.add(self._image_text.alias)
         self.control_ids = self.special_token_ids - {self._tokenizer.unk_token_id}
         self.control_pattern = control_pattern(texts)
         self._plain_backend = None

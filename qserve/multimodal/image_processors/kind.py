@@ -46,6 +46,8 @@ class Kind:
     arguments: Callable[[Sequence[Sequence[np.ndarray]], Sequence[Cut], Options], dict[str, Any]]
     # options as files state them -> options with the names in `defaults`
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = field(default=_no_renaming)
+    # values of config.json -> options; None: the options are in a file of the image processor
+    from_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     rounds_to: str = ""  # dtype to which each step of the normalization rounds; "": float32
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from formats.architecture.sizes import is_size
+from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
+from qserve.multimodal.image_processors.internvl import INTERNVL_CHAT
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
@@ -25,6 +27,7 @@ KINDS: dict[str, Kind] = {
     "cohere2_vision": COHERE_2_VISION,
     "kimi": KIMI_K25,
     "kimi_vl": KIMI_VL,
+    "internvl": INTERNVL_CHAT,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts
@@ -46,14 +49,16 @@ class OwnImageProcessor:
         `kind`: key of KINDS.
         """
         self.folder, self.kind = str(folder), KINDS[kind]
-        stated = stated_options(Path(folder), FILES)
-        if stated is None:
-            raise CheckpointError(
-                self.folder,
-                "has no options of an image processor",
-                COPY_OPTIONS,
-            )
-        self.options = {**COMMON, **self.kind.defaults, **self.kind.renamed(stated)}
+        if self.kind.from_config is not None:
+            stated = self.kind.from_config(read_json(Path(folder) / CONFIG))
+        else:
+            found = stated_options(Path(folder), FILES)
+            if found is None:
+                raise CheckpointError(
+                    self.folder, "has no options of an image processor", COPY_OPTIONS
+                )
+            stated = self.kind.renamed(found)
+        self.options = {**COMMON, **self.kind.defaults, **stated}
         if not self.options.get("do_resize", True):
             raise CheckpointError(
                 f"{folder} do_resize of the image processor",

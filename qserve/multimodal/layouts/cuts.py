@@ -108,7 +108,20 @@ def _kimi_unit(values: Values) -> int:
     return vision["patch_size"] * side_of(vision, "merge_kernel_size")
 
 
+def _intern_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the tiles, with nothing between them. The last one may be the whole image."""
+    yield "<img>"
+    for tile_CHW in cut.tiles_CHW:
+        yield run(tile_CHW)
+    yield "</img>"
+
+
+def _intern_unit(values: Values) -> int:
+    return round(side_of(values["vision_config"], "patch_size") / values["downsample_ratio"])
+
+
 LFM_2 = _layout(_lfm2_pieces, _downsampled_unit, is_square=False)
 LLAMA_4 = _layout(_llama4_pieces, _llama4_unit, is_square=True)
 COHERE_2 = _layout(_cohere2_pieces, _downsampled_unit, is_square=True)
+INTERN = _layout(_intern_pieces, _intern_unit, is_square=True)
 KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)

@@ -11,6 +11,8 @@ from qserve.multimodal.media import MediaItem
 LAYOUTS: dict[str, Layout] = {
     "tiles": tiles.IDEFICS,
     "intern_tiles": tiles.INTERN,
+    "intern_cuts": cuts.INTERN,
+    "aya_tiles": tiles.AYA,
     "square": squares.SQUARE,
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,

@@ -66,6 +66,34 @@ def _intern_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
     yield "</img>"
 
 
+def _aya_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield the tiles, each after a token with its number. The last tile is the whole image."""
+    *tiles, whole = np.asarray(found["pixel_values"])
+    yield "<|START_OF_IMG|>"
+    for number, pixels_CHW in enumerate(tiles, 1):
+        yield f"TILE_{number}"
+        yield _tile(pixels_CHW, _aya_length(values))
+    yield "TILE_GLOBAL"
+    yield _tile(whole, _aya_length(values))
+    yield "<|END_OF_IMG|>"
+
+
+def _aya_length(values: Values) -> int:
+    vision = values["vision_config"]
+    return (vision["image_size"] // (vision["patch_size"] * values["downsample_factor"])) ** 2
+
+
+def _aya_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    return _tile_inputs(values), _aya_length(values)
+
+
+AYA = Layout(
+    pieces=_aya_pieces,
+    inputs=_aya_inputs,
+    options=lambda values: {"crop_to_patches": True},
+)
+
+
 def _intern_length(values: Values) -> int:
     vision = values["vision_config"]
     side = side_of(vision, "image_size") // side_of(vision, "patch_size")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
 from qserve import LLM
+from qserve.multimodal.calibration import CalibrationChats
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.kimi_config import as_kimi_k25
 from tests.qserve.multimodal.conftest import Vision
@@ -46,7 +47,8 @@ def requests_of(model):
     return [("what is a page", ()), (f"{mark} and {mark} what", (picture(40, 30), picture(9, 70)))]
 
 
-def test_tokens_of_kimi_vl(vision, tmp_path):
+@pytest.fixture
+def kimi_vl(vision, tmp_path):
     source = vision("kimi_k25")
     names = {"architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl"}
     folder = rewritten(source.folder, tmp_path / "kimi_k25", KIMI_VL_KEYS, **names)
@@ -54,10 +56,25 @@ def test_tokens_of_kimi_vl(vision, tmp_path):
     rename_tensors(folder, {"mm_projector": "multi_modal_projector", **linears})
     options = {"patch_size": 8, "in_token_limit": 24, "merge_kernel_size": [2, 2]}
     (folder / "preprocessor_config.json").write_text(json.dumps({**options, "pad_input": True}))
-    model = Vision(folder, source.model)
-    requests = requests_of(model)
+    return Vision(folder, source.model)
+
+
+def test_tokens_of_kimi_vl(kimi_vl):
+    model, requests = kimi_vl, requests_of(kimi_vl)
     found, _ = model.run(model.engine(max_num_batched_tokens=7), *requests)
     assert found == [model.expected(*request) for request in requests]
+
+
+def test_calibration_sees_the_images_of_kimi_vl(kimi_vl):
+    """transformers loads the tower of Kimi-K2.5 itself."""
+    model, image = kimi_vl, picture(40, 30)
+    encode = CalibrationChats(model.folder).tower("cpu", torch.float32)
+    inputs = model.inputs([model.processor.config.image_token_id], [image])
+    with torch.no_grad():
+        wanted = model.model.model.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"]
+        ).pooler_output
+    torch.testing.assert_close(encode([image, image]), torch.cat([*wanted, *wanted]))
 
 
 def test_tokens_of_kimi_k25_in_moonshots_form(vision, tmp_path):
@@ -65,6 +82,7 @@ def test_tokens_of_kimi_k25_in_moonshots_form(vision, tmp_path):
     names = {"architectures": ["KimiK25ForConditionalGeneration"]}
     folder = rewritten(source.folder, tmp_path / "kimi_k25", KIMI_K25_KEYS, **names)
     model, requests = Vision(folder, source.model), requests_of(source)
+    assert CalibrationChats(source.folder).tower("cpu", torch.float32) is None
     found, _ = model.run(model.engine(), *requests)
     assert found == [source.expected(*request) for request in requests]
 

@@ -57,6 +57,10 @@ def test_tokens_of_gemma_join_newlines_around_an_image(vision):
 # family -> its processor, and options that config.json or the image processor's file has
 PROCESSORS = {
     "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
+    "aya_vision": (
+        "AyaVisionProcessor",
+        {"patch_size": 8, "downsample_factor": 2, "img_size": 32},
+    ),
     "llava_next": (
         "LlavaNextProcessor",
         {
