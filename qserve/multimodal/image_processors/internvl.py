@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.kind import (
+    MAX_TILES,
     Cut,
     Kind,
     Options,
@@ -16,6 +18,7 @@ from qserve.multimodal.image_processors.kind import (
     side_of,
     split,
 )
+from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 from qserve.multimodal.stored_forms.internvl_config import tile_options
 
 
@@ -66,12 +69,24 @@ def _arguments(
     return {"pixel_values": np.stack([tile for of_image in tiles for tile in of_image])}
 
 
+def _check(options: Options) -> None:
+    side_of(options)
+    if options["min_patches"] > options["max_patches"]:
+        raise CheckpointError(
+            "config.json min_dynamic_patch",
+            f"expected at most max_dynamic_patch {options['max_patches']},"
+            f" found {options['min_patches']}",
+            COPY_OPTIONS,
+        )
+
+
 INTERNVL_CHAT = Kind(
     defaults={
         "image_mean": (0.485, 0.456, 0.406),
         "image_std": (0.229, 0.224, 0.225),
     },
-    sizes=("min_patches", "max_patches"),
+    sizes={"min_patches": MAX_TILES, "max_patches": MAX_TILES},
+    check=_check,
     cut=_cut,
     arguments=_arguments,
     from_config=tile_options,
