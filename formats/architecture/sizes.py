@@ -38,10 +38,21 @@ def is_size(value: Any) -> bool:
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raise InputError unless each key/value head has the same number of attention heads."""
-    if num_kv_heads < 1 or num_heads < num_kv_heads or num_heads % num_kv_heads:
+    is_known = is_size(num_heads) and is_size(num_kv_heads)
+    if not is_known or num_heads < num_kv_heads or num_heads % num_kv_heads:
         raise InputError(
             "config.json num_key_value_heads",
-            f"expected a divisor of the {num_heads} attention heads, found {num_kv_heads}",
+            f"expected a divisor of the {num_heads} attention heads, found {num_kv_heads!r:.80}",
+            "copy it from the float model",
+        )
+
+
+def check_eps(key: str, eps: Any) -> None:
+    """Raise InputError unless the epsilon of a norm is a finite number and not negative."""
+    if type(eps) not in (int, float) or not 0 <= eps < math.inf:
+        raise InputError(
+            f"config.json {key}",
+            f"expected a finite number of 0 or more, found {eps!r:.80}",
             "copy it from the float model",
         )
 

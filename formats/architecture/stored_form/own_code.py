@@ -62,34 +62,40 @@ def qwen(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of all shared experts together."""
+    """Return the width of all shared experts together, and the default of Bailing's config class.
+
+    Raises CheckpointError if the number of dense layers is not an integer.
+    """
+    dense = config.get("first_k_dense_replace")
+    if dense is not None and type(dense) is not int:
+        raise _unusable("first_k_dense_replace", "a number of layers", dense)
+    found = {"norm_topk_prob": config.get("norm_topk_prob", True)}
     width = config.get("moe_shared_expert_intermediate_size") or config.get("moe_intermediate_size")
     count = config.get("num_shared_experts")
     if not (is_size(width) and is_size(count)):
-        return {}
-    return {"shared_expert_intermediate_size": width * count}
+        return found
+    return {**found, "shared_expert_intermediate_size": width * count}
 
 
 def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and a rotation for each kind.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
-    different windows.
+    different windows, or if the pattern is no number.
     """
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
     window = config.get("sliding_window", 128)
     if isinstance(window, list):  # one for each layer
         windows = {each for each in window if each is not None}
         if len(windows) != 1:
-            raise CheckpointError(
-                "config.json sliding_window",
-                f"expected the same window in all layers that have one, found {window!r:.80}",
-                "use a model whose layers are alike",
-            )
+            expected = "the same window in all layers that have one"
+            raise _unusable("sliding_window", expected, window)
         (window,) = windows
     found["sliding_window"] = window
     count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
-    if config.get("layer_types") is None and is_size(count) and is_size(every):
+    if not is_size(every):
+        raise _unusable("sliding_window_pattern", "a number above 0", every)
+    if config.get("layer_types") is None and is_size(count):
         kinds = ("full_attention", "sliding_attention")
         layers = range(min(count, MAX_LAYERS))
         found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
@@ -105,3 +111,11 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
     rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
     return {**found, "rope_parameters": rotations}
+
+
+def _unusable(key: str, expected: str, found: Any) -> CheckpointError:
+    return CheckpointError(
+        f"config.json {key}",
+        f"expected {expected}, found {found!r:.80}",
+        "copy it from the float model",
+    )
