@@ -6,7 +6,7 @@ from typing import Any
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import inner_width, known_sizes
-from formats.errors import CheckpointError
+from formats.errors import config_error
 
 BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
 
@@ -68,7 +68,7 @@ def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     dense = config.get("first_k_dense_replace")
     if dense is not None and type(dense) is not int:
-        raise _unusable("first_k_dense_replace", "a number of layers", dense)
+        raise config_error("first_k_dense_replace", "a number of layers", dense)
     found = {"norm_topk_prob": config.get("norm_topk_prob", True)}
     width = config.get("moe_shared_expert_intermediate_size") or config.get("moe_intermediate_size")
     count = config.get("num_shared_experts")
@@ -81,7 +81,7 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and a rotation for each kind.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
-    different windows, or if the pattern is no number.
+    different windows, or if the pattern is not a number above 0.
     """
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
     window = config.get("sliding_window", 128)
@@ -89,12 +89,12 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
         windows = {each for each in window if each is not None}
         if len(windows) != 1:
             expected = "the same window in all layers that have one"
-            raise _unusable("sliding_window", expected, window)
+            raise config_error("sliding_window", expected, window)
         (window,) = windows
     found["sliding_window"] = window
     count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
     if not is_size(every):
-        raise _unusable("sliding_window_pattern", "a number above 0", every)
+        raise config_error("sliding_window_pattern", "a number above 0", every)
     if config.get("layer_types") is None and is_size(count):
         kinds = ("full_attention", "sliding_attention")
         layers = range(min(count, MAX_LAYERS))
@@ -111,11 +111,3 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
     rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
     return {**found, "rope_parameters": rotations}
-
-
-def _unusable(key: str, expected: str, found: Any) -> CheckpointError:
-    return CheckpointError(
-        f"config.json {key}",
-        f"expected {expected}, found {found!r:.80}",
-        "copy it from the float model",
-    )

@@ -15,7 +15,7 @@ from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.architecture.sizes import NUM_EXPERTS_KEYS, is_size, num_experts
 from formats.codecs import mxfp4
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, config_error
 from formats.in_memory.slices import take_inputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
@@ -54,11 +54,7 @@ def _count(config: Mapping[str, Any], key: str) -> int:
     """Return a count of config.json. Raises CheckpointError unless it is a number above 0."""
     value = config.get(key)
     if not is_size(value):
-        raise CheckpointError(
-            f"config.json {key}",
-            f"expected a number above 0, found {value!r:.80}",
-            "copy it from the float model",
-        )
+        raise config_error(key, "a number above 0", value)
     return value
 
 
@@ -66,11 +62,7 @@ def _factor(config: Mapping[str, Any], key: str) -> float:
     """Return a factor of config.json, 1 without the key. Raises CheckpointError for no number."""
     value = config.get(key, 1.0)
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise CheckpointError(
-            f"config.json {key}",
-            f"expected a number, found {value!r:.80}",
-            "copy it from the float model",
-        )
+        raise config_error(key, "a number", value)
     return value
 
 

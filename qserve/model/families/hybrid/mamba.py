@@ -7,7 +7,7 @@ dtype, as in vLLM; `residual_in_fp32` is ignored.
 import torch
 
 from formats.architecture.sizes import check_eps
-from formats.errors import InputError
+from formats.errors import config_error
 from qserve.model.blocks.lone_layer import LoneLayer
 from qserve.model.blocks.states.mamba1 import Mamba1, Mamba1Shape
 from qserve.model.decoder import Decoder
@@ -61,12 +61,9 @@ def build_mamba(
 
 
 def _size(config: ModelConfig, name: str) -> int:
-    """Return a size of the mixer. Raises InputError if config.json states no valid one."""
+    """Return a size of the mixer. Raises CheckpointError if config.json states no valid one."""
     found = config.sizes[name]
     if found is None:
-        raise InputError(
-            f"config.json {config.family.config_keys.get(name, name)}",
-            f"expected a number above 0, found {config.values.get(name)!r:.80}",
-            "copy it from the float model",
-        )
+        key = config.family.config_keys.get(name, name)
+        raise config_error(key, "a number above 0", config.values.get(name))
     return found
