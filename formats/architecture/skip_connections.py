@@ -32,7 +32,8 @@ def skip_connections(config: Mapping[str, Any]) -> tuple[SkipConnection, ...]:
     for keys in _KEYS:
         layers = [config.get(key) for key in keys]
         for key, numbers in zip(keys, layers, strict=True):
-            if not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
+            is_list = isinstance(numbers, list)
+            if not (is_list and all(type(each) is int and each >= 0 for each in numbers)):
                 raise config_error(key, "numbers of layers", numbers)
         kept, mixed = map(frozenset, layers)
         if mixed and (not kept or min(mixed) < min(kept)):
