@@ -81,24 +81,26 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and a rotation for each kind.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
-    different windows, or if the pattern is not a number above 0.
+    different windows, or others than the pattern.
     """
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
+    count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
+    types, kinds = config.get("layer_types"), ("full_attention", "sliding_attention")
+    if types is None and is_size(count):
+        if not is_size(every):
+            raise config_error("sliding_window_pattern", "a number above 0", every)
+        layers = range(min(count, MAX_LAYERS))
+        types = found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
     window = config.get("sliding_window", 128)
-    if isinstance(window, list):  # one for each layer
-        windows = {each for each in window if each is not None}
-        if len(windows) != 1:
+    if isinstance(window, list):  # one for each layer, None in those that see all keys
+        sizes = [each for each in window if each is not None]
+        if not (sizes and is_size(sizes[0]) and sizes == sizes[:1] * len(sizes)):
             expected = "the same window in all layers that have one"
             raise config_error("sliding_window", expected, window)
-        (window,) = windows
+        if types != [kinds[each is not None] for each in window]:
+            raise config_error("sliding_window", f"windows as in the layers {types}", window)
+        window = sizes[0]
     found["sliding_window"] = window
-    count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
-    if not is_size(every):
-        raise config_error("sliding_window_pattern", "a number above 0", every)
-    if config.get("layer_types") is None and is_size(count):
-        kinds = ("full_attention", "sliding_attention")
-        layers = range(min(count, MAX_LAYERS))
-        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
     stated = config.get("rope_parameters")
     if isinstance(stated, Mapping) and "full_attention" in stated:
         return found

@@ -25,6 +25,8 @@ WRONG = [
     ("ling_2", {"routed_scaling_factor": "2.5"}, "routed_scaling_factor: expected a number"),
     ("ling_2", {"first_k_dense_replace": "1"}, "first_k_dense_replace: expected a number of"),
     ("plamo3", {"sliding_window_pattern": -1}, "sliding_window_pattern: expected a number above"),
+    ("plamo3", {"window_size": [7, 7, 7]}, "sliding_window: expected windows as in the layers"),
+    ("plamo3", {"window_size": [[7], None, [7]]}, "sliding_window: expected the same window in"),
     ("solar", {"rms_norm_eps": math.nan}, "rms_norm_eps: expected a finite number of 0 or more"),
     ("solar", {"num_key_value_heads": 0}, "num_key_value_heads: expected a divisor of the 4"),
     ("mamba", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon: expected a finite number"),
