@@ -3,6 +3,8 @@
 Every message names the object, says what was expected and what was found, and gives the remedy.
 """
 
+from typing import Any
+
 
 class InputError(ValueError):
     """Invalid input from the user. The command line prints one line and exits with 1."""
@@ -20,6 +22,12 @@ class SchemeError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint's files, names, shapes or bytes are not what they must be."""
+
+
+def config_error(key: str, expected: str, found: Any) -> CheckpointError:
+    """Return the error for a value of config.json that no model can have."""
+    problem = f"expected {expected}, found {found!r:.80}"
+    return CheckpointError(f"config.json {key}", problem, "copy it from the float model")
 
 
 class RangeError(CheckpointError):

@@ -404,9 +404,9 @@ def _check_readers(
             if all(v.answer != "no" for v in found if v.program in readers):
                 able.append(other.name)
         named = [p for p in OTHERS if p in readers]
-        remedy = (
-            f"write format={able[0]!r}" if able else "no format is loaded by " + ", ".join(named)
-        )
+        remedy = f"no format is loaded by {', '.join(named)}: give other readers=(...)"
+        if able:
+            remedy = f"write format={able[0]!r}"
         raise InputError(f"format {layout.name!r}", f"{program} {known[program].reason}", remedy)
 
 

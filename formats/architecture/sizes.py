@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, config_error
 
 _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
@@ -17,7 +17,7 @@ _NUMBERS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_heads", "linear_head_dim"),
-    *("conv_L_cache", "shared_intermediate_size"),
+    "conv_L_cache",
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("mamba_channels", "mamba_dt_rank"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
@@ -38,12 +38,19 @@ def is_size(value: Any) -> bool:
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raise InputError unless each key/value head has the same number of attention heads."""
-    if num_kv_heads < 1 or num_heads < num_kv_heads or num_heads % num_kv_heads:
+    is_known = is_size(num_heads) and is_size(num_kv_heads)
+    if not is_known or num_heads < num_kv_heads or num_heads % num_kv_heads:
         raise InputError(
             "config.json num_key_value_heads",
-            f"expected a divisor of the {num_heads} attention heads, found {num_kv_heads}",
+            f"expected a divisor of the {num_heads} attention heads, found {num_kv_heads!r:.80}",
             "copy it from the float model",
         )
+
+
+def check_eps(key: str, eps: Any) -> None:
+    """Raise CheckpointError unless the epsilon of a norm is a finite number and not negative."""
+    if type(eps) not in (int, float) or not 0 <= eps < math.inf:
+        raise config_error(key, "a finite number of 0 or more", eps)
 
 
 def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import config_error
 
 # keys of config.json: layers whose input is kept, and later layers that mix it in
 _KEYS = (("bskcn_1", "bskcn_3"), ("bskcn_2", "bskcn_4"))
@@ -27,27 +27,20 @@ def skip_connections(config: Mapping[str, Any]) -> tuple[SkipConnection, ...]:
     """Return the skip connections that config.json states. Raises CheckpointError."""
     factors = config.get(_FACTOR_KEY)
     if not (isinstance(factors, list) and len(factors) == 2 and _is_number(factors[1])):
-        raise _unusable(_FACTOR_KEY, "two numbers", factors)
+        raise config_error(_FACTOR_KEY, "two numbers", factors)
     found = []
     for keys in _KEYS:
         layers = [config.get(key) for key in keys]
         for key, numbers in zip(keys, layers, strict=True):
-            if not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
-                raise _unusable(key, "numbers of layers", numbers)
+            is_list = isinstance(numbers, list)
+            if not (is_list and all(type(each) is int and each >= 0 for each in numbers)):
+                raise config_error(key, "numbers of layers", numbers)
         kept, mixed = map(frozenset, layers)
         if mixed and (not kept or min(mixed) < min(kept)):
-            raise _unusable(keys[1], f"layers from {keys[0]} on", layers[1])
+            raise config_error(keys[1], f"layers from {keys[0]} on", layers[1])
         found.append(SkipConnection(kept=kept, mixed=mixed, factor=float(factors[1])))
     return tuple(found)
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-def _unusable(key: str, expected: str, found: Any) -> CheckpointError:
-    return CheckpointError(
-        f"config.json {key}",
-        f"expected {expected}, found {found!r:.80}",
-        "copy it from the float model",
-    )

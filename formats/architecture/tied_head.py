@@ -47,14 +47,15 @@ def settle_head(
     if not says_tied(config):
         return config, entries
     family = family_of(config)
-    embedding = EMBEDDING if family is None else family.embedding
+    embedding, weight = (EMBEDDING, HEAD) if family is None else (family.embedding, family.head)
+    stem = weight.removesuffix("weight")
     has_embedding = any(name.startswith(embedding.removesuffix("weight")) for name in entries)
-    head = {n for n in entries if n.startswith("lm_head.") and not n.endswith(".bias")}
-    if not has_embedding and head == {HEAD}:
-        renamed = {embedding if name == HEAD else name: each for name, each in entries.items()}
+    head = {n for n in entries if n.startswith(stem) and not n.endswith(".bias")}
+    if not has_embedding and head == {weight}:
+        renamed = {embedding if name == weight else name: each for name, each in entries.items()}
         return config, renamed
     if not head or (
-        head == {HEAD} and embedding in entries and _same(entries[embedding], entries[HEAD])
+        head == {weight} and embedding in entries and _same(entries[embedding], entries[weight])
     ):
         return config, entries
     return {**config, TIE: False}, entries

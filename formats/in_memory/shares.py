@@ -95,6 +95,12 @@ def share_heads(
     divided.
     """
     check_heads(num_heads, num_kv_heads)
+    if head_dim < 1:
+        raise InputError(
+            f"config.json: {num_heads} {words[0]}",
+            "are more than their output projection has inputs",
+            "copy config.json from the float model",
+        )
     per_kv_head = num_heads // num_kv_heads
     if size <= num_kv_heads:
         found = _share_units(num_kv_heads, per_kv_head * head_dim, size, schemes)

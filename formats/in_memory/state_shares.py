@@ -44,18 +44,24 @@ def share_states(
     `inputs` are the inputs of the layer's output projection, `name`, which has `scheme`. Raises
     InputError if they cannot be divided.
     """
+    check_states(mixer, sizes)
     if mixer.kind not in HEADS:
         shares = share_features(name, inputs, size, scheme)
         return tuple(HeadShare(heads=share, kv_heads=share) for share in shares)
-    check_states(mixer, sizes)
     heads, groups, words = HEADS[mixer.kind]
     width = inputs // sizes[heads]
     return share_heads(sizes[heads], sizes[groups], width, size, [scheme], words)
 
 
 def check_states(mixer: StateMixer, sizes: Mapping[str, int | None]) -> None:
-    """Raise InputError unless each group has the same number of heads."""
+    """Raise InputError unless sizes are known and each group has the same number of heads."""
     if mixer.kind not in HEADS:
+        if not sizes[mixer.out.inputs]:
+            raise InputError(
+                "config.json",
+                f"states no sizes from which the number of channels of {mixer.kind} follows",
+                "copy it from the float model",
+            )
         return
     heads, groups, _ = HEADS[mixer.kind]
     missing = [name for name in (heads, groups) if not sizes[name]]

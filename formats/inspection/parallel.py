@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from formats.architecture.columns import HeadsKind
-from formats.architecture.sizes import num_experts
+from formats.architecture.sizes import check_heads, num_experts
 from formats.errors import InputError
 from formats.families import FAMILIES, family_of
 from formats.in_memory.dense import is_dense
@@ -88,6 +88,7 @@ def _why_not(
                 share_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
             elif inputs in BY_HEAD and sizes.get("num_attention_heads"):
                 heads, kv_heads = family.heads_of_layer(layer, config)
+                check_heads(heads, kv_heads)
                 key = heads, kv_heads, linear.in_features // heads
                 attention.setdefault(key, set()).add(scheme)
             elif inputs in BY_HEAD:

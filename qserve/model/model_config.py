@@ -13,7 +13,7 @@ from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
 from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
-from formats.architecture.sizes import check_heads
+from formats.architecture.sizes import check_eps, check_heads
 from formats.architecture.stored_form.config import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
@@ -232,6 +232,8 @@ class ModelConfig:
                 f"expected 1 to {MAX_HEAD_DIM}, found {head_dim}",
                 "copy it from the float model",
             )
+        if family.norm_eps_key:
+            check_eps(family.norm_eps_key, family.norm_eps(vars(config)))
         num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         check_heads(config.num_attention_heads, num_kv_heads)
         windows = _windows(config, family.window)

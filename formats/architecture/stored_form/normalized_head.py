@@ -1,7 +1,8 @@
 """Heads whose weight is divided by its norms before use: Baichuan 2, some Ling models.
 
 The reader presents the normalized weight and a config without the key. So written files hold the
-normalized weight. A program that normalizes it again changes no more than last bits.
+normalized weight, and state so under another key: a weight update brings heads of a trainer, which
+are not normalized. A program that normalizes a head again changes no more than last bits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ import torch
 from formats.architecture.family import Family
 from formats.families import family_of
 from formats.files.tensor_entry import TensorEntry
+
+IS_NORMALIZED = "head_is_normalized"  # key of config.json, true if the stored head is normalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +49,16 @@ def with_normalized_head(
     config: Mapping[str, Any], family: Family, entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
     """Return the tensors with a normalized head, if config.json asks for one."""
-    head = entries.get(family.head)
-    if head is None or not config.get(family.normalized_head):
+    head, is_asked_for = entries.get(family.head), config.get(family.normalized_head)
+    if head is None or not family.normalized_head:
+        return entries
+    if not (is_asked_for or config.get(IS_NORMALIZED)):
         return entries
     dim = family.head_norm_dim
     if not isinstance(head, TensorEntry):  # a tensor in memory (HeldTensors)
         return {**entries, family.head: head.normalized(dim)}
+    if not is_asked_for:
+        return entries
     values = {field.name: getattr(head, field.name) for field in fields(TensorEntry)}
     return {**entries, family.head: NormalizedEntry(**values, dim=dim)}
 
@@ -61,4 +68,4 @@ def without_head_norm(config: dict[str, Any]) -> dict[str, Any]:
     family = family_of(config)
     if family is None or not config.get(family.normalized_head):
         return config
-    return {**config, family.normalized_head: False}
+    return {**config, family.normalized_head: False, IS_NORMALIZED: True}

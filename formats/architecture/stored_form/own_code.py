@@ -6,7 +6,7 @@ from typing import Any
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import inner_width, known_sizes
-from formats.errors import CheckpointError
+from formats.errors import config_error
 
 BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
 
@@ -62,37 +62,45 @@ def qwen(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of all shared experts together."""
+    """Return the width of all shared experts together, and the default of Bailing's config class.
+
+    Raises CheckpointError if the number of dense layers is not an integer.
+    """
+    dense = config.get("first_k_dense_replace")
+    if dense is not None and type(dense) is not int:
+        raise config_error("first_k_dense_replace", "a number of layers", dense)
+    found = {"norm_topk_prob": config.get("norm_topk_prob", True)}
     width = config.get("moe_shared_expert_intermediate_size") or config.get("moe_intermediate_size")
     count = config.get("num_shared_experts")
     if not (is_size(width) and is_size(count)):
-        return {}
-    return {"shared_expert_intermediate_size": width * count}
+        return found
+    return {**found, "shared_expert_intermediate_size": width * count}
 
 
 def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and a rotation for each kind.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
-    different windows.
+    different windows, or others than the pattern.
     """
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
-    window = config.get("sliding_window", 128)
-    if isinstance(window, list):  # one for each layer
-        windows = {each for each in window if each is not None}
-        if len(windows) != 1:
-            raise CheckpointError(
-                "config.json sliding_window",
-                f"expected the same window in all layers that have one, found {window!r:.80}",
-                "use a model whose layers are alike",
-            )
-        (window,) = windows
-    found["sliding_window"] = window
     count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)
-    if config.get("layer_types") is None and is_size(count) and is_size(every):
-        kinds = ("full_attention", "sliding_attention")
+    types, kinds = config.get("layer_types"), ("full_attention", "sliding_attention")
+    if types is None and is_size(count):
+        if not is_size(every):
+            raise config_error("sliding_window_pattern", "a number above 0", every)
         layers = range(min(count, MAX_LAYERS))
-        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+        types = found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+    window = config.get("sliding_window", 128)
+    if isinstance(window, list):  # one for each layer, None in those that see all keys
+        sizes = [each for each in window if each is not None]
+        if not (sizes and is_size(sizes[0]) and sizes == sizes[:1] * len(sizes)):
+            expected = "the same window in all layers that have one"
+            raise config_error("sliding_window", expected, window)
+        if types != [kinds[each is not None] for each in window]:
+            raise config_error("sliding_window", f"windows as in the layers {types}", window)
+        window = sizes[0]
+    found["sliding_window"] = window
     stated = config.get("rope_parameters")
     if isinstance(stated, Mapping) and "full_attention" in stated:
         return found

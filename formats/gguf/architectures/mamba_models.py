@@ -12,9 +12,8 @@ from formats.gguf.architectures.hybrids import mamba_tensors
 from formats.gguf.architectures.layers import REMEDY, STATE_SIZES, by_layer, check_sizes
 from formats.gguf.architectures.parts import USED
 
-LLAMA_CPP_LENGTH = (
-    2**20
-)  # what llama.cpp's converter writes for Mamba, which has no longest context
+# context length that llama.cpp's converter writes for Mamba, which has no longest context
+LLAMA_CPP_LENGTH = 2**20
 _KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_state": "ssm.state_size",

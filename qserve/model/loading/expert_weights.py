@@ -3,6 +3,7 @@
 E: experts. C: hidden size. N: outputs. K: inputs.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from formats.architecture.experts import Experts
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
-from formats.architecture.sizes import num_experts
+from formats.architecture.sizes import NUM_EXPERTS_KEYS, is_size, num_experts
 from formats.codecs import mxfp4
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, config_error
 from formats.in_memory.slices import take_inputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
@@ -29,24 +30,40 @@ MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 
 def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     """Return the routing rule of a family's row, with values from config.json."""
-    rule = experts.routing
-    groups = {}
+    rule, groups = experts.routing, {}
+    key = next((key for key in NUM_EXPERTS_KEYS if key in config), NUM_EXPERTS_KEYS[0])
     if rule.group_score and is_set(rule.grouped, config):
         groups = {
-            "num_groups": config["n_group"],
-            "top_groups": config["topk_group"],
+            "num_groups": _count(config, "n_group"),
+            "top_groups": _count(config, "topk_group"),
             "group_score": rule.group_score,
         }
     return Routing(
-        num_experts=num_experts(config),
-        top_k=config["num_experts_per_tok"],
+        num_experts=_count(config, key),
+        top_k=_count(config, "num_experts_per_tok"),
         scores=rule.scores,
         jitter=config.get(rule.jitter_key, 0.0),
         normalized=is_set(rule.normalized, config),
-        factor=config.get(rule.factor_key, 1.0),
+        factor=_factor(config, rule.factor_key),
         rounded=rule.rounded,
         **groups,
     )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """Return a count of config.json. Raises CheckpointError unless it is a number above 0."""
+    value = config.get(key)
+    if not is_size(value):
+        raise config_error(key, "a number above 0", value)
+    return value
+
+
+def _factor(config: Mapping[str, Any], key: str) -> float:
+    """Return a factor of config.json, 1 without the key. Raises CheckpointError for no number."""
+    value = config.get(key, 1.0)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise config_error(key, "a number", value)
+    return value
 
 
 def glu_of(

@@ -130,6 +130,7 @@ def test_layers_that_mix_inputs_are_on_one_stage(own_code):
     [
         ({"bskcn_tv": None}, "bskcn_tv: expected two numbers, found None"),
         ({"bskcn_1": "1"}, "bskcn_1: expected numbers of layers, found '1'"),
+        ({"bskcn_1": [-1]}, r"bskcn_1: expected numbers of layers, found \[-1\]"),
         (
             {"bskcn_2": [3], "bskcn_4": [1]},
             r"bskcn_4: expected layers from bskcn_2 on, found \[1\]",

@@ -6,6 +6,8 @@ dtype, as in vLLM; `residual_in_fp32` is ignored.
 
 import torch
 
+from formats.architecture.sizes import check_eps
+from formats.errors import config_error
 from qserve.model.blocks.lone_layer import LoneLayer
 from qserve.model.blocks.states.mamba1 import Mamba1, Mamba1Shape
 from qserve.model.decoder import Decoder
@@ -26,10 +28,11 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> LoneLayer:
         return LoneLayer(norm=norm, block=granite.build_mamba(config, weights))
     norms, eps = {}, config.norm_eps
     if config.family.model_type == "falcon_mamba":
-        rank, state = (config.values[f"mamba_{name}"] for name in ("dt_rank", "d_state"))
+        rank, state = (_size(config, name) for name in ("mamba_dt_rank", "mamba_d_state"))
         sizes = {"dt_norm": rank, "b_norm": state, "c_norm": state}
         norms = {name: weights.constant(torch.ones(size)) for name, size in sizes.items()}
         eps = config.values["mixer_rms_eps"]
+        check_eps("mixer_rms_eps", eps)
     return LoneLayer(norm=norm, block=build_mamba(config, weights, eps, **norms))
 
 
@@ -37,14 +40,14 @@ def build_mamba(
     config: ModelConfig, weights: LayerWeights, eps: float, **norms: torch.Tensor
 ) -> Mamba1:
     """Build a Mamba-1 mixer. `norms`: weights of norms that the checkpoint does not store."""
-    mixer, values = config.family.state_mixer, config.values
+    mixer = config.family.state_mixer
     x_proj, dt_proj = mixer.controls
     return Mamba1(
         Mamba1Shape(
             channels=weights.state_shard.num_heads,
-            state=values["mamba_d_state"],
-            rank=values["mamba_dt_rank"],
-            taps=values["mamba_d_conv"],
+            state=_size(config, "mamba_d_state"),
+            rank=_size(config, "mamba_dt_rank"),
+            taps=_size(config, "mamba_d_conv"),
         ),
         in_proj=weights.state_linear(mixer.inputs),
         x_proj=weights.state_linear(x_proj),
@@ -55,3 +58,12 @@ def build_mamba(
         **weights.state_tensors(),
         **norms,
     )
+
+
+def _size(config: ModelConfig, name: str) -> int:
+    """Return a size of the mixer. Raises CheckpointError if config.json states no valid one."""
+    found = config.sizes[name]
+    if found is None:
+        key = config.family.config_keys.get(name, name)
+        raise config_error(key, "a number above 0", config.values.get(name))
+    return found
