@@ -16,13 +16,15 @@ from formats.numerics.bits import code_multiple
 from formats.quant_config import QuantConfig
 from formats.scheme import QuantSpec
 
-STATED_SHAPE = "weight_shape"  # [N, K], beside packed codes of compressed-tensors
+STATED_SHAPE = "weight_shape"  # [N, K], stored with packed codes of compressed-tensors
 
 
 def decode_together(
     tensors: Mapping[str, Mapping[str, torch.Tensor]], config: QuantConfig
 ) -> list[Weight] | None:
-    """Decode linears in one call; return their weights in order, or None if that is not possible.
+    """Decode linears in one call.
+
+    Returns their weights in order, or None if that is not possible.
 
     tensors: module name -> tensors of the module, by the field names of `decode_linear`
 
@@ -54,7 +56,7 @@ def _fills_words(rows: int, spec: QuantSpec) -> bool:
 
 
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
-    """Compare all tensors at once, because the host waits for each comparison on a GPU."""
+    """Compare all tensors in one operation: on a GPU the host waits for each comparison."""
     stacked = torch.stack(tensors)
     return bool((stacked == stacked[0]).all())
 

@@ -148,7 +148,7 @@ def baichuan(c, t, ids):
 
 
 def qwen(c, t, ids):
-    """Of a feed-forward's two matrices the second is the gate."""
+    """The second of a feed-forward's two matrices is the gate."""
     H, eps = c["num_attention_heads"], c["layer_norm_epsilon"]
     d = c["kv_channels"]
 
@@ -273,7 +273,7 @@ def shares_of_softmax(c, t, logits, p):
 
 
 def shares_of_groups(c, t, logits, p):
-    """Of the best groups, by their two best experts; a bias counts for the choice alone."""
+    """Choose among the groups with the best pairs of experts; a bias affects only the choice."""
     scores, G = logits.sigmoid(), c["n_group"]
     choice = (scores + t[f"{p}.gate.expert_bias"]).view(len(logits), G, -1)
     of_groups = choice.topk(2, -1).values.sum(-1)

@@ -35,7 +35,7 @@ from qserve.model.model_config import ModelConfig
 COMPRESSED = "compressed-tensors"
 BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
 STATED = "weight_shape"
-CODES_AT_ONCE = 1 << 28  # codes of the linears that are decoded together
+CODES_AT_ONCE = 1 << 26  # codes of the linears that are decoded together, up to 5 bytes each
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ def test_one_group_is_on_every_gpu(size, heads):
 
 
 def test_channels_of_a_convolution_end_where_groups_do():
-    found = shares(SHORT_CONV, {}, 2048, 3)
+    found = shares(SHORT_CONV, {"hidden_size": 2048}, 2048, 3)
     assert [each.heads for each in found] == [(0, 768), (768, 1408), (1408, 2048)]
 
 
