@@ -14,7 +14,7 @@ from formats.architecture.flags import is_set
 from formats.architecture.float_linears import kept_in_float, routing_linears
 from formats.architecture.projection import Projection
 from formats.architecture.refused import check_not_refused
-from formats.architecture.sizes import NUM_EXPERTS_KEYS
+from formats.architecture.sizes import num_experts_key
 from formats.architecture.variant_check import check_variant
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
@@ -133,8 +133,8 @@ class LayerMap:
         return [f"{prefix}.{local}" for group in self.inputs(config, layer) for local in group]
 
     def num_experts(self, config: dict[str, Any]) -> int:
-        """Experts per layer; config.json uses one of two keys, regardless of the architecture."""
-        return _positive(config, next((k for k in NUM_EXPERTS_KEYS if k in config), "num_experts"))
+        """Return the number of experts per layer. Raises CheckpointError if none is stated."""
+        return _positive(config, num_experts_key(config))
 
     def num_layers(self, config: dict[str, Any]) -> int:
         return _positive(config, self.num_layers_key)

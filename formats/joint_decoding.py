@@ -22,16 +22,13 @@ STATED_SHAPE = "weight_shape"  # [N, K], stored with packed codes of compressed-
 def decode_together(
     tensors: Mapping[str, Mapping[str, torch.Tensor]], config: QuantConfig
 ) -> list[Weight] | None:
-    """Decode linears in one call.
-
-    Returns their weights in order, or None if that is not possible.
+    """Decode linears in one call. Return their weights in order, or None if that is impossible.
 
     tensors: module name -> tensors of the module, by the field names of `decode_linear`
 
-    It is not possible for layouts without `output_axes`, for linears whose schemes, shapes or
-    common tensors differ, for packed zero points that end within a word, and if `decode_linear`
-    refuses the joint linear. The caller then decodes each linear alone, which raises the error with
-    the linear's name.
+    The layout needs `output_axes`. The linears must agree in scheme, shapes and common tensors, and
+    packed zero points must fill whole words. None is also returned if `decode_linear` refuses the
+    joint linear: the caller then decodes each linear alone, and the error names the wrong one.
     """
     axes, modules = layout_of(config).output_axes, list(tensors)
     schemes = {config.scheme_for(module) for module in modules}

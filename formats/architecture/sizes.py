@@ -58,10 +58,15 @@ def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:
     return None if None in found else math.prod(found)
 
 
+def num_experts_key(config: Mapping[str, Any]) -> str:
+    """Return the first of the keys for the number of experts that config.json has."""
+    return next((key for key in NUM_EXPERTS_KEYS if key in config), NUM_EXPERTS_KEYS[0])
+
+
 def num_experts(config: Mapping[str, Any]) -> int | None:
-    """Return the number of experts per layer, under the first of the keys that config.json has."""
-    stated = [config[key] for key in NUM_EXPERTS_KEYS if key in config]
-    return stated[0] if stated and is_size(stated[0]) else None
+    """Return the number of experts per layer; None if config.json states none."""
+    stated = config.get(num_experts_key(config))
+    return stated if is_size(stated) else None
 
 
 def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from formats.architecture.experts import Experts
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
-from formats.architecture.sizes import NUM_EXPERTS_KEYS, is_size, num_experts
+from formats.architecture.sizes import is_size, num_experts, num_experts_key
 from formats.codecs import mxfp4
 from formats.errors import CheckpointError, config_error
 from formats.in_memory.slices import take_inputs
@@ -31,7 +31,6 @@ MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     """Return the routing rule of a family's row, with values from config.json."""
     rule, groups = experts.routing, {}
-    key = next((key for key in NUM_EXPERTS_KEYS if key in config), NUM_EXPERTS_KEYS[0])
     if rule.group_score and is_set(rule.grouped, config):
         groups = {
             "num_groups": _count(config, "n_group"),
@@ -39,7 +38,7 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
             "group_score": rule.group_score,
         }
     return Routing(
-        num_experts=_count(config, key),
+        num_experts=_count(config, num_experts_key(config)),
         top_k=_count(config, "num_experts_per_tok"),
         scores=rule.scores,
         jitter=config.get(rule.jitter_key, 0.0),

@@ -15,7 +15,7 @@ from formats.files.tensor_entry import TensorEntry
 from formats.gguf.folder import origin
 from formats.in_memory.dense import is_dense
 from formats.in_memory.weights import Weight
-from formats.joint_decoding import decode_together
+from formats.joint_decoding import STATED_SHAPE, decode_together
 from formats.layouts import (
     decode_dense,
     decode_linear,
@@ -34,7 +34,6 @@ from qserve.model.model_config import ModelConfig
 # Layout and fields of linears in whose tensors each row belongs to one output.
 COMPRESSED = "compressed-tensors"
 BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
-STATED = "weight_shape"
 CODES_AT_ONCE = 1 << 26  # codes of the linears that are decoded together, up to 5 bytes each
 
 logger = logging.getLogger(__name__)
@@ -225,15 +224,15 @@ class WeightSource:
             return None  # already in memory
         shapes = {field: entry.shape for field, entry in entries.items()}
         sliced = {field for field, size in shapes.items() if size[:1] == shape[:1]} & BY_OUTPUT
-        if self.quant.layout != COMPRESSED or names.keys() - sliced - {STATED}:
+        if self.quant.layout != COMPRESSED or names.keys() - sliced - {STATED_SHAPE}:
             return None
         tensors = {field: self._read.get_rows(names[field], ranges) for field in sorted(sliced)}
         rows = sum(stop - start for start, stop in ranges)
-        if STATED in names:
-            stated = self._read.get(names[STATED])
+        if STATED_SHAPE in names:
+            stated = self._read.get(names[STATED_SHAPE])
             if stated.tolist() != list(shape):
                 return None
-            tensors[STATED] = torch.tensor([rows, shape[1]], dtype=stated.dtype)
+            tensors[STATED_SHAPE] = torch.tensor([rows, shape[1]], dtype=stated.dtype)
         self._used.update(names.values())
         weight = decode_linear(module, tensors, self.quant)
         _check_shape(module, (rows, shape[1]), (weight.out_features, weight.in_features))
