@@ -45,7 +45,7 @@ class ExpertWeights:
 class ExpertStack:
     """One product of all experts, stacked into one weight: expert e has the outputs from e N on."""
 
-    # packed: 4- or 8-bit weights, 16-bit inputs; w4a8: 4-bit weights, 8-bit inputs; codes: 8 bits
+    # packed: 2- to 8-bit weights, 16-bit inputs; w4a8: 4-bit weights, 8-bit inputs; codes: 8 bits
     # on both sides
     kind: Literal["packed", "w4a8", "codes", "float"]
     tensors: dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from qkernels.problem import (
     refuses_activation,
 )
 from qkernels.w4a8 import layout as w4a8
-from qkernels.wna16.layout import MIN_K_STEP, k_step
+from qkernels.wna16.layout import MIN_K_STEP, k_step, kernel_spec
 
 
 def triton_experts(problem: Problem) -> str | None:
@@ -64,8 +64,8 @@ def _refuses_packed(problem: Problem) -> str | None:
     spec = problem.spec
     if spec.type in FP4_TYPES:
         return None
-    if spec.type != "int" or spec.bits not in (4, 8):
-        return f"takes 4- and 8-bit integer weights and 4-bit floats, not {spec}"
+    if spec.type != "int":
+        return f"takes integer weights and 4-bit floats, not {spec}"
     for size in (problem.out_features, problem.in_features):
         group = spec.group_length(size)
         if k_step(group) < MIN_K_STEP or size % group:
@@ -99,6 +99,8 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     """Return (variant, how many tokens it takes or why it takes none) for every variant."""
     spec, activation = problem.spec, problem.activation
     weight_only = spec is not None and activation is None
+    if weight_only:
+        spec = kernel_spec(spec, problem.in_features)
     layer = Layer(
         kind="float" if spec is None else "packed" if weight_only else _kind_of_codes(spec.bits),
         spec=spec,

@@ -22,7 +22,7 @@ from qkernels.moe.experts import (
     shape_of,
 )
 from qkernels.moe.routing import Glu, Routes
-from qkernels.moe.stack import SCALE_INPUTS, stack
+from qkernels.moe.stack import SCALE_INPUTS, stack, stack_bits
 from qkernels.moe.tiles_triton import ExpertsTile
 from qkernels.moe.triton_packed import experts_packed, experts_w4a8
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
@@ -46,15 +46,22 @@ def prepare_experts(
     weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> PreparedExperts:
     """Stack the weights of all experts, once for each of the two products."""
+    bits = stack_bits(weights)
     gate_up = stack(
         weights.gate_up,
         dtype=dtype,
         device=device,
         gated=weights.glu.gated,
+        bits=bits,
         bias_EN=weights.gate_up_bias_EN,
     )
     down = stack(
-        weights.down, dtype=dtype, device=device, gated=False, bias_EN=weights.down_bias_EN
+        weights.down,
+        dtype=dtype,
+        device=device,
+        gated=False,
+        bits=bits,
+        bias_EN=weights.down_bias_EN,
     )
     hidden, inner = shape_of(weights.down[0])
     return PreparedExperts(

@@ -15,7 +15,14 @@ from formats.scheme import QuantSpec
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, GroupedSpec, grouped_spec, k_step, padded_n
+from qkernels.wna16.layout import (
+    TILE_N,
+    GroupedSpec,
+    grouped_spec,
+    k_step,
+    kernel_bits,
+    padded_n,
+)
 from qkernels.wna16.unpack.fp4_layout import Fp4Words, fp4_words
 
 
@@ -53,11 +60,12 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Prepack into contiguous tiles of 64 outputs by one K step.
 
-    Padding outputs have code 0 and scale 0. The zero points of an asymmetric weight are stored as
-    `offsets`, which kernels subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in
-    `dtype`.
+    Codes of 2 and 3 bits are stored in 4 bits, those of 5 to 7 bits in 8. Padding outputs have code
+    0 and scale 0. The zero points of an asymmetric weight are stored as `offsets`, which kernels
+    subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in `dtype`.
     """
     packed = packed if device is None else packed.to(device)
+    packed = packed.with_bits(kernel_bits(packed.spec.bits))
     block_k = k_step(packed.spec.group_length(packed.in_features))
     bits = packed.spec.bits
     tensors = {

@@ -7,6 +7,7 @@ import torch
 
 from formats.scheme import Scheme
 from qkernels import ops, reference
+from qkernels.errors import KernelError
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
 from qkernels.moe.experts import shape_of
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routes, Routing
@@ -230,6 +231,9 @@ SCHEMES = {
     "w4a16-asym-g64": 2e-3,
     "w4a16-sym": 2e-3,
     "w8a16-sym-g32": 2e-3,
+    "w3a16-sym-g32": 2e-3,
+    "w2a16-asym-g32": 2e-3,
+    "w6a16-sym-g32": 2e-3,
     "w4a16-mxfp4": 2e-3,
     "w4a16-nvfp4": 2e-3,
     "w8a8": 6e-3,  # the activation's last bit moves codes
@@ -253,6 +257,39 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
     weights = make_experts(parsed, hidden, inner, 5, 2, SILU, False, half)
     got, want = run(weights, M, half, device)
     assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme] * COARSER[half])
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "stored"), [((2, 3, 4), (4, 3, 2), 4), ((3, 3, 8), (4, 4, 4), 8)]
+)
+def test_experts_of_several_widths_are_stacked(
+    device, half, poison, assert_close, gate_up, down, stored
+):
+    """A mixed-bits recipe gives experts and their products different numbers of bits."""
+    made = {
+        bits: make_experts(Scheme.parse(f"w{bits}a16-sym-g32"), 64, 64, 3, 2, SILU, False, half)
+        for bits in {*gate_up, *down}
+    }
+    weights = dataclasses.replace(
+        made[3],
+        gate_up=[made[bits].gate_up[e] for e, bits in enumerate(gate_up)],
+        down=[made[bits].down[e] for e, bits in enumerate(down)],
+    )
+    prepared = ops.prepare_experts(weights, half, device, kernel="triton")
+    assert prepared.problem.spec.bits == prepared.gate_up.spec.bits == stored
+    got, want = run(weights, 5, half, device)
+    assert_close("several widths", want, reduced(got), 4e-3 * COARSER[half])
+
+
+def test_products_of_different_numerics_are_not_stacked(device, half):
+    """A plan, with its kernel, is made for both products."""
+    made = [
+        make_experts(Scheme.parse(scheme), 64, 64, 3, 2, SILU, False, half)
+        for scheme in ("w4a16-sym-g32", "w4a16-sym-g64")
+    ]
+    weights = dataclasses.replace(made[0], down=made[1].down)
+    with pytest.raises(KernelError, match="its two products differ in numerics"):
+        ops.prepare_experts(weights, half, device, kernel="triton")
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 33])
