@@ -67,7 +67,8 @@ OPERATIONS = {
     "moe": {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
-        *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
+        *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.groups"),
+        *("wna16.unpack.words",),
         *("w4a8.layout", "w4a8.prepack", "w4a8.triton_gemm"),
     },
     "linear": {

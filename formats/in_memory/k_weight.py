@@ -1,4 +1,4 @@
-"""In-memory form of weights in GGUF's K-quants, Q4_1 or Q5_1: the blocks of the file, unchanged.
+"""In-memory form of weights in blocks of a GGUF file (BLOCK_TYPES): the blocks, unchanged.
 
 Solvers choose codes of K-quants on a grid (formats/gguf/k_quants/grid.py); kernels read codes and
 grid. Legend: N outputs, K inputs.
@@ -22,6 +22,9 @@ _FLOATS: dict[str, tuple[tuple[int, float], ...]] = {
     "q4_k": ((0, 1 / 256), (2, 7.5 / 256)),
     "q5_k": ((0, 1 / 512), (2, 15.5 / 512)),
     "q6_k": ((208, 1 / 1369),),
+    "q2_k": ((80, 1 / 13.9), (82, 1.5 / 13.9)),
+    "q3_k": ((108, 1 / 43.3),),
+    "iq4_xs": ((0, 1 / 1246),),
     "q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
     "q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
 }

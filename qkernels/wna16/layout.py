@@ -4,6 +4,7 @@ Legend: N outputs, K inputs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from formats.scheme import BLOCK_TYPES, FP4_TYPES, MIN_TYPES, QuantSpec, block_length
@@ -96,6 +97,11 @@ def has_fp4(spec: QuantSpec) -> bool:
     return isinstance(spec, Fp4Spec) or spec.type in FP4_TYPES
 
 
+def is_in_groups(spec: QuantSpec) -> bool:
+    """Return True for a prepacked weight whose K steps have several integer groups."""
+    return isinstance(spec, GroupedSpec) and not isinstance(spec, Fp4Spec)
+
+
 def grouped_spec(
     spec: QuantSpec, in_features: int, inputs: tuple[int, int] | None = None
 ) -> GroupedSpec:
@@ -131,6 +137,19 @@ def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
     if spec.type in BLOCK_TYPES:
         return grouped_spec(spec, in_features)
     return replace(spec, bits=kernel_bits(spec.bits))
+
+
+def refuses_stack(spec: QuantSpec, inputs: Sequence[int]) -> str | None:
+    """Return why kernels cannot run experts with these numbers of inputs; None: they can."""
+    if spec.type in FP4_TYPES:
+        return None
+    if spec.type not in ("int", *BLOCK_TYPES):
+        return f"takes integer weights, GGUF blocks and 4-bit floats, not {spec}"
+    for size in inputs:
+        group = MIN_K_STEP if spec.type in BLOCK_TYPES else spec.group_length(size)
+        if k_step(group) < MIN_K_STEP or size % group:
+            return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
+    return None
 
 
 def groups_ptx(bits: int, is_float16: bool) -> str:

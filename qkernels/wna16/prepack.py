@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.gguf.k_quants.grid import Q6_ZERO
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
@@ -92,7 +91,7 @@ def prepare_blocks(
     start, stop = weight.input_range
     codes_NK = codes_NK[:, start:stop]
     if spec.symmetric:  # symmetric codes have a zero instead of minima
-        codes_NK = codes_NK + (spec.symmetric_zero - Q6_ZERO)
+        codes_NK = codes_NK + (spec.symmetric_zero - weight.spec.symmetric_zero)
     groups = slice(start // spec.group, stop // spec.group)
     tensors = {"packed": _tiles_of_words(codes_NK, spec.bits, spec.group_size)}
     # scales [N/64, K/BK, 64, P, groups], int8 or float16; blocks [N/64, B, 64, P, 1], float16
@@ -151,11 +150,10 @@ VALUE_OF_ZERO = {
 }
 
 
-def offset_of(weight: PreparedWeight) -> int:
+def code_offset(spec: QuantSpec, dtype: torch.dtype) -> int:
     """Return the offset that kernels subtract from codes if the weight has no `offsets`."""
-    spec = weight.spec
     zero = spec.symmetric_zero if spec.symmetric or not isinstance(spec, GroupedSpec) else 0
-    return VALUE_OF_ZERO[weight.dtype, spec.bits] + zero
+    return VALUE_OF_ZERO[dtype, spec.bits] + zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

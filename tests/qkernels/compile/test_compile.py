@@ -55,6 +55,8 @@ SPILLS = (
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
     (("sm_100", "sm_120"), "w4a8.triton_gemm", "", 16, 0),
+    # weights are scaled before the product; the plan's tiles were chosen for scaled sums
+    (("sm_80", "sm_89", "sm_120"), "moe.triton_packed", "experts q", 96, 0),
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.activate", "silu and quantize", 2, 0),
     (("sm_100", "sm_120"), "rowwise.activate", "gelu and quantize", 2, 0),

@@ -119,7 +119,7 @@ def test_the_rows_of_a_gpu_name_the_types_of_blocks():
     shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
     for kind in BLOCK_TYPES:
         text = str(explain("linear", spec=block_scheme(kind).weight, **shape))
-        bits = 4 if kind.startswith("q4") else 8
+        bits = kernel_bits(block_scheme(kind).weight.bits)
         assert f"-> w{bits}a16: supported" in text, text
         assert "sm90_large_m: takes one scale for each K step, not one for" in text
 
