@@ -92,6 +92,7 @@ class Worker:
         # yet, the compile processes start while the model loads.
         self._compile_pool = None
         self._record: StartRecord | None = None  # set by known_shapes
+        self._jobs: tuple[str, ...] = ()  # compile jobs; set by compile_kernels
         self.adapters: RankAdapters | None = None  # set below with --enable-lora
         self.replay: Replay | None = None  # set by prepare_replay
         if self._plans_kernels:
@@ -230,7 +231,7 @@ class Worker:
     def known_shapes(self) -> list[WarmUpShape] | None:
         """Return the warm-up shapes of an earlier start; None if a kernel of it is not compiled.
 
-        `compile_kernels` writes the record that the next start reads here.
+        The end of the warm-up writes the record that the next start reads here.
         """
         pool = self._compile_pool
         if pool is None:
@@ -275,8 +276,7 @@ class Worker:
             tqdm(total=missing, desc="Compiling kernels", disable=None if missing else True) as bar,
         ):
             self._compile_pool.compile(jobs.values(), on_done=bar.update)
-        if self._record is not None and not self._compile_pool.missing(jobs.values()):
-            self._record.write(shapes, self._compile_pool.digests(jobs.values()))
+        self._jobs = tuple(jobs.values())
 
     def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
         """Return the number of KV pages and of state snapshots that fit in memory.
@@ -337,6 +337,16 @@ class Worker:
                     sample.launch(step).result()
         if self._uses_graphs:
             self._capture_graphs()
+        self._record_kernels(shapes)
+
+    def _record_kernels(self, shapes: Sequence[WarmUpShape]) -> None:
+        """Write what the next start need not compile or plan: all kernels have been launched."""
+        pool = self._compile_pool
+        if pool is None or not self._jobs:
+            return
+        pool.launched()
+        if self._record is not None and not pool.missing(self._jobs):
+            self._record.write(shapes, pool.digests(self._jobs))
 
     @property
     def _knob_of_pages(self) -> str:
