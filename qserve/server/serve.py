@@ -11,8 +11,8 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.data_parallel import Engines
 from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.start_engines import Engines
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs
