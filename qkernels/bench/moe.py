@@ -34,7 +34,7 @@ MOE_SHAPES = {
     "glm-4.5-air": (4096, 1408, 128, 8),
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
-MOST_CALLS = 16  # each one with other tokens
+MOST_CALLS = 16  # maximum number of calls of a case; each has different tokens
 OF_8_BIT_INPUTS = ("moe_w8a8", "moe_fp8", "moe_fp8_block", "moe_w4a8", "moe_w4a8_fp8")
 SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
