@@ -36,6 +36,16 @@ def is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def stated_size(
+    config: Mapping[str, Any], key: str, remedy: str = "copy it from the float model"
+) -> int:
+    """Return a size that config.json must state. Raises CheckpointError unless it is above 0."""
+    value = config.get(key)
+    if not is_size(value):
+        raise config_error(key, "a number above 0", value, remedy)
+    return value
+
+
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raise InputError unless each key/value head has the same number of attention heads."""
     is_known = is_size(num_heads) and is_size(num_kv_heads)

@@ -5,6 +5,7 @@ grid. Legend: N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -43,6 +44,7 @@ class KWeight:
     inputs: tuple[int, int] | None = None  # (start, stop); None: all
     activation: None = None
     input_scale: None = None
+    input_order: ClassVar[None] = None  # blocks never reorder inputs
 
     @classmethod
     def from_float(
@@ -102,11 +104,6 @@ class KWeight:
     def input_range(self) -> tuple[int, int]:
         """Return (start, stop) of the weight's inputs within the stored blocks."""
         return self.inputs or (0, self.bytes_NX.shape[1] // self.kind.num_bytes * self.kind.length)
-
-    @property
-    def input_order(self) -> None:
-        """None: blocks never reorder inputs."""
-        return None
 
     @property
     def scheme(self) -> Scheme:

@@ -13,7 +13,7 @@ def triton_latents(problem: Problem) -> str | None:
     if reason is None and problem.head_dim > MAX_ENTRY:
         return f"takes entries of up to {MAX_ENTRY}, not {problem.head_dim}"
     if reason is None and problem.pages_dtype in CODE_DTYPES.values() and not problem.tma_pages:
-        return "takes 8-bit entries and latents of a multiple of 16 numbers"
+        return "takes 8-bit pages only if entries and latents have a multiple of 16 numbers"
     return reason or refuses_pages(problem)
 
 

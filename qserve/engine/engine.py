@@ -32,7 +32,8 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 
-CALL_SECONDS = 0.005  # interval of checks whether an engine that shares the experts needs this one
+# An idle engine checks at this interval whether an engine that shares its experts waits for it.
+CALL_SECONDS = 0.005
 DEADLINE_SECONDS = 0.1  # interval of deadline checks while generation is paused
 
 
@@ -340,7 +341,7 @@ class Engine:
             return self.workers.logits(replace(step, page_moves=moves))
         except BaseException:
             if moves is not None:
-                pool.doubt(moves)
+                pool.invalidate_moves(moves)
             raise
         finally:
             pool.release_(pages)

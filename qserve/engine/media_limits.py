@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Embeddings that a step may compute with --target-itl-ms; a single image may have more.
 PACED_ROWS = 1024
-# key in the processor's file, and its default (Gemma 4)
+# Key in the processor's file for the most embeddings of an image, and its default (Gemma 4).
 MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
 REFERENCE = "reference"  # name of a kernel
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -42,6 +42,8 @@ def largest_image(folder: str | Path, vision: VisionConfig) -> int:
 
 
 class Limit(NamedTuple):
+    """A condition under which a vision-language model takes text only."""
+
     is_met: Callable[[EngineConfig, VisionConfig], bool]
     remedy: str  # how to make the model take images
 
@@ -112,7 +114,7 @@ def _log_overridden_kernel(choice: str) -> None:
 
 
 def encoder_rows(config: EngineConfig) -> int:
-    """Number of embeddings that a step may compute. The device keeps as many."""
+    """Number of embeddings that a step may compute, and that the device keeps."""
     return config.max_num_batched_tokens
 
 

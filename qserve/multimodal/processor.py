@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
+from qserve.multimodal.decode import as_rgb
 from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
@@ -204,7 +205,7 @@ class MediaProcessor:
         if not width or not height:
             raise InputError("image", f"of {width} x {height} has no pixels", "send another image")
         try:
-            images = [image.convert("RGB")]
+            images = [as_rgb(image)]
             if isinstance(self._image_processor, OwnImageProcessor):
                 return self._image_processor.cut(images[0])
             if has_others:

@@ -10,8 +10,8 @@ from pathlib import Path
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
-from qserve.engine.ipc.data_parallel import Engines, start_engines
 from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.start_engines import Engines, start_engines
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules
 from qserve.params.generation_defaults import load_defaults

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.data_parallel import Engines
 from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.start_engines import Engines
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs
@@ -27,7 +27,7 @@ from qserve.server.http.http_protocol import (
     max_connections,
     raise_descriptor_limit,
 )
-from qserve.server.http.listener import bind, check_tls, remove
+from qserve.server.http.listener import bind, check_tls, owned_path, remove
 from qserve.server.models.configs import ModelConfig, model_configs
 from qserve.server.models.settings import SLEEP
 from qserve.server.models.turns import ModelTurns, fall_asleep
@@ -65,7 +65,9 @@ async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: st
     )
     stopping = threading.Event()
     # Bind first, so that a port in use is reported before a model is loaded.
-    with bind(config) as listener, contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as ends:
+        ends.enter_context(owned_path(config.uds))
+        listener = ends.enter_context(bind(config))
         ends.callback(remove, config.uds)
         ends.callback(tracing.close)
         have_loaded = ends.enter_context(on_hangup())

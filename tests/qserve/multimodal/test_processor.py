@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.image_processors.kind import Cut
-from qserve.multimodal.image_processors.normalizer import Normalizer
+from qserve.multimodal.image_processors.own_processor import normalizer_of
 from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
 from tests.tiny_vision import picture
@@ -168,7 +168,7 @@ def test_pixels_are_normalized_as_transformers_does(vision):
         given = [[image]] if family == "smolvlm" else [image]
         want = np.array(processor(images=given)["pixel_values"], np.float32)
         _, items = model.prompt(model.mark, [image])
-        normalize = Normalizer.of(processor, torch.device("cpu"))
+        normalize = normalizer_of(processor, torch.device("cpu"))
         found = [
             normalize(torch.from_numpy(each.features[0].array().copy())).numpy() for each in items
         ]
