@@ -89,3 +89,18 @@ def test_heads_of_weight_updates_are_normalized(own_code, tmp_path, name, quanti
     sent["lm_head.weight"] *= norms if name == "ling" else norms[:, None]
     llm.update_weights(sent)
     assert relative(llm.logits(TOKENS), right) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
+@pytest.mark.parametrize("quantization", [None, "w4a16-sym-g32"])
+def test_integers_are_no_weights(own_code, tmp_path, name, quantization):
+    """Codes in int32 under the name of a float weight, such as from a solver's own dump."""
+
+    def stored_as_integers(state):
+        state[name] = (state[name] * 10).to(torch.int32)
+
+    folder = edited(own_code("solar"), tmp_path / "x", tensors=stored_as_integers)
+    with pytest.raises(InputError, match=f"^{name}: expected floating point numbers, found torch"):
+        LLM(folder, device="cpu", max_model_len=64, quantization=quantization)
