@@ -208,9 +208,7 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
             groups = K // mxfp4.GROUP
             shape = E, N, groups, mxfp4.GROUP // 2
             blocks = weights.source.tensor(f"{stored}_blocks", shape, here, integers=True)
-            scales = weights.source.tensor(
-                f"{stored}_scales", (E, N, groups), here, integers=True
-            )
+            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here, integers=True)
             found[name] = [
                 cut(mxfp4.decode(blocks[i][order], scales[i][order], f"{stored} {e}"))
                 for i, e in enumerate(range(E) if here is None else here)

@@ -34,6 +34,9 @@ WRONG = [
     ("falcon_mamba", {"state_size": -1}, "state_size: expected a number above 0, found -1"),
     ("falcon_mamba", {"time_step_rank": "x"}, "time_step_rank: expected a number above 0"),
     ("jamba", {"num_experts": 0}, "num_experts: expected a number above 0, found 0"),
+    ("minimax", {"mlp_beta_factor": math.inf}, "mlp_beta_factor: expected a finite number, found"),
+    ("granite", {"logits_scaling": math.nan}, "logits_scaling: expected a finite number, found n"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, -math.inf, 1.0, 1.0]}, "ssm_multipliers: expect"),
     ("jamba", {"mamba_expand": -1}, ": states no sizes from which the number of channels of Mam"),
 ]
 
@@ -89,6 +92,18 @@ def test_heads_of_weight_updates_are_normalized(own_code, tmp_path, name, quanti
     sent["lm_head.weight"] *= norms if name == "ling" else norms[:, None]
     llm.update_weights(sent)
     assert relative(llm.logits(TOKENS), right) < 1e-5
+
+
+def test_an_empty_tensor_is_named(tiny_model, tmp_path):
+    """Rows of a fused projection are read one range at a time, in the order of the kernel."""
+    name = "model.layers.2.self_attn.output_gate.weight"
+
+    def without_rows(state):
+        state[name] = state[name][:0].clone()
+
+    folder = edited(tiny_model("minimax"), tmp_path / "x", tensors=without_rows)
+    with pytest.raises(InputError, match=f"^{name}: expected .128, 64. from config.json, found .0"):
+        LLM(folder, device="cpu", max_model_len=64)
 
 
 @pytest.mark.parametrize(
