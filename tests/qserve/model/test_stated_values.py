@@ -50,6 +50,18 @@ def test_a_value_that_cannot_be_is_refused(own_code, tiny_model, tmp_path, name,
 
 
 @pytest.mark.parametrize(
+    ("name", "key"), [("granite", "residual_multiplier"), ("gemma2", "final_logit_softcapping")]
+)
+def test_inspect_names_a_factor_that_is_not_finite(tiny_model, tmp_path, name, key):
+    stated = {key: math.inf}
+    folder = edited(tiny_model(name), tmp_path / "x", config=lambda config: config.update(stated))
+    problems = inspect_checkpoint(folder).problems
+    assert f"config.json {key}: expected a finite number, found inf" in {
+        f"{each.subject}: {each.text}" for each in problems
+    }
+
+
+@pytest.mark.parametrize(
     "stated", [{"num_attention_heads": 2**40}, {"num_key_value_heads": [1]}, {"head_dim": "x"}]
 )
 def test_inspect_says_which_heads_cannot_be_divided(own_code, tmp_path, stated):
