@@ -37,6 +37,7 @@ WRONG = [
     ("minimax", {"mlp_beta_factor": math.inf}, "mlp_beta_factor: expected a finite number, found"),
     ("granite", {"logits_scaling": math.nan}, "logits_scaling: expected a finite number, found n"),
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, -math.inf, 1.0, 1.0]}, "ssm_multipliers: expect"),
+    ("qwen3_next", {"linear_value_head_dim": 0}, "linear_value_head_dim: expected a number above"),
     ("jamba", {"mamba_expand": -1}, ": states no sizes from which the number of channels of Mam"),
 ]
 
