@@ -199,8 +199,8 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
         if f"{stored}_blocks" in weights.source:
             groups = K // mxfp4.GROUP
             shape = E, N, groups, mxfp4.GROUP // 2
-            blocks = weights.source.tensor(f"{stored}_blocks", shape, here)
-            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here)
+            blocks = weights.source.tensor(f"{stored}_blocks", shape, here, integers=True)
+            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here, integers=True)
             found[name] = [
                 cut(mxfp4.decode(blocks[i][order], scales[i][order], f"{stored} {e}"))
                 for i, e in enumerate(range(E) if here is None else here)
