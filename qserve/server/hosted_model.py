@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.errors import InputError
+from formats.files.json_file import read_json
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
 from qserve.engine.ipc.data_parallel import Engines, start_engines
@@ -128,10 +129,8 @@ async def load(
 
 
 def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
-    from formats.checkpoint import CONFIG, read_json  # loads torch, in parallel to the engine
-
     # A mistyped folder raises a clear error here, instead of an obscure one in transformers.
-    read_json(Path(folder) / CONFIG)
+    read_json(Path(folder) / "config.json")
     return Tokenizer(folder, files)
 
 

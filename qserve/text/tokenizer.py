@@ -242,6 +242,11 @@ class Tokenizer:
             return frozenset()
         return names_read(template)
 
+    def import_renderer(self) -> None:
+        """Import the modules that render chats, so that the first chat does not wait for them."""
+        if self.has_chat_template:
+            _ = self.template_settings  # reads the signature of transformers' renderer
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
