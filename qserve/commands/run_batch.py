@@ -19,7 +19,7 @@ from qserve.commands.batch_answers import BatchAnswers, digest
 from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.data_parallel import start_engines
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs

@@ -12,7 +12,7 @@ from formats.files.json_file import read_json
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
 from qserve.engine.ipc.data_parallel import Engines, start_engines
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules
 from qserve.params.generation_defaults import load_defaults
@@ -48,13 +48,14 @@ class HostedModel:
         config: ServerConfig,
         *,
         engine: str = ENGINE,
+        waiting: WaitingEngine | None = None,
         store: ResponseStore | None = None,
         tracing: Tracing | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> "HostedModel":
-        """Load the model. Raises InputError."""
+        """Load the model, in the process `waiting` if it is given. Raises InputError."""
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
-        tokenizer, client, preparation = await load(engine_config, config, engine, metrics)
+        tokenizer, client, preparation = await load(engine_config, config, engine, metrics, waiting)
         try:
             metrics.describe_cache(engine_config)
             if engine_config.enable_lora:
@@ -95,7 +96,11 @@ class HostedModel:
 
 
 async def load(
-    config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
+    config: EngineConfig,
+    server: ServerConfig,
+    engine: str,
+    metrics: Metrics,
+    waiting: WaitingEngine | None = None,
 ) -> tuple[Tokenizer, Engines, Preparation]:
     """Load the model in its engine processes; meanwhile start workers and load the tokenizer."""
     starting = asyncio.create_task(
@@ -103,6 +108,7 @@ async def load(
             config,
             restarts=server.restart_engine,
             engine=engine,
+            waiting=waiting,
             watch=metrics.take_report,
             limits=Limits(silence=server.engine_timeout, step=server.engine_step_timeout),
             on_restart=metrics.count_restart,

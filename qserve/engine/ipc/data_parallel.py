@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
     """Start the engine, or the engines of --data-parallel-size. Raises InputError.
 
-    `options`: keyword arguments of EngineSupervisor.start.
+    `options`: keyword arguments of EngineSupervisor.start. `waiting` is None for several engines.
     """
     if config.prefill_engines:
         from qserve.engine.ipc.disaggregated import DisaggregatedEngines  # imports this module
