@@ -27,10 +27,10 @@ from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
+from formats.files.model_path import model_folder
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.tensor_entry import TensorEntry
-from formats.gguf.folder import model_folder
 from formats.gguf.opened import is_gguf_folder, open_gguf
 
 __all__ = [

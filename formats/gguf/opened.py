@@ -11,10 +11,11 @@ import torch
 from formats.architecture.stored_form.config import usual_config
 from formats.codecs.config_fields import BLOCK
 from formats.families import FAMILIES
+from formats.files.model_path import INDEX
 from formats.files.tensor_entry import TensorEntry
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.entries import make_entries, make_scalars, schemes_of
-from formats.gguf.folder import INDEX, read_index
+from formats.gguf.folder import read_index
 from formats.in_memory.k_weight import is_in_blocks
 from formats.scheme import Scheme
 

@@ -22,7 +22,7 @@ from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_jso
 from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.gguf.folder import model_folder, origin
+from formats.files.model_path import model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support

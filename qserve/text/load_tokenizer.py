@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from formats.gguf.folder import model_folder
+from formats.files.model_path import model_folder
 from qserve.text.tokenizer_record import read_record, record_path, write_record
 
 # Once it is imported, programs may have registered classes of their own in it.

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
+from formats.files.model_path import model_folder, origin
 from formats.files.side_files import TOKENIZER_FILES
-from formats.gguf.folder import model_folder, origin
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from qserve.text.chat_prompt import ChatPrompt, control_pattern
 from qserve.text.image_text import image_text_of
