@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -209,6 +210,7 @@ def test_recorded_tokenizer_needs_no_torch(folder, tmp_path):
         [sys.executable, "-c", PROGRAM, str(path)],
         capture_output=True,
         text=True,
+        cwd=Path(__file__).parents[3],
         env=os.environ | {"HOME": str(tmp_path / "home")},
     )
     assert done.returncode == 0, done.stderr
