@@ -63,7 +63,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     instead_of_head: str = ""  # name of a matrix that replaces the head, such as a classifier's
     labels: tuple[str, ...] = ()  # labels of a classifier
-    # kinds of media (qserve.multimodal.media.KINDS) that the model can encode
+    # kinds of media (qserve.multimodal.settings.KINDS) that the model can encode
     media_kinds: frozenset[str] = frozenset()
     vision: VisionConfig | None = None  # config of the whole model, if its vision tower is used
     no_vision: str = ""  # remedy if the vision tower is not used
