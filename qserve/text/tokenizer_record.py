@@ -25,6 +25,7 @@ from tokenizers import Tokenizer as Backend
 from formats.files.whole_file import write_whole
 
 FORMAT = 1  # version of the file
+MAX_BYTES = 2**28  # the largest tokenizer.json have about 35 MB
 MAX_RECORDS = 32  # the oldest are deleted; one takes up to 30 MB
 TOKENIZER = "tokenizer.json"
 # Suffixes of the files that transformers makes a tokenizer of, or a choice by.
@@ -103,12 +104,23 @@ def record_path(folder: Path) -> Path | None:
     try:
         for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*")]):
             if path.suffix in SUFFIXES and not path.name.endswith(TENSOR_INDEX) and path.is_file():
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                found.update(json.dumps([str(path), content]).encode())
+                found.update(json.dumps([str(path), _digest(path)]).encode())
     except OSError:
         return None
     # Not Path.home(), which raises for a container user without a home.
     return Path(os.path.expanduser("~/.cache/qserve/tokenizers")) / f"{found.hexdigest()[:32]}.json"
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file; of a file that is too large for a tokenizer, its size and time.
+
+    Raises OSError.
+    """
+    status = path.stat()
+    if status.st_size > MAX_BYTES:
+        return f"{status.st_size} {status.st_mtime_ns}"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_record(path: Path, folder: Path) -> RecordedTokenizer | None:

@@ -258,6 +258,19 @@ def test_each_file_counts(name, folder):
     assert record_path(path) != before
 
 
+def test_large_file_counts_by_its_size_and_time(folder, monkeypatch):
+    path = folder()
+    monkeypatch.setattr(module, "MAX_BYTES", 9)
+    (path / "texts.json").write_text("0" * 10)
+    before = record_path(path)
+    assert record_path(path) == before
+    os.utime(path / "texts.json", (1, 1))
+    after = record_path(path)
+    (path / "texts.json").write_text("0" * 11)
+    os.utime(path / "texts.json", (1, 1))
+    assert len({before, after, record_path(path)}) == 3
+
+
 @pytest.mark.parametrize("library", ["transformers", "tokenizers"])
 def test_each_version_counts(library, folder, monkeypatch):
     path, version = folder(), module.importlib.metadata.version
