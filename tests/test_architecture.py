@@ -91,7 +91,7 @@ MUST_NOT_LOAD = {
     "formats.hub.fetch": {"torch", "transformers", "huggingface_hub", "httpx", "httpx2"},
     "formats.families": {"torch", "triton", "transformers"},
     "formats.architecture.rope_types": {"torch", "triton", "transformers"},
-    "formats.checkpoint": {"triton", "transformers", "starlette"},
+    "formats.checkpoint": {"triton", "transformers", "starlette", "formats.gguf.architectures"},
     "qkernels": {"triton", "transformers", "starlette"},
     "qkernels.quant_linear": {"triton", "transformers", "starlette", "qserve"},
     "calibrate.pipeline": {"qkernels", "qserve", "starlette", "huggingface_hub"},
@@ -105,7 +105,10 @@ MUST_NOT_LOAD = {
     "qserve.llm": {
         *("starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate", "jinja2"),
     },
-    "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
+    # transformers takes seconds (filled_config.py); only GGUF files need the other tables
+    "qserve.engine.engine": {
+        *("starlette", "transformers", "tokenizers", "formats.gguf.architectures"),
+    },
     # the command imports only this before the engine's process starts
     "qserve.engine.ipc.waiting": {
         *("torch", "numpy", "pydantic", "starlette", "uvicorn", "msgspec", "tokenizers"),

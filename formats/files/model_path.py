@@ -58,6 +58,11 @@ def model_folder(path: str | Path) -> Path:
     return folder_of_file(file)
 
 
+def is_gguf_folder(folder: Path) -> bool:
+    """Return True if a folder was made from a GGUF file (gguf/folder.py)."""
+    return (folder / INDEX).is_file()
+
+
 def gguf_name(folder: str | Path) -> str:
     """Return the name of the GGUF file that a folder was made from; "" for an ordinary folder."""
     path = Path(folder)

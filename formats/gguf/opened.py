@@ -11,7 +11,6 @@ import torch
 from formats.architecture.stored_form.config import usual_config
 from formats.codecs.config_fields import BLOCK
 from formats.families import FAMILIES
-from formats.files.model_path import INDEX
 from formats.files.tensor_entry import TensorEntry
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.entries import make_entries, make_scalars, schemes_of
@@ -27,11 +26,6 @@ class OpenedGguf:
     config: dict[str, Any]
     entries: dict[str, TensorEntry]
     summary: str  # how many linears of each type run on codes, and how many as floats
-
-
-def is_gguf_folder(folder: Path) -> bool:
-    """Return True if a folder was made from a GGUF file (gguf/folder.py)."""
-    return (folder / INDEX).is_file()
 
 
 def open_gguf(
