@@ -27,11 +27,10 @@ from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
+from formats.files.model_path import is_gguf_folder, model_folder
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.tensor_entry import TensorEntry
-from formats.gguf.folder import model_folder
-from formats.gguf.opened import is_gguf_folder, open_gguf
 
 __all__ = [
     "CONFIG",
@@ -92,6 +91,8 @@ class CheckpointReader:
         self.transposed: frozenset[str] = frozenset()
         self.gguf_summary = ""  # how the blocks of a GGUF file run
         if is_gguf_folder(self.folder):
+            from formats.gguf.opened import open_gguf  # imports the tables of all architectures
+
             opened = open_gguf(
                 self.folder,
                 self.config,

@@ -60,9 +60,17 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
         from qserve.deploy.ray_app import serve_on_ray
 
         return serve_on_ray(engine, server, replicas)
-    from qserve.server.serve import serve as serve_http
+    from qserve.engine.ipc.waiting import WaitingEngine
 
-    return serve_http(engine, server)
+    # The engine's process imports torch while this process imports the server.
+    waiting = WaitingEngine.of(engine, server)
+    try:
+        from qserve.server.serve import serve as serve_http
+
+        return serve_http(engine, server, waiting=waiting)
+    finally:
+        if waiting is not None:
+            waiting.close()
 
 
 def chat(config: TalkConfig) -> int:

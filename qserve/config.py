@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
-from formats.gguf.folder import find_gguf, model_folder
+from formats.files.model_path import find_gguf, model_folder
 from formats.names import KV_CACHES
 from qserve.command_line.setting import check_settings, setting
 from qserve.hub.settings import HubSettings

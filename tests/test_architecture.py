@@ -92,22 +92,39 @@ MUST_NOT_LOAD = {
     "formats.hub.fetch": {"torch", "transformers", "huggingface_hub", "httpx", "httpx2"},
     "formats.families": {"torch", "triton", "transformers"},
     "formats.architecture.rope_types": {"torch", "triton", "transformers"},
-    "formats.checkpoint": {"triton", "transformers", "starlette"},
+    "formats.checkpoint": {"triton", "transformers", "starlette", "formats.gguf.architectures"},
     "qkernels": {"triton", "transformers", "starlette"},
     "qkernels.quant_linear": {"triton", "transformers", "starlette", "qserve"},
     "calibrate.pipeline": {"qkernels", "qserve", "starlette", "huggingface_hub"},
     "qserve": {"torch", "transformers", "starlette"},
-    "qserve.cli": {"torch", "transformers", "starlette", "huggingface_hub"},
+    # the flags need names of formats and families, not their tables and grammars
+    "qserve.cli": {
+        *("torch", "transformers", "starlette", "huggingface_hub", "numpy", "tokenizers"),
+        *("pydantic", "asyncio", "formats.gguf.folder", "formats.families"),
+        *("qserve.structured.grammar", "calibrate"),
+    },
     "qserve.llm": {
         *("starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate", "jinja2"),
     },
-    "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
+    # transformers takes seconds (filled_config.py); only GGUF files need the other tables
+    "qserve.engine.engine": {
+        *("starlette", "transformers", "tokenizers", "formats.gguf.architectures"),
+    },
+    # the command imports only this before the engine's process starts
+    "qserve.engine.ipc.waiting": {
+        *("torch", "numpy", "pydantic", "starlette", "uvicorn", "msgspec", "tokenizers"),
+    },
     # neither side of the pipe to the engine needs torch before the engine does
     "qserve.engine.ipc.client": {"torch", "starlette"},
     "qserve.engine.ipc.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
     # the server starts the engine's process after these imports
-    "qserve.server.serve": {"torch", "triton", "transformers"},
-    "qserve.text.tokenizer": {"torch", "triton", "transformers"},
+    "qserve.server.serve": {"torch", "triton", "transformers", "jinja2", "huggingface_hub"},
+    "qserve.server.prepare.worker_process": {
+        *("torch", "triton", "transformers", "huggingface_hub", "uvicorn", "PIL"),
+    },
+    "qserve.text.tokenizer": {
+        *("torch", "triton", "transformers", "numpy", "jinja2", "formats.gguf.folder"),
+    },
 }
 
 

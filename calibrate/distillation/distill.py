@@ -39,9 +39,9 @@ from formats.checkpoint import (
     read_json,
 )
 from formats.errors import CheckpointError, InputError
+from formats.files.model_path import is_gguf_folder
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
-from formats.gguf.opened import is_gguf_folder
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight

@@ -8,7 +8,6 @@ limited, too. Needs no torch.
 
 import array
 import math
-import re
 import struct
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from formats.errors import CheckpointError
+from formats.files.model_path import SPLIT_NAME
 from formats.gguf.block_types import BlockType, find_type
 
 MAGIC = b"GGUF"
@@ -30,7 +30,6 @@ MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 2**23  # a chat template has 10 kB
 MAX_HEADER_BYTES = 2**28
 MAX_STRINGS = 4_000_000  # in all arrays; a vocabulary of 262,144 tokens has as many merges
-SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 REMEDY = "fetch the file again"
 STRING, ARRAY = 8, 9
 # id of a scalar type -> struct code; 7 is a bool

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
+from formats.files.model_path import INDEX, stem
 from formats.gguf.architectures.held import Order
 from formats.gguf.block_types import BY_NAME, find_type
 from formats.gguf.config import (
@@ -28,14 +29,12 @@ from formats.gguf.config import (
     num_kv_heads,
     num_layers,
 )
-from formats.gguf.container import SPLIT_NAME, StoredTensor, read_gguf, split_files
+from formats.gguf.container import StoredTensor, read_gguf, split_files
 from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
 FORMAT = 6  # version of the folder's content; after a change folders are made again
-INDEX = "gguf.json"
-SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
 
 
@@ -49,63 +48,6 @@ class GgufIndex:
     scalars: dict[str, tuple[tuple[int, ...], float]]
 
 
-def find_gguf(path: str | Path) -> Path | None:
-    """Return the GGUF file that a model argument refers to; None: it is not a GGUF file.
-
-    A folder without other weights refers to its only GGUF file, or the first of a split model.
-    Raises CheckpointError if the folder has several models.
-    """
-    path = Path(path)
-    if path.suffix == SUFFIX and not path.is_dir():
-        return path
-    if not path.is_dir() or (path / INDEX).exists():
-        return None
-    try:
-        names = sorted(each.name for each in path.iterdir())
-    except OSError:
-        return None
-    found = [name for name in names if name.endswith(SUFFIX) and not name.startswith("mmproj")]
-    if not found or any(
-        name.endswith((".safetensors", ".safetensors.index.json")) for name in names
-    ):
-        return None
-    models = {_stem(name): name for name in reversed(found)}
-    if len(models) > 1:
-        raise CheckpointError(
-            str(path), f"holds {len(models)} GGUF models: {', '.join(found[:8])}", "give one file"
-        )
-    return path / next(iter(models.values()))
-
-
-def _stem(name: str) -> str:
-    match = SPLIT_NAME.fullmatch(name)
-    return match["stem"] if match else name.removesuffix(SUFFIX)
-
-
-def model_folder(path: str | Path) -> Path:
-    """Return the model folder for an argument; for a GGUF file, the folder made from it.
-
-    Raises CheckpointError.
-    """
-    file = find_gguf(path)
-    return Path(path) if file is None else folder_of_file(file)
-
-
-def gguf_name(folder: str | Path) -> str:
-    """Return the name of the GGUF file that a folder was made from; "" for an ordinary folder."""
-    path = Path(folder)
-    return path.name if (path / INDEX).is_file() else ""
-
-
-def origin(folder: str | Path) -> Path:
-    """Return the GGUF file that a folder was made from, for messages; else the folder itself."""
-    path = Path(folder)
-    try:
-        return Path(json.loads((path / INDEX).read_text(encoding="utf-8"))["files"][0][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        return path
-
-
 def folder_of_file(file: Path) -> Path:
     """Return the folder of a GGUF file, and make it if it does not exist yet."""
     if not file.is_file():
@@ -113,7 +55,7 @@ def folder_of_file(file: Path) -> Path:
     stated = [_fingerprint(each) for each in split_files(file)]
     key = hashlib.sha256(json.dumps([FORMAT, stated]).encode()).hexdigest()[:24]
     root = Path(os.path.expanduser("~/.cache/qserve/gguf"))
-    folder = root / key / _stem(file.name)
+    folder = root / key / stem(file.name)
     if (folder / INDEX).is_file():
         return folder
     texts = _make_texts(file, stated)
@@ -123,7 +65,7 @@ def folder_of_file(file: Path) -> Path:
     except OSError:  # no home, or a full or read-only disk
         parent = Path(tempfile.mkdtemp(prefix="qserve-gguf-"))
         atexit.register(shutil.rmtree, parent, ignore_errors=True)
-        return _write(parent / _stem(file.name), texts)
+        return _write(parent / stem(file.name), texts)
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -14,7 +14,7 @@ from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.entries import make_entries, make_scalars, schemes_of
-from formats.gguf.folder import INDEX, read_index
+from formats.gguf.folder import read_index
 from formats.in_memory.k_weight import is_in_blocks
 from formats.scheme import Scheme
 
@@ -26,11 +26,6 @@ class OpenedGguf:
     config: dict[str, Any]
     entries: dict[str, TensorEntry]
     summary: str  # how many linears of each type run on codes, and how many as floats
-
-
-def is_gguf_folder(folder: Path) -> bool:
-    """Return True if a folder was made from a GGUF file (gguf/folder.py)."""
-    return (folder / INDEX).is_file()
 
 
 def open_gguf(

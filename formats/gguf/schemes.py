@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from formats.architecture.family import Family
 from formats.errors import SchemeError
-from formats.gguf.names import linear_names, other_names
 from formats.rules import LAYER_NUMBER
 from formats.scheme import K_BLOCK, K_TYPES, QuantSpec, Scheme, block_scheme
 
@@ -88,6 +87,8 @@ def types_of_linears(
     mix = MIXES.get(name)
     if mix is None:
         return dict.fromkeys(shapes, BLOCK_SCHEMES[name])
+    from formats.gguf.names import linear_names, other_names  # imports tables of architectures
+
     names = {**linear_names(family), **other_names(family, ""), **other_names(family, "{e}")}
     leaves = {ours.rpartition(".")[2]: theirs for theirs, ours in names.items()}
     found = {}

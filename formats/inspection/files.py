@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from formats.architecture.text_part import text_name
 from formats.checkpoint import CONFIG, INDEX, SINGLE, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError
+from formats.files.model_path import is_gguf_folder, origin
 from formats.files.side_files import TOKENIZER_FILES
 from formats.files.tensor_entry import StatedShape
-from formats.gguf.folder import origin
-from formats.gguf.opened import is_gguf_folder, open_gguf
+from formats.gguf.opened import open_gguf
 from formats.inspection.findings import Findings
 
 

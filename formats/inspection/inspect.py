@@ -27,8 +27,8 @@ from formats.codecs import mxfp4
 from formats.compatibility.loads_in import Facts
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
+from formats.files.model_path import gguf_name, model_folder
 from formats.files.side_files import find_side_files
-from formats.gguf.folder import gguf_name, model_folder
 from formats.gguf.llama_cpp import verdict_of_folder
 from formats.in_memory.fp8 import FP8_DTYPE
 from formats.in_memory.k_weight import is_in_blocks

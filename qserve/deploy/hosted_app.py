@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.routed_request import RoutedRequest
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE
 from qserve.processes import logs
 from qserve.processes.log_limit import limit_logging
 from qserve.server.app import app_of, open_store

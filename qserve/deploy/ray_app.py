@@ -26,7 +26,7 @@ from qserve.deploy.ray_gateway import Gateway
 from qserve.deploy.ray_replica import EngineReplica, multiplexing
 from qserve.deploy.ray_router import ROUTER_PATHS
 from qserve.deploy.settings import DeploySettings
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE
 from qserve.hub.local import local_config
 
 APP = "qserve"

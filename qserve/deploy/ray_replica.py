@@ -17,7 +17,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.hosted_app import Answer, HostedApp
 from qserve.deploy.routed_request import RoutedRequest
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE
 
 IDLE_POLL_SECONDS = 0.05
 

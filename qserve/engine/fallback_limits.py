@@ -4,7 +4,7 @@ from pathlib import Path
 
 from formats.architecture.stored_form.config import usual_config
 from formats.checkpoint import CONFIG, read_json
-from formats.gguf.folder import model_folder
+from formats.files.model_path import model_folder
 from qserve.config import EngineConfig
 from qserve.engine.state_limits import Limit, check_limits
 from qserve.model.fallback.division import check_division

@@ -22,7 +22,7 @@ from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_jso
 from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.gguf.folder import model_folder, origin
+from formats.files.model_path import model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support
@@ -63,7 +63,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     instead_of_head: str = ""  # name of a matrix that replaces the head, such as a classifier's
     labels: tuple[str, ...] = ()  # labels of a classifier
-    # kinds of media (qserve.multimodal.media.KINDS) that the model can encode
+    # kinds of media (qserve.multimodal.settings.KINDS) that the model can encode
     media_kinds: frozenset[str] = frozenset()
     vision: VisionConfig | None = None  # config of the whole model, if its vision tower is used
     no_vision: str = ""  # remedy if the vision tower is not used

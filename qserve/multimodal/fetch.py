@@ -43,7 +43,7 @@ class FetchError(InputError):
 def fetch(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> bytes:
     """Return the bytes of the file at a URL, after redirects. Raises FetchError.
 
-    `ends`: deadline, as a value of time.monotonic(). `kind`: one of media.KINDS.
+    `ends`: deadline, as a value of time.monotonic(). `kind`: one of settings.KINDS.
     """
     for _ in range(MAX_REDIRECTS + 1):
         parts, host, port = _checked_url(url, limits.hosts)

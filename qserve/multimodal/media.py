@@ -10,8 +10,8 @@ import numpy as np
 
 from formats.errors import InputError
 from qserve.errors import ParameterError
+from qserve.multimodal.settings import KINDS
 
-KINDS = ("image", "video", "audio")
 DIGEST = re.compile(r"[0-9a-f]{64}")  # SHA-256; a shorter digest would make wrong cache hits likely
 
 

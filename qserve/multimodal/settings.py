@@ -1,6 +1,6 @@
 """MediaSettings: the flags about images and videos in requests; MediaLimits: their parsed values.
 
-Loads no torch.
+Loads no torch and no numpy.
 """
 
 import ipaddress
@@ -12,6 +12,7 @@ from pathlib import Path
 from formats.errors import InputError
 from qserve.command_line.setting import setting
 
+KINDS = ("image", "video", "audio")
 ANY_HOST = "*"
 WEB_PORTS = (80, 443)  # ports of an allowed host that states none
 HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -143,8 +144,6 @@ class MediaSettings:
 
 def _counts(text: str | None) -> dict[str, int]:
     """Parse the maximum number of media of each kind. Raises InputError."""
-    from qserve.multimodal.media import KINDS  # loads numpy
-
     if text is None:
         return {}
     found: object

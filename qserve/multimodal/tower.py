@@ -183,7 +183,7 @@ def _likeness(feature: Feature) -> tuple[Any, ...]:
 class Frame(NamedTuple):
     """An image, or a group of frames of a video: the smallest input of the tower."""
 
-    kind: str  # one of media.KINDS
+    kind: str  # one of settings.KINDS
     features: tuple[Feature, ...]
 
 

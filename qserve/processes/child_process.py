@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+POLL_SECONDS = 0.02  # interval of the checks whether a process has ended
+
 
 async def start_child(
     module: str, *arguments: str
@@ -50,6 +52,30 @@ def start_child_blocking(module: str, *arguments: str) -> tuple[subprocess.Popen
             stdin=subprocess.DEVNULL,
         )
     return process, ours
+
+
+class StartedProcess:
+    """A child process that was started without an event loop, for a caller with one.
+
+    Members are those of asyncio.subprocess.Process.
+    """
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
+
+
+ChildProcess = asyncio.subprocess.Process | StartedProcess
 
 
 def stop_blocking(process: subprocess.Popen, seconds: float) -> None:

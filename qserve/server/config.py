@@ -6,7 +6,7 @@ qserve/config.py does the same for the engine.
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from formats.gguf.folder import gguf_name
+from formats.files.model_path import gguf_name
 from formats.hub.name import served_name
 from qserve.command_line.setting import check_key, check_settings, setting
 from qserve.multimodal.settings import MediaSettings

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.errors import InputError
+from formats.files.json_file import read_json
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
-from qserve.engine.ipc.process import ENGINE
 from qserve.engine.ipc.start_engines import Engines, start_engines
+from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules
 from qserve.params.generation_defaults import load_defaults
@@ -47,13 +48,14 @@ class HostedModel:
         config: ServerConfig,
         *,
         engine: str = ENGINE,
+        waiting: WaitingEngine | None = None,
         store: ResponseStore | None = None,
         tracing: Tracing | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> "HostedModel":
-        """Load the model. Raises InputError."""
+        """Load the model, in the process `waiting` if it is given. Raises InputError."""
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
-        tokenizer, client, preparation = await load(engine_config, config, engine, metrics)
+        tokenizer, client, preparation = await load(engine_config, config, engine, metrics, waiting)
         try:
             metrics.describe_cache(engine_config)
             if engine_config.enable_lora:
@@ -94,7 +96,11 @@ class HostedModel:
 
 
 async def load(
-    config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
+    config: EngineConfig,
+    server: ServerConfig,
+    engine: str,
+    metrics: Metrics,
+    waiting: WaitingEngine | None = None,
 ) -> tuple[Tokenizer, Engines, Preparation]:
     """Load the model in its engine processes; meanwhile start workers and load the tokenizer."""
     starting = asyncio.create_task(
@@ -102,6 +108,7 @@ async def load(
             config,
             restarts=server.restart_engine,
             engine=engine,
+            waiting=waiting,
             watch=metrics.take_report,
             limits=Limits(silence=server.engine_timeout, step=server.engine_step_timeout),
             on_restart=metrics.count_restart,
@@ -128,10 +135,8 @@ async def load(
 
 
 def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
-    from formats.checkpoint import CONFIG, read_json  # loads torch, in parallel to the engine
-
     # A mistyped folder raises a clear error here, instead of an obscure one in transformers.
-    read_json(Path(folder) / CONFIG)
+    read_json(Path(folder) / "config.json")
     return Tokenizer(folder, files)
 
 

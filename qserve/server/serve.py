@@ -11,22 +11,19 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.process import ENGINE
 from qserve.engine.ipc.start_engines import Engines
+from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs
+from qserve.processes.descriptors import raise_descriptor_limit
 from qserve.processes.log_limit import limit_logging
 from qserve.server.adapters import ServedAdapters
 from qserve.server.admin.reload import on_hangup
 from qserve.server.app import app_of, check_keys, open_store
 from qserve.server.hosted_model import HostedModel
 from qserve.server.http.api_key import Keys
-from qserve.server.http.http_protocol import (
-    Connections,
-    max_connections,
-    raise_descriptor_limit,
-)
+from qserve.server.http.http_protocol import Connections, max_connections
 from qserve.server.http.listener import bind, check_tls, owned_path, remove
 from qserve.server.models.configs import ModelConfig, model_configs
 from qserve.server.models.settings import SLEEP
@@ -41,20 +38,32 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE) -> int:
+def serve(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    *,
+    engine: str = ENGINE,
+    waiting: WaitingEngine | None = None,
+) -> int:
     """Serve until SIGINT or SIGTERM (returns 0) or until an engine dies (returns 1).
 
-    Models of the hub are downloaded first, and served under their hub names. Raises InputError if
-    the address, a model or a tokenizer cannot be used.
+    Models of the hub are downloaded first, and served under their hub names. `waiting`: the process
+    for the first model that is loaded; None: it is started here. Raises InputError if the address,
+    a model or a tokenizer cannot be used.
     """
     models = model_configs(engine_config, config)
     for each in models:
         _check_adapters(each.engine, each.server)
     models = [each._replace(engine=local_config(each.engine)) for each in models]
-    return asyncio.run(_serve(models, config, engine))
+    return asyncio.run(_serve(models, config, engine, waiting))
 
 
-async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: str) -> int:
+async def _serve(
+    models: Sequence[ModelConfig],
+    config: ServerConfig,
+    engine: str,
+    waiting: WaitingEngine | None,
+) -> int:
     logs.configure(config.log_level, config.log_format, text="%(message)s")
     limit_logging()
     check_keys(config, Keys(config))  # before a model is loaded
@@ -74,7 +83,9 @@ async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: st
         store = open_store(config)
         if store is not None:
             ends.callback(store.close)
-        loading = asyncio.create_task(_load(models, engine, store, tracing, stopping.is_set))
+        loading = asyncio.create_task(
+            _load(models, engine, waiting, store, tracing, stopping.is_set)
+        )
         with _on_stop_signal(loading.cancel):
             try:
                 hosted = await loading
@@ -115,6 +126,7 @@ async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: st
 async def _load(
     models: Sequence[ModelConfig],
     engine: str,
+    waiting: WaitingEngine | None,
     store: ResponseStore | None,
     tracing: Tracing,
     is_stopping: Callable[[], bool],
@@ -135,6 +147,7 @@ async def _load(
                     each.engine,
                     each.server,
                     engine=engine,
+                    waiting=None if loaded else waiting,
                     store=store,
                     tracing=tracing,
                     is_stopping=is_stopping,

@@ -7,6 +7,7 @@ from typing import Any
 from qserve.errors import ParameterError
 from qserve.structured import structural_tag
 from qserve.structured.backend import library, limits
+from qserve.structured.lark_text import quoted
 from qserve.structured.params import FIELD, StructuredOutputsParams
 from qserve.structured.pattern_algebra import UnsupportedPattern
 from qserve.structured.pattern_rewrite import has_look_around, rewrite
@@ -160,11 +161,6 @@ _BODIES = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
 }
-
-
-def quoted(text: str) -> str:
-    """Quote a text for Lark."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _dump(grammars: list[dict]) -> str:

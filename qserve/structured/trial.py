@@ -17,7 +17,6 @@ from qserve.structured import trial_messages
 from qserve.structured.grammar import refusal
 from qserve.structured.params import FIELD, StructuredOutputsParams
 from qserve.structured.trial_messages import Begun, Compiled, Setup, TrialRefused
-from qserve.text.load_tokenizer import load_tokenizer
 
 # Limits of one grammar. A schema with 3000 properties takes 2.5 s and 13 MiB.
 MAX_CPU_SECONDS = 4.0
@@ -157,6 +156,8 @@ def tokenizer_text(folder: str) -> str:
     path = Path(folder) / "tokenizer.json"
     if path.exists():
         return path.read_text(encoding="utf-8")
+    from qserve.text.load_tokenizer import load_tokenizer  # imports the library tokenizers
+
     backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if backend is None:
         raise InputError(FIELD, "requires a tokenizer of the library tokenizers (a tokenizer.json)")

@@ -1,26 +1,46 @@
-"""Loads transformers' tokenizer of a model folder, without importing the model's classes.
+"""Loads the tokenizer of a model folder as transformers does, without importing transformers twice.
 
-AutoTokenizer first imports the class of the folder's config, which imports torch's compiler and
-more, and takes a second or two. If tokenizer_config.json names the tokenizer's class, AutoTokenizer
+A folder that AutoTokenizer has loaded before has a record on disk, which is read without
+transformers (tokenizer_record.py). For other folders AutoTokenizer is imported, which takes
+seconds. It first imports the class of the folder's config, which imports torch's compiler and more,
+and takes another second or two. If tokenizer_config.json names the tokenizer's class, AutoTokenizer
 reads only fields of the config, so it gets a generic config instead.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from formats.gguf.folder import model_folder
+from formats.files.model_path import model_folder
+from qserve.text.tokenizer_record import read_record, record_path, write_record
+
+# Once it is imported, programs may have registered classes of their own in it.
+AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto"
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load a tokenizer without running the folder's code.
 
-    Raises any exception of transformers and of the files' parsers.
+    Returns a tokenizer of transformers, or a RecordedTokenizer that equals it. Raises any exception
+    of transformers and of the files' parsers.
     """
+    folder = model_folder(folder)
+    if AUTO_TOKENIZER in sys.modules:
+        return _by_transformers(folder)
+    record = record_path(folder)
+    tokenizer = record and read_record(record, folder)
+    if tokenizer is None:
+        tokenizer = _by_transformers(folder)
+        if record is not None and record == record_path(folder):  # no file has changed meanwhile
+            write_record(record, folder, tokenizer)
+    return tokenizer
+
+
+def _by_transformers(folder: Path) -> Any:
     # Imported here, not at module level: the import takes seconds.
     from transformers import AutoTokenizer
 
-    folder = model_folder(folder)
     given = {"trust_remote_code": False, "local_files_only": True}
     if _names_its_class(folder):
         given["config"] = _bare_config(folder)

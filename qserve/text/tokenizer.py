@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
+from formats.files.model_path import model_folder, origin
 from formats.files.side_files import TOKENIZER_FILES
-from formats.gguf.folder import model_folder, origin
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from qserve.text.chat_prompt import ChatPrompt, control_pattern
 from qserve.text.image_text import image_text_of
@@ -241,6 +241,11 @@ class Tokenizer:
         except ValueError:  # there is no template, or several without a default
             return frozenset()
         return names_read(template)
+
+    def import_renderer(self) -> None:
+        """Import the modules that render chats, so that the first chat does not wait for them."""
+        if self.has_chat_template:
+            _ = self.template_settings  # reads the signature of transformers' renderer
 
     def render_chat(
         self,

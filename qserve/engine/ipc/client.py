@@ -36,14 +36,14 @@ from qserve.engine.ipc.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE, MODULE, WaitingEngine
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent, TokenLogprobs
 from qserve.errors import BusyError
 from qserve.lora.request import LoRARequest
 from qserve.params.handling import DEFAULT, Handling
 from qserve.params.sampling_params import SamplingParams
-from qserve.processes.child_process import start_child
+from qserve.processes.child_process import ChildProcess, start_child
 from qserve.profile.profiler_config import ProfilerConfig
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to exit and killing it
@@ -127,7 +127,7 @@ class EngineClient:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: ChildProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         watch: WatchEngine,
@@ -157,16 +157,19 @@ class EngineClient:
         limits: Limits | None = None,
         arguments: Sequence[str] = (),
         check: bool = True,
+        waiting: WaitingEngine | None = None,
     ) -> "EngineClient":
         """Start the process and wait for its model to load. Raises InputError on failure.
 
         `watch` gets the engine's reports; when the engine dies it gets a last report of zeros.
         `arguments`: more command-line arguments for the process. `check`: refuse a model whose
-        logits differ from those stored in its folder.
+        logits differ from those stored in its folder. `waiting`: a process that runs already; it
+        has its engine and arguments.
         """
-        process, reader, writer = await start_child(
-            "qserve.engine.ipc.process", f"--engine={engine}", *arguments
-        )
+        if waiting is not None:
+            process, reader, writer = await waiting.take()
+        else:
+            process, reader, writer = await start_child(MODULE, f"--engine={engine}", *arguments)
         client = cls(process, reader, writer, watch, limits or Limits())
         try:
             writer.write(messages.encode(Start(config=config, check=check)))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from formats.errors import InputError
@@ -46,6 +47,7 @@ from qserve.engine.ipc.messages import (
     StopWaiting,
     UnloadAdapter,
 )
+from qserve.engine.ipc.waiting import ENGINE
 from qserve.engine.start_phases import phase
 from qserve.engine.token_event import TokenEvent
 from qserve.errors import BusyError
@@ -53,7 +55,6 @@ from qserve.processes import logs
 from qserve.processes.frames import MAX_PAYLOAD_BYTES
 from qserve.processes.log_limit import limit_logging
 
-ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds for a step or a load to finish after the client is gone
 BEAT_SECONDS = 1.0
 # Maximum number of messages between two steps. An Add with 1,024 stop tokens costs 0.2 ms.
@@ -239,6 +240,8 @@ def _leave(number: int, frame: object) -> None:
 
 def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
     """Create the engine that the first message describes. On an error, report it, return None."""
+    # The client may have started this process before it knows the model.
+    importing = ThreadPoolExecutor(1).submit(_import_engine, engine_path)
     message = inbox.get()
     if not isinstance(message, Start):
         raise ClientGone
@@ -246,12 +249,10 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
         signal.signal(signal.SIGTERM, _leave)  # the file is written by a normal exit
     ranks = None
     try:
-        module, _, name = engine_path.partition(":")
         num_cores = len(os.sched_getaffinity(0))
         config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
         ranks = WaitingRanks.of(config)  # the ranks import modules while this process does
-        with phase("Importing the engine"):
-            make = getattr(importlib.import_module(module), name)
+        make = importing.result()
         engine = make(config) if ranks is None else make(config, ranks)
         if message.check and config.load_format != "dummy":
             # Imported here because it loads torch, which the engine has loaded by now.
@@ -282,6 +283,12 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
         ranks.close()
     line.send_last(failure)
     return None
+
+
+def _import_engine(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    with phase("Importing the engine"):
+        return getattr(importlib.import_module(module), name)
 
 
 def _media_facts(engine: object) -> dict[str, Any]:

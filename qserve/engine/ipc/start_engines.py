@@ -13,7 +13,7 @@ Engines = EngineSupervisor | DataParallelEngines
 async def start_engines(config: EngineConfig, **options: Any) -> Engines:
     """Start the engine, or the engines of --data-parallel-size. Raises InputError.
 
-    `options`: keyword arguments of EngineSupervisor.start.
+    `options`: keyword arguments of EngineSupervisor.start. `waiting` is None for several engines.
     """
     if config.prefill_engines:
         return await DisaggregatedEngines.start(config, **options)

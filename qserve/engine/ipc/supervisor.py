@@ -14,7 +14,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import AnyCommand, EngineState, Outcome, UpdateWeights
 from qserve.engine.ipc.client import EngineClient, Limits, Watch, WatchEngine, ignore
-from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
 from qserve.params.handling import DEFAULT, Handling
@@ -59,6 +59,7 @@ class EngineSupervisor:
         on_restart: Callable[[], None] | None = None,
         arguments: Sequence[str] = (),
         check: bool = True,
+        waiting: WaitingEngine | None = None,
     ) -> "EngineSupervisor":
         """Start the engine. If the first start fails, raises InputError without a restart.
 
@@ -67,7 +68,7 @@ class EngineSupervisor:
         options = {"engine": engine, "watch": watch, "limits": limits, "arguments": arguments}
         options["check"] = check
         supervisor = cls(config, restarts, options, on_restart)
-        supervisor._client = await EngineClient.start(config, **options)
+        supervisor._client = await EngineClient.start(config, waiting=waiting, **options)
         supervisor._task = asyncio.create_task(supervisor._supervise())
         return supervisor
 

@@ -11,8 +11,8 @@ from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
+from formats.files.model_path import origin
 from formats.files.tensor_entry import TensorEntry
-from formats.gguf.folder import origin
 from formats.in_memory.dense import is_dense
 from formats.in_memory.weights import Weight
 from formats.joint_decoding import STATED_SHAPE, decode_together

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qserve.output_parsing.grammars.markers import MarkerToken, first_token, lark_text
-from qserve.structured.grammar import quoted
+from qserve.structured.lark_text import quoted
 
 Schema = Mapping[str, Any]
 

@@ -29,7 +29,7 @@ from qserve.output_parsing.grammars.value_grammar import (
 )
 from qserve.output_parsing.notations.argument_schema import ArgumentSchema
 from qserve.output_parsing.notations.bare_value import typed
-from qserve.structured.grammar import quoted
+from qserve.structured.lark_text import quoted
 
 if TYPE_CHECKING:
     from qserve.output_parsing.notations.tagged_calls import Tags

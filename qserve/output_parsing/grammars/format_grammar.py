@@ -7,7 +7,7 @@ readers of the formats accept more than the grammars.
 from qserve.output_parsing.grammars.call_grammar import CallGrammar, Schema
 from qserve.output_parsing.grammars.text_grammar import all_of, escaped, without
 from qserve.output_parsing.tool_format import ToolFormat
-from qserve.structured.grammar import quoted
+from qserve.structured.lark_text import quoted
 
 RULE = "calls"  # name of a grammar's top rule
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from qserve.output_parsing.marker_search import MARKED, TOKEN
-from qserve.structured.grammar import quoted
+from qserve.structured.lark_text import quoted
 
 # Text of a marker -> its token id; None: the marker is ordinary text. See Tokenizer.marker_token.
 MarkerToken = Callable[[str], int | None]

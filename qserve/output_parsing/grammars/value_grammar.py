@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qserve.output_parsing.grammars.call_schema import moved_references
 from qserve.output_parsing.grammars.text_grammar import ANNOTATIONS, Inexpressible
 from qserve.output_parsing.notations.argument_schema import ArgumentSchema
-from qserve.structured.grammar import quoted
+from qserve.structured.lark_text import quoted
 from qserve.structured.schema_facts import Unsupported, are_disjoint, lookup, own_values
 
 if TYPE_CHECKING:

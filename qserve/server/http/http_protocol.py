@@ -4,7 +4,6 @@ A client's mistake gets a reply if possible, and at most one line in the log.
 """
 
 import asyncio
-import contextlib
 import logging
 import re
 import resource
@@ -39,15 +38,6 @@ SMALL_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")  # header of a chunk belo
 NUM_SMALL_CHUNKS = 64  # allowed in one read
 
 logger = logging.getLogger(__name__)
-
-
-def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of file descriptors to the hard limit. Returns the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def max_connections(asked: int | None, descriptors: int) -> int:

@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         load = decode(frames.receive(connection), ToWorker)
         tokenizer = Tokenizer(load.folder, load.tokenizer_folder)
+        tokenizer.import_renderer()  # while the engine loads the model
         model = _served(tokenizer, decode(frames.receive(connection), ToWorker))
         _limit_memory()
         connection.sendall(encode(Loaded()))

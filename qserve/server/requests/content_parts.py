@@ -133,7 +133,7 @@ class Part(BaseModel):
 
     @property
     def kind(self) -> str:
-        """One of media.KINDS, or "text"."""
+        """One of settings.KINDS, or "text"."""
         if self.is_image:
             return "image"
         return "video" if self.type in VIDEO_FIELDS else "text"

@@ -13,8 +13,8 @@ import torch
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from formats.files.model_path import model_folder
 from formats.gguf.container import read_gguf
-from formats.gguf.folder import model_folder
 from formats.gguf.writing.export import export_gguf
 from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
+
+from qserve.text.tokenizer_record import record_path, write_record
 
 HERE = Path(__file__).resolve().parent
 STEP_FAILS, PROCESS_DIES, STEP_IS_SLOW, EATS_MEMORY = 101, 102, 104, 106  # of fake_engine
@@ -414,3 +417,19 @@ def test_ipv6_address_is_printed_in_brackets(start):
         pytest.skip("no IPv6 here")
     url = url_of(start(host="::1"))
     assert url.startswith("http://[::1]:") and httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.exhaustive
+def test_no_process_for_texts_loads_torch(start, tmp_path, docs_5m, monkeypatch):
+    """If the tokenizer is recorded: neither the server nor its workers, which render a chat."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_record(record_path(docs_5m), docs_5m, AutoTokenizer.from_pretrained(docs_5m))
+    process = start(worker=True)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    reply = httpx.post(f"{url_of(process)}/v1/chat/completions", json=body, timeout=GUARD)
+    assert reply.status_code == 200, reply.text
+    texts = {*children(process.pid)} - {engine_pid(tmp_path)}
+    assert len(texts) == 2
+    for pid in (process.pid, *texts):
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        assert "tokenizers" in mapped and "libtorch" not in mapped

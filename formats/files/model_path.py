@@ -1,0 +1,78 @@
+"""Model arguments that are GGUF files. Imports the reader of GGUF only for such a file."""
+
+import json
+import re
+from pathlib import Path
+
+from formats.errors import CheckpointError
+
+INDEX = "gguf.json"  # in a folder that was made from a GGUF file
+SUFFIX = ".gguf"
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """Return the GGUF file that a model argument refers to; None: it is not a GGUF file.
+
+    A folder without other weights refers to its only GGUF file, or the first of a split model.
+    Raises CheckpointError if the folder has several models.
+    """
+    path = Path(path)
+    if path.suffix == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / INDEX).exists():
+        return None
+    try:
+        names = sorted(each.name for each in path.iterdir())
+    except OSError:
+        return None
+    found = [name for name in names if name.endswith(SUFFIX) and not name.startswith("mmproj")]
+    if not found or any(
+        name.endswith((".safetensors", ".safetensors.index.json")) for name in names
+    ):
+        return None
+    models = {stem(name): name for name in reversed(found)}
+    if len(models) > 1:
+        raise CheckpointError(
+            str(path), f"holds {len(models)} GGUF models: {', '.join(found[:8])}", "give one file"
+        )
+    return path / next(iter(models.values()))
+
+
+def stem(name: str) -> str:
+    """Return a file's name without the number of a split model's file and the suffix."""
+    match = SPLIT_NAME.fullmatch(name)
+    return match["stem"] if match else name.removesuffix(SUFFIX)
+
+
+def model_folder(path: str | Path) -> Path:
+    """Return the model folder for an argument; for a GGUF file, the folder made from it.
+
+    Raises CheckpointError.
+    """
+    file = find_gguf(path)
+    if file is None:
+        return Path(path)
+    from formats.gguf.folder import folder_of_file  # imports the tables of all architectures
+
+    return folder_of_file(file)
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Return True if a folder was made from a GGUF file (gguf/folder.py)."""
+    return (folder / INDEX).is_file()
+
+
+def gguf_name(folder: str | Path) -> str:
+    """Return the name of the GGUF file that a folder was made from; "" for an ordinary folder."""
+    path = Path(folder)
+    return path.name if (path / INDEX).is_file() else ""
+
+
+def origin(folder: str | Path) -> Path:
+    """Return the GGUF file that a folder was made from, for messages; else the folder itself."""
+    path = Path(folder)
+    try:
+        return Path(json.loads((path / INDEX).read_text(encoding="utf-8"))["files"][0][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return path
