@@ -1,15 +1,16 @@
 """Run the source of a warp-specialized Gluon kernel on a CPU, in plain Python and torch.
 
 Triton's interpreter does not run Gluon. Here the kernel's own functions run, with other globals:
-tensors are torch tensors, pointers index flat tensors, shared memory is a flat buffer, and each
-partition of `warp_specialize` is a thread. So this tests indices, masks, and what barriers order,
-but no machine code.
+tensors are torch tensors, pointers index flat tensors, and each partition of `warp_specialize` is a
+thread. So this tests indices, masks, and what barriers order, but no machine code.
 
-What is assumed about the hardware: wgmma and TMA complete at once; a TMA box outside of its tensor
-is zero; barriers count arrivals and bytes as PTX defines it; and shared memory of 16-bit numbers in
-rows of more than 128 bytes consists of chunks of 128 bytes of all rows, one after the other
-(test_sm90_latent.py compares this with Triton's own layouts). The exchange of 16 bytes within rows,
-which is the same for every view, is left out.
+Assumptions about the hardware:
+
+- wgmma and TMA complete immediately. A TMA box outside of its tensor is zero.
+- Barriers count arrivals and bytes, as PTX defines it.
+- Shared memory of 16-bit numbers, in rows of more than 128 bytes, consists of chunks of 128 bytes
+  of all rows (test_sm90_latent.py compares this with Triton's own layouts). The exchange of 16
+  bytes within rows is the same for every view, so it is left out.
 """
 
 import itertools
@@ -301,7 +302,7 @@ class _Program:
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run every program of the grid, one after the other, in place of gpu/launch.launch."""
+    """Run every program of the grid, one after the other. It replaces gpu/launch.launch."""
     names = list(kernel.signature.parameters)
     given = dict(zip(names, map(_argument, arguments), strict=False))
     given |= {name: value for name, value in constants.items() if name in names}
