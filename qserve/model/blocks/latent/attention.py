@@ -24,7 +24,6 @@ Letters in names:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -322,16 +321,10 @@ class LatentAttention(torch.nn.Module):
         adapters = self._adapters
         if adapters is not None:
             adapters.add_queries_(absorbed_THL, q_n_THP)
-        settings: dict[str, Any] = {
-            "latent_width": self.shape.latent,
-            "scale": self.scale,
-            "kernel": self.kernel,
-        }
+        settings = {"latent_width": self.shape.latent, "scale": self.scale, "kernel": self.kernel}
         if selected is None:
             out_THL = ops.latent_attention(q_THE, cache, step, **settings)
         else:
-            if self.kernel == SM90_DECODE:
-                settings["kernel"] = None  # it does not take pages of one entry
             out_THL = ops.selected_latent_attention(q_THE, cache, selected, **settings)
         if self.kernel == FIXED_ORDER:
             out_THV = ops.fixed_order_heads(out_THL, self.value_up)
