@@ -76,9 +76,12 @@ def latent_attention(
     if config.split > 1:
         partials = out_THL.new_empty((T, H, config.split, L), dtype=torch.float32)
         sums = out_THL.new_empty((2, T, H, config.split), dtype=torch.float32)
-    # Request r owns the blocks from query_starts[r] // block_q + r on, as in paged attention. The
-    # heads of a block run at the same time, because they read the same entries.
-    grid = (ceil_div(H, config.block_heads), T // config.block_q + R, config.split)
+    # Each request has one block, or request r owns the blocks from query_starts[r] // block_q + r
+    # on, as in paged attention. The heads of a block run at the same time, because they read the
+    # same entries.
+    search = step.max_query_len > config.block_q
+    blocks = T // config.block_q + R if search else R
+    grid = (ceil_div(H, config.block_heads), blocks, config.split)
     with on_device(q_THE):
         launch(
             _latent_attention,
@@ -102,6 +105,7 @@ def latent_attention(
             BLOCK_HEADS=config.block_heads,
             PAGE=cache.page_size,
             SPLIT=config.split,
+            SEARCH=search,
             SCORE_REGISTERS=config.score_registers,
             LOAD_REGISTERS=LOAD_REGISTERS,
             num_warps=config.value_warps,
@@ -145,6 +149,7 @@ def _latent_attention(
     BLOCK_HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     SPLIT: gl.constexpr,
+    SEARCH: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
@@ -178,11 +183,15 @@ def _latent_attention(
         launch_dependents()
         griddepcontrol_wait()
     block, split = gl.program_id(1), gl.program_id(2)
-    request = request_of(starts_ptr, block, R, BLOCK_Q)
+    request = block
+    if SEARCH:
+        request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
     before = gl.load(lengths_ptr + request) - count
-    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
+    first_row = gl.to_tensor(0)
+    if SEARCH:
+        first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
     # a block after the request's last row has no steps and stores nothing
     end = gl.where(first_row < count, before + gl.minimum(first_row + BLOCK_Q, count), 0)
     first_step = 0

@@ -74,7 +74,7 @@ def test_other_widths(L, rope, half, device, assert_close, tolerance, poison):  
 @pytest.mark.parametrize("H", [16, 20, 128])
 def test_every_run_has_the_same_bits(H, device):  # noqa: N803
     """Sums have a fixed order, so a difference is a race between warps."""
-    lengths = tuple(1000 + 37 * i for i in range(150))
+    lengths = tuple(500 + 13 * i for i in range(150))
     sizes = {"H": H, "L": 512, "rope": 64, "B": 16}
     case = latent_case((1,) * 150, lengths, **sizes, dtype=torch.bfloat16, device=device)
     want = attend(case)

@@ -92,6 +92,9 @@ LATENT_ATTENTION: dict[str, Case] = {
     "latent sm90_decode, 16 rows of 128 heads": Case(
         run=lambda: sm90_decode([1] * 16, 128), product="wgmma", least=90
     ),
+    "latent sm90_decode, a chunk": Case(
+        run=lambda: sm90_decode([1, 40], 20), product="wgmma", least=90
+    ),
     "latent sm90_decode, drafts": Case(
         run=lambda: sm90_decode([4] * 32, 16), product="wgmma", least=90
     ),
