@@ -1,11 +1,24 @@
 """Dispatch table of latent attention."""
 
+import torch
+
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.gpu.device import lacks_arch
+from qkernels.latent.sm90_decode_config import CHUNK_WIDTH, LATENT_WIDTHS, PAGE_SIZES
 from qkernels.operands.codes import CODE_DTYPES
-from qkernels.problem import Problem, fixed_order, needs_triton_on_gpu, refuses_pages
+from qkernels.problem import (
+    HALF_DTYPES,
+    Problem,
+    fixed_order,
+    needs_triton,
+    needs_triton_on_gpu,
+    refuses_pages,
+)
 
 MAX_ENTRY = 640  # two steps of wider entries do not fit into shared memory on every GPU
+SM90_DECODE = "sm90_decode"
+SM90_BY_DEFAULT = False  # no GPU has run it yet; True: it runs wherever it can
 
 
 def triton_latents(problem: Problem) -> str | None:
@@ -17,12 +30,41 @@ def triton_latents(problem: Problem) -> str | None:
     return reason or refuses_pages(problem)
 
 
+def sm90_decode(problem: Problem) -> str | None:
+    reason = needs_triton(problem) or lacks_arch(torch.device(problem.device), "sm_90")
+    if reason is not None:
+        return reason
+    if not SM90_BY_DEFAULT and problem.requested != SM90_DECODE:
+        return "runs only if requested by name"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.pages_dtype not in (None, problem.dtype):
+        return f"takes pages of {problem.dtype}, not {problem.pages_dtype}"
+    latent, rope = problem.latent_width, problem.head_dim - problem.latent_width
+    if latent not in LATENT_WIDTHS or not 0 < rope <= CHUNK_WIDTH or rope % 8:
+        widths = ", ".join(map(str, LATENT_WIDTHS))
+        return (
+            f"takes latents of {widths} numbers and keys of 8 to {CHUNK_WIDTH}, divisible by 8,"
+            f" not {latent} and {rope}"
+        )
+    if problem.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        return f"takes pages of {sizes} tokens, not {problem.page_size}"
+    return None
+
+
 def in_fixed_order(problem: Problem) -> str | None:
     return fixed_order(problem, triton_latents)
 
 
 LATENT_ATTENTION = Operation(
     "latent_attention",
+    Kernel(
+        name=SM90_DECODE,
+        module="latent.sm90_decode",
+        priority=30,
+        supports=sm90_decode,
+    ),
     Kernel(
         name="triton",
         module="latent.triton_latent",

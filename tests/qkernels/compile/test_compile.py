@@ -73,6 +73,9 @@ SPILLS = (
     (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
+    # by ptxas of triton 3.6, around the loops; in them, one number for the keys after the last
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, 128 rows of 64", 0, 0),
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, ", 40, 2),
     # after the loop, where splits store their sums
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
     # by ptxas of triton 3.9
@@ -236,7 +239,15 @@ def expanded_codes(kernel: dict) -> bool:
     return not kernel.get("overwritten_in_flight")
 
 
+def latent_decode(kernel: dict) -> bool:
+    """Scores are 36 products; values of 64 columns are divided among two warpgroups."""
+    products = 36 + (32 if kernel["threads"] == 384 else 16)
+    fits = kernel["threads"] * kernel["max_registers"] <= REGISTERS_OF_SM
+    return fits and kernel.get("hgmma", products) == products
+
+
 SM90_CHECKS = {
+    "latent.sm90_decode": latent_decode,
     "w4a8.sm90": expanded_codes,
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,
