@@ -46,6 +46,7 @@ WRAPPERS = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -113,6 +114,11 @@ _ALWAYS = {
     "glm_ocr_text": {"attention_bias": False},
     "glm4v_moe_text": {"use_qk_norm": False},
 }
+# the same for text parts of one architecture
+_ALWAYS_OF = {
+    # bidirectional only in prompts with images
+    "PaliGemmaForConditionalGeneration": {"use_bidirectional_attention": None},
+}
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
@@ -165,6 +171,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
         **_head_dim(text),
         **text,
         **_ALWAYS.get(text["model_type"], {}),
+        **_ALWAYS_OF.get(architecture_of(config) or "", {}),
         "model_type": _model_type(text),
         "architectures": [_architecture(text)],
         "tie_word_embeddings": not has_head,

@@ -175,9 +175,11 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     if model.vision is not None and model.vision.is_mutual:
         from qserve.engine.media_limits import largest_image
 
-        # each image is computed in one step
-        seqs = min(seqs, FEW_SEQS)
-        chunks = max(chunks, 2 * largest_image(engine.model, model.vision) + seqs)
+        # each image is computed in one step, or each prompt
+        seqs, rows = min(seqs, FEW_SEQS), largest_image(engine.model, model.vision)
+        if model.vision.family.has_mutual_prompt:
+            rows = total
+        chunks = max(chunks, 2 * rows + seqs)
     if config.has("chunks"):
         with closing(start(max_num_batched_tokens=chunks, max_num_seqs=FEW_SEQS)) as llm:
             yield judged(f"chunks of up to {chunks} tokens", llm, everyone)

@@ -41,6 +41,13 @@ def _encode_square(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(torch.stack(inputs["pixel_values"])).pooler_output
 
 
+def _encode_prompt_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the squares of PaliGemma: all images of a prompt are one item."""
+    pixels_NPCHW = torch.stack(inputs["pixel_values"])
+    rows = model.get_image_features(pixels_NPCHW.flatten(0, 1)).pooler_output
+    return rows.unflatten(0, pixels_NPCHW.shape[:2]).flatten(1, 2)
+
+
 def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the images of Mistral 3, which have any size."""
     pixels_NCHW, count = torch.stack(inputs["pixel_values"]), len(inputs["pixel_values"])
@@ -124,6 +131,7 @@ ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "square": _encode_square,
     "squares": _encode_squares,
+    "prompt_squares": _encode_prompt_squares,
     "patches": _encode_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,

@@ -39,7 +39,9 @@ class VisionFamily:
     axis_pairs: tuple[int, ...] = ()
     has_interleaved_axes: bool = False  # True: the axes alternate over the channel pairs
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
-    # True: the same, but only in layers with a window, and if the text model's config states it
+    # True: all tokens of a prompt with images attend to each other in both directions
+    has_mutual_prompt: bool = False
+    # True: only images do, in layers with a window, and if the text model's config states it
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
@@ -205,6 +207,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=LLAVA,
         ),
         VisionFamily(
+            architecture="PaliGemmaForConditionalGeneration",
+            image_token_keys=("image_token_index", "image_token_id"),
+            layout="prompt_squares",
+            encoder="prompt_squares",
+            has_mutual_prompt=True,
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
             architecture="Gemma4ForConditionalGeneration",
             layout="pooled",
             encoder="pooled",
@@ -334,8 +344,9 @@ class VisionConfig:
 
     @property
     def is_mutual(self) -> bool:
-        """True if embeddings of an image attend to each other in both directions."""
-        return self.family.is_mutual or self.sees_ahead_in_windows
+        """True if media items attend to themselves in both directions."""
+        is_always = self.family.is_mutual or self.family.has_mutual_prompt
+        return is_always or self.sees_ahead_in_windows
 
     @property
     def sees_ahead_in_windows(self) -> bool:

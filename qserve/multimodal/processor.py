@@ -17,6 +17,7 @@ from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 from qserve.multimodal.layouts.layout import Piece, Run
+from qserve.multimodal.layouts.mutual_prompt import as_one_item, framed_prompt
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
 from qserve.multimodal.video import Video
@@ -89,6 +90,9 @@ class MediaProcessor:
                 "give frames as images",
             )
         _check_placeholders(ids, self._placeholder_id, "images", len(images))
+        if images and config.family.has_mutual_prompt:
+            bos = config.values["text_config"]["bos_token_id"]
+            ids = framed_prompt(ids, self._placeholder_id, bos, self._encode("\n", False))
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
@@ -107,6 +111,8 @@ class MediaProcessor:
                 self._append_text("", found, self._newlines[token])
             else:
                 found.append(token)
+        if items and config.family.has_mutual_prompt:
+            items = [as_one_item(found, items)]
         return found, tuple(items)
 
     def _expand_image(

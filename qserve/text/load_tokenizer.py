@@ -11,6 +11,15 @@ from typing import Any
 
 from formats.gguf.folder import model_folder
 
+# architecture -> chat template of models that have none: the texts as they are
+TEMPLATES = {
+    "PaliGemmaForConditionalGeneration": (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+}
+
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load a tokenizer without running the folder's code.
@@ -29,6 +38,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     template = _read(folder, "chat_template.json").get("chat_template")
     if isinstance(template, str):
         tokenizer.chat_template = template
+    if not tokenizer.chat_template:
+        names = _read(folder, "config.json").get("architectures")
+        tokenizer.chat_template = TEMPLATES.get(names[0]) if isinstance(names, list) else None
     return tokenizer
 
 

@@ -66,4 +66,36 @@ GEMMA_4_SHARED = {
         "pad_token_id": "<|pad|>",
     },
 }
-FAMILIES = {"gemma3": GEMMA_3, "gemma4": GEMMA_4, "gemma4_shared": GEMMA_4_SHARED}
+# 16 embeddings for each image; the whole prompt sees itself
+PALI_GEMMA = {
+    "config": "PaliGemmaConfig",
+    "tokens": ["<image>"],
+    "placeholder": "<image>",
+    "text_type": "gemma",
+    "vision": {**SIGLIP, "vision_use_head": False},
+    "whole": {"projection_dim": 64, "hidden_size": 64},
+    "image_processor": "SiglipImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "image_seq_length": 16},
+}
+# windows shorter than the prompts
+PALI_GEMMA_2 = {
+    **PALI_GEMMA,
+    "text_type": "gemma2",
+    "text": {
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        # scores and logits of a tiny model are small: with the usual caps nothing bends
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+}
+FAMILIES = {
+    "gemma3": GEMMA_3,
+    "gemma4": GEMMA_4,
+    "gemma4_shared": GEMMA_4_SHARED,
+    "paligemma": PALI_GEMMA,
+    "paligemma2": PALI_GEMMA_2,
+}
+# text norms that multiply by 1 + weight
+FROM_ZERO = ("gemma3", "paligemma", "paligemma2")

@@ -70,7 +70,7 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
             torch.nn.init.normal_(parameter, 0.0, 0.2)  # it begins as zeros
         elif "norm" in name or "bias" in name:
             # The text norms of Gemma multiply by 1 + weight.
-            is_one = "norm" in name and "bias" not in name and family != "gemma3"
+            is_one = "norm" in name and "bias" not in name and family not in gemma.FROM_ZERO
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith(("std_bias", "std_scale")):

@@ -15,6 +15,7 @@ LAYOUTS: dict[str, Layout] = {
     "aya_tiles": tiles.AYA,
     "square": squares.SQUARE,
     "framed_square": squares.FRAMED_SQUARE,
+    "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,

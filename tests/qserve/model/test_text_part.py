@@ -159,6 +159,7 @@ TEXT_ALONE = {
         )
         for name in ("LlavaNextVideo", "VideoLlava", "VipLlava")
     },
+    "paligemma 2": with_text("PaliGemmaConfig", "gemma2", vision=SIGLIP),
     "idefics 2": with_text("Idefics2Config", "mistral"),
     "llava-onevision": with_text("LlavaOnevisionConfig", "qwen2", vision=SIGLIP),
     "exaone 4.5": with_text(
