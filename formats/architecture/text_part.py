@@ -33,6 +33,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
@@ -57,7 +58,6 @@ WRAPPERS = (
     # served as text models only
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
-    "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
@@ -130,6 +130,14 @@ _DEFAULTS = {
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+    },
+    # Idefics2, LLaVA-NeXT
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "gemma3_text": {
         "vocab_size": 262208,

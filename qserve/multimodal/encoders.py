@@ -26,14 +26,25 @@ def _encode_tiles(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
     This does not call get_image_features, which would take a tile of zeros for padding.
     """
+    return model.connector(_tile_states(model, inputs)[0])
+
+
+def _encode_resampled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Idefics2, of any size."""
+    states, mask_NHW = _tile_states(model, inputs)
+    return model.connector(states, attention_mask=mask_NHW.flatten(1))
+
+
+def _tile_states(model: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tower's output for tiles without padding, and the mask of their patches."""
     pixels_NCHW = torch.stack(inputs["pixel_values"])
     count, _, height, width = pixels_NCHW.shape
     size = model.config.vision_config.patch_size
-    mask = torch.ones(
+    mask_NHW = torch.ones(
         (count, height // size, width // size), dtype=torch.bool, device=pixels_NCHW.device
     )
-    states = model.vision_model(pixels_NCHW, patch_attention_mask=mask).last_hidden_state
-    return model.connector(states)
+    found = model.vision_model(pixels_NCHW, patch_attention_mask=mask_NHW)
+    return found.last_hidden_state, mask_NHW
 
 
 def _encode_square(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
@@ -129,6 +140,7 @@ def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
+    "resampled": _encode_resampled,
     "square": _encode_square,
     "squares": _encode_squares,
     "prompt_squares": _encode_prompt_squares,

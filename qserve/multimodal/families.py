@@ -61,7 +61,7 @@ class VisionFamily:
         return frozenset({"image", "video"} if self.video else {"image"})
 
 
-IDEFICS_3 = {
+IDEFICS = {
     "model.vision_model.": "vision_model.",
     "model.connector.": "connector.",
 }
@@ -99,16 +99,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
     for family in (
         VisionFamily(
+            architecture="Idefics2ForConditionalGeneration",
+            layout="idefics2",
+            encoder="resampled",
+            prefixes=IDEFICS,
+        ),
+        VisionFamily(
             architecture="Idefics3ForConditionalGeneration",
             layout="tiles",
             encoder="tiles",
-            prefixes=IDEFICS_3,
+            prefixes=IDEFICS,
         ),
         VisionFamily(
             architecture="SmolVLMForConditionalGeneration",
             layout="tiles",
             encoder="tiles",
-            prefixes=IDEFICS_3,
+            prefixes=IDEFICS,
         ),
         VisionFamily(
             architecture="LlavaForConditionalGeneration",

@@ -156,6 +156,9 @@ class MediaProcessor:
             if isinstance(piece, str):
                 text += piece
                 continue
+            shared = self._layout.shared_token
+            if shared and text == shared and token_ids[-1:] == [token_of(shared, self._encode)]:
+                text = ""
             self._append_text(text, token_ids)
             text = ""
             if isinstance(piece, int):

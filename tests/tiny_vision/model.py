@@ -66,8 +66,8 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if name.endswith("mm_input_projection_weight"):
-            torch.nn.init.normal_(parameter, 0.0, 0.2)  # it begins as zeros
+        if name.endswith(("mm_input_projection_weight", "latents")):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)  # they begin as zeros or as ones
         elif "norm" in name or "bias" in name:
             # The text norms of Gemma multiply by 1 + weight.
             is_one = "norm" in name and "bias" not in name and family not in gemma.FROM_ZERO

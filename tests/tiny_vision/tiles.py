@@ -122,7 +122,33 @@ AYA_VISION = {
     "image": "<|IMG_PATCH|>",
     "image_processor": "GotOcr2ImageProcessor",
 }
+# Four quarters and the whole image, of any size up to 40 x 40 pixels: 3 embeddings each.
+IDEFICS_2 = {
+    "config": "Idefics2Config",
+    "tokens": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    "placeholder": "<image>",
+    "text_type": "mistral",
+    "vision": {**TOWER, "image_size": 40, "patch_size": 8},
+    "whole": {
+        "perceiver_config": {
+            "hidden_size": 64,
+            "resampler_n_latents": 3,
+            "resampler_depth": 2,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 16,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.2,
+        }
+    },
+    "image_processor": "Idefics2ImageProcessor",
+    "processor": {
+        **PIXELS,
+        "size": {"shortest_edge": 17, "longest_edge": 40},
+        "do_image_splitting": True,
+    },
+}
 FAMILIES = {
+    "idefics2": IDEFICS_2,
     "idefics3": {
         **IDEFICS,
         "config": "Idefics3Config",

@@ -10,6 +10,7 @@ from qserve.multimodal.media import MediaItem
 
 LAYOUTS: dict[str, Layout] = {
     "tiles": tiles.IDEFICS,
+    "idefics2": tiles.IDEFICS_2,
     "intern_tiles": tiles.INTERN,
     "intern_cuts": cuts.INTERN,
     "aya_tiles": tiles.AYA,

@@ -24,13 +24,14 @@ DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 # one case by default: the rest of their tests is exhaustive
 FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
-FEW += ("aya_vision", "paligemma", "paligemma2")
+FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
 ]
-# sizes of the smallest images; transformers fails at one embedding of Mistral 3
-SMALLEST = {"mistral3": (20, 3), "lighton_ocr": (20, 17)}
+# sizes of the smallest images; transformers fails at one embedding of Mistral 3, and at an empty
+# quarter of Idefics2
+SMALLEST = {"mistral3": (20, 3), "lighton_ocr": (20, 17), "idefics2": (3, 2)}
 # Enough tokens for a copy of the state of models with recurrent layers.
 LONG = " pages of a table" * 20
 
