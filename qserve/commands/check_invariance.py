@@ -184,7 +184,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
             yield requests.judged(f"random companies of 1 to {most}", llm, *companies)
     finally:
         llm.close()
-    chunks, seqs = _chunk_limits(engine, config, model)
+    chunks, seqs = _chunk_limits(engine, config, model, requests.longest)
     if config.has("chunks"):
         with closing(start(max_num_batched_tokens=chunks, max_num_seqs=FEW_SEQS)) as llm:
             yield requests.judged(f"chunks of up to {chunks} tokens", llm, everyone)
@@ -209,16 +209,22 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
 
 
 def _chunk_limits(
-    engine: EngineConfig, config: InvarianceConfig, model: "ModelConfig"
+    engine: EngineConfig, config: InvarianceConfig, model: "ModelConfig", longest: int
 ) -> tuple[int, int]:
-    """Return --max-num-batched-tokens and --max-num-seqs of the run with chunks."""
+    """Return --max-num-batched-tokens and --max-num-seqs of the run with chunks.
+
+    `longest`: tokens of the longest request.
+    """
     if model.vision is None or not model.vision.is_mutual:
         return config.chunk_tokens, engine.max_num_seqs
     from qserve.engine.media_limits import largest_image
 
-    # each image is computed in one step
+    # each image is computed in one step, or each prompt
+    mutual = longest
+    if not model.vision.family.has_mutual_prompt:
+        mutual = largest_image(engine.model, model.vision)
     seqs = min(engine.max_num_seqs, FEW_SEQS)
-    return max(config.chunk_tokens, 2 * largest_image(engine.model, model.vision) + seqs), seqs
+    return max(config.chunk_tokens, 2 * mutual + seqs), seqs
 
 
 def _takes_drafts(engine: EngineConfig) -> bool:

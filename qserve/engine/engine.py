@@ -18,6 +18,7 @@ from qserve.engine.control.operations import Operations
 from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
+from qserve.engine.media_limits import longest_item
 from qserve.engine.pending.pending import Pause, check_mode
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Deadlines, Request, Status
@@ -66,6 +67,7 @@ class Engine:
             self.adapters,
             seed=config.seed,
             speculates=speculates,
+            longest_item=longest_item(config),
         )
         self._requests: dict[str, Request] = {}
         self._pause = Pause()
