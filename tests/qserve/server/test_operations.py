@@ -318,7 +318,7 @@ def test_second_server_on_a_unix_socket_is_refused_while_the_first_loads(tmp_pat
         first.listen()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)  # the file is still the first server's
-    # Both files are still there, as after a kill, but nobody holds the lock.
+    # Both files are still there, as after a kill, but the lock is free.
     (tmp_path / "s.lock").touch()
     with listener.owned_path(path), listener.bind(config):
         listener.remove(path)
