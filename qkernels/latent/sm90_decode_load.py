@@ -12,9 +12,8 @@ from qkernels.latent.sm90_decode_structs import KEYS, STAGES, WIDTH
 def load(latents, shared, tile, PDL: gl.constexpr, SECOND: gl.constexpr):
     """Load half of the columns of each step's entries, as far ahead as there are stages.
 
-    One warp alone issues its 36 loads of a step hardly faster than memory delivers them (compiled:
-    22 instructions each). The first warp announces the bytes of both to the barrier of the stage,
-    which therefore cannot complete before.
+    Two warps share the 36 TMA loads of a step, of about 15 instructions each. The first warp
+    announces the bytes of both to the barrier of the stage, which therefore cannot complete before.
 
     In the swizzled order, WIDTH columns of consecutive keys are contiguous: the box of some keys
     and one chunk c of a stage is [stage, c, keys].
