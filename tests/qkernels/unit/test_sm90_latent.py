@@ -26,7 +26,7 @@ from tests.qkernels.latent_case import latent_case
 
 # counts and lengths: decode rows; chunks that begin and go on; both, and a request without rows
 STEPS = {
-    "decode": ((1, 1, 1), (130, 1, 64)),
+    "decode": ((1, 1, 1), (130, 1, 48)),
     "chunks": ((2, 5), (2, 80)),
     "mixed": ((1, 3, 0, 1), (65, 48, 4, 2)),
 }
@@ -39,7 +39,8 @@ SIZES = {
 }
 QUICK = (
     ("decode", "16 heads", 1),
-    ("decode", "20 heads", 2),
+    ("decode", "20 heads", 4),
+    ("chunks", "16 heads", 1),
     ("chunks", "rows of 5 heads", 1),
     ("mixed", "rows of 5 heads", 2),
     ("decode", "70 heads", 1),
