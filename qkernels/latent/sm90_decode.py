@@ -1,6 +1,6 @@
 """Latent attention over paged entries for sm_90, in Gluon, for decode rows and short chunks.
 
-A warp-specialized kernel: two warps load 64 entries per step by TMA, a warpgroup computes scores
+A warp-specialized kernel: four warps load 64 entries per step by TMA, a warpgroup computes scores
 and weights, and one or two more sum values, while the next scores are computed. Entries stay in
 shared memory, where both products read them: as keys [keys, E], and transposed as values
 [L, keys]. Queries are the columns of both products.
@@ -232,9 +232,11 @@ def _latent_attention(
         [
             (sum_values, (latents, shared, tile)),
             (score, (latents, shared, tile)),
-            (load, (latents, shared, tile, PDL, False)),
-            (load, (latents, shared, tile, PDL, True)),
+            (load, (latents, shared, tile, PDL, 0)),
+            (load, (latents, shared, tile, PDL, 1)),
+            (load, (latents, shared, tile, PDL, 2)),
+            (load, (latents, shared, tile, PDL, 3)),
         ],
-        [4, 1, 1],
-        [SCORE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1, 1, 1],
+        [SCORE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )

@@ -9,7 +9,7 @@ from qkernels.latent.config import MAX_SPLIT_KV, boundaries_of
 STEP_KEYS = 64  # keys of a step: M of a wgmma
 STEP_STAGES = 2  # 72 KB each; a third would leave no room for the queries
 CHUNK_WIDTH = 64  # 16-bit numbers of a TMA box: 128 bytes, the widest swizzle
-LATENT_WIDTHS = (64, 128, 256, 512)
+LATENT_WIDTHS = (128, 256, 512)  # two warpgroups multiply 128 rows together
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_COLUMNS = 64  # sums of 64 columns take 128 registers of the 256 threads that hold them
 MIN_COLUMNS = 16

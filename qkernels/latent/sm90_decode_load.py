@@ -1,4 +1,4 @@
-"""The two warps of sm90_decode.py that load entries by TMA, in Gluon."""
+"""The four warps of sm90_decode.py that load entries by TMA, in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,12 +9,12 @@ from qkernels.latent.sm90_decode_structs import KEYS, STAGES, WIDTH
 
 
 @gluon.jit
-def load(latents, shared, tile, PDL: gl.constexpr, SECOND: gl.constexpr):
-    """Load half of the columns of each step's entries, as far ahead as there are stages.
+def load(latents, shared, tile, PDL: gl.constexpr, PART: gl.constexpr):
+    """Load a quarter of the columns of each step's entries, as far ahead as there are stages.
 
-    One warp alone issues its 36 loads of a step hardly faster than memory delivers them (compiled:
-    22 instructions each). The first warp announces the bytes of both to the barrier of the stage,
-    which therefore cannot complete before.
+    Four warps share the 36 TMA loads of a step, of about 15 instructions each: one warp alone would
+    hardly issue them as fast as memory delivers the entries. Part 0 announces the bytes of all to
+    the barrier of the stage, which therefore cannot complete before.
 
     In the swizzled order, WIDTH columns of consecutive keys are contiguous: the box of some keys
     and one chunk c of a stage is [stage, c, keys].
@@ -25,9 +25,8 @@ def load(latents, shared, tile, PDL: gl.constexpr, SECOND: gl.constexpr):
     PAGE: gl.constexpr = latents.PAGE
     BOXES: gl.constexpr = KEYS // B
     CHUNKS: gl.constexpr = L // WIDTH
-    HALF: gl.constexpr = (CHUNKS + 1) // 2
-    FIRST: gl.constexpr = HALF if SECOND else 0
-    END: gl.constexpr = CHUNKS if SECOND else HALF
+    FIRST: gl.constexpr = PART * CHUNKS // 4
+    END: gl.constexpr = (PART + 1) * CHUNKS // 4
     BYTES: gl.constexpr = KEYS * (L + WIDTH) * (desc.dtype.primitive_bitwidth // 8)
     layout: gl.constexpr = desc.layout
     entries = shared.entries
@@ -50,7 +49,7 @@ def load(latents, shared, tile, PDL: gl.constexpr, SECOND: gl.constexpr):
             pages = pages + (page,)
         state = entries.producer_at(step - tile.first_step)
         entries.producer_acquire(state)
-        if not SECOND:
+        if PART == 0:
             entries.producer_expect(state, BYTES)
         barrier = entries.full_barrier(state)
         for b in gl.static_range(BOXES):
@@ -58,6 +57,6 @@ def load(latents, shared, tile, PDL: gl.constexpr, SECOND: gl.constexpr):
             for c in gl.static_range(FIRST, END):
                 box = latent_boxes.index((state.stage * CHUNKS + c) * BOXES + b)
                 tma_load(desc, [pages[b], token, c * WIDTH], barrier, box)
-            if SECOND:
+            if PART == 2:  # which has no chunk if there are two
                 box = rope_boxes.index(state.stage * BOXES + b)
                 tma_load(desc, [pages[b], token, L], barrier, box)

@@ -74,6 +74,7 @@ def _sum_in_lanes(weight):
 
 @gluon.jit
 def _add_in_lanes(total, shrink, weight):
+    """Return total times `shrink` [N], plus the weights of a step."""
     shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(0, total.type.layout)))
     return total * shrink[None, :][None, :, :] + _sum_in_lanes(weight)
 
@@ -108,13 +109,12 @@ def score(latents, shared, tile):
         scores = warpgroup_mma(latent, q_latent, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma(rope, q_rope, scores, is_async=True)
         scores = warpgroup_mma_wait(0, [scores])
-        scores *= latents.scale
         if (step + 1) * KEYS > tile.before + tile.first_row + 1:
             scores = _masked(latents, tile, scores, step * KEYS)
-        new_largest = gl.maximum(largest, gl.max(scores, 0))
+        new_largest = gl.maximum(largest, gl.max(scores, 0) * latents.scale)
         # a column that has seen no key yet: -inf - -inf would be NaN
         base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = gl.exp2(scores - base[None, :])
+        weight = gl.exp2(scores * latents.scale - base[None, :])
         shrink = gl.exp2(largest - base)
         total = _add_in_lanes(total, shrink, weight)
         largest = new_largest
@@ -132,7 +132,8 @@ def score(latents, shared, tile):
     shared.weights.mem.factor.store(sums)
     shared.weights.producer_commit(passed)
     if SPLIT > 1:
-        index, real = tile.out_row(latents, n)
+        # An opaque zero: otherwise addresses are computed before the loop, and spill.
+        index, real = tile.out_row(latents, n + (sums < 0).to(gl.int32))
         split_row = index * SPLIT + tile.split
         totals_ptr = latents.sums_ptr + latents.T.to(gl.int64) * latents.H * SPLIT
         gl.store(latents.sums_ptr + split_row, largest, mask=real)
@@ -154,7 +155,7 @@ def sum_values(latents, shared, tile):
         stage = shared.entries.consumer_at(number)
         passed = shared.weights.consumer_at(number)
         shared.weights.consumer_wait(passed)
-        # weights of a stage are complete only after its entries
+        # the entries are complete before the weights: this wait makes them visible to these warps
         shared.entries.consumer_wait(stage)
         values *= shared.weights.mem.factor.load(COLUMNS)[None, :]
         latent = shared.entries.mem.latent.index(stage.stage).permute([1, 0])

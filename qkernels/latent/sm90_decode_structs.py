@@ -27,7 +27,7 @@ class Latents:
     partials_ptr: gl.tensor | gl.constexpr  # [T, H, S, L]: each split's weighted sum of values
     sums_ptr: gl.tensor | gl.constexpr  # [2, T, H, S]: each split's largest score, sum of weights
     T: gl.tensor
-    scale: gl.tensor  # makes scores base-2 logarithms, for exp2
+    scale: gl.tensor  # above zero; makes scores base-2 logarithms, for exp2
     H: gl.constexpr
     E: gl.constexpr
     L: gl.constexpr

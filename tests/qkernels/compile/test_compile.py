@@ -73,9 +73,10 @@ SPILLS = (
     (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
-    # by ptxas of triton 3.6, around the loops; in them, one number for the keys after the last
-    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, 128 rows of 64", 0, 0),
-    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, ", 40, 2),
+    # around the loops, and by ptxas of triton 3.6 few numbers for the keys after the last
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, 16 rows of 128", 16, 3),
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, a chunk", 16, 3),
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, drafts", 16, 3),
     # after the loop, where splits store their sums
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
     # by ptxas of triton 3.9

@@ -26,20 +26,21 @@ from tests.qkernels.latent_case import latent_case
 
 # counts and lengths: decode rows; chunks that begin and go on; both, and a request without rows
 STEPS = {
-    "decode": ((1, 1, 1), (130, 1, 64)),
+    "decode": ((1, 1, 1), (130, 1, 48)),
     "chunks": ((2, 5), (2, 80)),
     "mixed": ((1, 3, 0, 1), (65, 48, 4, 2)),
 }
-# H, L, rope, B and columns of a tile; one or two latent chunks, boxes of a page or of half of it
+# H, L, rope, B and columns of a tile; boxes of a page or of half of it
 SIZES = {
     "16 heads": (16, 128, 64, 16, 16),
-    "20 heads": (20, 64, 32, 32, 32),
+    "20 heads": (20, 128, 32, 32, 32),
     "rows of 5 heads": (5, 128, 16, 64, 64),
-    "70 heads": (70, 64, 64, 128, 64),
+    "70 heads": (70, 128, 64, 128, 64),
 }
 QUICK = (
     ("decode", "16 heads", 1),
-    ("decode", "20 heads", 2),
+    ("decode", "20 heads", 4),
+    ("chunks", "16 heads", 1),
     ("chunks", "rows of 5 heads", 1),
     ("mixed", "rows of 5 heads", 2),
     ("decode", "70 heads", 1),
@@ -92,7 +93,7 @@ def test_rows_see_their_entries(name, of_sizes, split, run, assert_close, tolera
 
 def test_padding_rows_after_the_last_request_change_nothing(run, assert_close, tolerance):
     """As in a CUDA graph, whose step has more rows than the requests."""
-    case = latent_case((1, 1), (70, 9), H=3, L=64, rope=8, B=16, dtype=torch.float16)
+    case = latent_case((1, 1), (70, 9), H=3, L=128, rope=8, B=16, dtype=torch.float16)
     want = case.exact()
     object.__setattr__(case, "q_THE", torch.cat([case.q_THE, case.q_THE * float("nan")]))
     got = run(case, Sm90LatentConfig(block_heads=4, block_q=4, split=1))
