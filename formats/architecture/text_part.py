@@ -48,6 +48,7 @@ WRAPPERS = (
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
+    "Phi4MultimodalForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -75,6 +76,7 @@ _SAME_LAYERS = {
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
+    "phi4_multimodal": "phi3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -94,9 +96,12 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
+_PART_NAMES += ("embed_tokens_extend",)
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal")  # model types without a text_config
+_OTHER_CONFIGS = ("vision_config", "audio_config")
 _DOT = r"\\?\."  # a dot in a name, or in a pattern of names
 # modules of the text model that have linears
 _WITH_LINEARS = "layers|per_layer_model_projection"
@@ -261,10 +266,10 @@ def _renamed(value: Any, pattern: str, by: str) -> Any:
 
 
 def _stated_text(config: Mapping[str, Any]) -> Any:
-    """Return the text model's config; Qwen2-VL and 2.5 have its keys next to `vision_config`."""
+    """Return the text model's config; some models have its keys next to `vision_config`."""
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
-    if text is None and config.get("model_type") in ("qwen2_5_vl", "qwen2_vl"):
-        return {key: value for key, value in config.items() if key != "vision_config"}
+    if text is None and config.get("model_type") in _FLAT:
+        return {key: value for key, value in config.items() if key not in _OTHER_CONFIGS}
     return text
 
 

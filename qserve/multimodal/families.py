@@ -14,6 +14,7 @@ from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
+from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
 from qserve.text.image_text import IMAGE_TEXTS
 
 
@@ -49,6 +50,8 @@ class VisionFamily:
     # returns None for a vision part that is not supported
     config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
+    # audio_config of the model whose vision part is used; its audio part is not
+    audio: Mapping[str, Any] | None = None
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
     # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
@@ -93,6 +96,7 @@ LIGHT_ON = {
     for parent in ("model.", "")
     for part in ("vision_encoder", "vision_projection")
 }
+PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -177,6 +181,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="llama4",
             encoder="llama4",
             prefixes=LLAMA_4,
+        ),
+        VisionFamily(
+            architecture="Phi4MultimodalForCausalLM",
+            image_processor="phi4",
+            layout="phi4",
+            encoder="phi4",
+            config=as_phi4,
+            audio=SMALL_AUDIO,
+            prefixes=PHI_4,
         ),
         VisionFamily(
             architecture="Cohere2VisionForConditionalGeneration",
@@ -319,6 +332,11 @@ class VisionConfig:
         found = (self.image_token_id, self.placeholder_id, self.video_token_id)
         return frozenset(token for token in found if token is not None)
 
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The keys of the text model, which are next to `vision_config` in some models."""
+        return self.values.get("text_config", self.values)
+
     def placeholder_of(self, encode: Callable[[str, bool], list[int]]) -> int:
         """Return the token of an image in a prompt that is not expanded yet. Raises InputError.
 
@@ -345,7 +363,7 @@ class VisionConfig:
         """Number of channel pairs of each axis of a position; (): positions have one axis."""
         if not self.family.axis_pairs:
             return ()
-        ropes = self.values["text_config"].get("rope_parameters") or {}
+        ropes = self.text.get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
 
     @property
@@ -357,7 +375,7 @@ class VisionConfig:
     @property
     def sees_ahead_in_windows(self) -> bool:
         """True if they do so only in layers with a window."""
-        stated = self.values["text_config"].get("use_bidirectional_attention")
+        stated = self.text.get("use_bidirectional_attention")
         return self.family.has_mutual_windows and stated == "vision"
 
     def fill_id(self, kind: str = "image") -> int:
@@ -367,7 +385,7 @@ class VisionConfig:
         with an input for each layer (Gemma 4) it is the padding token, whose inputs are used there.
         """
         token = self.video_token_id if kind == "video" else self.image_token_id
-        text = self.values["text_config"]
+        text = self.text
         vocab_size = text["vocab_size"]
         if text.get("hidden_size_per_layer_input"):
             token = text["pad_token_id"]
