@@ -48,6 +48,7 @@ WRAPPERS = (
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
+    "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -77,6 +78,7 @@ _SAME_LAYERS = {
     "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
     "phi4_multimodal": "phi3",
+    "phi4mm": "phi3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -100,8 +102,10 @@ _PART_NAMES += ("embed_tokens_extend",)
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal")  # model types without a text_config
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm")  # model types without a text_config
 _OTHER_CONFIGS = ("vision_config", "audio_config")
+# Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
+_ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."
 _DOT = r"\\?\."  # a dot in a name, or in a pattern of names
 # modules of the text model that have linears
 _WITH_LINEARS = "layers|per_layer_model_projection"
@@ -195,6 +199,9 @@ def text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None: it belongs to another part."""
     if name.startswith(_OTHER_PARTS) or name.removeprefix("model.") == _LONE_TENSOR:
         return None
+    if any(part in name for part in _ADAPTERS):
+        return None
+    name = name.replace(_ADAPTED, ".")
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -49,6 +49,7 @@ class VisionFamily:
     # config.json's values -> values of a model that transformers has; None: unchanged. The function
     # returns None for a vision part that is not supported
     config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
+    states_tower: bool = True  # False: config.json may have no vision_config
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # audio_config of the model whose vision part is used; its audio part is not
     audio: Mapping[str, Any] | None = None
@@ -182,14 +183,19 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="llama4",
             prefixes=LLAMA_4,
         ),
-        VisionFamily(
-            architecture="Phi4MultimodalForCausalLM",
-            image_processor="phi4",
-            layout="phi4",
-            encoder="phi4",
-            config=as_phi4,
-            audio=SMALL_AUDIO,
-            prefixes=PHI_4,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForCausalLM",
+                image_processor="phi4",
+                layout="phi4",
+                encoder="phi4",
+                config=as_phi4,
+                states_tower=name != "Phi4MM",
+                tensors="phi4",
+                audio=SMALL_AUDIO,
+                prefixes=PHI_4,
+            )
+            for name in ("Phi4Multimodal", "Phi4MM")
         ),
         VisionFamily(
             architecture="Cohere2VisionForConditionalGeneration",
@@ -400,7 +406,9 @@ class VisionConfig:
     def of(cls, values: Mapping[str, Any]) -> "VisionConfig | None":
         """Read config.json's values. Return None for a text model. Raises InputError."""
         family = VISION_FAMILIES.get(architecture_of(values) or "")
-        if family is None or not isinstance(values.get("vision_config"), dict):
+        if family is None:
+            return None
+        if family.states_tower and not isinstance(values.get("vision_config"), dict):
             return None
         filled = _filled(values, family)
         if filled is None:
