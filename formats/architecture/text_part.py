@@ -26,6 +26,7 @@ HEAD_WEIGHT = "lm_head.weight"
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -57,6 +58,7 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
     # served as text models only
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
@@ -68,7 +70,6 @@ WRAPPERS = (
     "NemotronH_Omni_Reasoning_V3",
     "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
-    "VipLlavaForConditionalGeneration",
 )
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
@@ -98,7 +99,7 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
-_PART_NAMES += ("embed_tokens_extend",)
+_PART_NAMES += ("embed_tokens_extend", "aligner")
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)

@@ -98,6 +98,16 @@ LIGHT_ON = {
     for part in ("vision_encoder", "vision_projection")
 }
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
+# The second level is that of older versions of transformers.
+DEEPSEEK = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_model.vision_model", "vision_model"),
+        ("vision_model", "vision_model"),
+        ("aligner", "aligner"),
+    )
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -127,6 +137,19 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="square",
             encoder="square",
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="VipLlavaForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="square",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="DeepseekVLForConditionalGeneration",
+            layout="square",
+            encoder="square",
+            prefixes=DEEPSEEK,
         ),
         VisionFamily(
             architecture="LlavaNextForConditionalGeneration",
