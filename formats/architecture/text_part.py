@@ -48,6 +48,7 @@ WRAPPERS = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM",
@@ -78,6 +79,8 @@ _SAME_LAYERS = {
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
+    "paddleocr_vl": "llama",
+    "paddleocr_vl_text": "llama",
     "phi4_multimodal": "phi3",
     "phi4mm": "phi3",
     "qwen2_vl": "qwen2",
@@ -99,11 +102,14 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
-_PART_NAMES += ("embed_tokens_extend", "aligner")
+_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector")
+# parts whose modules transformers names otherwise, in quantization blocks, too
+_IN_TRANSFORMERS = {"mlp_AR": "projector"}
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm")  # model types without a text_config
+# model types without a text_config
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl")
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
 _ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."
@@ -134,6 +140,8 @@ _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
+    "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
+    "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from
     "llama": {
         "hidden_size": 4096,
@@ -229,6 +237,7 @@ def stored_name(name: str, prefix: str) -> str:
 def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the model's other parts that these tensors belong to, such as `vision_tower`."""
     words = {word for name in names for word in name.split(".")[:2]}
+    words |= {_IN_TRANSFORMERS[word] for word in words & _IN_TRANSFORMERS.keys()}
     return tuple(part for part in _PART_NAMES if part in words)
 
 

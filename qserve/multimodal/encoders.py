@@ -92,6 +92,13 @@ def _encode_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches, image_grid_thw=grids_N3).pooler_output
 
 
+def _encode_square_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the patches of PaddleOCR-VL, [channels, rows, columns] each."""
+    patches, grids_N3 = torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
+    size = model.config.vision_config.patch_size
+    return model.get_image_features(patches.unflatten(1, (-1, size, size)), grids_N3).pooler_output
+
+
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the patches of Gemma 4, which have no padding here."""
     pixels_NCPV, columns_N1 = (
@@ -175,6 +182,7 @@ ENCODERS: dict[str, Encode] = {
     "squares": _encode_squares,
     "prompt_squares": _encode_prompt_squares,
     "patches": _encode_patches,
+    "square_patches": _encode_square_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,
     "any_size": _encode_any_size,

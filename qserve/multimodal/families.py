@@ -108,6 +108,11 @@ DEEPSEEK = {
         ("aligner", "aligner"),
     )
 }
+PADDLE = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (("visual", "visual"), ("projector", "projector"), ("mlp_AR", "projector"))
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -282,6 +287,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="grid",
             encoder="patches",
             prefixes=QWEN,
+        ),
+        VisionFamily(
+            architecture="PaddleOCRVLForConditionalGeneration",
+            axis_pairs=(16, 24, 24),
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="square_patches",
+            tensors="paddle",
+            prefixes=PADDLE,
         ),
         VisionFamily(
             architecture="LightOnOcrForConditionalGeneration",

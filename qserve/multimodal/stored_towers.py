@@ -48,6 +48,10 @@ _PHI_4_PARTS = {
 }
 
 
+# tensors of PaddleOCR-VL's tower that no code uses
+_UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
+
+
 def _as_stored(
     name: str, tensor: torch.Tensor, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,6 +95,13 @@ def _phi4(
     yield name, tensor
 
 
+def _paddle(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not any(part in name for part in _UNUSED_BY_PADDLE):
+        yield name, tensor
+
+
 def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Move the even channels of each head before the odd ones, in a weight [Q, K] or bias [Q]."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
@@ -101,4 +112,5 @@ CONVERSIONS: dict[str, Convert] = {
     "kimi": _kimi,
     "internvl": internvl_tensors,
     "phi4": _phi4,
+    "paddle": _paddle,
 }
