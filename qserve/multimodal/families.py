@@ -15,6 +15,20 @@ from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
 from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
+from qserve.multimodal.stored_forms.prefixes import (
+    DEEPSEEK,
+    GEMMA_4,
+    IDEFICS,
+    INTERNVL_CHAT,
+    KIMI,
+    LIGHT_ON,
+    LLAMA_4,
+    LLAVA,
+    NEWLINE,
+    PADDLE,
+    PHI_4,
+    QWEN,
+)
 from qserve.text.image_text import IMAGE_TEXTS
 
 
@@ -65,56 +79,6 @@ class VisionFamily:
         return frozenset({"image", "video"} if self.video else {"image"})
 
 
-IDEFICS = {
-    "model.vision_model.": "vision_model.",
-    "model.connector.": "connector.",
-}
-# Published checkpoints have a level in these names that transformers 5 does not write.
-LLAVA = {
-    "vision_tower.vision_model.": "vision_tower.",
-    "vision_tower.": "vision_tower.",
-    "multi_modal_projector.": "multi_modal_projector.",
-}
-LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
-GEMMA_4 = {
-    f"{parent}{part}.": f"{part}."
-    for parent in ("model.", "")
-    for part in ("vision_tower", "embed_vision")
-}
-INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
-LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
-KIMI = {
-    f"{parent}{stored}.": f"{own}."
-    for parent in ("", "model.")
-    for stored, own in (
-        ("vision_tower", "vision_tower"),
-        ("mm_projector", "mm_projector"),
-        ("multi_modal_projector", "mm_projector"),
-    )
-}
-LIGHT_ON = {
-    f"{parent}{part}.": f"{part}."
-    for parent in ("model.", "")
-    for part in ("vision_encoder", "vision_projection")
-}
-PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
-# The second level is that of older versions of transformers.
-DEEPSEEK = {
-    f"{parent}{stored}.": f"{own}."
-    for parent in ("model.", "")
-    for stored, own in (
-        ("vision_model.vision_model", "vision_model"),
-        ("vision_model", "vision_model"),
-        ("aligner", "aligner"),
-    )
-}
-PADDLE = {
-    f"{parent}{stored}.": f"{own}."
-    for parent in ("model.", "")
-    for stored, own in (("visual", "visual"), ("projector", "projector"), ("mlp_AR", "projector"))
-}
-NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
-QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
     for family in (
