@@ -26,6 +26,7 @@ HEAD_WEIGHT = "lm_head.weight"
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -47,7 +48,10 @@ WRAPPERS = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
+    "Phi4MMForCausalLM",
+    "Phi4MultimodalForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -55,6 +59,7 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
     # served as text models only
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
@@ -66,7 +71,6 @@ WRAPPERS = (
     "NemotronH_Omni_Reasoning_V3",
     "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
-    "VipLlavaForConditionalGeneration",
 )
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
@@ -75,6 +79,10 @@ _SAME_LAYERS = {
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
     "kimi_k2": "deepseek_v3",
+    "paddleocr_vl": "llama",
+    "paddleocr_vl_text": "llama",
+    "phi4_multimodal": "phi3",
+    "phi4mm": "phi3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -94,9 +102,17 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
+_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector")
+# parts whose modules transformers names otherwise, in quantization blocks, too
+_IN_TRANSFORMERS = {"mlp_AR": "projector"}
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
+# model types without a text_config
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl")
+_OTHER_CONFIGS = ("vision_config", "audio_config")
+# Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
+_ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."
 _DOT = r"\\?\."  # a dot in a name, or in a pattern of names
 # modules of the text model that have linears
 _WITH_LINEARS = "layers|per_layer_model_projection"
@@ -124,6 +140,8 @@ _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
+    "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
+    "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from
     "llama": {
         "hidden_size": 4096,
@@ -190,6 +208,9 @@ def text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None: it belongs to another part."""
     if name.startswith(_OTHER_PARTS) or name.removeprefix("model.") == _LONE_TENSOR:
         return None
+    if any(part in name for part in _ADAPTERS):
+        return None
+    name = name.replace(_ADAPTED, ".")
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -216,6 +237,7 @@ def stored_name(name: str, prefix: str) -> str:
 def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the model's other parts that these tensors belong to, such as `vision_tower`."""
     words = {word for name in names for word in name.split(".")[:2]}
+    words |= {_IN_TRANSFORMERS[word] for word in words & _IN_TRANSFORMERS.keys()}
     return tuple(part for part in _PART_NAMES if part in words)
 
 
@@ -261,10 +283,10 @@ def _renamed(value: Any, pattern: str, by: str) -> Any:
 
 
 def _stated_text(config: Mapping[str, Any]) -> Any:
-    """Return the text model's config; Qwen2-VL and 2.5 have its keys next to `vision_config`."""
+    """Return the text model's config; some models have its keys next to `vision_config`."""
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
-    if text is None and config.get("model_type") in ("qwen2_5_vl", "qwen2_vl"):
-        return {key: value for key, value in config.items() if key != "vision_config"}
+    if text is None and config.get("model_type") in _FLAT:
+        return {key: value for key, value in config.items() if key not in _OTHER_CONFIGS}
     return text
 
 

@@ -119,14 +119,15 @@ class CalibrationChats:
     def tower(
         self, device: str, dtype: "torch.dtype"
     ) -> "Callable[[Sequence[Image]], torch.Tensor] | None":
-        """Load the vision tower of a model that transformers cannot load. Raises CheckpointError.
+        """Load the vision tower, unless transformers' model has a text model of its own.
 
         Return a function: images of a window -> their embeddings [R, D]; R image tokens of the
-        window, D hidden size. Return None if transformers can load the model.
+        window, D hidden size. Return None if it has. Raises CheckpointError.
         """
         tokenizer, processor, _ = self._load()
         config, reader = processor.config, CheckpointReader(self._folder)
-        if reader.whole_config.get("model_type") == config.values["model_type"]:
+        is_known = reader.whole_config.get("model_type") == config.values["model_type"]
+        if is_known and "text_config" in config.values:
             return None
         import torch
 

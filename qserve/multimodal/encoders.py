@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from qserve.multimodal.image_processors.phi4 import overview, patch_mask
+
 # name of a feature -> its tensors, one for each item of the call
 Inputs = Mapping[str, list[torch.Tensor]]
 # transformers' model and the inputs of items of equal shapes -> embeddings [M, C] of each item
@@ -90,6 +92,13 @@ def _encode_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches, image_grid_thw=grids_N3).pooler_output
 
 
+def _encode_square_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the patches of PaddleOCR-VL, [channels, rows, columns] each."""
+    patches, grids_N3 = torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
+    size = model.config.vision_config.patch_size
+    return model.get_image_features(patches.unflatten(1, (-1, size, size)), grids_N3).pooler_output
+
+
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the patches of Gemma 4, which have no padding here."""
     pixels_NCPV, columns_N1 = (
@@ -138,6 +147,34 @@ def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches.flatten(0, 1), grids_N3).pooler_output
 
 
+def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Phi-4-multimodal and the overview of each image.
+
+    The call of transformers writes its embeddings over those of image tokens.
+    """
+    embed, found = model.embed_tokens_extend.image_embed, []
+    vision = model.config.vision_config
+    for tiles_TCHW, grid_4 in zip(inputs["pixel_values"], inputs["image_grid"], strict=True):
+        rows, columns, high, wide = grid_4.tolist()
+        mask = patch_mask((rows, columns), (high, wide), vision.image_size // vision.patch_size)
+        whole_CHW, size = overview(tiles_TCHW, (rows, columns)), vision.crop_size
+        side = -(-mask.shape[1] // 2)
+        count = side * (side + 1) + 1
+        pooled_HW = mask[1:, ::2, ::2].view(rows, columns, side, side)
+        count += int(pooled_HW[:, 0, :, 0].sum() * (pooled_HW[0, :, 0].sum() + 1))
+        ids_1M = torch.full((1, count), vision.image_token_id, device=tiles_TCHW.device)
+        found.append(
+            embed(
+                ids_1M,
+                tiles_TCHW.new_zeros(1, count, model.config.hidden_size),
+                torch.cat([whole_CHW[None], tiles_TCHW])[None],
+                image_sizes=torch.tensor([[rows * size, columns * size]]),
+                image_attention_mask=mask[None].to(tiles_TCHW.device),
+            )[0]
+        )
+    return found
+
+
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "resampled": _encode_resampled,
@@ -145,9 +182,11 @@ ENCODERS: dict[str, Encode] = {
     "squares": _encode_squares,
     "prompt_squares": _encode_prompt_squares,
     "patches": _encode_patches,
+    "square_patches": _encode_square_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,
     "any_size": _encode_any_size,
     "llama4": _encode_llama4,
     "kimi": _encode_kimi,
+    "phi4": _encode_phi4,
 }

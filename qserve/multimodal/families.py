@@ -14,6 +14,21 @@ from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
+from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
+from qserve.multimodal.stored_forms.prefixes import (
+    DEEPSEEK,
+    GEMMA_4,
+    IDEFICS,
+    INTERNVL_CHAT,
+    KIMI,
+    LIGHT_ON,
+    LLAMA_4,
+    LLAVA,
+    NEWLINE,
+    PADDLE,
+    PHI_4,
+    QWEN,
+)
 from qserve.text.image_text import IMAGE_TEXTS
 
 
@@ -48,7 +63,10 @@ class VisionFamily:
     # config.json's values -> values of a model that transformers has; None: unchanged. The function
     # returns None for a vision part that is not supported
     config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
+    states_tower: bool = True  # False: config.json may have no vision_config
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
+    # audio_config of the model whose vision part is used; its audio part is not
+    audio: Mapping[str, Any] | None = None
     # True: the newlines around an image are joined with those of the prompt
     joins_newlines: bool = False
     # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
@@ -61,40 +79,6 @@ class VisionFamily:
         return frozenset({"image", "video"} if self.video else {"image"})
 
 
-IDEFICS = {
-    "model.vision_model.": "vision_model.",
-    "model.connector.": "connector.",
-}
-# Published checkpoints have a level in these names that transformers 5 does not write.
-LLAVA = {
-    "vision_tower.vision_model.": "vision_tower.",
-    "vision_tower.": "vision_tower.",
-    "multi_modal_projector.": "multi_modal_projector.",
-}
-LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
-GEMMA_4 = {
-    f"{parent}{part}.": f"{part}."
-    for parent in ("model.", "")
-    for part in ("vision_tower", "embed_vision")
-}
-INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
-LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
-KIMI = {
-    f"{parent}{stored}.": f"{own}."
-    for parent in ("", "model.")
-    for stored, own in (
-        ("vision_tower", "vision_tower"),
-        ("mm_projector", "mm_projector"),
-        ("multi_modal_projector", "mm_projector"),
-    )
-}
-LIGHT_ON = {
-    f"{parent}{part}.": f"{part}."
-    for parent in ("model.", "")
-    for part in ("vision_encoder", "vision_projection")
-}
-NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
-QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
     for family in (
@@ -122,6 +106,19 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="square",
             encoder="square",
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="VipLlavaForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="square",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="DeepseekVLForConditionalGeneration",
+            layout="square",
+            encoder="square",
+            prefixes=DEEPSEEK,
         ),
         VisionFamily(
             architecture="LlavaNextForConditionalGeneration",
@@ -177,6 +174,20 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="llama4",
             encoder="llama4",
             prefixes=LLAMA_4,
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForCausalLM",
+                image_processor="phi4",
+                layout="phi4",
+                encoder="phi4",
+                config=as_phi4,
+                states_tower=name != "Phi4MM",
+                tensors="phi4",
+                audio=SMALL_AUDIO,
+                prefixes=PHI_4,
+            )
+            for name in ("Phi4Multimodal", "Phi4MM")
         ),
         VisionFamily(
             architecture="Cohere2VisionForConditionalGeneration",
@@ -240,6 +251,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="grid",
             encoder="patches",
             prefixes=QWEN,
+        ),
+        VisionFamily(
+            architecture="PaddleOCRVLForConditionalGeneration",
+            axis_pairs=(16, 24, 24),
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="square_patches",
+            tensors="paddle",
+            prefixes=PADDLE,
         ),
         VisionFamily(
             architecture="LightOnOcrForConditionalGeneration",
@@ -319,6 +339,11 @@ class VisionConfig:
         found = (self.image_token_id, self.placeholder_id, self.video_token_id)
         return frozenset(token for token in found if token is not None)
 
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The keys of the text model, which are next to `vision_config` in some models."""
+        return self.values.get("text_config", self.values)
+
     def placeholder_of(self, encode: Callable[[str, bool], list[int]]) -> int:
         """Return the token of an image in a prompt that is not expanded yet. Raises InputError.
 
@@ -345,7 +370,7 @@ class VisionConfig:
         """Number of channel pairs of each axis of a position; (): positions have one axis."""
         if not self.family.axis_pairs:
             return ()
-        ropes = self.values["text_config"].get("rope_parameters") or {}
+        ropes = self.text.get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
 
     @property
@@ -357,7 +382,7 @@ class VisionConfig:
     @property
     def sees_ahead_in_windows(self) -> bool:
         """True if they do so only in layers with a window."""
-        stated = self.values["text_config"].get("use_bidirectional_attention")
+        stated = self.text.get("use_bidirectional_attention")
         return self.family.has_mutual_windows and stated == "vision"
 
     def fill_id(self, kind: str = "image") -> int:
@@ -367,7 +392,7 @@ class VisionConfig:
         with an input for each layer (Gemma 4) it is the padding token, whose inputs are used there.
         """
         token = self.video_token_id if kind == "video" else self.image_token_id
-        text = self.values["text_config"]
+        text = self.text
         vocab_size = text["vocab_size"]
         if text.get("hidden_size_per_layer_input"):
             token = text["pad_token_id"]
@@ -382,7 +407,9 @@ class VisionConfig:
     def of(cls, values: Mapping[str, Any]) -> "VisionConfig | None":
         """Read config.json's values. Return None for a text model. Raises InputError."""
         family = VISION_FAMILIES.get(architecture_of(values) or "")
-        if family is None or not isinstance(values.get("vision_config"), dict):
+        if family is None:
+            return None
+        if family.states_tower and not isinstance(values.get("vision_config"), dict):
             return None
         filled = _filled(values, family)
         if filled is None:

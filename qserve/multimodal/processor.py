@@ -92,7 +92,7 @@ class MediaProcessor:
             )
         _check_placeholders(ids, self._placeholder_id, "images", len(images))
         if images and config.family.has_mutual_prompt:
-            bos = config.values["text_config"]["bos_token_id"]
+            bos = config.text["bos_token_id"]
             ids = framed_prompt(ids, self._placeholder_id, bos, self._encode("\n", False))
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))

@@ -39,6 +39,19 @@ _OTHER_PARTS = {
 }
 
 
+# names in Microsoft's files of Phi-4-multimodal, below image_embed -> in transformers
+_PHI_4_PARTS = {
+    "img_projection.0.": "img_projection_up.",
+    "img_projection.2.": "img_projection_down.",
+    "glb_GN": "global_img_feature_extensor",
+    "sub_GN": "sub_img_feature_extensor",
+}
+
+
+# tensors of PaddleOCR-VL's tower that no code uses
+_UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
+
+
 def _as_stored(
     name: str, tensor: torch.Tensor, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,9 +87,30 @@ def _kimi(
     yield f"{stem}.attn.v_proj.{field}", own_values
 
 
+def _phi4(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for stored, own in _PHI_4_PARTS.items():
+        name = name.replace(f".image_embed.{stored}", f".image_embed.{own}")
+    yield name, tensor
+
+
+def _paddle(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not any(part in name for part in _UNUSED_BY_PADDLE):
+        yield name, tensor
+
+
 def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Move the even channels of each head before the odd ones, in a weight [Q, K] or bias [Q]."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-CONVERSIONS: dict[str, Convert] = {"": _as_stored, "kimi": _kimi, "internvl": internvl_tensors}
+CONVERSIONS: dict[str, Convert] = {
+    "": _as_stored,
+    "kimi": _kimi,
+    "internvl": internvl_tensors,
+    "phi4": _phi4,
+    "paddle": _paddle,
+}

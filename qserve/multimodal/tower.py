@@ -215,7 +215,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     from transformers.initialization import no_init_weights
 
     values = copy.deepcopy(dict(config.values))
-    text = values["text_config"]
+    text = values.get("text_config", values)
     text["num_hidden_layers"] = 1
     for key in ("layer_types", "mlp_only_layers", "moe_layers"):
         if text.get(key):
@@ -227,7 +227,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
         if text.get(key):
             text[key] = 0
     if values.get("audio_config"):
-        values["audio_config"] = None
+        values["audio_config"] = config.family.audio and dict(config.family.audio)
     for key in SIZES & values["vision_config"].keys():
         if not is_size(values["vision_config"][key]):
             raise CheckpointError(
@@ -245,10 +245,24 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
             f"transformers cannot build the vision tower: {one_line(error)}",
             "copy config.json from the original model",
         ) from error
-    vision = {name.partition(".")[0] for name in config.family.prefixes.values()}
-    for name in [name for name, _ in model.named_children() if name not in vision]:
-        setattr(model, name, None)
+    _drop_others_(model, tuple(config.family.prefixes.values()))
+    for module in model.modules():
+        # transformers states True for Phi-4-multimodal, and attends causally if nothing is padded
+        if getattr(module, "is_causal", False):
+            module.is_causal = False
     return model
+
+
+def _drop_others_(module: torch.nn.Module, prefixes: tuple[str, ...], path: str = "") -> None:
+    """Remove the submodules without tensors whose names have one of these prefixes."""
+    for name, child in list(module.named_children()):
+        own = f"{path}{name}."
+        if own.startswith(prefixes):
+            continue
+        if any(prefix.startswith(own) for prefix in prefixes):
+            _drop_others_(child, prefixes, own)
+        else:
+            setattr(module, name, None)
 
 
 def _fill_(

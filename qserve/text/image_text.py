@@ -27,6 +27,7 @@ class ImageText:
     own: str  # text of the image token
     # True: a space is written between an image and a word after it
     is_spaced: bool = False
+    between: str = "\n"  # text between the parts of a message
 
     def with_own(self, text: str) -> str:
         """Replace the alias by the text of the image token."""
@@ -41,7 +42,7 @@ class ImageText:
         return self.alias in text or self.own in text
 
     def as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with images and texts as one text: a line for each part.
+        """Return a message with images and texts as one text, with `between` between the parts.
 
         Other messages are unchanged.
         """
@@ -52,12 +53,13 @@ class ImageText:
         texts = [line for line in lines if isinstance(line, str)]
         if len(texts) != len(parts):
             return dict(message)
-        return {**message, "content": "\n".join(texts)}
+        return {**message, "content": self.between.join(texts)}
 
 
 # architecture -> its texts
 IMAGE_TEXTS = {
     "InternVLChatModel": ImageText(alias=IMAGE, own="<IMG_CONTEXT>"),
+    "Phi4MMForCausalLM": ImageText(alias="<|image_1|>", own="<|endoftext10|>", between=""),
     "Idefics2ForConditionalGeneration": ImageText(alias=IMAGE, own=IMAGE, is_spaced=True),
     "AyaVisionForConditionalGeneration": ImageText(alias=IMAGE, own="<|IMG_PATCH|>"),
 }

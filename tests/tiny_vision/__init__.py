@@ -2,6 +2,7 @@
 
 from tests.tiny_vision.model import (
     VISION_FAMILIES,
+    loaded,
     rename_tensors,
     write_tiny_tokenizer,
     write_tiny_vision,
@@ -13,6 +14,7 @@ __all__ = [
     "INTERNVL",
     "VISION_FAMILIES",
     "film",
+    "loaded",
     "picture",
     "rename_tensors",
     "write_tiny_tokenizer",

@@ -1,6 +1,6 @@
 """Qwen-VL and models with its grids of patches."""
 
-from tests.tiny_vision.parts import PIXELS
+from tests.tiny_vision.parts import PIXELS, TOWER
 
 # Images of 256 to 2048 pixels: 1 to 8 embeddings.
 GRID = {
@@ -160,7 +160,25 @@ QWEN_3_5_MOE = {
     },
     "without": ("intermediate_size",),
 }
+# patches of one frame; all keys of the text model next to vision_config in published files
+PADDLE_OCR_VL = {
+    **GRID,
+    "config": "PaddleOCRVLConfig",
+    "image_processor": "PaddleOCRVLImageProcessor",
+    "processor": {**GRID["processor"], "temporal_patch_size": 1},
+    "text_type": "paddleocr_vl_text",
+    "text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        }
+    },
+    "vision": {**TOWER, "image_size": 32, "patch_size": 8, "spatial_merge_size": 2},
+}
+del PADDLE_OCR_VL["video"]
 FAMILIES = {
+    "paddleocr_vl": PADDLE_OCR_VL,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
     "exaone4_5": EXAONE_4_5,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.tiny_vision import gemma, grids, rows, squares, tiles
+from tests.tiny_vision import flat, gemma, grids, rows, squares, tiles
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS_5M = ROOT / "examples" / "models" / "docs-5m"
@@ -39,6 +39,7 @@ VISION_FAMILIES = {
     **squares.FAMILIES,
     **gemma.FAMILIES,
     **rows.FAMILIES,
+    **flat.FAMILIES,
     **grids.FAMILIES,
 }
 
@@ -55,19 +56,27 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"], num_words)
     vocab_size = 64 * -(-(max(ids.values()) + 1) // 64)
     usual = {key: value for key, value in TEXT.items() if key not in row.get("without", ())}
+
+    def with_ids(values):
+        return {key: ids.get(str(value), value) for key, value in values.items()}
+
+    text = {**usual, "vocab_size": vocab_size, **with_ids(row.get("text", {}))}
+    if row["text_type"]:
+        text = {"text_config": {**text, "model_type": row["text_type"]}}
+        text["image_token_id"] = ids[row.get("image", row["placeholder"])]
     config = getattr(transformers, row["config"])(
-        text_config={**usual, "model_type": row["text_type"], "vocab_size": vocab_size}
-        | {key: ids.get(str(value), value) for key, value in row.get("text", {}).items()},
-        vision_config=row["vision"],
-        image_token_id=ids[row.get("image", row["placeholder"])],
+        **text,
+        vision_config=with_ids(row["vision"]),
         tie_word_embeddings=False,
-        **{key: ids.get(str(value), value) for key, value in row["whole"].items()},
+        **with_ids(row["whole"]),
     )
     torch.manual_seed(7)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = auto_class(family).from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if name.endswith(("mm_input_projection_weight", "latents")):
+        if name.endswith(("mm_input_projection_weight", "latents", "feature_extensor")):
             torch.nn.init.normal_(parameter, 0.0, 0.2)  # they begin as zeros or as ones
+        elif name.endswith(row.get("small", ())):
+            torch.nn.init.normal_(parameter, 0.0, 0.002)
         elif "norm" in name or "bias" in name:
             # The text norms of Gemma multiply by 1 + weight.
             is_one = "norm" in name and "bias" not in name and family not in gemma.FROM_ZERO
@@ -83,6 +92,22 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     if "video" in row:
         (folder / "video_preprocessor_config.json").write_text(json.dumps(row["video"]))
     return folder
+
+
+def auto_class(family: str):
+    """Return transformers' class that makes the model of a family."""
+    import transformers
+
+    return getattr(
+        transformers, VISION_FAMILIES[family].get("model", "AutoModelForImageTextToText")
+    )
+
+
+def loaded(folder: Path, family: str):
+    """Return transformers' model of a folder, in float32."""
+    row = VISION_FAMILIES[family]
+    others = {"attn_implementation": row["attention"]} if "attention" in row else {}
+    return auto_class(family).from_pretrained(folder, dtype=torch.float32, **others)
 
 
 def rename_tensors(folder: Path, names: dict[str, str]) -> None:

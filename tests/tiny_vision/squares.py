@@ -51,4 +51,28 @@ LLAVA_ONEVISION = {
         "image_grid_pinpoints": RESOLUTIONS,
     },
 }
-FAMILIES = {"llava": LLAVA, "llava_next": LLAVA_NEXT, "llava_onevision": LLAVA_ONEVISION}
+# the outputs of several layers of the tower
+VIP_LLAVA = {
+    **LLAVA,
+    "config": "VipLlavaConfig",
+    "vision": {**LLAVA["vision"], "num_hidden_layers": 4},
+    "whole": {"vision_feature_layers": [-2, -3, 1]},
+}
+# One square of 32 pixels, filled with gray at two of its sides: 16 embeddings.
+DEEPSEEK_VL = {
+    "config": "DeepseekVLConfig",
+    "tokens": ["<image_placeholder>"],
+    "placeholder": "<image_placeholder>",
+    "text_type": "llama",
+    "vision": {**SIGLIP, "vision_use_head": False},
+    "whole": {},
+    "image_processor": "DeepseekVLImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "min_size": 5},
+}
+FAMILIES = {
+    "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
+    "llava_onevision": LLAVA_ONEVISION,
+    "vip_llava": VIP_LLAVA,
+    "deepseek_vl": DEEPSEEK_VL,
+}

@@ -27,6 +27,8 @@ class Cut(NamedTuple):
     tiles_CHW: tuple[np.ndarray, ...]  # uint8; several sizes are possible
     grid: tuple[int, int]  # numbers of rows and columns of tiles, without the overview
     has_overview: bool  # True: the last tile is the whole image
+    # numbers of rows and columns of patches that are no padding, in all tiles; (0, 0): not counted
+    useful: tuple[int, int] = (0, 0)
 
 
 def _no_renaming(options: dict[str, Any]) -> dict[str, Any]:

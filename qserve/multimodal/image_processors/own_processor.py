@@ -16,6 +16,7 @@ from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
+from qserve.multimodal.image_processors.phi4 import PHI_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ KINDS: dict[str, Kind] = {
     "kimi": KIMI_K25,
     "kimi_vl": KIMI_VL,
     "internvl": INTERNVL_CHAT,
+    "phi4": PHI_4,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts

@@ -22,6 +22,7 @@ def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
     grid = np.asarray(found["image_grid_thw"])[0]
     merged = _merged(grid.tolist(), values)
     pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # whole numbers, as floats
+    pixels = pixels.reshape(len(pixels), -1)
     features = Feature.of("pixel_values", pixels), Feature.of("image_grid_thw", grid)
     yield Run(length=math.prod(merged), features=features, grid=merged)
 
@@ -42,7 +43,7 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
         grid = np.zeros(3, np.int64)  # a shape that no feature has: the check fails
     values_of_patch = (
         vision.get("in_channels", vision.get("in_chans", 3))
-        * vision["temporal_patch_size"]
+        * vision.get("temporal_patch_size", 1)
         * vision["patch_size"] ** 2
     )
     expected = {

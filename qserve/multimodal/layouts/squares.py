@@ -29,7 +29,9 @@ def square_length(values: Values) -> int:
     vision = values["vision_config"]
     has_class = vision["model_type"] == "clip_vision_model"
     length = (vision["image_size"] // vision["patch_size"]) ** 2 + has_class
-    return length - (values.get("vision_feature_select_strategy") == "default")
+    # ViP-LLaVA states no strategy, and drops the class
+    strategy = values.get("vision_feature_select_strategy", "default" if has_class else "full")
+    return length - (strategy == "default")
 
 
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:

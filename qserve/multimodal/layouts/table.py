@@ -4,7 +4,16 @@ Loads no torch.
 """
 
 from qserve.multimodal.families import VisionConfig
-from qserve.multimodal.layouts import cuts, grids, high_resolution, pooled, rows, squares, tiles
+from qserve.multimodal.layouts import (
+    cuts,
+    grids,
+    high_resolution,
+    pooled,
+    rows,
+    squares,
+    tiles,
+    whole_image,
+)
 from qserve.multimodal.layouts.layout import Layout, Stated
 from qserve.multimodal.media import MediaItem
 
@@ -25,6 +34,7 @@ LAYOUTS: dict[str, Layout] = {
     "llama4": cuts.LLAMA_4,
     "cohere2": cuts.COHERE_2,
     "kimi": cuts.KIMI,
+    "phi4": whole_image.WHOLE_IMAGE,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,
 }

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
 
 from calibrate import mixed_bits
 from calibrate.calibration.capture import HiddenStates, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
-from calibrate.calibration.vision import MUTUAL_PROMPTS, VisionModel
+from calibrate.calibration.vision import MUTUAL_PROMPTS, VisionModel, open_media
 from calibrate.distillation.distill import distill_checkpoint
 from calibrate.distillation.student import Student
 from calibrate.distillation.training import Teacher, Training, TrainingSettings
@@ -25,8 +24,9 @@ from formats.errors import CheckpointError, InputError
 from formats.scheme import Scheme
 from qserve.cli import main
 from qserve.multimodal.calibration import CalibrationChats
+from qserve.multimodal.families import VisionConfig
 from tests.calibrate.statistics_of import collect_statistics
-from tests.tiny_vision import VISION_FAMILIES, picture, write_tiny_vision
+from tests.tiny_vision import VISION_FAMILIES, loaded, picture, write_tiny_vision
 
 # tiles; a mask in both directions; positions of three axes and deepstack
 DEFAULT = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl")
@@ -57,7 +57,7 @@ def calibration(tmp_path_factory):
 
 def _text_of(model):
     """Return the text model, which has the layers."""
-    text = getattr(model, "language_model", None) or model.text_model
+    text = getattr(model, "language_model", None) or getattr(model, "text_model", model)
     return getattr(text, "model", text)  # Llama 4: the text model with its head
 
 
@@ -69,9 +69,8 @@ class Case:
         self.data = read_for_model(
             self.model, source, WINDOWS, LENGTH, seed=0, bos=True, chats=self.chats
         )
-        self.vision = VisionModel(self.model, "cpu", torch.float32)
-        self.media = self.vision.media(self.data)
-        self.runner = LayerRunner(self.model, self.model.layer_map, "cpu", self.vision.rotary)
+        self.media, self.rotary = open_media(self.model, self.data, "cpu", torch.float32)
+        self.runner = LayerRunner(self.model, self.model.layer_map, "cpu", self.rotary)
 
     def hidden(self, media=None):
         embedding = self.model.get(self.model.layer_map.embedding)
@@ -81,7 +80,7 @@ class Case:
     def expected(self, hook_of=lambda *_: None, with_gradients=False, folder=None):
         """transformers' logits of each window, and what `hook_of` (text model, list) noted."""
         folder = folder or self.folder
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = loaded(folder, self.folder.name)
         text = _text_of(getattr(model, "model", model))
         seen, logits = [], []
         hook_of(text, seen)
@@ -90,7 +89,8 @@ class Case:
             if window.images:
                 inputs = self.chats.inputs(window, ids_S)
                 is_image_1S = window.is_image_S[None]
-                ids_1S = inputs["input_ids"].masked_fill(is_image_1S, self.vision.image_token_id)
+                token = VisionConfig.of(self.model.reader.whole_config).image_token_id
+                ids_1S = inputs["input_ids"].masked_fill(is_image_1S, token)
                 inputs["input_ids"] = ids_1S
             with torch.set_grad_enabled(with_gradients):
                 logits.append(model.eval()(**inputs).logits[0])
@@ -289,8 +289,8 @@ def test_distillation_sees_the_images(case, family, tmp_path):
 
 def check_gradient(case, codes):
     """Along the gradient, the divergence of two windows changes by its squared norm."""
-    student = Student(CheckpointReader(codes, rounded=True), "cpu", case.vision.rotary)
-    teacher = Teacher(case.model, "cpu", case.vision.rotary)
+    student = Student(CheckpointReader(codes, rounded=True), "cpu", case.rotary)
+    teacher = Teacher(case.model, "cpu", case.rotary)
     taught = teacher.last_states(case.data.ids_WS, media=case.media)
     training = Training(student, teacher, case.data.ids_WS, *taught, case.media)
     windows = torch.tensor([n for n in range(WINDOWS) if case.data.pictured[n].images][:2])

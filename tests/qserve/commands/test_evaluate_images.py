@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
@@ -17,7 +16,7 @@ from qserve.llm import LLM
 from qserve.multimodal.calibration import CalibrationChats
 from tests.qserve.command_line import fails_with
 from tests.qserve.multimodal.conftest import Vision
-from tests.tiny_vision import VISION_FAMILIES, picture, write_tiny_vision
+from tests.tiny_vision import VISION_FAMILIES, loaded, picture, write_tiny_vision
 
 # positions of three axes and deepstack
 DEFAULT = "qwen3_vl"
@@ -78,8 +77,8 @@ def chats(tmp_path):
 
 def log_probabilities(folder, chats):
     """transformers' log probabilities of each chat's tokens of text [N, V], and those tokens."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    judge, reader, found = Vision(folder, model), CalibrationChats(folder), []
+    judge = Vision(folder, loaded(folder, folder.name))
+    reader, found = CalibrationChats(folder), []
     bos = {0}  # <|begin_of_text|> of the tokenizer, which does not count
     for messages in chats.rows:
         chat = reader.read(messages, chats.path.parent)

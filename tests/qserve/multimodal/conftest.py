@@ -17,7 +17,7 @@ from qserve.multimodal.video_processor import VideoProcessor
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer
-from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
+from tests.tiny_vision import VISION_FAMILIES, loaded, write_tiny_vision
 
 NUM_TOKENS = 8
 
@@ -27,13 +27,11 @@ class Vision:
 
     def __init__(self, folder, model=None):
         """`model`: transformers', default: that of the folder."""
-        from transformers import AutoModelForImageTextToText
-
         self.folder = folder
         self.processor = MediaProcessor(self.folder, Tokenizer(self.folder).encode)
         self._pixels = load_image_processor(self.folder)
         if model is None:
-            model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+            model = loaded(self.folder, self.folder.name)
         self.model = model.eval()
         self.model.generation_config.eos_token_id = None  # all tokens, whatever they are
         self._known = {}
@@ -128,7 +126,7 @@ class Vision:
     def _with_image_tokens(self, ids_1N):
         """Token ids with the image's token where the engine has another: that of the padding."""
         config = self.processor.config
-        fill, token = config.fill_id(), self.model.config.image_token_id
+        fill, token = config.fill_id(), config.image_token_id
         return ids_1N if fill == token else ids_1N.masked_fill(ids_1N == fill, token)
 
     def video_inputs(self, videos):

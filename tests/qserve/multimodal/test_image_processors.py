@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, InputError
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from tests.tiny_vision import picture
 
@@ -19,6 +19,7 @@ CLASSES = {
     "llama4": "Llama4ImageProcessor",
     "cohere2_vision": "Cohere2VisionImageProcessor",
     "kimi": "Kimi_K25ImageProcessor",
+    "phi4": "Phi4MultimodalImageProcessor",
 }
 PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
 SIDE = {"size": {"height": 32, "width": 32}}
@@ -45,6 +46,8 @@ CASES = [
     ("cohere2_vision", {**SIDE, "max_patches": 6}),
     ("cohere2_vision", {**SIDE, "crop_to_patches": False}),
     ("kimi", {"patch_size": 8, "max_patches": 24, "size": {"max_height": 7, "max_width": 7}}),
+    ("phi4", {**SIDE, "patch_size": 8, "dynamic_hd": 4}),
+    ("phi4", {"size": {"height": 56, "width": 56}, "patch_size": 14, "dynamic_hd": 36}),
 ]
 SIZES = [
     *[(1, 1), (3, 1), (1, 50), (40, 30), (30, 40), (200, 1), (64, 64), (65, 33), (100, 80)],
@@ -63,7 +66,14 @@ CHECKSUMS = (
     "b8e0f1bb037f",
     "a75b55ba1b92",
     "8eefab52f7d7",
+    "b42023cbc1a4",
+    "41c30da559b6",
 )
+
+
+def sizes_of(kind):
+    """The sizes of images that the processor takes."""
+    return [size for size in SIZES if kind != "phi4" or max(size) < 20 * min(size)]
 
 
 def processor_of(folder, kind, options):
@@ -78,7 +88,7 @@ def test_numbers_are_those_of_transformers(tmp_path, kind, options):
 
     own = processor_of(tmp_path, kind, options)
     theirs = getattr(transformers, CLASSES[kind])(**PIXELS, **options)
-    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    images = [picture(*size, seed) for seed, size in enumerate(sizes_of(kind))]
     for chosen in (*([image] for image in images), images[3:5]):
         wanted, found = theirs(chosen, return_tensors="pt"), own(chosen)
         assert found.keys() <= wanted.keys()
@@ -93,7 +103,7 @@ def test_numbers_are_those_of_transformers(tmp_path, kind, options):
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_tiles_are_those_that_were_compared(tmp_path, number):
     own, found = processor_of(tmp_path, *CASES[number]), hashlib.sha256()
-    for seed, size in enumerate(SIZES):
+    for seed, size in enumerate(sizes_of(CASES[number][0])):
         cut = own.cut(picture(*size, seed))
         assert len(cut.tiles_CHW) == cut.grid[0] * cut.grid[1] + (
             cut.has_overview and cut.grid != (1, 1)
@@ -103,7 +113,17 @@ def test_tiles_are_those_that_were_compared(tmp_path, number):
     assert found.hexdigest()[:12] == CHECKSUMS[number]
 
 
+def test_sides_that_differ_too_much_are_refused(tmp_path):
+    own = processor_of(tmp_path, *CASES[-2])
+    words = r"image: of 50 x 1 pixels becomes 64 x 1; .* at least 10 \(send an image whose sides"
+    with pytest.raises(InputError, match=words):
+        own.cut(picture(50, 1))
+
+
 WRONG = [
+    ("phi4", {"resample": 2}, "resample of the image processor: expected 3, found 2"),
+    ("phi4", {**SIDE, "patch_size": 14}, "size .*expected a multiple of patch_size 14, found 32"),
+    ("phi4", {"dynamic_hd": 0}, "dynamic_hd .*: expected a positive whole number up to 256"),
     ("lfm2_vl", {"tile_size": 0}, "tile_size of the image processor: expected a positive whole"),
     ("lfm2_vl", {"tile_size": 10**6}, "tile_size .*number up to 4096, found 1000000"),
     ("lfm2_vl", {"min_tiles": 9, "max_tiles": 4}, "min_tiles .*: is 9, and max_tiles is 4"),

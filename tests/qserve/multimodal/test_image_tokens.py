@@ -24,7 +24,8 @@ DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 # one case by default: the rest of their tests is exhaustive
 FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
-FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2")
+FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2", "phi4_multimodal")
+FEW += ("vip_llava", "deepseek_vl", "paddleocr_vl")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES

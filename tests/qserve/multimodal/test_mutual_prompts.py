@@ -81,7 +81,7 @@ def test_wrong_readings_give_other_tokens(vision, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_are_found_for_the_same_prompt_alone(vision, family):
-    """The keys of an image depend on the text behind it."""
+    """The keys of an image depend on the text after it."""
     model, images = vision(family), (picture(40, 30, 1),)
     engine = model.engine()
     model.run(engine, (TEXT, images))

@@ -10,7 +10,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.architecture.text_part import stored_name, text_prefix
@@ -25,7 +24,7 @@ from formats.scheme import Scheme
 from qkernels import QuantLinear
 from qserve import save_quantized
 from tests.qserve.multimodal.conftest import Vision
-from tests.tiny_vision import VISION_FAMILIES, picture
+from tests.tiny_vision import VISION_FAMILIES, loaded, picture
 
 SCHEME = Scheme.parse("w4a16-sym-g32")
 # transformers computes something else with quantized experts;
@@ -114,8 +113,7 @@ def test_tokens_are_those_of_transformers(vision, quantized, tmp_path, family):
     readable = folder
     if family in READ_AS_FLOAT:
         readable = dequantized(source.folder, folder, tmp_path / "float")
-    model = AutoModelForImageTextToText.from_pretrained(readable, dtype=torch.float32)
-    model = Vision(folder, model)
+    model = Vision(folder, loaded(readable, family))
     mark = model.mark
     requests = [
         ("what is a page table", ()),

@@ -1,0 +1,55 @@
+"""Prefixes of the names of a vision tower's tensors: in checkpoints -> in transformers' model.
+
+Loads no torch.
+"""
+
+IDEFICS = {
+    "model.vision_model.": "vision_model.",
+    "model.connector.": "connector.",
+}
+# Published checkpoints have a level in these names that transformers 5 does not write.
+LLAVA = {
+    "vision_tower.vision_model.": "vision_tower.",
+    "vision_tower.": "vision_tower.",
+    "multi_modal_projector.": "multi_modal_projector.",
+}
+LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
+GEMMA_4 = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_tower", "embed_vision")
+}
+INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
+LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
+KIMI = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("", "model.")
+    for stored, own in (
+        ("vision_tower", "vision_tower"),
+        ("mm_projector", "mm_projector"),
+        ("multi_modal_projector", "mm_projector"),
+    )
+}
+LIGHT_ON = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_encoder", "vision_projection")
+}
+PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
+# The second level is that of older versions of transformers.
+DEEPSEEK = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_model.vision_model", "vision_model"),
+        ("vision_model", "vision_model"),
+        ("aligner", "aligner"),
+    )
+}
+PADDLE = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (("visual", "visual"), ("projector", "projector"), ("mlp_AR", "projector"))
+}
+NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
+QWEN = {"visual.": "visual.", "model.visual.": "visual."}
