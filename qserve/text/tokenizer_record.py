@@ -97,13 +97,14 @@ class RecordedTokenizer:
 
 def record_path(folder: Path) -> Path | None:
     """Return the path of a folder's record; None if a file of the folder cannot be read."""
-    made_by = [FORMAT, str(folder)]
+    made_by: list[Any] = [FORMAT]
     made_by += [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
     made_by += [importlib.util.find_spec(name) is not None for name in READERS]
     found = hashlib.sha256(json.dumps(made_by).encode())
     try:
         for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*")]):
             if path.suffix in SUFFIXES and not path.name.endswith(TENSOR_INDEX) and path.is_file():
+                # With the folder's name, by which transformers chooses some classes.
                 found.update(json.dumps([str(path), _digest(path)]).encode())
     except OSError:
         return None

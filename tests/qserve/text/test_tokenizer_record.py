@@ -258,6 +258,12 @@ def test_each_file_counts(name, folder):
     assert record_path(path) != before
 
 
+def test_name_of_the_folder_counts(folder, tmp_path):
+    """AutoTokenizer chooses some classes by it."""
+    path = folder()
+    assert record_path(shutil.copytree(path, tmp_path / "other")) != record_path(path)
+
+
 def test_large_file_counts_by_its_size_and_time(folder, monkeypatch):
     path = folder()
     monkeypatch.setattr(module, "MAX_BYTES", 9)
