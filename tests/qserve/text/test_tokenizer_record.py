@@ -341,6 +341,28 @@ def test_tokenizer_with_code_of_its_own_is_not_recorded(folder, records):
     assert not records.exists()
 
 
+def test_tokenizer_that_cannot_be_stored_is_not_recorded(folder, records):
+    class Words:
+        def pre_tokenize(self, text):
+            text.split(lambda _, part: [part])
+
+    path = folder()
+    theirs = AutoTokenizer.from_pretrained(path)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
+    write_record(record_path(path), path, theirs)
+    assert not records.exists()
+
+
+def test_tokenizer_without_a_file_of_its_own_is_recorded(folder):
+    """transformers has made it of another file, such as tokenizer.model."""
+    path = folder()
+    theirs = AutoTokenizer.from_pretrained(path)
+    (path / "tokenizer.json").unlink()
+    write_record(record_path(path), path, theirs)
+    found = read_record(record_path(path), path)
+    assert found.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
 def test_tokenizer_that_differs_from_its_file_is_recorded_whole(folder):
     path = folder()
     theirs = AutoTokenizer.from_pretrained(path)
