@@ -2,10 +2,12 @@
 
     python examples/measure_start.py                          # an 8B's shape, random weights
     python examples/measure_start.py --model FOLDER           # a real checkpoint
+    python examples/measure_start.py --against CLONE          # and another version, in turn
 
 Starts `qserve serve`, or the offline engine if the server's packages are missing (or with
 --offline). The first start has an empty folder for compiled kernels; later starts use the folder
-that it filled. Prints each log line after its time and the seconds since the line before.
+that it filled. Prints each log line after its time and the seconds since the line before, and the
+CPU time and memory of each process at the first token.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import urllib.request
 from pathlib import Path
 
 TOKENIZER = Path(__file__).parent / "models" / "docs-5m"
+ROOT = Path(__file__).resolve().parent.parent
 READY = "Serving "  # the server's line, and the offline engine's here
 FIRST_TOKEN = "First token"
 
@@ -57,14 +60,36 @@ def server_command(folder: str, settings: dict) -> list[str]:
     return [sys.executable, "-u", "-m", "qserve", "serve", folder, "--port", "0", *flags]
 
 
-def run(command: list[str], cache: Path, limit: float) -> dict:
-    """Start the process, print its lines with their times, request one token, end it."""
+def processes(pid: int) -> list[dict]:
+    """Return CPU seconds and resident MiB of a process and of its children, on Linux."""
+    found = []
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (OSError, IndexError):
+        return []
+    module = words[words.index("-m") + 1] if "-m" in words else words[0]
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    mib = resident * os.sysconf("SC_PAGESIZE") / 2**20
+    found.append({"process": module, "cpu_s": round(seconds, 2), "mib": round(mib)})
+    return found + [each for child in children for each in processes(int(child))]
+
+
+def run(command: list[str], cache: Path, limit: float, tree: Path = ROOT) -> dict:
+    """Start the process, print its lines with their times, request one token, end it.
+
+    `tree`: the clone whose packages it imports.
+    """
+    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     started = time.perf_counter()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"},
+        env=os.environ
+        | {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
     )
     lines, last, found = [], 0.0, {}
     try:
@@ -88,6 +113,10 @@ def run(command: list[str], cache: Path, limit: float) -> dict:
                 break
             if now > limit:
                 break
+        if "first_token_s" in found:
+            found["processes"] = processes(process.pid)
+            for each in found["processes"]:
+                print(f"{each['cpu_s']:8.2f} s of CPU {each['mib']:6d} MiB  {each['process']}")
     finally:
         process.terminate()
         try:
@@ -121,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--warm", type=int, default=2, help="number of starts with a full kernel cache"
     )
+    parser.add_argument("--against", type=Path, help="another clone, started in turn with this one")
     parser.add_argument("--limit", type=float, default=300, help="time limit of one start, seconds")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
@@ -136,10 +166,13 @@ def main() -> None:
         command = server_command(folder, settings)
         if offline:
             command = [sys.executable, "-u", "-c", OFFLINE, folder, json.dumps(settings)]
-        cache = Path(scratch) / "kernels"
-        for name in ("cold", *(f"warm {i + 1}" for i in range(arguments.warm))):
-            print(f"--- {name}: {'offline engine' if offline else 'server'}")
-            results[name] = run(command, cache, arguments.limit)
+        trees = {"": ROOT} if arguments.against is None else {"": ROOT, "other": arguments.against}
+        for start in ("cold", *(f"warm {i + 1}" for i in range(arguments.warm))):
+            for other, tree in trees.items():
+                name = f"{other} {start}".strip()
+                print(f"--- {name}: {'offline engine' if offline else 'server'}")
+                cache = Path(scratch) / f"{other}kernels"
+                results[name] = run(command, cache, arguments.limit, tree.resolve())
     for name, found in results.items():
         times = [
             f"{what} {found[what]:.1f}" for what in ("ready_s", "first_token_s") if what in found

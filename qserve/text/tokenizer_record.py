@@ -97,13 +97,14 @@ class RecordedTokenizer:
 
 def record_path(folder: Path) -> Path | None:
     """Return the path of a folder's record; None if a file of the folder cannot be read."""
-    made_by = [FORMAT, str(folder)]
+    made_by: list[Any] = [FORMAT]
     made_by += [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
     made_by += [importlib.util.find_spec(name) is not None for name in READERS]
     found = hashlib.sha256(json.dumps(made_by).encode())
     try:
         for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*")]):
             if path.suffix in SUFFIXES and not path.name.endswith(TENSOR_INDEX) and path.is_file():
+                # With the folder's name, by which transformers chooses some classes.
                 found.update(json.dumps([str(path), _digest(path)]).encode())
     except OSError:
         return None
@@ -139,24 +140,26 @@ def write_record(path: Path, folder: Path, tokenizer: Any) -> None:
     Does nothing if the tokenizer has code of its own, if its record would not equal it, or if the
     record's folder is not writable.
     """
-    if not _is_plain(tokenizer):
-        return
+    # A tokenizer that cannot be stored raises any exception, even a bare Exception from Rust.
+    with contextlib.suppress(Exception):
+        values = _values_of(tokenizer, folder) if _is_plain(tokenizer) else None
+        if values is not None:
+            write_whole(path, values)
+            _delete_oldest(path.parent)
+
+
+def _values_of(tokenizer: Any, folder: Path) -> str | None:
+    """Return the text of a record that equals a tokenizer; None if there is none."""
     state = {name: getattr(tokenizer, name) for name in State.__slots__}
     flag = tokenizer.backend_tokenizer.encode_special_tokens
     original = _facts(tokenizer)
     # Most tokenizers are tokenizer.json itself; others take tens of megabytes.
-    for text in (None, tokenizer.backend_tokenizer.to_str()):
-        try:
-            values = json.dumps({"tokenizer": text, "encode_special_tokens": flag, "state": state})
-            found = _facts(_tokenizer_of(json.loads(values), folder))
-        # A bare Exception for a tokenizer.json that is missing; a TypeError for other values.
-        except Exception:
-            continue
-        if found == original:
-            with contextlib.suppress(OSError):
-                write_whole(path, values)
-                _delete_oldest(path.parent)
-            return
+    is_file = (folder / TOKENIZER).is_file()
+    for text in (None, tokenizer.backend_tokenizer.to_str())[not is_file :]:
+        values = json.dumps({"tokenizer": text, "encode_special_tokens": flag, "state": state})
+        if _facts(_tokenizer_of(json.loads(values), folder)) == original:
+            return values
+    return None
 
 
 def _tokenizer_of(values: dict[str, Any], folder: Path) -> RecordedTokenizer:
@@ -185,7 +188,7 @@ def _facts(tokenizer: Any) -> list[Any]:
         backend.to_str(),
         backend.encode_special_tokens,
         backend.encode(TRIAL_TEXT).ids,
-        {token: str(added) for token, added in tokenizer.added_tokens_decoder.items()},
+        {token: repr(added) for token, added in tokenizer.added_tokens_decoder.items()},
         len(tokenizer),
         tokenizer.convert_ids_to_tokens([0]),
         tokenizer.apply_chat_template(messages, chat_template=TRIAL_TEMPLATE, tokenize=False),

@@ -194,32 +194,40 @@ def test_chats_are_rendered_like_transformers(folder):
 
 PROGRAM = """
 import json, sys
-from qserve.text.tokenizer import TextError, Tokenizer
+from qserve.text.tokenizer import Tokenizer
 tokenizer = Tokenizer(sys.argv[1])
 found = tokenizer.decode(tokenizer.encode("A text"))
-first = sorted(sys.modules)
-chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
-print(json.dumps([found, first, chat, sorted(sys.modules)]))
+if sys.argv[2] == "chat":
+    found = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+print(json.dumps([found, sorted(sys.modules)]))
 """
 
 
-def test_recorded_tokenizer_needs_no_torch(folder, tmp_path):
+def in_new_process(path: Path, what: str) -> tuple[object, set[str]]:
+    """The result of PROGRAM, and the modules that it imported."""
+    command = [sys.executable, "-c", PROGRAM, str(path), what]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    found, modules = json.loads(done.stdout)
+    return found, {*modules}
+
+
+def test_recorded_tokenizer_needs_no_transformers(folder):
     path = folder()
     assert recorded(path) is not None
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"HOME": str(tmp_path / "home")},
-    )
-    assert done.returncode == 0, done.stderr
-    text, first, chat, last = json.loads(done.stdout)
+    text, modules = in_new_process(path, "text")
     assert text == "A text"
-    heavy = {"transformers", "torch", "numpy", "huggingface_hub", "jinja2", "yaml"}
-    assert not heavy & set(first)
-    assert "torch" not in last and "transformers" in last
+    assert not modules & {"transformers", "torch", "numpy", "huggingface_hub", "jinja2", "yaml"}
+
+
+@pytest.mark.exhaustive
+def test_recorded_tokenizer_renders_chats_without_torch(folder):
+    path = folder()
+    assert recorded(path) is not None
+    chat, modules = in_new_process(path, "chat")
     assert chat == Tokenizer(path).encode_chat([{"role": "user", "content": "Hi"}])
+    assert "transformers" in modules and "torch" not in modules
 
 
 def test_second_load_does_not_use_transformers(folder, records, first_import, num_loaded):
@@ -256,6 +264,12 @@ def test_each_file_counts(name, folder):
     if stat is not None:
         os.utime(path / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert record_path(path) != before
+
+
+def test_name_of_the_folder_counts(folder, tmp_path):
+    """AutoTokenizer chooses some classes by it."""
+    path = folder()
+    assert record_path(shutil.copytree(path, tmp_path / "other")) != record_path(path)
 
 
 def test_large_file_counts_by_its_size_and_time(folder, monkeypatch):
@@ -325,6 +339,28 @@ def test_tokenizer_with_code_of_its_own_is_not_recorded(folder, records):
     theirs.__class__ = Louder
     write_record(record_path(path), path, theirs)
     assert not records.exists()
+
+
+def test_tokenizer_that_cannot_be_stored_is_not_recorded(folder, records):
+    class Words:
+        def pre_tokenize(self, text):
+            text.split(lambda _, part: [part])
+
+    path = folder()
+    theirs = AutoTokenizer.from_pretrained(path)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
+    write_record(record_path(path), path, theirs)
+    assert not records.exists()
+
+
+def test_tokenizer_without_a_file_of_its_own_is_recorded(folder):
+    """transformers has made it of another file, such as tokenizer.model."""
+    path = folder()
+    theirs = AutoTokenizer.from_pretrained(path)
+    (path / "tokenizer.json").unlink()
+    write_record(record_path(path), path, theirs)
+    found = read_record(record_path(path), path)
+    assert found.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 def test_tokenizer_that_differs_from_its_file_is_recorded_whole(folder):
