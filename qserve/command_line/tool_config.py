@@ -190,7 +190,9 @@ class TalkConfig:
     )
     quick: str | None = setting(None, "answer this one text, then exit")
     system_prompt: str | None = setting(None, "system message at the start of a chat")
-    max_tokens: int | None = setting(None, "maximum number of tokens in an answer", low=1)
+    max_tokens: int | None = setting(
+        None, "maximum number of tokens in an answer; default: the server's", low=1
+    )
     temperature: float | None = setting(
         None, "sampling temperature; default: the server's", low=0, high=2
     )

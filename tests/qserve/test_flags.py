@@ -229,6 +229,9 @@ def test_help_of_every_command_names_every_option():
         text = parser.format_help()
         for action in parser._actions:
             assert len(action.help) > 8 and all(flag in text for flag in action.option_strings)
+            if isinstance(action, argparse.BooleanOptionalAction):
+                assert action.default and action.help.endswith(" (default: on)"), action.dest
+        assert "(default: )" not in text
 
 
 def cpu_seconds(*arguments: str) -> tuple[float, str]:

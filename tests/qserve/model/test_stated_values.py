@@ -38,6 +38,7 @@ WRONG = [
     ("granite", {"logits_scaling": math.nan}, "logits_scaling: expected a finite number, found n"),
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, -math.inf, 1.0, 1.0]}, "ssm_multipliers: expect"),
     ("qwen3_next", {"linear_value_head_dim": 0}, "linear_value_head_dim: expected a number above"),
+    ("laguna", {"layer_types": 7}, "layer_types: expected a list with an entry for each layer"),
     ("jamba", {"mamba_expand": -1}, ": states no sizes from which the number of channels of Mam"),
 ]
 
