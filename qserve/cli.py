@@ -28,6 +28,7 @@ from qserve.command_line.arguments import (
 from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
+    ChatConfig,
     ConvertConfig,
     FamiliesConfig,
     GenerateConfig,
@@ -65,7 +66,7 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
     return serve_http(engine, server)
 
 
-def chat(config: TalkConfig) -> int:
+def chat(config: ChatConfig) -> int:
     from qserve.commands import talk
 
     return talk.chat(config)
@@ -186,7 +187,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(
         help="chat with the model of a running server",
-        settings=(TalkConfig,),
+        settings=(ChatConfig,),
         run=chat,
         argument=None,
     ),

@@ -1,7 +1,7 @@
 """Values of the sizes that a family's shapes name, if config.json states them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from formats.errors import InputError, config_error
@@ -37,6 +37,17 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def is_size(value: Any) -> bool:
     """Return True for an integer above 0."""
     return type(value) is int and value > 0
+
+
+def layer_numbers(config: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Return a list of layers that config.json states; () if it states none.
+
+    Raises CheckpointError if it is no list.
+    """
+    found = config.get(key) or ()
+    if not isinstance(found, list | tuple):
+        raise config_error(key, "a list of numbers of layers", found)
+    return found
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

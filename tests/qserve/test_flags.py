@@ -84,7 +84,7 @@ ENGINE_FLAGS = {
 
 
 TALK_FLAGS = {
-    *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
+    *("-q", "--quick", "--url", "--model-name", "--api-key", "--max-tokens"),
     *("--temperature", "--top-p", "--seed", "--stats"),
 }
 
@@ -159,7 +159,7 @@ FLAGS = {
         *("--drain-timeout", "--gpus-per-replica", "--ray-address"),
         *("--multiplexed-model", "--models-per-replica"),
     },
-    "chat": TALK_FLAGS,
+    "chat": {*TALK_FLAGS, "--system-prompt"},
     "complete": TALK_FLAGS,
     "run-batch": ENGINE_FLAGS
     | {"--model", "-i", "--input", "-o", "--output", "--served-model-name"},
