@@ -198,6 +198,8 @@ class Scheme:
         """Read a scheme's printed form; `group_size` replaces the default. Raises SchemeError."""
         if isinstance(text, Scheme):
             return text
+        if not isinstance(text, str):
+            raise SchemeError("scheme", f"expected a name such as w4a16-sym, found {text!r:.80}")
         name, suffix = re.fullmatch(r"(.*?)(-g\d{1,9}|-channel)?", text, re.DOTALL).groups()
         name = SCHEME_ALIASES.get(name, name)
         if text in MICROSCALED:

@@ -28,6 +28,7 @@ from qserve.command_line.arguments import (
 from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
+    ChatConfig,
     ConvertConfig,
     FamiliesConfig,
     GenerateConfig,
@@ -73,7 +74,7 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
             waiting.close()
 
 
-def chat(config: TalkConfig) -> int:
+def chat(config: ChatConfig) -> int:
     from qserve.commands import talk
 
     return talk.chat(config)
@@ -196,7 +197,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(
         help="chat with the model of a running server",
-        settings=(TalkConfig,),
+        settings=(ChatConfig,),
         run=chat,
         argument=None,
     ),

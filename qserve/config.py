@@ -152,7 +152,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     target_itl_ms: float | None = setting(
         None,
         "target inter-token latency in milliseconds; prompts are split into chunks small "
-        "enough to meet it",
+        "enough to meet it; default: no target",
         low=0.1,
     )
     batch_invariant: bool = setting(

@@ -29,7 +29,7 @@ from qserve.library.llm_pooling import (
 )
 from qserve.library.media_prompts import split_media
 from qserve.library.outputs import RequestOutput
-from qserve.library.prompts import PromptType, as_batch
+from qserve.library.prompts import PromptType, as_batch, as_conversations, token_list
 from qserve.lora.request import LoRARequest
 from qserve.multimodal.media import MediaItem
 from qserve.params.beam_search_params import BeamSearchParams
@@ -130,6 +130,12 @@ class LLM(LLMControl, EngineOwner):
         loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(batch)
         if len(loras) != len(batch):
             raise InputError("lora_request", f"expected one or {len(batch)}, found {len(loras)}")
+        for each in params:
+            if not isinstance(each, SamplingParams):
+                problem = f"expected SamplingParams, found {type(each).__name__}"
+                raise InputError(
+                    "sampling_params", problem, "such as SamplingParams(max_tokens=32)"
+                )
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
         each_of = zip(names, batch, params, priorities, loras, strict=True)
@@ -170,7 +176,7 @@ class LLM(LLMControl, EngineOwner):
             "template_kwargs": chat_template_kwargs,
             "tools": None if tools is None else list(tools),
         }
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations = as_conversations(messages)
         tokenizer = self.get_tokenizer()
         if tools and not tokenizer.reads_tools:
             raise InputError(
@@ -308,7 +314,7 @@ class LLM(LLMControl, EngineOwner):
 
         `media`: images and videos in the sequence (multimodal.processor.MediaProcessor).
         """
-        return self.engine.logits(token_ids, media)
+        return self.engine.logits(token_list(token_ids), media)
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a step has failed."""

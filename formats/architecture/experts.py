@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from formats.architecture.flags import Flag
 from formats.architecture.projection import Projection, Shape
+from formats.architecture.sizes import layer_numbers
+from formats.errors import config_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +100,15 @@ class Experts:
         return f"{self.module}.{name}" if self.module else name
 
     def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has experts."""
-        if layer in (config.get(self.dense_layers_key) or ()):
+        """Return True if a layer has experts. Raises CheckpointError for values of other types."""
+        if layer in layer_numbers(config, self.dense_layers_key):
             return False
         types = config.get(self.types_key)
         if isinstance(types, list) and layer < len(types) and types[layer] != "sparse":
             return False
-        if layer < (config.get(self.first_dense_key) or 0):
+        if layer < _count(config, self.first_dense_key, 0):
             return False
-        return (layer + 1) % (config.get(self.every_key) or 1) == 0
+        return (layer + 1) % _count(config, self.every_key, 1) == 0
 
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
         """Return all tensors except the experts' linears, by name below the layer."""
@@ -133,3 +135,11 @@ class Experts:
         if self.shared and self.shared.gate:
             shapes[f"{self.shared.gate}.weight"] = (("one",), ("hidden_size",))
         return shapes
+
+
+def _count(config: Mapping[str, Any], key: str, usual: int) -> int:
+    """Return a number of layers that config.json states, or `usual`. Raises CheckpointError."""
+    found = config.get(key) or usual
+    if not isinstance(found, int) or found < 0:
+        raise config_error(key, "a whole number of 0 or more", found)
+    return found

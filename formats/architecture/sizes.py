@@ -1,7 +1,7 @@
 """Values of the sizes that a family's shapes name, if config.json states them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from formats.errors import InputError, config_error
@@ -47,6 +47,17 @@ def stated_size(
     if not is_size(value):
         raise config_error(key, "a number above 0", value, remedy)
     return value
+
+
+def layer_numbers(config: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Return a list of layers that config.json states; () if it states none.
+
+    Raises CheckpointError if it is no list.
+    """
+    found = config.get(key) or ()
+    if not isinstance(found, list | tuple):
+        raise config_error(key, "a list of numbers of layers", found)
+    return found
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -14,6 +14,7 @@ from formats.files.tensor_entry import StatedShape, TensorEntry
 
 # An index or a header of 100,000 tensors has 10 MB; larger ones cost seconds and memory.
 MAX_HEADER_BYTES = 25_000_000
+LFS_POINTER = b"version https://git-lfs"  # start of what git checks out without LFS
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 # safetensors dtype -> (torch dtype, bits)
@@ -56,6 +57,9 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, max_bytes):
+                if (start + file.read(len(LFS_POINTER))).startswith(LFS_POINTER):
+                    remedy = "run `git lfs pull` in the folder"
+                    raise CheckpointError(str(path), "is only a pointer of Git LFS", remedy)
                 raise CheckpointError(
                     str(path), "is not a safetensors file, or is truncated", "fetch it again"
                 )

@@ -78,8 +78,12 @@ class PackedWeight:
             zeros_NG = torch.full_like(scales_NG, spec.symmetric_zero, dtype=torch.uint8)
         else:
             zeros_NG = _comparable(zeros_NG)
-        if not ((zeros_NG >= 0) & (zeros_NG <= spec.max_code) & (zeros_NG % 1 == 0)).all():
-            raise CheckpointError(name, f"expected whole zero points in 0..{spec.max_code}")
+        is_right = (zeros_NG >= 0) & (zeros_NG <= spec.max_code) & (zeros_NG % 1 == 0)
+        if not is_right.all():
+            wrong = zeros_NG[~is_right][0].item()
+            raise CheckpointError(
+                name, f"expected whole zero points in 0..{spec.max_code}, found {wrong:g}"
+            )
         packed = cls(
             words_NW=pack(codes_NK, spec.bits),
             scales_NG=scales_NG.contiguous(),

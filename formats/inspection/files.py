@@ -128,7 +128,7 @@ def _read_index(folder: Path, findings: Findings) -> tuple[dict[str, str], int |
         findings.caught(error)
         return {}, None
     listed = index.get("weight_map")
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not listed:
         findings.error(INDEX, "has no weight_map", "fetch it again")
         return {}, None
     weight_map = {}

@@ -43,7 +43,9 @@ def prepare_weight(
         packed = packed.as_codes()  # no kernel takes FP4 weights with 8-bit x; codes are exact
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
-        raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")
+        raise KernelError(
+            "activations", f"expected float32, float16 or bfloat16, found {dtype}", "convert x"
+        )
     problem = Problem(
         device=device.type,
         dtype=dtype,

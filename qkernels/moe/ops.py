@@ -90,7 +90,9 @@ def prepare_experts(
     """
     device = torch.device(device)
     if dtype not in FLOAT_DTYPES:
-        raise KernelError("experts", f"expected a float dtype of activations, found {dtype}")
+        raise KernelError(
+            "activations", f"expected float32, float16 or bfloat16, found {dtype}", "convert x"
+        )
     hidden, inner = shape_of(weights.down[0])
     _check_shapes(weights, hidden, inner)
     fault = stack_fault(weights.gate_up) or stack_fault(weights.down) or products_fault(weights)

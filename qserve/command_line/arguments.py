@@ -249,6 +249,7 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint
     if hint is bool:
         # A flag that is on by default needs a --no- form.
         action = argparse.BooleanOptionalAction if field.default else "store_true"
+        help_text += " (default: on)" if field.default else ""
         parser.add_argument(*names, action=action, default=field.default, help=help_text)
         return
     if typing.get_origin(hint) is list:
@@ -257,7 +258,7 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint
         return
     required = field.default is dataclasses.MISSING
     aliases, choices = field.metadata["aliases"], field.metadata["choices"]
-    if not required and field.default is not None:
+    if not required and field.default not in (None, ""):
         help_text += " (default: %(default)s)"
     if isinstance(hint, types.UnionType):
         kinds = typing.get_args(hint)

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
+from numbers import Real
 from typing import Any
 
 from formats.errors import InputError
 
+NUMBERS = (int, float, int | None, float | None)  # types of settings that are numbers
 REQUIRED = MISSING  # as a setting's default: the flag is required
 
 
@@ -47,6 +49,8 @@ def check_settings(config: object) -> None:
             raise InputError(
                 flag, f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}"
             )
+        if each.type in NUMBERS and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise InputError(flag, f"expected a number, found {value!r:.80}")
         low, high = allowed["low"], allowed["high"]
         if low is not None and not low <= value <= (math.inf if high is None else high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"

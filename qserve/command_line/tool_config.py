@@ -180,7 +180,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkConfig:
-    """Settings of `qserve chat` and `qserve complete`."""
+    """Settings of `qserve complete`, and with more of `qserve chat`."""
 
     url: str = setting("http://127.0.0.1:8000/v1", "URL of the server, up to its /v1")
     model_name: str | None = setting(None, "name of the model; default: the server's first")
@@ -189,8 +189,9 @@ class TalkConfig:
         "API key of the server; default: QSERVE_API_KEY or OPENAI_API_KEY from the environment",
     )
     quick: str | None = setting(None, "answer this one text, then exit")
-    system_prompt: str | None = setting(None, "system message at the start of a chat")
-    max_tokens: int | None = setting(None, "maximum number of tokens in an answer", low=1)
+    max_tokens: int | None = setting(
+        None, "maximum number of tokens in an answer; default: the server's", low=1
+    )
     temperature: float | None = setting(
         None, "sampling temperature; default: the server's", low=0, high=2
     )
@@ -202,6 +203,13 @@ class TalkConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig(TalkConfig):
+    """Settings of `qserve chat`."""
+
+    system_prompt: str | None = setting(None, "system message at the start of a chat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,20 +33,24 @@ class VllmSetting:
 
 
 class VllmSettings(TypedDict, total=False):
-    """Values of ENGINE_SETTINGS that LLM and AsyncLLM accept, for type checkers."""
+    """Settings of vLLM, with the values that LLM and AsyncLLM accept, for type checkers."""
 
     convert: Literal["auto", "none", "embed", "classify"]
     cpu_offload_gb: Literal[0]
     disable_log_stats: Literal[True]
+    disable_mm_preprocessor_cache: bool
     disable_sliding_window: Literal[False]
     enable_chunked_prefill: Literal[True]
     enable_prompt_embeds: Literal[False]
     enable_sleep_mode: bool
     fully_sharded_loras: bool
     generation_config: Literal["auto"]
+    limit_mm_per_prompt: Mapping[str, int]
     max_logprobs: Literal[20]
     max_parallel_loading_workers: int
+    mm_processor_cache_gb: float
     runner: Literal["auto", "generate", "pooling"]
+    served_model_name: str | list[str]
     skip_tokenizer_init: Literal[False]
     swap_space: float
     task: Literal["auto", "generate", "embed", "embedding", "classify", "score"]
@@ -59,6 +63,7 @@ FOLLOWS = "it follows from the model's files and the method or route that is cal
 CONFIG_JSON = "edit config.json in the model's folder"
 # Settings of vLLM's engine: keywords of LLM and AsyncLLM, and flags of commands with an engine.
 ENGINE_SETTINGS: dict[str, VllmSetting] = {
+    "additional_config": VllmSetting("it is for other platforms; leave it out", ({},)),
     "attention_backend": VllmSetting("use --kernel attention=NAME", ("auto", "AUTO")),
     "compilation_config": VllmSetting("there is no torch.compile; see --enforce-eager"),
     "config_format": VllmSetting("config.json is read", ("auto", "hf")),
@@ -68,6 +73,7 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     ),
     "disable_custom_all_reduce": VllmSetting("use --all-reduce nccl", (False,), True),
     "disable_log_stats": VllmSetting("figures are at /metrics, not in the log", (True,), True),
+    "disable_mm_preprocessor_cache": VllmSetting("KV pages of images are reused", None, True),
     "disable_sliding_window": VllmSetting(
         "set a --max-model-len of the window's size", (False,), True
     ),
@@ -87,11 +93,20 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "hf_token": VllmSetting("set the environment variable HF_TOKEN"),
     "kv_cache_memory_bytes": VllmSetting("use --kv-cache-memory, in GiB"),
     "kv_offloading_size": VllmSetting("use --kv-offload-gb"),
+    "logits_processors": VllmSetting(
+        "use logit_bias, allowed_token_ids or structured_outputs of SamplingParams", ([],)
+    ),
     "max_logprobs": VllmSetting("it is 20", (20,)),
     "max_parallel_loading_workers": VllmSetting("weights are loaded tensor by tensor", None),
+    "mm_processor_cache_gb": VllmSetting("KV pages of images are reused", None),
+    "mm_processor_kwargs": VllmSetting(
+        "edit preprocessor_config.json in the model's folder", ({},)
+    ),
+    "model_loader_extra_config": VllmSetting("weights are read tensor by tensor", ({},)),
     "override_generation_config": VllmSetting(
         "edit generation_config.json in the model's folder", ({},)
     ),
+    "pooler_config": VllmSetting("it follows from modules.json in the model's folder", ({},)),
     "rope_scaling": VllmSetting(CONFIG_JSON, ({},)),
     "rope_theta": VllmSetting(CONFIG_JSON),
     "runner": VllmSetting(FOLLOWS, ("auto", "generate", "pooling")),
@@ -110,6 +125,13 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "tokenizer_revision": VllmSetting("add it to --tokenizer: NAME@REVISION"),
     "trust_remote_code": VllmSetting("code in model folders is never run", None, True),
     "use_tqdm_on_load": VllmSetting("loading prints its phases", None, True),
+    "worker_extension_cls": VllmSetting("methods of workers cannot be added", ("",)),
+}
+# Keywords of LLM and AsyncLLM that are flags of `serve` here.
+PYTHON_SETTINGS: dict[str, VllmSetting] = {
+    "allowed_local_media_path": VllmSetting("pass images, not URLs", ("",)),
+    "limit_mm_per_prompt": VllmSetting("a prompt may have any number of images", None),
+    "served_model_name": VllmSetting("replies in Python do not name the model", None),
 }
 # Settings of vLLM's HTTP server: flags of `serve`.
 SERVER_SETTINGS: dict[str, VllmSetting] = {
@@ -141,7 +163,7 @@ def check_keywords(given: Mapping[str, object], known: Iterable[str]) -> list[st
     """
     notes = []
     for name, value in given.items():
-        row = ENGINE_SETTINGS.get(name)
+        row = ENGINE_SETTINGS.get(name) or PYTHON_SETTINGS.get(name)
         if row is None:
             like = difflib.get_close_matches(name, list(known), 1)
             raise InputError(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from qserve.command_line.tool_config import TalkConfig
+from qserve.command_line.tool_config import ChatConfig, TalkConfig
 from qserve.commands.client_http import ServerClient, ServerError
 
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY")  # environment variables, if --api-key is not given
@@ -14,7 +14,7 @@ PROMPT = "> "
 DIM, PLAIN = "\033[2m", "\033[0m"  # terminal style of reasoning
 
 
-def chat(config: TalkConfig) -> int:
+def chat(config: ChatConfig) -> int:
     """Chat until the input ends, or answer one message with --quick. Returns the exit code."""
     opening = [] if config.system_prompt is None else _message("system", config.system_prompt)
     messages = list(opening)

@@ -113,13 +113,18 @@ class InputProcessor:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
     def _check_prompt(self, subject: str, token_ids: Sequence[int]) -> None:
-        length, vocab_size = len(token_ids), self._model.vocab_size
+        length = len(token_ids)
         if not 0 < length < self._max_model_len:
             raise InputError(
                 subject,
                 f"expected a prompt of 1 to {self._max_model_len - 1} tokens, found {length}",
                 "shorten it" if length else "give at least one token",
             )
+        self.check_tokens(subject, token_ids)
+
+    def check_tokens(self, subject: str, token_ids: Sequence[int]) -> None:
+        """Raise InputError unless all ids of one token or more are in the vocabulary."""
+        vocab_size = self._model.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{vocab_size - 1}")

@@ -72,7 +72,7 @@ class AsyncControl(ABC):
 
         Generation continues once everything is restored.
         """
-        await self._carry_out(WakeUp(tags=None if tags is None else list(tags)))
+        await self._carry_out(WakeUp.of(tags))
 
     async def is_sleeping(self) -> bool:
         """Return True while weights or KV pages are not on the device."""

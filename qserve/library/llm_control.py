@@ -36,7 +36,7 @@ class LLMControl:
 
         `generate` needs everything.
         """
-        self._carry_out(WakeUp(tags=None if tags is None else list(tags)))
+        self._carry_out(WakeUp.of(tags))
 
     def _check_awake(self) -> None:
         """Raise InputError while the engine sleeps at any level: requests would wait forever."""

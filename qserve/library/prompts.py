@@ -1,6 +1,8 @@
 """Prompts of the Python API: a text, token ids, or one of vLLM's dicts. Loads no torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from formats.errors import InputError
@@ -33,6 +35,7 @@ class TokensPrompt(TypedDict):
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 CACHE_SALT = "cache_salt"
+MAX_TOKEN_ID = 2**31 - 1  # tokenizers cannot decode larger ids
 
 
 def read_prompt(
@@ -52,11 +55,26 @@ def read_prompt(
             raise InputError(MEDIA, "is not supported by this call", "use generate or LLM.chat")
         text = prompt.get("prompt")
         if "prompt_token_ids" in given:
-            return text, list(prompt["prompt_token_ids"])
+            return text, token_list(prompt["prompt_token_ids"])
         prompt = text
     if isinstance(prompt, str):
         return prompt, get_tokenizer().encode(prompt)
-    return None, list(prompt)
+    return None, token_list(prompt)
+
+
+def token_list(ids: Iterable[int]) -> list[int]:
+    """Return token ids as a list; also those of an array or a tensor. Raises InputError."""
+    try:
+        if isinstance(ids, str | bytes | bytearray):
+            raise TypeError
+        found = [*map(operator.index, ids)]
+    except TypeError:
+        problem = f"expected a text or a list of token ids, found {ids!r:.80}"
+        raise InputError("prompt", problem) from None
+    if found and not 0 <= min(found) <= max(found) <= MAX_TOKEN_ID:
+        wrong = next(each for each in found if not 0 <= each <= MAX_TOKEN_ID)
+        raise InputError("prompt", f"token id {wrong} is not in the vocabulary")
+    return found
 
 
 def handling_of(
@@ -74,5 +92,23 @@ def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """Return a list of prompts: [prompts] if `prompts` is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    try:
+        found = [prompts] if isinstance(prompts, bytes | bytearray) else list(prompts)
+    except TypeError:
+        problem = f"expected a prompt or a list of prompts, found {prompts!r:.80}"
+        raise InputError("prompts", problem) from None
+    return [found] if found and isinstance(found[0], Integral) else found
+
+
+def as_conversations(
+    messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+) -> Sequence[Sequence[Mapping[str, Any]]]:
+    """Return a list of conversations: [messages] if `messages` is one. Raises InputError."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    found = [messages] if is_list and messages and isinstance(messages[0], Mapping) else messages
+    for each in found if is_list else [messages]:
+        is_one = isinstance(each, Sequence) and not isinstance(each, str)
+        if not is_one or not all(isinstance(message, Mapping) for message in each):
+            problem = f"expected a list of messages, or a list of such lists, found {each!r:.80}"
+            raise InputError("messages", problem, 'such as [{"role": "user", "content": "Hi"}]')
+    return found

@@ -6,9 +6,14 @@ from typing import Literal
 
 from qserve.errors import ParameterError
 from qserve.params.known_fields import names_unknown_fields
+from qserve.params.parameter_types import integer, number
 
 MAX_BEAMS = 16
 NEVER = "never"
+TYPES = {
+    **dict.fromkeys(("beam_width", "max_tokens", "n", "min_tokens", "logprobs"), integer),
+    **dict.fromkeys(("temperature", "length_penalty"), number),
+}
 
 
 @names_unknown_fields
@@ -40,6 +45,9 @@ class BeamSearchParams:
     logprobs: int | None = None  # number of alternatives to report per token
 
     def __post_init__(self) -> None:
+        for name, check in TYPES.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check(name, value))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._require("beam_width", 1 <= self.beam_width <= MAX_BEAMS, f"1 to {MAX_BEAMS}")
         self._require(

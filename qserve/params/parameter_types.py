@@ -112,7 +112,11 @@ def biases(limit: int) -> Check:
 
     def check(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if _is_list(value):
-            value = dict(value)
+            try:
+                value = dict(value)
+            except (TypeError, ValueError):
+                problem = "expected an object, or a list of pairs of a token id and a number"
+                raise ParameterError(name, problem) from None
         if not isinstance(value, Mapping):
             raise ParameterError(name, wrong_type(AN_OBJECT, value))
         if len(value) > limit:

@@ -84,13 +84,14 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     max_requests_per_minute: int | None = setting(
         None,
-        "rate limit per API key, or per client address if there are no keys; beyond it: 429",
+        "rate limit per API key, or per client address if there are no keys; beyond it: 429;"
+        " default: no limit",
         low=1,
     )
     request_timeout: float | None = setting(
         None,
         "seconds until a request fails with 408; clients can set a shorter time in the header"
-        " X-Request-Timeout",
+        " X-Request-Timeout; default: no limit",
         low=0.001,
     )
     shutdown_timeout: float = setting(

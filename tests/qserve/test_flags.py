@@ -84,7 +84,7 @@ ENGINE_FLAGS = {
 
 
 TALK_FLAGS = {
-    *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
+    *("-q", "--quick", "--url", "--model-name", "--api-key", "--max-tokens"),
     *("--temperature", "--top-p", "--seed", "--stats"),
 }
 
@@ -159,7 +159,7 @@ FLAGS = {
         *("--drain-timeout", "--gpus-per-replica", "--ray-address"),
         *("--multiplexed-model", "--models-per-replica"),
     },
-    "chat": TALK_FLAGS,
+    "chat": {*TALK_FLAGS, "--system-prompt"},
     "complete": TALK_FLAGS,
     "run-batch": ENGINE_FLAGS
     | {"--model", "-i", "--input", "-o", "--output", "--served-model-name"},
@@ -229,6 +229,9 @@ def test_help_of_every_command_names_every_option():
         text = parser.format_help()
         for action in parser._actions:
             assert len(action.help) > 8 and all(flag in text for flag in action.option_strings)
+            if isinstance(action, argparse.BooleanOptionalAction):
+                assert action.default and action.help.endswith(" (default: on)"), action.dest
+        assert "(default: )" not in text
 
 
 def cpu_seconds(*arguments: str) -> tuple[float, str]:

@@ -189,6 +189,12 @@ def test_what_the_server_refuses_runs_in_python(llm):
     assert sorted(ranks) == list(range(1, MAX_LOGPROBS + 1))
 
 
+@pytest.mark.parametrize("given", [[1], [(1, 2, 3)], "5"])
+def test_biases_that_are_no_pairs_are_named(given):
+    with pytest.raises(ParameterError, match="logit_bias: expected an object"):
+        SamplingParams(logit_bias=given)
+
+
 def test_without_text(llm):
     with pytest.raises(ParameterError, match="stop: is searched in the text"):
         SamplingParams(stop="a", detokenize=False)

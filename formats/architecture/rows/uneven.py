@@ -19,7 +19,7 @@ from formats.architecture.rows.parts import (
     norms_before,
 )
 from formats.architecture.sizes import is_size
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, config_error
 
 _BIAS = "attention_bias"
 _Q, _K, _V = (name for name, _ in QKV.members)
@@ -122,6 +122,9 @@ def laguna_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     count = min(count, MAX_LAYERS)
     types = config.get("layer_types") or ["full_attention"] * count
     by_layer = config.get("num_attention_heads_per_layer") or [usual] * count
+    for key, each in (("layer_types", types), ("num_attention_heads_per_layer", by_layer)):
+        if not isinstance(each, list | tuple):
+            raise config_error(key, "a list with an entry for each layer", each)
     found: dict[str, Any] = {"layer_types": types}
     for kind, name in (("full_attention", "global"), ("sliding_attention", "local")):
         heads = {n for n, each in zip(by_layer, types, strict=False) if each == kind}

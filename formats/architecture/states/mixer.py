@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Projection, Shape
-from formats.architecture.sizes import is_size
+from formats.architecture.sizes import is_size, layer_numbers
 
 Kind = Literal[
     "gated delta nets",
@@ -61,7 +61,7 @@ class StateMixer:
         if self.beside_attention or self.alone:
             return True
         if self.attention_key:
-            return layer not in (config.get(self.attention_key) or ())
+            return layer not in layer_numbers(config, self.attention_key)
         kinds = config.get("layer_types")
         if isinstance(kinds, list):
             return layer < len(kinds) and kinds[layer] == self.layer_type

@@ -1,10 +1,11 @@
 """Families with recurrent layers: kinds of layers, widths of heads and of feed-forwards."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
-from formats.architecture.sizes import NOT_FINITE, is_size
+from formats.architecture.sizes import NOT_FINITE, is_size, layer_numbers
 from formats.architecture.stored_form.latent import query_rank
 from formats.architecture.stored_form.parts import known_sizes
 
@@ -83,7 +84,7 @@ def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found, count = lfm2_moe(config), config.get("num_hidden_layers")
     if config.get("layer_types") is None and is_size(count):
-        attends = config.get("full_attn_idxs")
+        attends = config.get("full_attn_idxs") and layer_numbers(config, "full_attn_idxs")
         layers = range(min(count, MAX_LAYERS))
         found["layer_types"] = [
             "full_attention" if attends is None or i in attends else "conv" for i in layers
@@ -95,7 +96,7 @@ def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
         width = int(2 * width / 3)
         factor = config.get("block_ffn_dim_multiplier", 1.0)
         step = config.get("block_multiple_of", 256)
-        if isinstance(factor, int | float) and is_size(step):
+        if isinstance(factor, int | float) and 0 < factor < math.inf and is_size(step):
             width = -(-int(factor * width) // step) * step
     widths = {"block_ff_dim": width, "intermediate_size": width}
     return {**found, **widths, "block_auto_adjust_ff_dim": False}

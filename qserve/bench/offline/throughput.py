@@ -29,6 +29,7 @@ def bench_throughput(
     engine = local_config(engine)
     llm = LLM(**dataclasses.asdict(engine))
     llm.capture_graphs()
+    llm.get_tokenizer()  # its import takes seconds, which are not the engine's
     text = TokenText(
         engine.tokenizer or data.tokenizer or engine.model,
         data.random_vocab_size or llm.engine.vocab_size,

@@ -3,6 +3,7 @@
 Names and modes are vLLM's.
 """
 
+from collections.abc import Iterable
 from hashlib import sha256
 
 import msgspec
@@ -51,6 +52,11 @@ class WakeUp(Command):
     """Bring weights or KV pages back to the device. Generation resumes when all are back."""
 
     tags: list[str] | None = None  # None: all
+
+    @classmethod
+    def of(cls, tags: Iterable[str] | None) -> "WakeUp":
+        """Return the command for some tags; a text is one tag."""
+        return cls(tags=[tags] if isinstance(tags, str) else None if tags is None else [*tags])
 
 
 class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,7 +103,7 @@ class Operations:
     def check_sleep(self, level: int) -> None:
         """Raise InputError if the engine does not support this sleep level."""
         if level not in LEVELS:
-            raise InputError("sleep level", f"expected 0, 1 or 2, found {level}")
+            raise InputError("sleep level", f"expected 0, 1 or 2, found {level!r:.40}")
         if level:
             _ = self._residence  # raises if weights cannot leave the device
 

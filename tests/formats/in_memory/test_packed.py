@@ -51,7 +51,7 @@ def test_from_float_rounds_an_exact_grid_to_itself():
         (lambda c, s: (c, s.long(), None), "not floating point"),
         (lambda c, s: (c, s * 0, None), "NaN, infinity or zero"),
         (lambda c, s: (c, s * float("nan"), None), "NaN, infinity or zero"),
-        (lambda c, s: (c, s, torch.full_like(s, 16)), "whole zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, 16)), "whole zero points in 0..15, found 16"),
         (lambda c, s: (c, s, torch.full_like(s, -1)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, 7)), "8 throughout"),
         (lambda c, s: (c.tolist(), s, None), "codes: expected a tensor, found list"),
@@ -59,7 +59,7 @@ def test_from_float_rounds_an_exact_grid_to_itself():
         (lambda c, s: (c, s, 8), "zeros: expected a tensor, found int"),
         (lambda c, s: (c.to(torch.int64).add(16).to(torch.uint32), s, None), "found 16..31"),
         (lambda c, s: (c, s, torch.full_like(s, 9, dtype=torch.uint16)), "8 throughout"),
-        (lambda c, s: (c, s, torch.full_like(s, 8.5)), "whole zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, 8.5)), "whole zero points in 0..15, found 8.5"),
         (lambda c, s: (c, s, torch.full_like(s, float("nan"))), "whole zero points in 0..15"),
     ],
 )

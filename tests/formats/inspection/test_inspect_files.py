@@ -54,6 +54,20 @@ def test_index_that_disagrees_with_the_shards(gptq_model, write_folder):
     problem_of(found, "warning", "model.norm.weight", "does not list it there")
 
 
+def test_index_that_lists_nothing(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    edit_index(folder, lambda index: index["weight_map"].clear())
+    problem_of(inspect_checkpoint(folder), "error", "index.json", "has no weight_map")
+
+
+def test_pointer_of_git_lfs_is_named(gptq_model, write_folder):
+    """What a clone has without Git LFS."""
+    folder = write_folder(*gptq_model)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 10494472\n"
+    (folder / "model.safetensors").write_text(pointer)
+    problem_of(inspect_checkpoint(folder), "error", "model.safetensors", "pointer of Git LFS")
+
+
 def test_index_that_leads_out_of_the_folder(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     edit_index(folder, lambda index: index["weight_map"].update(x="../x.safetensors"))

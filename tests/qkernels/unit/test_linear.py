@@ -47,6 +47,20 @@ def test_weights_without_numbers_are_refused():
         QuantLinear.from_float(torch.nn.Linear(128, 64), "w4a16-sym", name="up")
 
 
+@pytest.mark.parametrize("scheme", [None, 4, torch.int8])
+def test_schemes_that_are_no_names_are_refused(scheme):
+    with pytest.raises(SchemeError, match="^scheme: expected a name such as w4a16-sym, found"):
+        QuantLinear.from_float(torch.nn.Linear(256, 128), scheme)
+
+
+@pytest.mark.parametrize("wrong", [torch.float64, torch.int64])
+def test_activations_of_a_dtype_without_kernels_are_named(wrong):
+    layer = QuantLinear.from_float(torch.nn.Linear(256, 128), "w4a16-sym")
+    words = f"^activations: expected float32, float16 or bfloat16, found {wrong}"
+    with pytest.raises(KernelError, match=words):
+        layer(torch.ones(2, 256, dtype=wrong))
+
+
 def test_transposed_scales_are_refused_by_their_shape():
     codes, scales = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(2, 64)
     with pytest.raises(InputError, match=r"scales: expected \[64, groups\], found \[2, 64\]"):

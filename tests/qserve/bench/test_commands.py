@@ -7,11 +7,12 @@ import pytest
 
 from formats.errors import InputError
 from qserve.bench.commands import BENCH_COMMANDS
-from qserve.bench.offline import startup
+from qserve.bench.offline import startup, throughput
 from qserve.bench.steps import forward
 from qserve.bench.steps.step_case import CaseRequests, StepCase
 from qserve.cli import build_parser, main
 from qserve.llm import LLM
+from qserve.text.tokenizer import Tokenizer
 
 MODEL = "examples/models/docs-5m"
 ENGINE = ["--device", "cpu", "--cpu-kv-cache-memory", "0.02", "--max-num-seqs", "8"]
@@ -45,6 +46,22 @@ def test_latency(tmp_path, capsys):
     assert 0 < found["avg_first_token_latency"] < found["avg_latency"]
     names = {each["name"] for each in _events(tmp_path / "latency.trace.json.gz")}
     assert "layer 0" in names and "step 0 decode=0 chunk=12" in names
+
+
+def test_throughput_does_not_measure_the_tokenizers_import(capsys, monkeypatch):
+    loaded, init = [], Tokenizer.__init__
+    monkeypatch.setattr(Tokenizer, "__init__", lambda *a: loaded.append(a) or init(*a))
+    before = []
+
+    def watched(llm, *arguments, **named):
+        before.append(len(loaded))
+        return measure(llm, *arguments, **named)
+
+    measure = throughput.run
+    monkeypatch.setattr(throughput, "run", watched)
+    sizes = ["--input-len", "5", "--output-len", "2", "--num-prompts", "2"]
+    run(capsys, "throughput", MODEL, *ENGINE, *sizes)
+    assert before == [1] and len(loaded) == 1
 
 
 def test_latency_of_too_long_an_input_loads_nothing(capsys, monkeypatch):

@@ -302,7 +302,8 @@ def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
 @pytest.mark.parametrize(
     "fields",
     [{"beam_width": 0}, {"beam_width": 17}, {"beam_width": 2, "n": 3}]
-    + [{"beam_width": 2, "early_stopping": "later"}, {"beam_width": 2, "length_penalty": 1e9}],
+    + [{"beam_width": 2, "early_stopping": "later"}, {"beam_width": 2, "length_penalty": 1e9}]
+    + [{"beam_width": "2"}, {"beam_width": 2, "length_penalty": "x"}],
 )
 def test_parameters_out_of_range(fields):
     with pytest.raises(InputError, match="expected"):

@@ -11,7 +11,7 @@ import torch
 
 from formats.errors import InputError
 from qserve import LLM, AsyncLLM, EngineConfig
-from qserve.command_line.vllm_settings import ENGINE_SETTINGS, VllmSettings
+from qserve.command_line.vllm_settings import ENGINE_SETTINGS, PYTHON_SETTINGS, VllmSettings
 from qserve.library.engine_owner import EngineOwner
 
 # settings that Python programs may also give as dicts
@@ -83,6 +83,10 @@ def test_values_that_vllm_takes_too():
         load_format="safetensors",
         max_num_seqs=None,
         seed=None,
+        limit_mm_per_prompt={"image": 4},
+        mm_processor_kwargs={},
+        served_model_name="name",
+        worker_extension_cls="",
     ).config
     assert made == EngineConfig(model="folder", dtype="float16")
     assert AsyncLLM("folder", dtype=torch.bfloat16).config.dtype == "bfloat16"
@@ -96,6 +100,8 @@ def test_values_that_vllm_takes_too():
         ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: is not supported"),
         ({"disable_log_stats": False}, "figures are at /metrics"),
         ({"tensor_paralel_size": 2}, "tensor_paralel_size: is not a setting.*tensor_parallel_size"),
+        ({"mm_processor_kwargs": {"num_crops": 4}}, "is not supported .edit preprocessor_config"),
+        ({"allowed_local_media_path": "/images"}, "is not supported .pass images, not URLs"),
         ({"frobnicate": 2}, "frobnicate: is not a setting of the engine"),
         ({"chat_template": "x"}, "chat_template: is not a setting of the engine"),
     ],
@@ -107,15 +113,18 @@ def test_keywords_without_a_meaning_are_refused(given, words):
 
 
 def test_type_checkers_read_what_is_accepted():
-    names = {name for name, row in ENGINE_SETTINGS.items() if row.accepted or row.accepted is None}
+    rows = ENGINE_SETTINGS | PYTHON_SETTINGS
+    names = {name for name, row in rows.items() if row.accepted or row.accepted is None}
     types = get_type_hints(VllmSettings)
     assert types.keys() <= names
     for name, hint in types.items():
         for value in get_args(hint):
-            assert ENGINE_SETTINGS[name].accepts(value), (name, value)
-    assert not ENGINE_SETTINGS.keys() & {field.name for field in fields(EngineConfig)}
+            assert rows[name].accepts(value), (name, value)
+    assert not rows.keys() & {field.name for field in fields(EngineConfig)}
 
 
 def test_bad_values_are_named():
     with pytest.raises(InputError, match="--dtype: expected one of auto, bfloat16"):
         AsyncLLM("folder", dtype="int3")
+    with pytest.raises(InputError, match="--max-model-len: expected a number, found '1k'"):
+        AsyncLLM("folder", max_model_len="1k")

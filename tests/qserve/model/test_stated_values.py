@@ -38,6 +38,7 @@ WRONG = [
     ("granite", {"logits_scaling": math.nan}, "logits_scaling: expected a finite number, found n"),
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, -math.inf, 1.0, 1.0]}, "ssm_multipliers: expect"),
     ("qwen3_next", {"linear_value_head_dim": 0}, "linear_value_head_dim: expected a number above"),
+    ("laguna", {"layer_types": 7}, "layer_types: expected a list with an entry for each layer"),
     ("jamba", {"mamba_expand": -1}, ": states no sizes from which the number of channels of Mam"),
 ]
 
@@ -51,7 +52,7 @@ def test_a_value_that_cannot_be_is_refused(own_code, tiny_model, tmp_path, name,
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("granite", "residual_multiplier"), ("gemma2", "final_logit_softcapping")]
+    ("name", "key"), [("granite", "residual_multiplier"), ("lfm2", "block_ffn_dim_multiplier")]
 )
 def test_inspect_names_a_factor_that_is_not_finite(tiny_model, tmp_path, name, key):
     stated = {key: math.inf}
@@ -60,6 +61,26 @@ def test_inspect_names_a_factor_that_is_not_finite(tiny_model, tmp_path, name, k
     assert f"config.json {key}: expected a finite number, found inf" in {
         f"{each.subject}: {each.text}" for each in problems
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "message"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": -1}, "mlp_only_layers: expected a list of numbers of la"),
+        ("qwen2_moe", {"decoder_sparse_step": "2"}, "decoder_sparse_step: expected a whole number"),
+        ("bamba", {"attn_layer_indices": "1"}, "attn_layer_indices: expected a list of numbers of"),
+        (
+            "lfm2",
+            {"layer_types": None, "full_attn_idxs": 1},
+            "full_attn_idxs: expected a list of n",
+        ),
+        ("glm4_moe", {"first_k_dense_replace": [1]}, "first_k_dense_replace: expected a whole num"),
+    ],
+)
+def test_inspect_says_which_key_does_not_list_layers(tiny_model, tmp_path, name, stated, message):
+    folder = edited(tiny_model(name), tmp_path / "x", config=lambda config: config.update(stated))
+    with pytest.raises(InputError, match=f"config.json {message}"):
+        inspect_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
