@@ -14,10 +14,12 @@ from formats.architecture.flags import is_set
 from formats.architecture.float_linears import kept_in_float, routing_linears
 from formats.architecture.projection import Projection
 from formats.architecture.refused import check_not_refused
-from formats.architecture.sizes import num_experts_key
+from formats.architecture.sizes import num_experts_key, stated_size
 from formats.architecture.variant_check import check_variant
-from formats.errors import CheckpointError, InputError
+from formats.errors import InputError
 from formats.families import FAMILIES
+
+FIX_CONFIG = "fix config.json"  # remedy: the folder is the float model itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +136,10 @@ class LayerMap:
 
     def num_experts(self, config: dict[str, Any]) -> int:
         """Return the number of experts per layer. Raises CheckpointError if none is stated."""
-        return _positive(config, num_experts_key(config))
+        return stated_size(config, num_experts_key(config), FIX_CONFIG)
 
     def num_layers(self, config: dict[str, Any]) -> int:
-        return _positive(config, self.num_layers_key)
+        return stated_size(config, self.num_layers_key, FIX_CONFIG)
 
     def tied_head(self, config: dict[str, Any]) -> str | None:
         """Return the head's name if it is tied to the embedding (a copy is ignored), else None."""
@@ -152,17 +154,6 @@ class LayerMap:
             names += [f"{self.prefix(layer)}.{local}" for local in required]
         names += [n for n in self.family.model_tensors if n != self.head]
         return names if self.tied_head(config) else [*names, self.head]
-
-
-def _positive(config: dict[str, Any], key: str) -> int:
-    count = config.get(key)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise CheckpointError(
-            f"config.json {key}",
-            f"expected a number of 1 or more, found {count!r}",
-            "fix config.json",
-        )
-    return count
 
 
 def layer_map(family: Family) -> LayerMap:

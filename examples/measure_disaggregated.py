@@ -27,7 +27,7 @@ from statistics import quantiles
 from bench_shapes import SHAPES, write_config
 
 from qserve.config import EngineConfig
-from qserve.engine.ipc.data_parallel import start_engines
+from qserve.engine.ipc.start_engines import start_engines
 from qserve.params.sampling_params import SamplingParams
 
 SERVICES = {

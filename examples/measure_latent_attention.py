@@ -7,6 +7,10 @@ the time, and the time to read each entry once at --gb-per-s. Entries are 576 ra
 token, in shuffled pages of bfloat16 or int8. Chunks of one request are also computed over expanded
 keys and values, with the sizes of DeepSeek-V2-Lite (16 heads) or GLM-4.7-Flash (20); both times
 include the products before and after attention. On a GPU, CUDA graphs are replayed.
+
+    python examples/measure_latent_attention.py --kernel triton sm90_decode --only decode
+
+compares kernels in one run; one that does not take 8-bit entries is not measured over them.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.expanded import ExpandedChunks
 from qkernels.latent.reference import latent_attention as reference
+from qkernels.latent.rows import SM90_DECODE
 
 LATENT, ENTRY, PAGE = 512, 576, 16
 SCALE = 0.05
@@ -78,14 +83,22 @@ def make_cache(num_pages: int, coded: bool, device: str) -> PagedLatents:
     return PagedLatents(pages=codes, scales=scales)
 
 
-def measure(heads: int, shape: tuple[int, int, int], coded: bool, args: argparse.Namespace) -> dict:
+def measure(
+    heads: int,
+    shape: tuple[int, int, int],
+    coded: bool,
+    kernel: str | None,
+    args: argparse.Namespace,
+) -> dict:
     requests, count, keys = shape
     step = make_step(*shape, args.device)
     cache = make_cache(step.block_tables_RX.numel(), coded, args.device)
     q_THE = torch.randn(requests * count, heads, ENTRY, device=args.device).bfloat16()
 
     def run() -> torch.Tensor:
-        return ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=SCALE)
+        return ops.latent_attention(
+            q_THE, cache, step, latent_width=LATENT, scale=SCALE, kernel=kernel
+        )
 
     every = torch.arange(len(cache.pages), device=args.device)
     exact = PagedLatents(pages=cache.entries(every, LATENT, torch.float32))
@@ -95,12 +108,15 @@ def measure(heads: int, shape: tuple[int, int, int], coded: bool, args: argparse
     of_entry = ENTRY + 8 if coded else 2 * ENTRY
     floor = requests * keys * of_entry / args.gb_per_s / 1e3
     result = {"heads": heads, "requests": requests, "count": count, "keys": keys, "8 bits": coded}
-    result |= {"us": found, "floor_us": floor, "difference": difference}
+    result |= {"us": found, "floor_us": floor, "difference": difference, "kernel": kernel}
     text = (
         f"{heads} heads, {requests} x {count} tokens of {keys} keys, {cache.pages.dtype}:"
-        f" {found:.1f} us, entries read once {floor:.1f} us, largest difference {difference:.1e}"
+        f" {found:.1f} us, entries read once {floor:.1f} us ({100 * floor / found:.0f} %),"
+        f" largest difference {difference:.1e}"
     )
-    if requests == 1 and count > 1 and heads in KEY_AND_VALUE:
+    if kernel is not None:
+        text = f"{kernel}, {text}"
+    elif requests == 1 and count > 1 and heads in KEY_AND_VALUE:
         result |= both_ways(heads, cache, step, args)
         text += (
             f"; with products {result['absorbed_us']:.1f} us absorbed,"
@@ -164,17 +180,23 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 20])
     parser.add_argument("--gb-per-s", type=float, default=3350.0, help="of the card (H100 SXM)")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--kernel", nargs="+", default=[None], help="kernels to compare; default: the chosen one"
+    )
+    parser.add_argument("--only", choices=["decode"], help="decode steps over 16-bit entries")
     parser.add_argument("--tiny", action="store_true", help="steps of a few tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__)
-    steps = TINY_STEPS if args.tiny else STEPS
+    steps = TINY_STEPS if args.tiny else DECODES if args.only else STEPS
     results = [
-        measure(heads, shape, coded, args)
+        measure(heads, shape, coded, kernel, args)
         for heads in args.heads
-        for coded in (False, True)
+        for coded in ((False,) if args.only else (False, True))
         for shape in steps
+        for kernel in args.kernel
+        if not (coded and kernel == SM90_DECODE)
     ]
     if args.json is not None:
         args.json.write_text(json.dumps(results))

@@ -24,10 +24,13 @@ class CheckpointError(InputError):
     """A checkpoint's files, names, shapes or bytes are not what they must be."""
 
 
-def config_error(key: str, expected: str, found: Any) -> CheckpointError:
+def config_error(
+    key: str, expected: str, found: Any, remedy: str = "copy it from the float model"
+) -> CheckpointError:
     """Return the error for a value of config.json that no model can have."""
-    problem = f"expected {expected}, found {found!r:.80}"
-    return CheckpointError(f"config.json {key}", problem, "copy it from the float model")
+    return CheckpointError(
+        f"config.json {key}", f"expected {expected}, found {found!r:.80}", remedy
+    )
 
 
 class RangeError(CheckpointError):

@@ -249,6 +249,7 @@ READ_LAYOUTS: dict[str, Layout] = {
             refuses=_is_read_only,
             refuses_shape=_is_read_only,
             fused_alike=False,
+            output_axes=BY_OUTPUT | {staged.BLOCKS: 0},
         ),
         *(
             Layout(

@@ -34,8 +34,11 @@ K_TYPES = {"q4_k": (4, False, 32), "q5_k": (5, False, 32), "q6_k": (6, True, 16)
 K_BLOCK = 256  # inputs of a block of K_TYPES
 # The same for GGUF's blocks of 32 inputs with a float16 scale and minimum; read but not written
 MIN_TYPES = {"q4_1": (4, False, 32), "q5_1": (5, False, 32)}
+# The same for GGUF's blocks of 256 inputs with quantized scales that are read but not written. The
+# values of IQ4_XS's codes are integers of 8 bits.
+READ_K_TYPES = {"q2_k": (2, False, 16), "q3_k": (3, True, 16), "iq4_xs": (8, True, 32)}
 # Weights that stay in their file's blocks (formats/in_memory/k_weight.py)
-BLOCK_TYPES = K_TYPES | MIN_TYPES
+BLOCK_TYPES = K_TYPES | READ_K_TYPES | MIN_TYPES
 # Group sizes of Marlin, the fast kernel of vLLM and SGLang, best first; it also takes CHANNEL.
 SERVED_GROUPS = (128, 64, 32)
 NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not fit
@@ -61,7 +64,7 @@ class QuantSpec:
     rows: int = 1  # outputs that share a scale; ALL (-1): all of them. More than 1: float only
     type: Literal[
         *("int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"),
-        *("q4_k", "q5_k", "q6_k", "q4_1", "q5_1"),
+        *("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "q2_k", "q3_k", "iq4_xs"),
     ] = "int"
 
     def __post_init__(self) -> None:
@@ -127,7 +130,7 @@ class QuantSpec:
 
 def block_length(type: str) -> int:
     """Return the inputs of a block of BLOCK_TYPES."""
-    return K_BLOCK if type in K_TYPES else BLOCK_TYPES[type][2]
+    return BLOCK_TYPES[type][2] if type in MIN_TYPES else K_BLOCK
 
 
 def block_scheme(type: str) -> "Scheme":

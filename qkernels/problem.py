@@ -30,6 +30,7 @@ class Problem:
     out_features: int = 0
     in_features: int = 0
     head_dim: int = 0
+    latent_width: int = 0  # numbers of an entry's latent, in latent attention
     page_size: int = 0
     pages_dtype: torch.dtype | None = None  # dtype of keys and values; None: same as `dtype`
     soft_cap: bool = False  # attention scores are softcapped

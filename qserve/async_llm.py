@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.ipc.data_parallel import Engines, start_engines
+from qserve.engine.ipc.start_engines import Engines, start_engines
 from qserve.engine.ipc.waiting import ENGINE
 from qserve.engine.token_event import TokenEvent
 from qserve.hub.local import local_adapter, local_config

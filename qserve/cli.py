@@ -97,7 +97,7 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
     from qserve.params.sampling_params import SamplingParams
     from qserve.text.tokenizer import Tokenizer
 
-    # Parameters and tokenizer are checked before the model loads, which can take minutes.
+    # Check everything else before the model loads, which can take minutes.
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -105,11 +105,13 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
         max_tokens=config.max_tokens,
     )
     engine = local_config(engine)
-    Tokenizer(engine.model, engine.tokenizer)
+    tokenizer, messages = Tokenizer(engine.model, engine.tokenizer), []
+    if config.chat:
+        messages = [{"role": "user", "content": config.prompt}]
+        tokenizer.chat_prompt(messages)  # raises TextError if there is no chat template
     llm = LLM.from_engine_args(engine)
     if config.chat:
-        message = {"role": "user", "content": config.prompt}
-        output = llm.chat([message], params, use_tqdm=False)[0]
+        output = llm.chat(messages, params, use_tqdm=False)[0]
     else:
         output = llm.generate(config.prompt, params, use_tqdm=False)[0]
     print(output.outputs[0].text)

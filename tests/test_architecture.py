@@ -61,13 +61,15 @@ OPERATIONS = {
     "latent": {
         *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
         *("attention.config", "attention.triton_paged", "rowwise.arithmetic_triton"),
+        "attention.sm90_decode_8bit",
         *("rowwise.reference", "rowwise.spec", "attention.fixed_order.merge_segments"),
     },
     "rowwise": set(),
     "moe": {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
-        *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
+        *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.groups"),
+        *("wna16.unpack.words",),
         *("w4a8.layout", "w4a8.prepack", "w4a8.triton_gemm"),
     },
     "linear": {

@@ -1,6 +1,7 @@
 """What the Markdown pages point at is there: files, headings, names in the developer's manual."""
 
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def test_links_lead_somewhere(page):
         assert linked.exists(), f"{target}: no such file"
         if anchor:
             assert anchor in anchors(linked), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_after_a_list_is_code(page):
+    """After a list item, four spaces are not enough: the lines would be joined as its text."""
+    blocks = re.split(r"\n(?:[ \t]*\n)+", FENCE.sub("", page.read_text()))
+    for before, block in itertools.pairwise(blocks):
+        item = re.match(r"(?:[-*]|\d+\.) +", before.lstrip("\n"))
+        indent = len(block) - len(block.lstrip(" "))
+        if item and indent >= 4:
+            assert indent >= item.end() + 4, f"{block.splitlines()[0]}: not code"
 
 
 def test_files_that_recipes_name():

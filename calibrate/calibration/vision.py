@@ -44,6 +44,8 @@ class WindowMedia:
 
 # Text model types whose rotary tables pair adjacent channels, where the layers expect two halves
 ADJACENT = ("glm4v_text", "glm_ocr_text")
+# Models in which all tokens of a prompt with images attend to each other
+MUTUAL_PROMPTS = ("paligemma",)
 # Models whose tensors transformers finds only together with the output matrix
 WITH_HEAD = ("lighton_ocr",)
 Media = Sequence[WindowMedia | None]  # one entry per window of a batch; None: text only
@@ -63,10 +65,19 @@ def open_media(
 ) -> tuple[list[WindowMedia | None], nn.Module | None]:
     """Return the images of each window, and the rotary embedding for positions with three axes.
 
-    Returns ([], None) without images. Raises CheckpointError if the tower cannot be loaded.
+    Returns ([], None) without images. Raises CheckpointError if the tower cannot be loaded, or the
+    attention of such a model is not supported here.
     """
     if data is None or not data.pictured:
         return [], None
+    kind = model.reader.whole_config.get("model_type")
+    if kind in MUTUAL_PROMPTS:
+        raise CheckpointError(
+            str(model.folder),
+            f"calibration data has images, which are not read for {kind}: all tokens of its"
+            " prompts attend to each other",
+            "calibrate on texts without images",
+        )
     encode = None if data.chats is None else data.chats.tower(device, dtype)
     if encode is not None:
         return [_plain_media(window, encode) for window in data.pictured], None

@@ -27,6 +27,9 @@ _NUMBERS = (
 )
 
 
+# ends of the names of keys with factors
+FACTORS = ("factor", "multiplier", "multipliers", "scaling", "scale", "scalar", "softcapping")
+NOT_FINITE = "__float__"  # transformers 5 reads a number that is not finite as {NOT_FINITE: text}
 MAX_EXPERTS = 32_768  # of a layer; Doge has 16,384
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -34,6 +37,16 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def is_size(value: Any) -> bool:
     """Return True for an integer above 0."""
     return type(value) is int and value > 0
+
+
+def stated_size(
+    config: Mapping[str, Any], key: str, remedy: str = "copy it from the float model"
+) -> int:
+    """Return a size that config.json must state. Raises CheckpointError unless it is above 0."""
+    value = config.get(key)
+    if not is_size(value):
+        raise config_error(key, "a number above 0", value, remedy)
+    return value
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -51,6 +64,26 @@ def check_eps(key: str, eps: Any) -> None:
     """Raise CheckpointError unless the epsilon of a norm is a finite number and not negative."""
     if type(eps) not in (int, float) or not 0 <= eps < math.inf:
         raise config_error(key, "a finite number of 0 or more", eps)
+
+
+def factors_not_finite(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the factors of config.json that are NaN or infinity, by key."""
+    found = {}
+    for key, value in config.items():
+        if not key.endswith(FACTORS):
+            continue
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, dict) and NOT_FINITE in each:
+                each = float(each[NOT_FINITE])
+            if isinstance(each, float) and not math.isfinite(each):
+                found[key] = each
+    return found
+
+
+def check_factors(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a factor that is not finite, by the name of its key."""
+    for key, value in factors_not_finite(config).items():
+        raise config_error(key, "a finite number", value)
 
 
 def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:

@@ -33,6 +33,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
@@ -46,6 +47,7 @@ WRAPPERS = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -56,7 +58,6 @@ WRAPPERS = (
     # served as text models only
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
-    "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
@@ -113,6 +114,11 @@ _ALWAYS = {
     "glm_ocr_text": {"attention_bias": False},
     "glm4v_moe_text": {"use_qk_norm": False},
 }
+# the same for text parts of one architecture
+_ALWAYS_OF = {
+    # bidirectional only in prompts with images
+    "PaliGemmaForConditionalGeneration": {"use_bidirectional_attention": None},
+}
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
@@ -124,6 +130,14 @@ _DEFAULTS = {
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+    },
+    # Idefics2, LLaVA-NeXT
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "gemma3_text": {
         "vocab_size": 262208,
@@ -165,6 +179,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
         **_head_dim(text),
         **text,
         **_ALWAYS.get(text["model_type"], {}),
+        **_ALWAYS_OF.get(architecture_of(config) or "", {}),
         "model_type": _model_type(text),
         "architectures": [_architecture(text)],
         "tie_word_embeddings": not has_head,

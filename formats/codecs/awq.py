@@ -15,7 +15,7 @@ BITS = 4
 LANES = 8  # codes per word
 # Nibble i of word j holds output 8 j + LANE_ORDER[i].
 LANE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-NIBBLE_OF_LANE = (0, 4, 1, 5, 2, 6, 3, 7)
+NIBBLE_OF_LANE = (0, 4, 1, 5, 2, 6, 3, 7)  # output 8 j + i is in nibble NIBBLE_OF_LANE[i]
 REQUIRED = ("qweight", "scales")
 
 

@@ -44,7 +44,10 @@ class TensorEntry:
 
         The file is read, not mapped, because mapped pages count as memory of this process.
         """
-        row_bytes = self.num_bytes // self.shape[0]
+        num_rows = self.shape[0] if self.shape else 0
+        if stop > num_rows:
+            raise CheckpointError(self.name, f"expected {stop} rows or more, found {num_rows}")
+        row_bytes = self.num_bytes // max(num_rows, 1)
         data = self.read_bytes(start * row_bytes, stop * row_bytes)
         return data.view(self.dtype).reshape(stop - start, *self.shape[1:])
 

@@ -65,24 +65,36 @@ def _q8_0(data_BX: torch.Tensor) -> torch.Tensor:
     return half(data_BX, 0) * data_BX[:, 2:].view(torch.int8).float()
 
 
+def q2_codes(codes_B64: torch.Tensor) -> torch.Tensor:
+    """Return the 2-bit codes of Q2_K, and the low bits of Q3_K's codes: uint8 [B, 256].
+
+    32 bytes hold 128 codes; each pair of bits of the bytes holds 32 of them.
+    """
+    return torch.cat([_fields(part, 2).flatten(1) for part in codes_B64.split(32, 1)], 1)
+
+
 def _q2_k(data_BX: torch.Tensor) -> torch.Tensor:
-    scales, codes = data_BX[:, :16], data_BX[:, 16:80]
+    scales, q = data_BX[:, :16], q2_codes(data_BX[:, 16:80])
     d, dmin = half(data_BX, 80), half(data_BX, 82)
-    # 32 bytes hold 128 codes; each pair of bits of the bytes holds 32 of them
-    q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1).float()
     scale, low = d * (scales & 15).float(), dmin * (scales >> 4).float()
-    return _scaled(q, scale) - low.repeat_interleave(16, 1)
+    return _scaled(q.float(), scale) - low.repeat_interleave(16, 1)
+
+
+def q3_codes(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the 3-bit codes of Q3_K, whose value 0 is code 4: uint8 [B, 256]."""
+    return q2_codes(data_BX[:, 32:96]) | _fields(data_BX[:, :32], 1).flatten(1) << 2
+
+
+def q3_scales(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the sixteen scales of Q3_K, int8 [B, 16], from -32 to 31."""
+    packed = data_BX[:, 96:108]
+    low = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
+    return (low | _fields(packed[:, 8:], 2).flatten(1) << 4).to(torch.int8) - 32
 
 
 def _q3_k(data_BX: torch.Tensor) -> torch.Tensor:
-    high, codes, packed = data_BX[:, :32], data_BX[:, 32:96], data_BX[:, 96:108]
-    low_scales = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
-    high_scales = _fields(packed[:, 8:], 2).flatten(1)
-    scales = (low_scales | high_scales << 4).to(torch.int8) - 32
-    q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1)
-    is_low = _fields(high, 1).flatten(1) ^ 1  # a code is 4 less if its high bit is 0
-    q = q.to(torch.int8) - (is_low << 2).to(torch.int8)
-    return _scaled(q.float(), half(data_BX, 108) * scales.float())
+    scales = half(data_BX, 108) * q3_scales(data_BX).float()
+    return _scaled(q3_codes(data_BX).float() - 4, scales)
 
 
 def k_scales(packed_B12: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,20 +147,30 @@ def _iq4_nl(data_BX: torch.Tensor) -> torch.Tensor:
 
 def iq4_values(codes: torch.Tensor) -> torch.Tensor:
     """Return the values of 4-bit codes of IQ4_NL and IQ4_XS, int16."""
-    return torch.tensor(IQ4_VALUES, dtype=torch.int16)[codes.int()]
+    return torch.tensor(IQ4_VALUES, dtype=torch.int16, device=codes.device)[codes.int()]
+
+
+def iq4_xs_values(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the values of the codes of IQ4_XS, int16 [B, 256]."""
+    codes = torch.cat([nibbles(part) for part in data_BX[:, 8:].split(16, 1)], 1)
+    return iq4_values(codes)
+
+
+def iq4_xs_scales(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the eight scales of IQ4_XS, int8 [B, 8], from -32 to 31."""
+    high = _fields_of_word(data_BX[:, 2:4])
+    low = torch.stack([data_BX[:, 4:8] & 15, data_BX[:, 4:8] >> 4], -1).flatten(1)
+    return (low | high << 4).to(torch.int8) - 32
 
 
 def _iq4_xs(data_BX: torch.Tensor) -> torch.Tensor:
-    high = _fields_of_word(data_BX[:, 2:4])
-    low = torch.stack([data_BX[:, 4:8] & 15, data_BX[:, 4:8] >> 4], -1).flatten(1)
-    scales = (low | high << 4).to(torch.int8) - 32
-    q = torch.cat([nibbles(part) for part in data_BX[:, 8:].split(16, 1)], 1)
-    return _scaled(iq4_values(q).float(), half(data_BX, 0) * scales.float())
+    scales = half(data_BX, 0) * iq4_xs_scales(data_BX).float()
+    return _scaled(iq4_xs_values(data_BX).float(), scales)
 
 
 def _fields_of_word(bytes_B2: torch.Tensor) -> torch.Tensor:
     """Return the eight 2-bit fields of a 16-bit word, lowest first: uint8 [B, 8]."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=bytes_B2.device)
     return ((bytes_B2[..., None] >> shifts) & 3).flatten(1)
 
 

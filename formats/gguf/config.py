@@ -21,7 +21,8 @@ TOKENS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-# Gemma's largest models scale scores by the width of a head of the hidden size, others by head_dim.
+# Number of layers of the largest models, whose scores are divided by sqrt(hidden size / heads).
+# Those of other Gemma models are divided by sqrt(head_dim).
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
@@ -33,7 +34,9 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     layers = num_layers(metadata)
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{metadata.subject}: token_embd.weight", "is missing or no matrix")
+        raise CheckpointError(
+            f"{metadata.subject}: token_embd.weight", "is missing or not a matrix"
+        )
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -96,7 +99,7 @@ def _biases(metadata: Metadata) -> dict[str, bool]:
 
 
 def _check_constants(metadata: Metadata) -> None:
-    """Raise CheckpointError if the file states other values than the row's constants."""
+    """Raise CheckpointError if a value in the file differs from the row's constant."""
     for key, expected in metadata.architecture.constants.items():
         found = metadata.get(key)
         is_off = expected is None and not found
@@ -105,7 +108,7 @@ def _check_constants(metadata: Metadata) -> None:
 
 
 def _check_experts(metadata: Metadata) -> None:
-    """Raise CheckpointError for a number of experts, or of active ones, that no model has."""
+    """Raise CheckpointError if the number of experts or of active experts is out of range."""
     if not has_experts(metadata):
         return
     count, used = metadata.size("expert_count"), metadata.get("expert_used_count")
@@ -116,7 +119,7 @@ def _check_experts(metadata: Metadata) -> None:
 
 
 def find_family(metadata: Metadata) -> Family:
-    """Return the family's row of a file."""
+    """Return the row of the file's model family."""
     window = metadata.get("attention.sliding_window")
     family = metadata.architecture.family_of(
         has_experts=has_experts(metadata),
@@ -211,7 +214,7 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
 
 
 def _by_gating(metadata: Metadata) -> dict[str, Any]:
-    """Return the keys of the choice of experts."""
+    """Return config.json's keys for the selection of experts."""
     if metadata.get("expert_gating_func") == SIGMOID:
         normalized = metadata.get("expert_weights_norm")
         return {
@@ -255,7 +258,7 @@ def _first_size(metadata: Metadata, key: str, default: int | None = None) -> int
     values = metadata.get(key)
     others = set(values) - {0} if isinstance(values, list) else set()
     if len(others) == 1:
-        return others.pop()  # layers with another kind of block state 0
+        return others.pop()  # 0 is the value for layers with another kind of block
     if values == 0 and default is not None:
         return default
     if not metadata.architecture.sizes_by_layer or not isinstance(values, list):

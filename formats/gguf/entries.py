@@ -364,7 +364,7 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
             and not is_mixed
             and presented.columns is None
             and presented.values is None
-            and form.runs(presented.shape[0], _is_expert(module))
+            and form.runs(presented.shape[0])
         )
         schemes[module] = form.scheme if runs else None
     schemes |= dict.fromkeys(_unequal_experts(schemes, family))

@@ -29,16 +29,15 @@ class KernelForm:
     codes_dtype: torch.dtype = torch.uint8
     codes_per_item: int = 1  # codes in an element of the codes tensor
     scales_dtype: torch.dtype | None = None  # None: one tensor holds the unchanged blocks
-    for_experts: bool = True  # mixture-of-experts kernels run it, too
     outputs: int = 1  # kernels take multiples of this; other linears are read as floats
 
     @property
     def in_blocks(self) -> bool:
         return self.scales_dtype is None
 
-    def runs(self, out_features: int, is_expert: bool) -> bool:
+    def runs(self, out_features: int) -> bool:
         """Return True if a GPU kernel takes a linear with `out_features` outputs."""
-        return out_features % self.outputs == 0 and (self.for_experts or not is_expert)
+        return out_features % self.outputs == 0
 
 
 def _integers(bits: int) -> KernelForm:
@@ -62,10 +61,7 @@ KERNEL_FORMS = {
         codes_per_item=2,
         scales_dtype=torch.uint8,
     ),
-    **{
-        name: KernelForm(scheme=block_scheme(name), for_experts=False, outputs=8)
-        for name in BLOCK_TYPES
-    },
+    **{name: KernelForm(scheme=block_scheme(name), outputs=8) for name in BLOCK_TYPES},
 }
 # type -> function that returns the codes of blocks, unsigned with the middle code as zero point
 _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -2,7 +2,7 @@
 
 Canonical names are those of the speculators layout: `layers.0.` instead of `midlayer.`, no `model.`
 prefix, `fc_norm.0` to `.2` instead of `aux_norm_low` to `_high`. Legend: C hidden size, I
-intermediate size, V vocabulary, F what `fc` reads, R rank of the Markov head.
+intermediate size, V vocabulary, F inputs of `fc`, R rank of the Markov head.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,8 @@ RENAMED = (
     ("aux_norm_high.", "fc_norm.2."),
 )
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+# Tables of a smaller draft vocabulary: offset from each draft id to the target's id; mask of the
+# target's ids.
 TO_TARGET, IN_DRAFT = "d2t", "t2d"
 MASK_HIDDEN = "mask_hidden"  # P-EAGLE: the states [F] of rows whose token is not known yet
 MASK_EMBEDDING = "mask_embedding"  # embedding of mask tokens, instead of the table's row

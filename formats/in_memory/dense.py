@@ -6,6 +6,7 @@ N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ class DenseWeight:
     spec: QuantSpec
     activation: None = None
     input_scale: None = None
+    input_order: ClassVar[None] = None  # these formats never reorder inputs
 
     @property
     def out_features(self) -> int:
@@ -30,11 +32,6 @@ class DenseWeight:
     @property
     def in_features(self) -> int:
         return self.weight_NK.shape[1]
-
-    @property
-    def input_order(self) -> None:
-        """None: these formats never reorder inputs."""
-        return None
 
     @property
     def scheme(self) -> Scheme:

@@ -9,6 +9,7 @@ row.
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -45,6 +46,7 @@ class Fp4Weight:
     input_scale: torch.Tensor | None = None
     # NVFP4 from NVIDIA's tools: a factor of the scales, float32 [] or [N, 1]
     global_factor: torch.Tensor | None = None
+    input_order: ClassVar[None] = None  # these formats never reorder inputs
 
     @classmethod
     def from_float(
@@ -113,11 +115,6 @@ class Fp4Weight:
     @property
     def in_features(self) -> int:
         return 2 * self.bytes_NB.shape[1]
-
-    @property
-    def input_order(self) -> None:
-        """None: these formats never reorder inputs."""
-        return None
 
     @property
     def scheme(self) -> Scheme:

@@ -6,6 +6,7 @@ The last block of a row or column may be smaller.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,7 @@ class Fp8Weight:
     spec: QuantSpec
     activation: ActivationSpec | None = None
     input_scale: torch.Tensor | None = None  # float32 [], scale of a static activation
+    input_order: ClassVar[None] = None  # float8 formats never reorder inputs
 
     @classmethod
     def from_float(
@@ -67,11 +69,6 @@ class Fp8Weight:
     @property
     def in_features(self) -> int:
         return self.codes_NK.shape[1]
-
-    @property
-    def input_order(self) -> None:
-        """None: float8 formats never reorder inputs."""
-        return None
 
     @property
     def scheme(self) -> Scheme:

@@ -1,10 +1,11 @@
-"""In-memory form of weights in GGUF's K-quants, Q4_1 or Q5_1: the blocks of the file, unchanged.
+"""In-memory form of weights in blocks of a GGUF file (BLOCK_TYPES): the blocks, unchanged.
 
 Solvers choose codes of K-quants on a grid (formats/gguf/k_quants/grid.py); kernels read codes and
 grid. Legend: N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,9 @@ _FLOATS: dict[str, tuple[tuple[int, float], ...]] = {
     "q4_k": ((0, 1 / 256), (2, 7.5 / 256)),
     "q5_k": ((0, 1 / 512), (2, 15.5 / 512)),
     "q6_k": ((208, 1 / 1369),),
+    "q2_k": ((80, 1 / 13.9), (82, 1.5 / 13.9)),
+    "q3_k": ((108, 1 / 43.3),),
+    "iq4_xs": ((0, 1 / 1246),),
     "q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
     "q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
 }
@@ -40,6 +44,7 @@ class KWeight:
     inputs: tuple[int, int] | None = None  # (start, stop); None: all
     activation: None = None
     input_scale: None = None
+    input_order: ClassVar[None] = None  # blocks never reorder inputs
 
     @classmethod
     def from_float(
@@ -99,11 +104,6 @@ class KWeight:
     def input_range(self) -> tuple[int, int]:
         """Return (start, stop) of the weight's inputs within the stored blocks."""
         return self.inputs or (0, self.bytes_NX.shape[1] // self.kind.num_bytes * self.kind.length)
-
-    @property
-    def input_order(self) -> None:
-        """None: blocks never reorder inputs."""
-        return None
 
     @property
     def scheme(self) -> Scheme:

@@ -178,6 +178,19 @@ class PackedWeight:
             return weight_NK
         return torch.empty_like(weight_NK).index_copy_(1, self.input_order, weight_NK)
 
+    def with_bits(self, bits: int) -> "PackedWeight":
+        """Return an equal weight with wider codes: codes and zeros move to the new middle."""
+        spec = replace(self.spec, bits=bits)
+        if spec == self.spec:
+            return self
+        shift = spec.symmetric_zero - self.spec.symmetric_zero
+        return replace(
+            self,
+            words_NW=pack(self.codes() + shift, bits),
+            zeros_NG=self.zeros_NG + shift,
+            spec=spec,
+        )
+
     def to(self, device: torch.device | str) -> "PackedWeight":
         moved = {
             field: None if tensor is None else tensor.to(device)

@@ -13,7 +13,6 @@ from formats.errors import CheckpointError
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight, block_size
 from formats.in_memory.k_weight import KWeight
-from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.numerics.bits import code_multiple, pack, unpack
 from formats.scheme import ALL, CHANNEL
@@ -33,31 +32,18 @@ def take_rows(tensor: torch.Tensor, rows: Rows, dim: int = 0) -> torch.Tensor:
 
 def take_outputs(weight: Weight, rows: Rows) -> Weight:
     """Return the weight of some outputs."""
-    if isinstance(weight, KWeight):
-        return replace(weight, bytes_NX=take_rows(weight.bytes_NX, rows))
-    if isinstance(weight, Fp4Weight):
-        return _fp4_outputs(weight, rows)
-    if isinstance(weight, PackedWeight):
-        return replace(
-            weight,
-            words_NW=take_rows(weight.words_NW, rows),
-            scales_NG=take_rows(weight.scales_NG, rows),
-            zeros_NG=take_rows(weight.zeros_NG, rows),
-        )
-    codes_NK = take_rows(weight.codes_NK, rows)
-    block = weight.spec.rows
-    if block == ALL:
-        return replace(weight, codes_NK=codes_NK)
-    if not isinstance(rows, torch.Tensor) and _are_blocks(rows, block, weight.out_features):
-        blocks = [(start // block, -(-stop // block)) for start, stop in rows]
-        return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(weight.scales_RC, blocks))
-    if block == 1:
-        scales_RC = take_rows(weight.scales_RC, rows)
-        return replace(weight, codes_NK=codes_NK, scales_RC=scales_RC)
-    # if a block is cut, its scale is repeated for each row
-    scales_NC = weight.scales_RC.repeat_interleave(block, 0)[: weight.out_features]
-    spec = replace(weight.spec, rows=1)
-    return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(scales_NC, rows), spec=spec)
+    tensors, spec, block = _by_output(weight), weight.spec, weight.spec.rows
+    taken = {}
+    if block > 1:  # float8
+        scales_RC = tensors.pop("scales_RC")
+        if not isinstance(rows, torch.Tensor) and _are_blocks(rows, block, weight.out_features):
+            blocks = [(start // block, -(-stop // block)) for start, stop in rows]
+            taken["scales_RC"] = take_rows(scales_RC, blocks)
+        else:  # if a block is cut, its scale is repeated for each row
+            tensors["scales_RC"] = scales_RC.repeat_interleave(block, 0)[: weight.out_features]
+            spec = replace(spec, rows=1)
+    taken |= {field: take_rows(tensor, rows) for field, tensor in tensors.items()}
+    return replace(weight, spec=spec, **taken)
 
 
 def split_outputs(weight: Weight, count: int) -> list[Weight]:
@@ -65,40 +51,32 @@ def split_outputs(weight: Weight, count: int) -> list[Weight]:
 
     Raises ValueError if that would divide an output's row, or a block of rows with one scale.
     """
-    fields, block = ["words_NW", "scales_NG", "zeros_NG"], 1
-    if isinstance(weight, Fp4Weight):
-        fields = ["bytes_NB", "scales_NG", "global_scale", "global_factor"]
-    elif isinstance(weight, Fp8Weight):
-        fields = ["codes_NK"]
-        if weight.spec.rows != ALL:
-            fields, block = [*fields, "scales_RC"], weight.spec.rows
-    rows = weight.out_features / count
+    rows, block = weight.out_features / count, max(weight.spec.rows, 1)
     if rows % block:
         raise ValueError(f"{rows:g} outputs are no multiple of {block}")
-    whole = {
-        field: value
-        for field in fields
-        if (value := getattr(weight, field)) is not None and value.ndim == 2
+    parts = {
+        field: tensor.split(len(tensor) // count) for field, tensor in _by_output(weight).items()
     }
-    parts = {field: tensor.split(len(tensor) // count) for field, tensor in whole.items()}
     return [
         replace(weight, **{field: rows[number] for field, rows in parts.items()})
         for number in range(count)
     ]
 
 
-def _fp4_outputs(weight: Fp4Weight, rows: Rows) -> Fp4Weight:
-    whole = {
-        field: take_rows(value, rows)
-        for field in ("global_scale", "global_factor")
-        if (value := getattr(weight, field)) is not None and value.ndim == 2
-    }
-    return replace(
-        weight,
-        bytes_NB=take_rows(weight.bytes_NB, rows),
-        scales_NG=take_rows(weight.scales_NG, rows),
-        **whole,
-    )
+def _by_output(weight: Weight) -> dict[str, torch.Tensor]:
+    """Return the fields with a row for each output, or for each block of `spec.rows` outputs."""
+    fields = ["words_NW", "scales_NG", "zeros_NG"]
+    if isinstance(weight, KWeight):
+        fields = ["bytes_NX"]
+    elif isinstance(weight, Fp4Weight):
+        fields = ["bytes_NB", "scales_NG"]
+        for name in ("global_scale", "global_factor"):
+            tensor = getattr(weight, name)
+            if tensor is not None and tensor.ndim == 2:  # [N, 1] in merged weights, else one number
+                fields.append(name)
+    elif isinstance(weight, Fp8Weight):
+        fields = ["codes_NK"] if weight.spec.rows == ALL else ["codes_NK", "scales_RC"]
+    return {field: getattr(weight, field) for field in fields}
 
 
 def _are_blocks(rows: Sequence[tuple[int, int]], block: int, total: int) -> bool:

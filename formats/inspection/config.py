@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from formats.architecture.family import Family
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
-from formats.architecture.sizes import check_heads
+from formats.architecture.sizes import check_heads, factors_not_finite
 from formats.architecture.variant_check import check_variant
 from formats.checkpoint import CONFIG
 from formats.errors import InputError
@@ -59,6 +59,8 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     if family is None:
         _check_type_of_another(config, findings)
     _check_dtype(config, family, findings)
+    for key, value in factors_not_finite(config).items():
+        findings.error(f"{CONFIG} {key}", f"expected a finite number, found {value}")
     if family is None:
         known = known_family(config)
         if known is not None:

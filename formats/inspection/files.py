@@ -3,6 +3,7 @@
 `CheckpointReader` is the strict counterpart.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,11 @@ class Shards:
         self.vision_bytes = sum(entry.num_bytes for entry in others)
         self.entries = {own: e for name, e in self.entries.items() if (own := text_name(name))}
         self.lost = {own for name in self.lost if (own := text_name(name))}
+
+    def rename(self, own_names: Mapping[str, str]) -> None:
+        """Rename all tensors. `own_names`: stored name -> name; {}: keep the names."""
+        if own_names:
+            self.entries = {own: self.entries[name] for name, own in own_names.items()}
 
 
 def read_shards(folder: Path, findings: Findings) -> Shards:

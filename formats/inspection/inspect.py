@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
@@ -61,7 +63,7 @@ from formats.layouts import (
 )
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
-from formats.quality.record import read_quality
+from formats.quality.record import Quality, read_quality
 from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
 from formats.rules import LAYER_NUMBER, natural_key
 
@@ -82,24 +84,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         findings.caught(error)
     whole = _architecture(config)
     shards = read_shards(folder, findings)
-    if has_text_part(config):
-        shards.keep_text_part()
-        config = text_config(config, shards.entries)
-    config = usual_config(config)
-    stacks = coded_stacks(config, shards.entries)
-    try:
-        if not gguf_name(folder):  # tensors of a GGUF file are already in the usual form
-            shards.entries = usual_entries(config, shards.entries)
-    except CheckpointError as error:
-        findings.caught(error)
-    renamed = bare_names(shards.entries)
-    if renamed:
-        shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
-    config = _settle_head(config, shards, findings)
-    config = with_head(config, shards.entries, is_bare=bool(renamed))
-    renamed = canonical_names(config, shards.entries)
-    if renamed:
-        shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
+    config, stacks, renamed = _in_usual_form(folder, config, shards, findings)
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
@@ -144,11 +129,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         stacked=next((name for name, dtype in stacks.items() if dtype != FP8_DTYPE), ""),
         renamed=None if stacks else renamed_experts(renamed),
     )
-    try:
-        quality = read_quality(folder)
-    except CheckpointError as error:
-        quality = None
-        findings.warning(error.subject, error.problem, error.remedy)
+    quality = _read_quality(folder, findings)
     return Inspection(
         folder=str(named),
         architecture=next(iter(_architectures(config)), ""),
@@ -166,6 +147,41 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         draft_layers=find_draft_layers(config, shards.entries),
         quality=quality and quality.measured,
     )
+
+
+def _in_usual_form(
+    folder: Path, config: dict[str, Any], shards: Shards, findings: Findings
+) -> tuple[dict[str, Any], dict[str, torch.dtype], dict[str, str]]:
+    """Bring the entries of `shards` into the usual form and names of the text model.
+
+    Return the config in the usual form, the dtypes of stored stacks of experts by name, and the
+    usual names by stored name ({}: they are the stored names).
+    """
+    if has_text_part(config):
+        shards.keep_text_part()
+        config = text_config(config, shards.entries)
+    config = usual_config(config)
+    stacks = coded_stacks(config, shards.entries)
+    try:
+        if not gguf_name(folder):  # tensors of a GGUF file are already in the usual form
+            shards.entries = usual_entries(config, shards.entries)
+    except CheckpointError as error:
+        findings.caught(error)
+    bare = bare_names(shards.entries)
+    shards.rename(bare)
+    config = _settle_head(config, shards, findings)
+    config = with_head(config, shards.entries, is_bare=bool(bare))
+    renamed = canonical_names(config, shards.entries)
+    shards.rename(renamed)
+    return config, stacks, renamed
+
+
+def _read_quality(folder: Path, findings: Findings) -> Quality | None:
+    try:
+        return read_quality(folder)
+    except CheckpointError as error:
+        findings.warning(error.subject, error.problem, error.remedy)
+        return None
 
 
 def _headline(linears: list[LinearSummary]) -> str:

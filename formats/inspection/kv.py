@@ -1,4 +1,4 @@
-"""Checks of the scales of an 8-bit KV cache. Reads them."""
+"""Checks of the presence and the values of the scales of an 8-bit KV cache."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,15 +55,16 @@ def check_kv_scales(
     if missing and not num_found:
         findings.warning(
             missing[0],
-            f"is missing as in all layers, though config.json states an {quant.kv_cache} KV cache:"
-            " this project keeps keys and values in 16 bits, others use scales of 1",
+            "is missing, as are the scales of all other layers, though config.json states an"
+            f" {quant.kv_cache} KV cache: this project keeps keys and values in 16 bits, others use"
+            " scales of 1",
             "calibrate again, or remove the KV cache from the configuration",
         )
     if unstated:
         findings.warning(
             unstated[0],
-            f"and {len(unstated) - 1} more scales of a KV cache are there, but config.json states"
-            " none: other servers do not use them",
+            f"and {len(unstated) - 1} other scales of a KV cache are stored, but config.json states"
+            " no 8-bit KV cache: other servers do not use them",
             f"state {BLOCK}.{KEY}",
         )
 

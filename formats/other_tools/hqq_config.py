@@ -22,7 +22,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     skipped = float_modules(block.get("skip_modules"), f"{BLOCK}.skip_modules")
     if PARAMETERS in stated:
         scheme, rules = _scheme(stated, WHERE), ()
-    else:  # keyed by the last parts of names, such as self_attn.q_proj; other linears are float
+    else:  # each key is the end of a linear's name, such as self_attn.q_proj; others are float
         named = {tag: _scheme(value, f"{WHERE} {tag[:60]!r}") for tag, value in stated.items()}
         scheme = next(iter(named.values()))
         rules = (
@@ -45,7 +45,7 @@ def _scheme(stated: Any, where: str) -> Scheme:
         if stated.get(key) is not None:
             raise CheckpointError(
                 f"{where}.{key}",
-                "scales that are quantized too are not read",
+                "quantized scales and zero points are not supported",
                 "quantize the float original",
             )
     bits = values.get("nbits")

@@ -116,7 +116,7 @@ class AttentionStep:
 
     block_tables_RX: torch.Tensor  # int32: the pages of each request, in order
     query_starts_R1: torch.Tensor  # int32 [R + 1]: request r has rows starts[r] .. starts[r + 1]
-    context_lengths_R: torch.Tensor  # int32: keys that a request's last row sees, with its own
+    context_lengths_R: torch.Tensor  # int32: keys that a request's last row sees, including its own
     max_query_len: int
     max_context_len: int
     # int64 [T]: position of the last key that each row sees, at most the position of the request's

@@ -13,34 +13,30 @@ from torch.nn import functional
 
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.k_weight import KWeight
-from formats.scheme import FP4_TYPES, Scheme, block_scheme
+from formats.scheme import BLOCK_TYPES, FP4_TYPES, Scheme, block_scheme
 from qkernels import ops
 from qkernels.bench.linear import LINEAR_SHAPES, random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
+from qkernels.wna16.layout import kernel_bits
 
 BLOCKS_M = (1, 4, 16, 64)
 STD = 0.02  # standard deviation of the weights
 
 
-def random_fp4(kind: str, N: int, K: int, seed: int) -> Fp4Weight:
-    """Return normally distributed weights rounded to 4-bit floats, on the GPU."""
+def random_blocks(kind: str, N: int, K: int, seed: int) -> KWeight | Fp4Weight:
+    """Return random weights in GGUF blocks or 4-bit floats, on the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
+    if kind not in FP4_TYPES:
+        return KWeight.random((N, K), block_scheme(kind).weight, STD, generator)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator) * STD
     return Fp4Weight.from_float(weight_NK, Scheme.parse(f"w4a16-{kind}").weight)
 
 
-def _random(kind: str, N: int, K: int, seed: int) -> KWeight | Fp4Weight:
-    if kind in FP4_TYPES:
-        return random_fp4(kind, N, K, seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return KWeight.random((N, K), block_scheme(kind).weight, STD, generator)
-
-
 def _blocks(kind: str, shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     N, K = read_shape(LINEAR_SHAPES, shape)
-    bits = 8 if kind in ("q5_k", "q6_k") else 4
+    bits = 4 if kind in FP4_TYPES else kernel_bits(block_scheme(kind).weight.bits)
     seeds = range(copies_needed(N * K * bits // 8))
-    stored = [_random(kind, N, K, seed) for seed in seeds]
+    stored = [random_blocks(kind, N, K, seed) for seed in seeds]
     weight_NK = stored[0].dequantize(torch.bfloat16).double()
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in stored]
     rivals = {}
@@ -94,5 +90,5 @@ OPS: dict[str, BenchedOp] = {
         baselines=("sym_g128", "sym_g32", "triton", "cublas", "copy"),
         dims=2,
     )
-    for kind in ("q4_k", "q4_1", "q5_k", "q6_k", *FP4_TYPES)
+    for kind in (*BLOCK_TYPES, *FP4_TYPES)
 }

@@ -16,7 +16,7 @@ from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, Scheme
 from qkernels import ops
-from qkernels.bench.blocks import random_fp4
+from qkernels.bench.blocks import random_blocks
 from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
@@ -33,8 +33,9 @@ MOE_SHAPES = {
     "gpt-oss-120b": (2880, 2880, 128, 4),
     "glm-4.5-air": (4096, 1408, 128, 8),
 }
+UNEVEN = ("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air")  # no multiples of 256
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
-MOST_CALLS = 16  # each one with other tokens
+MOST_CALLS = 16  # maximum number of calls of a case; each has different tokens
 OF_8_BIT_INPUTS = ("moe_w8a8", "moe_fp8", "moe_fp8_block", "moe_w4a8", "moe_w4a8_fp8")
 SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
@@ -43,10 +44,6 @@ Make = Callable[[int, int, int], ExpertMatrix]  # (N, K, seed) -> matrix
 
 def _packed(N: int, K: int, seed: int) -> ExpertMatrix:
     return random_weight(N, K, seed, group_size=GROUP if K % GROUP == 0 else 32)
-
-
-def _fp4(kind: str) -> Make:
-    return partial(random_fp4, kind)
 
 
 def _w4a8(scheme: str) -> Make:
@@ -198,8 +195,9 @@ def _op(op: str, make: Make, bits: int, leave_out: tuple[str, ...] = ()) -> Benc
 
 OPS: dict[str, BenchedOp] = {
     "moe_w4a16": _op("moe_w4a16", _packed, 4),
-    "moe_mxfp4": _op("moe_mxfp4", _fp4("mxfp4"), 4),
-    "moe_nvfp4": _op("moe_nvfp4", _fp4("nvfp4"), 4),
+    "moe_mxfp4": _op("moe_mxfp4", partial(random_blocks, "mxfp4"), 4),
+    "moe_nvfp4": _op("moe_nvfp4", partial(random_blocks, "nvfp4"), 4),
+    "moe_q4_k": _op("moe_q4_k", partial(random_blocks, "q4_k"), 4, UNEVEN),
     "moe_w4a8": _op("moe_w4a8", _w4a8("w4a8"), 4),
     "moe_w4a8_fp8": _op("moe_w4a8_fp8", _w4a8("w4a8-fp8"), 4),
     "moe_w8a8": _op("moe_w8a8", _int8, 8),

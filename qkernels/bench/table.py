@@ -18,6 +18,7 @@ from qkernels.bench import (
     float8,
     fused_quant,
     host,
+    latent,
     linear,
     moe,
     read_linear,
@@ -35,6 +36,7 @@ OPS: dict[str, BenchedOp] = (
     | read_linear.OPS
     | float8.OPS
     | attention.OPS
+    | latent.OPS
     | elementwise.OPS
     | fused_quant.OPS
     | sampling.OPS

@@ -53,21 +53,21 @@ class CompilePool:
         self._index = self.folder / f"qserve-{self.version}.json"
         self._done = self._read_index()
         self._processes: list[subprocess.Popen] = []
+        self._left: set[str] = set()  # digests of the jobs that are left to their first launch
         if not self._done:
             self._start(self._num_workers)
 
     def compile(self, jobs: Iterable[str], on_done: Callable[[], object] = lambda: None) -> int:
         """Compile the jobs that the index does not name, and return how many there were.
 
-        Up to FEW_JOBS jobs are left to their first launch, and the result is 0. `on_done` is called
-        after each job, from any thread.
+        Up to FEW_JOBS jobs are left to their first launch, and the result is 0: call `launched`
+        after the launch. `on_done` is called after each job, from any thread.
         """
         missing = sorted({job for job in jobs if digest(job) not in self._done})
         if len(missing) <= FEW_JOBS or not self._num_workers:
             self.close()
-            if missing and self._num_workers:
-                self._done.update(map(digest, missing))
-                self._write_index()
+            if self._num_workers:
+                self._left = self.digests(missing)
             return 0
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         for job in missing:
@@ -85,6 +85,13 @@ class CompilePool:
         self.close()
         self._write_index()
         return len(missing)
+
+    def launched(self) -> None:
+        """Add the jobs that `compile` left to their first launch to the index."""
+        if self._left:
+            self._done |= self._left
+            self._left = set()
+            self._write_index()
 
     def missing(self, jobs: Iterable[str]) -> int:
         """Return how many of the jobs the index does not name."""

@@ -1,6 +1,6 @@
 """Launch configs of latent attention, chosen from numbers that the host knows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from qkernels.attention.config import PREFILL_ROWS, default_attention_config, prefill_split
@@ -75,21 +75,43 @@ def latent_boundaries(
     shared_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (requests, tokens per request, keys) that together launch every kernel."""
-    first: dict[LatentConfig, tuple[int, int, int]] = {}
+
+    def config_of(requests: int, count: int, keys: int) -> LatentConfig:
+        return default_latent_config(
+            num_requests=requests,
+            heads=heads,
+            element_size=element_size,
+            max_query_len=count,
+            max_context_len=keys,
+            sm_count=sm_count,
+            shared_bytes=shared_bytes,
+        )
+
+    yield from boundaries_of(
+        config_of,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_context_len=max_context_len,
+    )
+
+
+def boundaries_of(
+    config_of: Callable[[int, int, int], Hashable],
+    *,
+    max_requests: int,
+    max_tokens: int,
+    max_context_len: int,
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (requests, tokens per request, keys) that together have every config.
+
+    `config_of` returns the config of such a step.
+    """
+    first: dict[Hashable, tuple[int, int, int]] = {}
     for count in (*_powers(1, max_tokens), max_tokens):
         for requests in range(1, min(max_requests, max_tokens // count) + 1):
             for keys in (*_powers(count, max_context_len), max_context_len):
-                config = default_latent_config(
-                    num_requests=requests,
-                    heads=heads,
-                    element_size=element_size,
-                    max_query_len=count,
-                    max_context_len=keys,
-                    sm_count=sm_count,
-                    shared_bytes=shared_bytes,
-                )
                 if keys >= count:
-                    first.setdefault(config, (requests, count, keys))
+                    first.setdefault(config_of(requests, count, keys), (requests, count, keys))
     yield from first.values()
 
 

@@ -118,6 +118,7 @@ def latent_attention(
         dtype=q_THE.dtype,
         requested=kernel,
         head_dim=E,
+        latent_width=latent_width,
         page_size=cache.page_size,
         pages_dtype=cache.pages.dtype,
         tma_pages=is_aligned(E, latent_width),

@@ -98,6 +98,7 @@ def _plan(
     adapted: tuple[int, ...] | None,
     tuned: int,
 ) -> GemmPlan:
+    """Implement plan_linear. `tuned` renews the plans when the tuning table has changed."""
     module = dispatch.module_of(LINEAR, problem.kernel)
     make = getattr(module, "plan", None)
     if make is None:

@@ -14,7 +14,7 @@ from qkernels.gpu.device import has_tma, sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_options
 from qkernels.gpu.tma import TMA_ALIGNMENT, describe
-from qkernels.linear.fixed_order import FloatConfig, float_config
+from qkernels.linear.float_config import FloatConfig, float_config
 
 GROUP_M = 8  # row tiles that run at the same time, to share weight rows in the L2
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from formats.in_memory.fp4 import Fp4Weight
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec
@@ -45,7 +46,7 @@ class ExpertWeights:
 class ExpertStack:
     """One product of all experts, stacked into one weight: expert e has the outputs from e N on."""
 
-    # packed: 4- or 8-bit weights, 16-bit inputs; w4a8: 4-bit weights, 8-bit inputs; codes: 8 bits
+    # packed: 2- to 8-bit weights, 16-bit inputs; w4a8: 4-bit weights, 8-bit inputs; codes: 8 bits
     # on both sides
     kind: Literal["packed", "w4a8", "codes", "float"]
     tensors: dict[str, torch.Tensor]
@@ -74,7 +75,7 @@ class ExpertsProblem:
 
     kernel: str  # the row of moe/rows.py
     kind: str  # kind of the stacks
-    spec: QuantSpec | None
+    spec: QuantSpec | None  # of `down`
     activation: ActivationSpec | None
     num_experts: int  # E
     routed_experts: int  # experts on all ranks; more than E if other ranks hold some
@@ -84,6 +85,7 @@ class ExpertsProblem:
     gated: bool = True  # the first product computes gate and up, not only up
     gelu: bool = False  # the gate's activation is the tanh approximation of GELU
     cut_after: bool = False  # the result of the activation is clamped to a limit from above
+    alike: bool = True  # both products have the same quantization
     dtype: torch.dtype
     device: torch.device
     requested: str | None = None  # kernels that were requested or forbidden (choice.py)
@@ -125,5 +127,5 @@ def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:
-    """Return True if the weights are packed integer codes or 4-bit floats."""
-    return isinstance(matrix, PackedWeight | Fp4Weight)
+    """Return True if the weights are packed integer codes, GGUF blocks or 4-bit floats."""
+    return isinstance(matrix, PackedWeight | KWeight | Fp4Weight)

@@ -15,7 +15,7 @@ from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import ExpertsProblem, ExpertWeights, PreparedExperts, shape_of, spec_of
 from qkernels.moe.routing import Routes, Routing
 from qkernels.moe.rows import EXPERTS, ROUTE, ROUTE_TOKENS
-from qkernels.moe.stack import stack_fault
+from qkernels.moe.stack import products_fault, stack_fault
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
 from qkernels.tuning import table as tuning_table
@@ -93,7 +93,7 @@ def prepare_experts(
         raise KernelError("experts", f"expected a float dtype of activations, found {dtype}")
     hidden, inner = shape_of(weights.down[0])
     _check_shapes(weights, hidden, inner)
-    fault = stack_fault(weights.gate_up) or stack_fault(weights.down)
+    fault = stack_fault(weights.gate_up) or stack_fault(weights.down) or products_fault(weights)
     first = weights.down[0]
     problem = Problem(
         device=device.type,

@@ -2,7 +2,6 @@
 
 import torch
 
-from formats.scheme import FP4_TYPES
 from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.gpu import device as gpu_device
@@ -18,7 +17,7 @@ from qkernels.problem import (
     refuses_activation,
 )
 from qkernels.w4a8 import layout as w4a8
-from qkernels.wna16.layout import MIN_K_STEP, k_step
+from qkernels.wna16.layout import kernel_spec, refuses_stack
 
 
 def triton_experts(problem: Problem) -> str | None:
@@ -41,7 +40,7 @@ def triton_experts(problem: Problem) -> str | None:
     if spec is None:
         return None
     if activation is None:
-        return _refuses_packed(problem)
+        return refuses_stack(spec, (hidden, inner))
     if spec.bits == 4:
         return _refuses_w4a8(problem)
     if spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
@@ -57,19 +56,6 @@ def triton_experts(problem: Problem) -> str | None:
         return None
     if spec.num_groups(inner) != 1 or spec.num_groups(hidden) != 1:
         return "takes a scale for each output, or float8 in blocks"
-    return None
-
-
-def _refuses_packed(problem: Problem) -> str | None:
-    spec = problem.spec
-    if spec.type in FP4_TYPES:
-        return None
-    if spec.type != "int" or spec.bits not in (4, 8):
-        return f"takes 4- and 8-bit integer weights and 4-bit floats, not {spec}"
-    for size in (problem.out_features, problem.in_features):
-        group = spec.group_length(size)
-        if k_step(group) < MIN_K_STEP or size % group:
-            return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
     return None
 
 
@@ -99,6 +85,8 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     """Return (variant, how many tokens it takes or why it takes none) for every variant."""
     spec, activation = problem.spec, problem.activation
     weight_only = spec is not None and activation is None
+    if weight_only:
+        spec = kernel_spec(spec, problem.in_features)
     layer = Layer(
         kind="float" if spec is None else "packed" if weight_only else _kind_of_codes(spec.bits),
         spec=spec,

@@ -12,15 +12,24 @@ import torch
 from formats.errors import CheckpointError
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight, block_size
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, merge
+from formats.scheme import QuantSpec
 from qkernels import dispatch
 from qkernels.linear.rows import LINEAR
-from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
+from qkernels.moe.experts import (
+    ExpertMatrix,
+    ExpertStack,
+    ExpertWeights,
+    is_packed,
+    shape_of,
+    spec_of,
+)
 from qkernels.w4a8 import layout as w4a8
 from qkernels.w4a8.prepack import prepacked_tensors
-from qkernels.wna16.layout import kernel_spec
+from qkernels.wna16.layout import kernel_bits, refuses_stack
 
 PAIR_ROWS = 8  # rows of gate, followed by as many rows of up
 CODES_AT_ONCE = 2**27  # codes that are prepacked together; each takes about 12 bytes meanwhile
@@ -37,11 +46,7 @@ def stack_fault(matrices: Sequence[ExpertMatrix]) -> str | None:
     """Return why these matrices cannot be stacked; None: they can."""
     first = matrices[0]
     for matrix in matrices:
-        if (type(matrix), shape_of(matrix), spec_of(matrix)) != (
-            type(first),
-            shape_of(first),
-            spec_of(first),
-        ):
+        if shape_of(matrix) != shape_of(first) or _numerics(matrix) != _numerics(first):
             return "its experts differ in shape or numerics"
         if isinstance(matrix, torch.Tensor):
             continue
@@ -54,15 +59,60 @@ def stack_fault(matrices: Sequence[ExpertMatrix]) -> str | None:
     return None
 
 
+def products_fault(weights: ExpertWeights) -> str | None:
+    """Return why one kernel cannot run both products of these experts; None: it can."""
+    gate_up, down = weights.gate_up[0], weights.down[0]
+    if products_alike(weights):
+        return None
+    if not (_is_weight_only(gate_up) and _is_weight_only(down)):
+        return "its two products differ in kind"
+    return refuses_stack(gate_up.spec, [gate_up.in_features])
+
+
+def _is_weight_only(matrix: ExpertMatrix) -> bool:
+    """Return True for packed weights with 16-bit inputs."""
+    return is_packed(matrix) and matrix.activation is None
+
+
+def products_alike(weights: ExpertWeights) -> bool:
+    """Return True if both products have the same quantization, up to bits (stack_bits)."""
+    return _numerics(weights.gate_up[0]) == _numerics(weights.down[0])
+
+
+def stack_bits(weights: ExpertWeights) -> int | None:
+    """Return the bits of a code in the stacks: enough for every expert. None: not packed."""
+    matrices = [*weights.gate_up, *weights.down]
+    if not all(_has_bits(matrix) for matrix in matrices):
+        return None
+    return max(kernel_bits(matrix.spec.bits) for matrix in matrices)
+
+
+def _has_bits(matrix: ExpertMatrix) -> bool:
+    """Return True if the matrix can be stored with wider codes: PackedWeight.with_bits."""
+    return isinstance(matrix, PackedWeight) and matrix.activation is None
+
+
+def _numerics(matrix: ExpertMatrix) -> tuple[object, ...]:
+    """Return what matrices of one stack have in common."""
+    spec = spec_of(matrix)
+    if _has_bits(matrix):
+        spec = replace(spec, bits=8)
+    return type(matrix), spec, getattr(matrix, "activation", None)
+
+
 def stack(
     matrices: Sequence[ExpertMatrix],
     *,
     dtype: torch.dtype,
     device: torch.device,
     gated: bool,
+    bits: int | None,
     bias_EN: torch.Tensor | None,
 ) -> ExpertStack:
-    """Stack the experts' matrices. `gated`: each one has gate's rows, then up's."""
+    """Stack the experts' matrices.
+
+    `gated`: each one has gate's rows, then up's. `bits`: stack_bits of both products.
+    """
     N, K = shape_of(matrices[0])
     order = glu_order(N // 2, device) if gated else None
     if order is not None:
@@ -73,9 +123,9 @@ def stack(
         kind, tensors = "float", {"weight": torch.cat([m.to(dtype) for m in on_device])}
     else:
         activation = on_device[0].activation
-        if is_packed(on_device[0]) and activation is None:
-            kind, tensors = "packed", _prepacked(on_device, dtype)
-            spec = kernel_spec(spec, K)
+        if _is_weight_only(on_device[0]):
+            kind = "packed"
+            tensors, spec = _prepacked(on_device, dtype, bits)
         elif isinstance(on_device[0], PackedWeight) and spec.bits == 4:
             kind, tensors = "w4a8", _prepacked_w4a8(on_device)
         else:
@@ -92,11 +142,20 @@ def stack(
 
 
 def _prepacked(
-    matrices: Sequence[PackedWeight | Fp4Weight], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Prepack the stack, a few experts at a time to limit memory."""
-    module = dispatch.module_of(LINEAR, f"w{matrices[0].spec.bits}a16")
-    return _together(matrices, lambda few: module.prepare_weight(few, dtype).tensors)
+    matrices: Sequence[PackedWeight | KWeight | Fp4Weight], dtype: torch.dtype, bits: int | None
+) -> tuple[dict[str, torch.Tensor], QuantSpec]:
+    """Prepack the stack, a few experts at a time to limit memory. Returns (tensors, spec)."""
+    module = dispatch.module_of(LINEAR, "w4a16")  # prepares weights of any bits
+    specs = set()
+
+    def prepack(few: Weight) -> dict[str, torch.Tensor]:
+        prepared = module.prepare_weight(few, dtype)
+        specs.add(prepared.spec)
+        return prepared.tensors
+
+    tensors = _together(matrices, prepack, bits)
+    (spec,) = specs
+    return tensors, spec
 
 
 def _prepacked_w4a8(matrices: Sequence[PackedWeight]) -> dict[str, torch.Tensor]:
@@ -110,15 +169,22 @@ def _prepacked_w4a8(matrices: Sequence[PackedWeight]) -> dict[str, torch.Tensor]
 
 
 def _together(
-    matrices: Sequence[Weight], prepack: Callable[[Weight], dict[str, torch.Tensor]]
+    matrices: Sequence[Weight],
+    prepack: Callable[[Weight], dict[str, torch.Tensor]],
+    bits: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Prepack a few matrices at a time and concatenate the results by rows."""
+    """Prepack a few matrices at a time and concatenate the results by rows.
+
+    `bits`: first store their codes in so many bits.
+    """
     N, K = shape_of(matrices[0])
     at_once = max(1, CODES_AT_ONCE // (N * K))
-    parts = [
-        prepack(_merged(matrices[first : first + at_once]))
-        for first in range(0, len(matrices), at_once)
-    ]
+    parts = []
+    for first in range(0, len(matrices), at_once):
+        few = matrices[first : first + at_once]
+        if bits is not None:
+            few = [matrix.with_bits(bits) for matrix in few]
+        parts.append(prepack(_merged(few)))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -152,17 +218,7 @@ def _ordered(matrix: ExpertMatrix, order: torch.Tensor | None) -> ExpertMatrix:
         return matrix
     if isinstance(matrix, torch.Tensor):
         return matrix[order]
-    if isinstance(matrix, Fp4Weight):
-        return take_outputs(matrix, order)
-    if isinstance(matrix, Fp8Weight):
-        codes_NK = matrix.codes_NK.view(torch.uint8)[order].view(matrix.codes_NK.dtype)
-        return replace(matrix, codes_NK=codes_NK, scales_RC=matrix.scales_RC[order])
-    return replace(
-        matrix,
-        words_NW=matrix.words_NW[order],
-        scales_NG=matrix.scales_NG[order],
-        zeros_NG=matrix.zeros_NG[order],
-    )
+    return take_outputs(matrix, order)
 
 
 def _with_scales_of_rows(weight: Fp8Weight) -> Fp8Weight:

@@ -22,7 +22,7 @@ from qkernels.moe.experts import (
     shape_of,
 )
 from qkernels.moe.routing import Glu, Routes
-from qkernels.moe.stack import SCALE_INPUTS, stack
+from qkernels.moe.stack import SCALE_INPUTS, products_alike, stack, stack_bits
 from qkernels.moe.tiles_triton import ExpertsTile
 from qkernels.moe.triton_packed import experts_packed, experts_w4a8
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
@@ -34,8 +34,9 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
 from qkernels.w4a8 import layout as w4a8
 from qkernels.wna16.layout import TILE_N, k_step
-from qkernels.wna16.prepack import VALUE_OF_ZERO
+from qkernels.wna16.prepack import code_offset
 from qkernels.wna16.unpack.fp4_layout import fp4_words
+from qkernels.wna16.unpack.groups import grouping
 from qkernels.wna16.unpack.words import MAGIC_WORD
 
 PLAIN_BLOCK_K = {1: 128, 2: 64}  # bytes per element -> inputs of a tile
@@ -46,15 +47,22 @@ def prepare_experts(
     weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> PreparedExperts:
     """Stack the weights of all experts, once for each of the two products."""
+    bits = stack_bits(weights)
     gate_up = stack(
         weights.gate_up,
         dtype=dtype,
         device=device,
         gated=weights.glu.gated,
+        bits=bits,
         bias_EN=weights.gate_up_bias_EN,
     )
     down = stack(
-        weights.down, dtype=dtype, device=device, gated=False, bias_EN=weights.down_bias_EN
+        weights.down,
+        dtype=dtype,
+        device=device,
+        gated=False,
+        bits=bits,
+        bias_EN=weights.down_bias_EN,
     )
     hidden, inner = shape_of(weights.down[0])
     return PreparedExperts(
@@ -74,6 +82,7 @@ def prepare_experts(
             gated=weights.glu.gated,
             gelu=weights.glu.gelu,
             cut_after=weights.glu.cut_after,
+            alike=products_alike(weights),
             dtype=dtype,
             device=device,
         ),
@@ -216,9 +225,10 @@ def _product(
             *sizes,
             ROW_PAIRS=row_pairs,
             STEPS_PER_GROUP=group // k_step(group),
+            GROUPING=grouping(weight.spec, x.dtype),
             FP4=fp4_words(weight.spec, x.dtype),
             MAGIC=MAGIC_WORD[x.dtype],
-            OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
+            OFFSET=code_offset(weight.spec, x.dtype),
             BITS=bits,
             BM=config.block_m,
             BN=config.block_n,

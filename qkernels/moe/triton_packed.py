@@ -3,9 +3,9 @@
 One matrix holds all experts, prepacked like a single linear: an expert's tiles of 64 outputs follow
 those of the previous expert. The weight is operand A. Rows of x are gathered.
 
-- `experts_packed`: 4- or 8-bit weights or 4-bit floats, with 16-bit activations. It uses the layout
-  of wna16/prepack.py and the inner loop of wna16/triton_gemm.py: a scale multiplies the sums of a K
-  step; 4-bit floats are scaled before the product.
+- `experts_packed`: 4- or 8-bit weights, blocks of a GGUF file or 4-bit floats, with 16-bit
+  activations. It uses the layout of wna16/prepack.py and the inner loop of wna16/triton_gemm.py: a
+  scale multiplies the sums of a K step; blocks and 4-bit floats are scaled before the product.
 - `experts_w4a8`: 4-bit weights and 8-bit activations. It uses the layout of w4a8/layout.py and the
   inner loop of w4a8/triton_gemm.py: codes are expanded to int8 or e4m3. The sum of a group
   (integer, or float32 for float8) is scaled and added to a float32 total. With one scale per
@@ -21,6 +21,7 @@ from qkernels.moe.tiles_triton import clear_part, find_pairs, store_pairs
 from qkernels.w4a8.triton_gemm import expanded_weights
 from qkernels.wna16.triton_gemm import prefetch_groups
 from qkernels.wna16.unpack.fp4 import fp4_weights, prefetch_scales
+from qkernels.wna16.unpack.groups import grouped_weights, prefetch_steps
 from qkernels.wna16.unpack.words import unpack
 
 
@@ -28,9 +29,9 @@ from qkernels.wna16.unpack.words import unpack
 def experts_packed(
     x_ptr,  # [rows, K]
     packed_ptr,  # [E N/64, K/BK, 64, WORDS]
-    scales_ptr,  # [E N/64, G, 64]; with FP4 [E N/64, K/BK, 64, PARTS]
+    scales_ptr,  # [E N/64, G, 64]; FP4 [E N/64, K/BK, 64, PARTS]; GROUPING [.., PARTS, groups]
     offsets_ptr,  # [E N/64, G, 64] or None
-    factors_ptr,  # [E N] with FP4, or None
+    blocks_ptr,  # factors [E N] with FP4; [E N/64, blocks, 64, PARTS] with GROUPING; or None
     bias_ptr,  # [E, N] or None
     ids_ptr,  # [P]
     sorted_ptr,  # [P], or None if there are few ids
@@ -43,6 +44,7 @@ def experts_packed(
     E,
     ROW_PAIRS: tl.constexpr,  # pairs that share a row of x
     STEPS_PER_GROUP: tl.constexpr,
+    GROUPING: tl.constexpr,  # Grouping, or None: each K step is in one group
     FP4: tl.constexpr,  # Fp4Words, or None: integer codes
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -81,6 +83,8 @@ def experts_packed(
         group_rows = stored_tile * groups * TILE_N + stored_row
         if USE_PTX and FP4 is not None:
             prefetch_scales(scales_ptr, tile, first, last, steps, FP4, TILE_N, BN)
+        elif USE_PTX and GROUPING is not None:
+            prefetch_steps(scales_ptr, tile, first, last, steps, GROUPING, TILE_N, BN)
         elif USE_PTX:
             prefetch_groups(scales_ptr, tile, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
             if offsets_ptr is not None:
@@ -109,6 +113,26 @@ def experts_packed(
                     USE_PTX,
                 )
                 total = tl.dot(weights, x, total)
+            elif GROUPING is not None:
+                weights = grouped_weights(
+                    packed,
+                    scales_ptr,
+                    blocks_ptr,
+                    stored_tile,
+                    stored_row,
+                    step,
+                    steps,
+                    GROUPING,
+                    MAGIC,
+                    OFFSET,
+                    BITS,
+                    BN,
+                    BK,
+                    TILE_N,
+                    DTYPE,
+                    USE_PTX,
+                )
+                total = tl.dot(weights, x, total)
             else:
                 group = group_rows + step // STEPS_PER_GROUP * TILE_N
                 scale = tl.load(scales_ptr + group)
@@ -122,8 +146,10 @@ def experts_packed(
             packed_ptrs += TILE_N * WORDS
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
+        if GROUPING is not None and USE_PTX:
+            total *= 1 / GROUPING.shrink
         if FP4 is not None:
-            total *= tl.load(factors_ptr + stored_tile * TILE_N + stored_row)[:, None]
+            total *= tl.load(blocks_ptr + stored_tile * TILE_N + stored_row)[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             total += tl.where(split == 0, bias, 0.0)[:, None]

@@ -15,7 +15,7 @@ from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
 from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, k_step
+from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, is_in_groups, k_step
 
 ANY = KernelChoice()
 
@@ -33,6 +33,7 @@ class Layer:
     gated: bool
     gelu: bool
     cut_after: bool = False
+    alike: bool = True  # both products have the same quantization
     sm_count: int
     shared_bytes: int  # most shared memory of a block
     lacks_sm90: str | None  # why this GPU cannot run sm_90 kernels; None: it can
@@ -51,6 +52,10 @@ class Variant:
 def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.kind != "packed" or layer.spec.bits != 4:
         return "takes 4-bit weights with 16-bit activations"
+    if not layer.alike:
+        return "takes the same quantization in both products"
+    if is_in_groups(layer.spec):
+        return f"takes one scale for each K step, not one for {layer.spec.group} inputs"
     if not layer.gated:
         return "takes experts with a gate"
     if layer.gelu:
@@ -97,9 +102,10 @@ def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     """Return a plan that does not split K and adds the experts' outputs in a separate kernel.
 
     All variants sum a K step from zero, scale the sum and add it to the total, so they give the
-    same bits. 4-bit floats are scaled before the product; for them only the portable kernels run.
+    same bits. 4-bit floats and GGUF blocks are scaled before the product; for them only the
+    portable kernels run.
     """
-    portable = layer.spec is not None and has_fp4(layer.spec)
+    portable = layer.spec is not None and (has_fp4(layer.spec) or is_in_groups(layer.spec))
     of_sm90 = None if portable or _refuses_few_tokens(layer) else _few_tokens(layer, M)
     plan = of_sm90 or _few(layer, M) or _sorted(layer, M)
     return replace(plan, down=replace(plan.down, split=1), output="sum")
@@ -134,7 +140,7 @@ NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 def layer_of(problem: ExpertsProblem) -> Layer:
     """Return the problem's experts and GPU as a Layer."""
-    names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu", "cut_after")
+    names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu", "cut_after", "alike")
     return Layer(
         **{name: getattr(problem, name) for name in names},
         num_experts=problem.routed_experts,

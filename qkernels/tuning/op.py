@@ -28,6 +28,16 @@ def one_field(config: Config, name: str, value: object) -> Iterator[Config]:
         yield dataclasses.replace(config, **{name: value})
 
 
+def both_reductions(config: Config, name: str, value: object) -> Iterator[Config]:
+    """Yield changed configs; a changed split is tried with and without `reduce_scatter`."""
+    if name != "split":
+        yield from one_field(config, name, value)
+        return
+    for scatter in (False, True):
+        if (value, scatter) != (config.split, config.reduce_scatter):
+            yield dataclasses.replace(config, split=value, reduce_scatter=scatter)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSpace:
     """The search space of one kernel variant's configs."""

@@ -71,9 +71,7 @@ class TuningTable:
         return len(self.rows) + sum(map(len, self.unread.values()))
 
     def find(self, op: TunedOp, **problem: object) -> TuningRow | None:
-        """Return the row of this problem, or None.
-
-        Costs little if the table is empty, the usual case.
+        """Return the row of this problem, or None. Takes little time if the table is empty.
 
         Raises KernelError if the file's rows of this operation are damaged.
         """

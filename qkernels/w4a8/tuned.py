@@ -1,12 +1,9 @@
 """W4A8 as a tunable operation: the configs of both kernel variants, and where a search starts."""
 
-import dataclasses
-from collections.abc import Iterator
-
 import torch
 
 from qkernels.gpu import device as gpu_device
-from qkernels.tuning.op import ConfigSpace, TunedOp, one_field
+from qkernels.tuning.op import ConfigSpace, TunedOp, both_reductions
 from qkernels.w4a8.config import (
     W4A8Sm90Config,
     W4A8TritonConfig,
@@ -43,16 +40,6 @@ def _starts(
     return found + (sm90_search_starts(M, K, group, integers) if _runs_sm90(K) else [])
 
 
-def _changed(config: W4A8Sm90Config, name: str, value: object) -> Iterator[W4A8Sm90Config]:
-    """Yield changed configs; a changed split is tried with both ways of reduction."""
-    if name != "split":
-        yield from one_field(config, name, value)
-        return
-    for scatter in (False, True):
-        if (value, scatter) != (config.split, config.reduce_scatter):
-            yield dataclasses.replace(config, split=value, reduce_scatter=scatter)
-
-
 TUNED = TunedOp(
     name="w4a8",
     configs={
@@ -82,7 +69,7 @@ TUNED = TunedOp(
                 "store_stages": (1, 2),
                 "group_a": (8, 16),
             },
-            changed=_changed,
+            changed=both_reductions,
             fits=lambda config, problem, sm_count: config.fits(
                 problem["M"], problem["N"], problem["K"], sm_count
             ),

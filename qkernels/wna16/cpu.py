@@ -15,6 +15,7 @@ from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.wna16.layout import kernel_bits
 
 
 def prepare_weight(
@@ -33,7 +34,8 @@ def prepare_weight(
         tensors = _nibbles(codes_NK[:, start:stop], steps_NG.to(dtype), offsets_NG)
         prepared = PreparedWeight.of(packed, kernel="cpu_w4a16", tensors=tensors, dtype=dtype)
         return replace(prepared, spec=spec.integer_form)
-    codes_NK = packed.codes()
+    packed = packed.with_bits(kernel_bits(spec.bits))
+    codes_NK, spec = packed.codes(), packed.spec
     if spec.bits == 4:
         scales_NG = packed.scales_NG.to(dtype)
         offsets_NG = ((8.0 - packed.zeros_NG.float()) * scales_NG.float()).to(dtype)

@@ -4,7 +4,8 @@ Legend: N outputs, K inputs.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from formats.scheme import BLOCK_TYPES, FP4_TYPES, MIN_TYPES, QuantSpec, block_length
 from qkernels.gpu.config import ceil_div
@@ -96,6 +97,11 @@ def has_fp4(spec: QuantSpec) -> bool:
     return isinstance(spec, Fp4Spec) or spec.type in FP4_TYPES
 
 
+def is_in_groups(spec: QuantSpec) -> bool:
+    """Return True for a prepacked weight whose K steps have several integer groups."""
+    return isinstance(spec, GroupedSpec) and not isinstance(spec, Fp4Spec)
+
+
 def grouped_spec(
     spec: QuantSpec, in_features: int, inputs: tuple[int, int] | None = None
 ) -> GroupedSpec:
@@ -108,7 +114,7 @@ def grouped_spec(
         length = math.gcd(length, *inputs)
     step = k_step(math.gcd(in_features, length if spec.type not in MIN_TYPES else in_features))
     return GroupedSpec(
-        bits=4 if spec.bits == 4 else 8,
+        bits=kernel_bits(spec.bits),
         symmetric=spec.symmetric,
         group_size=step,
         group=BLOCK_TYPES[spec.type][2],
@@ -116,14 +122,34 @@ def grouped_spec(
     )
 
 
+def kernel_bits(bits: int) -> int:
+    """Return the bits in which kernels store a code: 4, or 8 for codes of 5 to 8 bits."""
+    return 4 if bits <= 4 else 8
+
+
 def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
     """Return the spec of the prepacked weight.
 
-    It is a GroupedSpec for BLOCK_TYPES, an Fp4Spec for FP4_TYPES, else `spec`.
+    It is a GroupedSpec for BLOCK_TYPES, an Fp4Spec for FP4_TYPES, else `spec` with kernel_bits.
     """
     if spec.type in FP4_TYPES:
         return fp4_spec(spec, in_features)
-    return grouped_spec(spec, in_features) if spec.type in BLOCK_TYPES else spec
+    if spec.type in BLOCK_TYPES:
+        return grouped_spec(spec, in_features)
+    return replace(spec, bits=kernel_bits(spec.bits))
+
+
+def refuses_stack(spec: QuantSpec, inputs: Sequence[int]) -> str | None:
+    """Return why kernels cannot run experts with these numbers of inputs; None: they can."""
+    if spec.type in FP4_TYPES:
+        return None
+    if spec.type not in ("int", *BLOCK_TYPES):
+        return f"takes integer weights, GGUF blocks and 4-bit floats, not {spec}"
+    for size in inputs:
+        group = MIN_K_STEP if spec.type in BLOCK_TYPES else spec.group_length(size)
+        if k_step(group) < MIN_K_STEP or size % group:
+            return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
+    return None
 
 
 def groups_ptx(bits: int, is_float16: bool) -> str:

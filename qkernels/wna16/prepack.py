@@ -8,14 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.gguf.k_quants.grid import Q6_ZERO
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, GroupedSpec, grouped_spec, k_step, padded_n
+from qkernels.wna16.layout import (
+    TILE_N,
+    GroupedSpec,
+    grouped_spec,
+    k_step,
+    kernel_bits,
+    padded_n,
+)
 from qkernels.wna16.unpack.fp4_layout import Fp4Words, fp4_words
 
 
@@ -53,11 +59,12 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Prepack into contiguous tiles of 64 outputs by one K step.
 
-    Padding outputs have code 0 and scale 0. The zero points of an asymmetric weight are stored as
-    `offsets`, which kernels subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in
-    `dtype`.
+    Codes of 2 and 3 bits are stored in 4 bits, those of 5 to 7 bits in 8. Padding outputs have code
+    0 and scale 0. The zero points of an asymmetric weight are stored as `offsets`, which kernels
+    subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in `dtype`.
     """
     packed = packed if device is None else packed.to(device)
+    packed = packed.with_bits(kernel_bits(packed.spec.bits))
     block_k = k_step(packed.spec.group_length(packed.in_features))
     bits = packed.spec.bits
     tensors = {
@@ -84,7 +91,7 @@ def prepare_blocks(
     start, stop = weight.input_range
     codes_NK = codes_NK[:, start:stop]
     if spec.symmetric:  # symmetric codes have a zero instead of minima
-        codes_NK = codes_NK + (spec.symmetric_zero - Q6_ZERO)
+        codes_NK = codes_NK + (spec.symmetric_zero - weight.spec.symmetric_zero)
     groups = slice(start // spec.group, stop // spec.group)
     tensors = {"packed": _tiles_of_words(codes_NK, spec.bits, spec.group_size)}
     # scales [N/64, K/BK, 64, P, groups], int8 or float16; blocks [N/64, B, 64, P, 1], float16
@@ -143,11 +150,10 @@ VALUE_OF_ZERO = {
 }
 
 
-def offset_of(weight: PreparedWeight) -> int:
+def code_offset(spec: QuantSpec, dtype: torch.dtype) -> int:
     """Return the offset that kernels subtract from codes if the weight has no `offsets`."""
-    spec = weight.spec
     zero = spec.symmetric_zero if spec.symmetric or not isinstance(spec, GroupedSpec) else 0
-    return VALUE_OF_ZERO[weight.dtype, spec.bits] + zero
+    return VALUE_OF_ZERO[dtype, spec.bits] + zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,16 @@ from qkernels.wna16.variants import BY_NAME, NAMES, Shape, variant_of
 
 FAST_CPUS = ("AVX2", "AVX512")  # CPUs for which torch has vectorized packed products
 CPU_GROUPS = (32, 64, 128, 256)
+_CODE_BITS = {4: "2 to 4", 8: "5 to 8"}  # bits of a stored code -> of the weight's codes
 
 
 def _refuses_weight(problem: Problem, bits: int) -> str | None:
-    """Return why kernels cannot hold the weight in `bits`-bit codes; None: they can."""
+    """Return why kernels cannot store the weight in codes of `bits` bits; None: they can."""
     spec = problem.spec
     if spec is not None:
         spec = kernel_spec(spec, problem.in_features)
     if spec is None or (spec.bits, spec.type) != (bits, "int"):
-        return f"takes {bits}-bit integer weights, not {problem.spec}"
+        return f"takes integer weights of {_CODE_BITS[bits]} bits, not {problem.spec}"
     if problem.activation is not None:
         return "takes 16-bit activations, not 8-bit ones"
     return None

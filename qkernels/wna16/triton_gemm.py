@@ -21,7 +21,7 @@ from qkernels.gpu.tma import aligned, describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
-from qkernels.wna16.prepack import offset_of
+from qkernels.wna16.prepack import code_offset
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.unpack.fp4 import fp4_dequantized, fp4_weights, prefetch_scales
 from qkernels.wna16.unpack.fp4_layout import fp4_words
@@ -67,10 +67,10 @@ def run(
             N,
             K,
             STEPS_PER_GROUP=group // block_k,
-            GROUPING=grouping(weight),
+            GROUPING=grouping(weight.spec, weight.dtype),
             FP4=fp4_words(weight.spec, x_MK.dtype),
             MAGIC=MAGIC_WORD[x_MK.dtype],
-            OFFSET=offset_of(weight),
+            OFFSET=code_offset(weight.spec, weight.dtype),
             BITS=weight.spec.bits,
             BM=config.block_m,
             BN=config.block_n,
@@ -106,10 +106,10 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             N,
             K,
             STEPS_PER_GROUP=group // block_k,
-            GROUPING=grouping(weight),
+            GROUPING=grouping(weight.spec, weight.dtype),
             FP4=fp4_words(weight.spec, weight.dtype),
             MAGIC=MAGIC_WORD[weight.dtype],
-            OFFSET=offset_of(weight),
+            OFFSET=code_offset(weight.spec, weight.dtype),
             BITS=bits,
             ROWS=DEQUANTIZE_ROWS,
             BK=block_k,

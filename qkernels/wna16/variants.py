@@ -15,7 +15,7 @@ from qkernels.choice import FIXED_ORDER, KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
-from qkernels.wna16.layout import TILE_N, GroupedSpec, k_step
+from qkernels.wna16.layout import MIN_K_STEP, TILE_N, GroupedSpec, is_in_groups, k_step
 from qkernels.wna16.sm90_gemv_imma_config import (
     GemvImmaConfig,
     default_gemv_config,
@@ -95,7 +95,9 @@ class Variant:
     arch: str | None = None  # architecture it is written for; None: any that Triton supports
     bits: tuple[int, ...] = (4, 8)
     whole_k_steps: bool = False  # needs groups divisible by 128
-    grouped: bool = False  # supports K steps of several groups, each with a scale and a minimum
+    # Fewest inputs of a group in K steps of several groups, each with a scale and a minimum; 0: no
+    # such steps.
+    least_group: int = 0
     default: Default
     adds_adapters: bool = False  # `run` takes a LoraTerm
 
@@ -103,8 +105,11 @@ class Variant:
         """Return why the variant cannot run this weight on this GPU; None: it can for some M."""
         if shape.spec.bits not in self.bits:
             return f"takes {' and '.join(map(str, self.bits))} bits, not {shape.spec.bits}"
-        if isinstance(shape.spec, GroupedSpec) and not self.grouped:
-            return f"takes one scale for each K step, not one for {shape.spec.group} inputs"
+        if isinstance(shape.spec, GroupedSpec):
+            if not self.least_group:
+                return f"takes one scale for each K step, not one for {shape.spec.group} inputs"
+            if shape.spec.group < self.least_group and is_in_groups(shape.spec):
+                return f"takes a scale for {self.least_group} inputs, not for {shape.spec.group}"
         if self.whole_k_steps and k_step(shape.group) != K_STEP:
             return f"takes groups divisible by {K_STEP}, not {shape.group}"
         return shape.lacks_arch(self.arch)
@@ -225,7 +230,7 @@ SMALL_M = Variant(
     arch="sm_90",
     bits=(4,),
     whole_k_steps=True,
-    grouped=True,
+    least_group=MIN_K_STEP,
     default=_small_m,
     adds_adapters=True,
 )
@@ -241,7 +246,7 @@ CUBLAS = Variant(
     name="cublas",
     config=None,
     rows="row counts that no other variant takes",
-    grouped=True,
+    least_group=1,
     default=lambda shape, M, fused: None,
 )
 # In order of preference. The last one, cuBLAS after dequantizing, takes every M.
@@ -261,7 +266,7 @@ VARIANTS: tuple[Variant, ...] = (
         name="triton",
         config=TritonGemmConfig,
         rows=f"up to {MAX_FUSED_ROWS} rows",
-        grouped=True,
+        least_group=1,
         default=_triton,
     ),
     CUBLAS,
@@ -271,7 +276,7 @@ ONE_ORDER = Variant(
     name=FIXED_ORDER,
     config=None,
     rows="all rows, each with the same bits whatever the other rows are",
-    grouped=True,
+    least_group=1,
     default=_fixed_order,
 )
 BY_NAME = {variant.name: variant for variant in (*VARIANTS, ONE_ORDER)}

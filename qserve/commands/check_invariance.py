@@ -26,6 +26,7 @@ from qserve.config import EngineConfig
 if TYPE_CHECKING:
     from qserve.library.outputs import RequestOutput
     from qserve.llm import LLM
+    from qserve.model.model_config import ModelConfig
 
 COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
 FEW_SEQS = 16  # --max-num-seqs of the run that computes prompts in chunks
@@ -103,10 +104,62 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
     return int(any(result.bits_differ for result in results))
 
 
+class RandomRequests:
+    """Random requests, and what each of them gives when it is computed alone."""
+
+    def __init__(
+        self, llm: "LLM", engine: EngineConfig, config: InvarianceConfig, rng: random.Random
+    ) -> None:
+        """Draw the requests and compute each alone. Raises InputError."""
+        from qserve.lora.request import parse_modules
+
+        model = llm.engine.model_config
+        longest = min(config.max_input_len, llm.engine.max_model_len - config.output_len)
+        placeholder_id = None
+        if model.vision is not None:
+            longest = min(longest, llm.engine.max_model_len // 2)  # leave room for images
+            placeholder_id = model.vision.placeholder_of(llm.get_tokenizer().encode)
+        self._prompts = draw_prompts(
+            rng, config.num_requests, longest, config.long_every, model, placeholder_id
+        )
+        self._params = draw_params(
+            self._prompts, config.output_len, structured=config.structured_output, model=model
+        )
+        self._loras = [None, *parse_modules(engine.lora_modules)]
+        self.numbers = list(range(config.num_requests))
+        outputs = {n: self._run(llm, [n])[n] for n in self.numbers}
+        self._alone = {n: _facts(output) for n, output in outputs.items()}
+        # Tokens of the longest prompt and of its output.
+        self.longest = max(len(each.prompt_token_ids) for each in outputs.values())
+        self.longest += config.output_len
+
+    def judged(self, company: str, llm: "LLM", *companies: Sequence[int]) -> Result:
+        """Compute the requests of each company together, and compare them with those alone."""
+        outputs = [pair for numbers in companies for pair in self._run(llm, numbers).items()]
+        found = [(_facts(output), self._alone[n]) for n, output in outputs]
+        return Result(
+            company=company,
+            requests=len(found),
+            tokens_differ=sum(facts[0] != others[0] for facts, others in found),
+            bits_differ=sum(facts != others for facts, others in found),
+            cached_tokens=sum(output.num_cached_tokens for _, output in outputs),
+            preemptions=sum(output.num_preemptions for _, output in outputs),
+            accepted_drafts=_accepted_drafts(llm),
+        )
+
+    def _run(self, llm: "LLM", numbers: Sequence[int]) -> dict[int, "RequestOutput"]:
+        outputs = llm.generate(
+            [self._prompts[n] for n in numbers],
+            [self._params[n] for n in numbers],
+            use_tqdm=False,
+            lora_request=[self._loras[n % len(self._loras)] for n in numbers],
+        )
+        return dict(zip(numbers, outputs, strict=True))
+
+
 def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     """Compute the requests alone, then yield a Result for each company. Raises InputError."""
     from qserve import LLM
-    from qserve.lora.request import parse_modules
 
     rng = random.Random(engine.seed)
 
@@ -116,88 +169,62 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
 
     llm = start(enable_prefix_caching=False)
     try:
-        model = llm.engine.model_config
-        longest = min(config.max_input_len, llm.engine.max_model_len - config.output_len)
-        if model.vision is not None:
-            longest = min(longest, llm.engine.max_model_len // 2)  # leave room for images
-        placeholder_id = None
-        if model.vision is not None:
-            placeholder_id = model.vision.placeholder_of(llm.get_tokenizer().encode)
-        prompts = draw_prompts(
-            rng, config.num_requests, longest, config.long_every, model, placeholder_id
-        )
-        params = draw_params(
-            prompts, config.output_len, structured=config.structured_output, model=model
-        )
-        loras = [None, *parse_modules(engine.lora_modules)]
-
-        def run(llm: LLM, numbers: Sequence[int]) -> dict[int, "RequestOutput"]:
-            outputs = llm.generate(
-                [prompts[n] for n in numbers],
-                [params[n] for n in numbers],
-                use_tqdm=False,
-                lora_request=[loras[n % len(loras)] for n in numbers],
-            )
-            return dict(zip(numbers, outputs, strict=True))
-
-        everyone = list(range(config.num_requests))
-        outputs = {n: run(llm, [n])[n] for n in everyone}
-        total = max(len(each.prompt_token_ids) for each in outputs.values()) + config.output_len
-        alone = {n: _facts(output) for n, output in outputs.items()}
-
-        def judged(company: str, llm: LLM, *companies: Sequence[int]) -> Result:
-            outputs = [pair for numbers in companies for pair in run(llm, numbers).items()]
-            found = [(_facts(output), alone[n]) for n, output in outputs]
-            return Result(
-                company=company,
-                requests=len(found),
-                tokens_differ=sum(facts[0] != others[0] for facts, others in found),
-                bits_differ=sum(facts != others for facts, others in found),
-                cached_tokens=sum(output.num_cached_tokens for _, output in outputs),
-                preemptions=sum(output.num_preemptions for _, output in outputs),
-                accepted_drafts=_accepted_drafts(llm),
-            )
-
-        yield judged("alone again", llm, everyone[:1])
+        requests = RandomRequests(llm, engine, config, rng)
+        model, everyone = llm.engine.model_config, requests.numbers
+        yield requests.judged("alone again", llm, everyone[:1])
         if model.vision is not None and config.has("together", "random"):
             # A new engine: the old one has cached embeddings of images that were encoded alone.
             llm.close()
             llm = start(enable_prefix_caching=False)
         if config.has("together"):
-            yield judged("all together", llm, everyone)
+            yield requests.judged("all together", llm, everyone)
         most = min(config.num_requests, engine.max_num_seqs)
         companies = _companies(rng, everyone, most)
         if config.has("random"):
-            yield judged(f"random companies of 1 to {most}", llm, *companies)
+            yield requests.judged(f"random companies of 1 to {most}", llm, *companies)
     finally:
         llm.close()
-    chunks, seqs = config.chunk_tokens, engine.max_num_seqs
-    if model.vision is not None and model.vision.is_mutual:
-        from qserve.engine.media_limits import largest_image
-
-        # each image is computed in one step
-        seqs = min(seqs, FEW_SEQS)
-        chunks = max(chunks, 2 * largest_image(engine.model, model.vision) + seqs)
+    chunks, seqs = _chunk_limits(engine, config, model, requests.longest)
     if config.has("chunks"):
         with closing(start(max_num_batched_tokens=chunks, max_num_seqs=FEW_SEQS)) as llm:
-            yield judged(f"chunks of up to {chunks} tokens", llm, everyone)
-            yield judged("from the prefix cache", llm, everyone)
-    pages = 2 * -(-total // engine.block_size)
+            yield requests.judged(f"chunks of up to {chunks} tokens", llm, everyone)
+            yield requests.judged("from the prefix cache", llm, everyone)
+    pages = 2 * -(-requests.longest // engine.block_size)
     few = {"num_gpu_blocks_override": pages, "admission": "fits"}
     if config.has("preemption"):
         with closing(start(**few, enable_prefix_caching=False)) as llm:
-            yield judged(f"{pages} KV pages, with preemption", llm, everyone)
+            yield requests.judged(f"{pages} KV pages, with preemption", llm, everyone)
     drafts = {}
     if _takes_drafts(engine):
         drafts["speculative_config"] = engine.speculative_config or DRAFTS
     if drafts and config.has("drafts"):
         with closing(start(**drafts)) as llm:
-            yield judged(f"with {llm.engine.config.speculation.method} drafts", llm, everyone)
+            method = llm.engine.config.speculation.method
+            yield requests.judged(f"with {method} drafts", llm, everyone)
     crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "max_num_seqs": seqs}
     if config.has("crossed"):
         with closing(start(**crossed, enforce_eager=True)) as llm:
             companies = _companies(rng, everyone, most)
-            yield judged("all of these, without CUDA graphs", llm, *companies)
+            yield requests.judged("all of these, without CUDA graphs", llm, *companies)
+
+
+def _chunk_limits(
+    engine: EngineConfig, config: InvarianceConfig, model: "ModelConfig", longest: int
+) -> tuple[int, int]:
+    """Return --max-num-batched-tokens and --max-num-seqs of the run with chunks.
+
+    `longest`: tokens of the longest request.
+    """
+    if model.vision is None or not model.vision.is_mutual:
+        return config.chunk_tokens, engine.max_num_seqs
+    from qserve.engine.media_limits import largest_image
+
+    # each image is computed in one step, or each prompt
+    mutual = longest
+    if not model.vision.family.has_mutual_prompt:
+        mutual = largest_image(engine.model, model.vision)
+    seqs = min(engine.max_num_seqs, FEW_SEQS)
+    return max(config.chunk_tokens, 2 * mutual + seqs), seqs
 
 
 def _takes_drafts(engine: EngineConfig) -> bool:

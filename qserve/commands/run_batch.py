@@ -18,7 +18,7 @@ from qserve.command_line.tool_config import BatchConfig
 from qserve.commands.batch_answers import BatchAnswers, digest
 from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.data_parallel import start_engines
+from qserve.engine.ipc.start_engines import start_engines
 from qserve.engine.ipc.waiting import ENGINE
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules

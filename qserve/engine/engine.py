@@ -18,6 +18,7 @@ from qserve.engine.control.operations import Operations
 from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
+from qserve.engine.media_limits import longest_item
 from qserve.engine.pending.pending import Pause, check_mode
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Deadlines, Request, Status
@@ -32,7 +33,8 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 
-CALL_SECONDS = 0.005  # interval of checks whether an engine that shares the experts needs this one
+# An idle engine checks at this interval whether an engine that shares its experts waits for it.
+CALL_SECONDS = 0.005
 DEADLINE_SECONDS = 0.1  # interval of deadline checks while generation is paused
 
 
@@ -65,6 +67,7 @@ class Engine:
             self.adapters,
             seed=config.seed,
             speculates=speculates,
+            longest_item=longest_item(config),
         )
         self._requests: dict[str, Request] = {}
         self._pause = Pause()
@@ -340,7 +343,7 @@ class Engine:
             return self.workers.logits(replace(step, page_moves=moves))
         except BaseException:
             if moves is not None:
-                pool.doubt(moves)
+                pool.invalidate_moves(moves)
             raise
         finally:
             pool.release_(pages)

@@ -35,9 +35,14 @@ class InputProcessor:
         *,
         seed: int,
         speculates: bool,
+        longest_item: int,
     ) -> None:
-        """`seed`: seeds the generator that gives a seed to each request without one."""
+        """`seed`: seeds the generator that gives a seed to each request without one.
+
+        `longest_item`: maximum number of tokens of a media item that is computed in one step.
+        """
         self._model, self._max_model_len = model, max_model_len
+        self._longest_item = longest_item
         self._adapters, self._speculates = adapters, speculates
         self._seeds = torch.Generator().manual_seed(seed)
 
@@ -152,6 +157,14 @@ class InputProcessor:
                     f"{subject} media item {number}",
                     problem,
                     "use the MediaProcessor of the model's folder",
+                )
+            if item.is_mutual and item.length > self._longest_item:
+                raise InputError(
+                    f"{subject} media item {number}",
+                    f"expected at most {self._longest_item} tokens, found {item.length}: they"
+                    " attend to each other, in one step",
+                    "raise --max-num-batched-tokens to twice the tokens and --max-num-seqs, or"
+                    " send fewer images and a shorter prompt",
                 )
 
     def _check_params(self, subject: str, params: SamplingParams) -> None:

@@ -15,13 +15,14 @@ from qserve.config import EngineConfig
 from qserve.engine.scheduling.encoder_budget import EncoderBudget
 from qserve.model.model_config import ModelConfig
 from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.layouts.squares import square_length
 
 logger = logging.getLogger(__name__)
 
 
 # Embeddings that a step may compute with --target-itl-ms; a single image may have more.
 PACED_ROWS = 1024
-# key in the processor's file, and its default (Gemma 4)
+# Key in the processor's file for the most embeddings of an image, and its default (Gemma 4).
 MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
 REFERENCE = "reference"  # name of a kernel
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -29,8 +30,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 def largest_image(folder: str | Path, vision: VisionConfig) -> int:
     """Largest number of embeddings of one image, for a model that encodes an image in one step."""
-    if "mm_tokens_per_image" in vision.values:
-        return vision.values["mm_tokens_per_image"]
+    if "mm_tokens_per_image" in vision.values or vision.family.has_mutual_prompt:
+        return square_length(vision.values)
     for name in PROCESSORS:
         if (Path(folder) / name).exists():
             stated = read_json(Path(folder) / name)
@@ -42,6 +43,8 @@ def largest_image(folder: str | Path, vision: VisionConfig) -> int:
 
 
 class Limit(NamedTuple):
+    """A condition under which a vision-language model takes text only."""
+
     is_met: Callable[[EngineConfig, VisionConfig], bool]
     remedy: str  # how to make the model take images
 
@@ -70,6 +73,14 @@ LIMITS = (
         f"images need {PROCESSORS[0]}: copy it from the original model",
     ),
 )
+
+
+def longest_item(config: EngineConfig) -> int:
+    """Number of tokens of the longest media item that a step can compute as a whole.
+
+    A step may leave half of its budget to shorter prompts.
+    """
+    return (config.max_num_batched_tokens - config.max_num_seqs) // 2
 
 
 def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
@@ -112,7 +123,7 @@ def _log_overridden_kernel(choice: str) -> None:
 
 
 def encoder_rows(config: EngineConfig) -> int:
-    """Number of embeddings that a step may compute. The device keeps as many."""
+    """Number of embeddings that a step may compute, and that the device keeps."""
     return config.max_num_batched_tokens
 
 

@@ -24,7 +24,7 @@ from qserve.engine.control.commands import (
     UpdateWeights,
     WakeUp,
 )
-from qserve.engine.ipc.data_parallel import Engines
+from qserve.engine.ipc.start_engines import Engines
 from qserve.hub.local import weights_folder
 from qserve.library.outputs import EngineDeadError
 

@@ -13,7 +13,7 @@ from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
 from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
-from formats.architecture.sizes import check_eps, check_heads
+from formats.architecture.sizes import check_eps, check_factors, check_heads
 from formats.architecture.stored_form.config import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
@@ -236,6 +236,7 @@ class ModelConfig:
             check_eps(family.norm_eps_key, family.norm_eps(vars(config)))
         num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         check_heads(config.num_attention_heads, num_kv_heads)
+        check_factors(vars(config))
         windows = _windows(config, family.window)
         ropes = _ropes(config, family, rotated, windows)
         return cls(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.architecture.states.mixer import StateMixer
+from formats.errors import InputError
 from formats.in_memory.shares import HeadShare, Share
 from formats.in_memory.slices import Rows
 from formats.in_memory.state_shares import HEADS, check_states, share_states
@@ -89,7 +90,7 @@ class StateShard:
     def widths(self) -> tuple[int, ...]:
         """Number of channels of each rank's result."""
         ((_, part),) = _BLOCKS[self.mixer.out.inputs]
-        return tuple(share.num_heads * self.config.sizes[part] for share in self.shares)
+        return tuple(share.num_heads * self._width(part) for share in self.shares)
 
     @property
     def columns(self) -> Share:
@@ -109,8 +110,8 @@ class StateShard:
         The rows come in the order of the blocks. `grouped`: True if the tensor stores the rows of
         each group together.
         """
-        sizes, (heads, groups) = self.config.sizes, _counts(self.mixer, self.config)
-        blocks = [(kind, sizes[part]) for size in outputs for kind, part in _BLOCKS[size]]
+        heads, groups = _counts(self.mixer, self.config)
+        blocks = [(kind, self._width(part)) for size in outputs for kind, part in _BLOCKS[size]]
         ratio, rows, offset = heads // groups, [], 0
         group_width = sum(width * (ratio if kind == HEAD else 1) for kind, width in blocks)
         for kind, width in blocks:
@@ -127,6 +128,14 @@ class StateShard:
                 rows.append((offset + first * width, offset + last * width))
                 offset += groups * count * width
         return rows
+
+    def _width(self, part: str) -> int:
+        """Return the size of a part of a block. Raises InputError if it is not above 0."""
+        size = self.config.sizes[part]
+        if not size:
+            problem = "expected a number above 0"
+            raise InputError(f"config.json {part}", problem, "copy it from the float model")
+        return size
 
 
 def _counts(mixer: StateMixer, config: ModelConfig) -> tuple[int, int]:

@@ -80,13 +80,15 @@ class CalibrationChats:
 
         plain, images = without_images(messages, folder)
         tokenizer, processor, _ = self._load()
-        try:
-            ids = tokenizer.encode_chat(plain, add_generation_prompt=add_generation_prompt)
-        except InputError:
-            raise
-        except Exception as error:  # a template raises exceptions of any kind
-            raise InputError(SUBJECT, f"the chat template rejects it: {one_line(error)}") from None
+        ids = _encode_chat(tokenizer, plain, add_generation_prompt)
+        answer: list[int] = []
+        if processor.config.family.has_mutual_prompt and plain[-1].get("role") == "assistant":
+            # The answer is no part of the prompt, whose tokens see each other.
+            asked = _encode_chat(tokenizer, plain[:-1], True)
+            if ids[: len(asked)] == asked:
+                ids, answer = asked, ids[len(asked) :]
         ids, items = processor.prepare(ids, images, list(map(image_digest, images)))
+        ids += answer
         is_image = np.zeros(len(ids), bool)
         for item in items:
             is_image[item.embed_positions()] = True
@@ -151,6 +153,18 @@ class CalibrationChats:
             processor = MediaProcessor(self._folder, tokenizer.encode)
             self._loaded = tokenizer, processor, load_image_processor(self._folder)
         return self._loaded
+
+
+def _encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+) -> list[int]:
+    """Return the tokens of a chat. Raises InputError."""
+    try:
+        return tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+    except InputError:
+        raise
+    except Exception as error:  # a template raises exceptions of any kind
+        raise InputError(SUBJECT, f"the chat template rejects it: {one_line(error)}") from None
 
 
 def without_images(

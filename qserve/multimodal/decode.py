@@ -87,4 +87,9 @@ def as_shown(image: "Image") -> "Image":
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, WHITE), image)
-    return image.convert("RGB")
+    return as_rgb(image)
+
+
+def as_rgb(image: "Image") -> "Image":
+    """Return the image in RGB. Pillow's `convert` would copy an image that already is."""
+    return image if image.mode == "RGB" else image.convert("RGB")

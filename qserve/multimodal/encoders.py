@@ -26,19 +26,37 @@ def _encode_tiles(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
     This does not call get_image_features, which would take a tile of zeros for padding.
     """
+    return model.connector(_tile_states(model, inputs)[0])
+
+
+def _encode_resampled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Idefics2, of any size."""
+    states, mask_NHW = _tile_states(model, inputs)
+    return model.connector(states, attention_mask=mask_NHW.flatten(1))
+
+
+def _tile_states(model: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tower's output for tiles without padding, and the mask of their patches."""
     pixels_NCHW = torch.stack(inputs["pixel_values"])
     count, _, height, width = pixels_NCHW.shape
     size = model.config.vision_config.patch_size
-    mask = torch.ones(
+    mask_NHW = torch.ones(
         (count, height // size, width // size), dtype=torch.bool, device=pixels_NCHW.device
     )
-    states = model.vision_model(pixels_NCHW, patch_attention_mask=mask).last_hidden_state
-    return model.connector(states)
+    found = model.vision_model(pixels_NCHW, patch_attention_mask=mask_NHW)
+    return found.last_hidden_state, mask_NHW
 
 
 def _encode_square(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the squares of LLaVA, InternVL or Gemma 3."""
     return model.get_image_features(torch.stack(inputs["pixel_values"])).pooler_output
+
+
+def _encode_prompt_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the squares of PaliGemma: all images of a prompt are one item."""
+    pixels_NPCHW = torch.stack(inputs["pixel_values"])
+    rows = model.get_image_features(pixels_NPCHW.flatten(0, 1)).pooler_output
+    return rows.unflatten(0, pixels_NPCHW.shape[:2]).flatten(1, 2)
 
 
 def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
@@ -122,8 +140,10 @@ def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
+    "resampled": _encode_resampled,
     "square": _encode_square,
     "squares": _encode_squares,
+    "prompt_squares": _encode_prompt_squares,
     "patches": _encode_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,

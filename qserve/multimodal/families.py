@@ -39,7 +39,9 @@ class VisionFamily:
     axis_pairs: tuple[int, ...] = ()
     has_interleaved_axes: bool = False  # True: the axes alternate over the channel pairs
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
-    # True: the same, but only in layers with a window, and if the text model's config states it
+    # True: all tokens of a prompt with images attend to each other in both directions
+    has_mutual_prompt: bool = False
+    # True: only images do, in layers with a window, and if the text model's config states it
     has_mutual_windows: bool = False
     # argument of transformers' model with 1 for each token of an image, else 0; "": it has none
     kinds_argument: str = ""
@@ -59,7 +61,7 @@ class VisionFamily:
         return frozenset({"image", "video"} if self.video else {"image"})
 
 
-IDEFICS_3 = {
+IDEFICS = {
     "model.vision_model.": "vision_model.",
     "model.connector.": "connector.",
 }
@@ -97,16 +99,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
     for family in (
         VisionFamily(
+            architecture="Idefics2ForConditionalGeneration",
+            layout="idefics2",
+            encoder="resampled",
+            prefixes=IDEFICS,
+        ),
+        VisionFamily(
             architecture="Idefics3ForConditionalGeneration",
             layout="tiles",
             encoder="tiles",
-            prefixes=IDEFICS_3,
+            prefixes=IDEFICS,
         ),
         VisionFamily(
             architecture="SmolVLMForConditionalGeneration",
             layout="tiles",
             encoder="tiles",
-            prefixes=IDEFICS_3,
+            prefixes=IDEFICS,
         ),
         VisionFamily(
             architecture="LlavaForConditionalGeneration",
@@ -202,6 +210,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             is_mutual=True,
             kinds_argument="token_type_ids",
             joins_newlines=True,
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="PaliGemmaForConditionalGeneration",
+            image_token_keys=("image_token_index", "image_token_id"),
+            layout="prompt_squares",
+            encoder="prompt_squares",
+            has_mutual_prompt=True,
             prefixes=LLAVA,
         ),
         VisionFamily(
@@ -334,8 +350,9 @@ class VisionConfig:
 
     @property
     def is_mutual(self) -> bool:
-        """True if embeddings of an image attend to each other in both directions."""
-        return self.family.is_mutual or self.sees_ahead_in_windows
+        """True if media items attend to themselves in both directions."""
+        is_always = self.family.is_mutual or self.family.has_mutual_prompt
+        return is_always or self.sees_ahead_in_windows
 
     @property
     def sees_ahead_in_windows(self) -> bool:

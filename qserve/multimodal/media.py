@@ -69,7 +69,7 @@ class MediaItem:
     length: int  # number of positions
     # a byte for each position, 1 where it has an embedding, else 0; empty: all positions have one
     is_embed: bytes = b""
-    is_mutual: bool = False  # True: the embeddings attend to each other in both directions
+    is_mutual: bool = False  # True: the positions attend to each other in both directions
     # numbers of frames, rows and columns of embeddings, where positions have three axes; else ()
     grid: tuple[int, ...] = ()
     frame_step: float = 1.0  # distance between two frames on the first axis

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
+from qserve.multimodal.decode import as_rgb
 from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 from qserve.multimodal.layouts.layout import Piece, Run
+from qserve.multimodal.layouts.mutual_prompt import as_one_item, framed_prompt
 from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
 from qserve.multimodal.video import Video
@@ -89,6 +91,9 @@ class MediaProcessor:
                 "give frames as images",
             )
         _check_placeholders(ids, self._placeholder_id, "images", len(images))
+        if images and config.family.has_mutual_prompt:
+            bos = config.values["text_config"]["bos_token_id"]
+            ids = framed_prompt(ids, self._placeholder_id, bos, self._encode("\n", False))
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
@@ -107,6 +112,8 @@ class MediaProcessor:
                 self._append_text("", found, self._newlines[token])
             else:
                 found.append(token)
+        if items and config.family.has_mutual_prompt:
+            items = [as_one_item(found, items)]
         return found, tuple(items)
 
     def _expand_image(
@@ -150,6 +157,9 @@ class MediaProcessor:
             if isinstance(piece, str):
                 text += piece
                 continue
+            shared = self._layout.shared_token
+            if shared and text == shared and token_ids[-1:] == [token_of(shared, self._encode)]:
+                text = ""
             self._append_text(text, token_ids)
             text = ""
             if isinstance(piece, int):
@@ -204,7 +214,7 @@ class MediaProcessor:
         if not width or not height:
             raise InputError("image", f"of {width} x {height} has no pixels", "send another image")
         try:
-            images = [image.convert("RGB")]
+            images = [as_rgb(image)]
             if isinstance(self._image_processor, OwnImageProcessor):
                 return self._image_processor.cut(images[0])
             if has_others:

@@ -22,6 +22,7 @@ from qserve.model.loading.finite_check import FiniteCheck
 from qserve.multimodal.encoders import ENCODERS
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.image_processors.normalizer import Normalizer
+from qserve.multimodal.image_processors.own_processor import normalizer_of
 from qserve.multimodal.layouts.layout import side_of
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
@@ -96,7 +97,7 @@ class Tower(torch.nn.Module):
         model.eval()
         if scheme is not None:
             round_layers_(model, Scheme.parse(scheme))
-        normalizers = {"image": Normalizer.of(load_image_processor(folder), device)}
+        normalizers = {"image": normalizer_of(load_image_processor(folder), device)}
         if config.family.video:
             options = VideoProcessor(folder, config.family.video).options
             normalizers["video"] = Normalizer.of_video(options, device)

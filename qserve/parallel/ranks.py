@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,51 +115,30 @@ def join(
             "this process already has a torch.distributed group, of another engine or its own",
             "close that engine first, or start this one in its own process",
         )
-    meeting: dict[str, Any] = {"init_method": address}
-    if address.startswith(FILE):
-        # All ranks are on this machine. Without this, gloo fails if the host name does not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(address.removeprefix(FILE), size)
-        _wait_for_all(store, rank, size, check)
-        meeting = {"store": store}
-    backend = BACKENDS[device.type]
-    options = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(
-        backend,
-        **meeting,
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-        **options,
-    )
+    _meet(address, rank, size, device, check)
     number, place = divmod(rank, tensor_parallel_size)
     groups = [dist.group.WORLD]
-    if sets > 1:  # every rank must create every group, including those that it is not in
+    if sets > 1:
         firsts = range(0, size, tensor_parallel_size)
-        groups = [
-            dist.new_group(list(range(first, first + tensor_parallel_size)), TIMEOUT)
-            for first in firsts
-        ]
+        groups = _new_groups([range(first, first + tensor_parallel_size) for first in firsts])
     communicator = None
     if tensor_parallel_size > 1:
         communicator = TorchCommunicator(groups[number], fixed_order=fixed_order)
         # NCCL connects at the first call, which must not be inside a graph capture.
         communicator.all_reduce(torch.zeros(1, device=device))
-        if backend == "nccl" and all_reduce == "auto":
+        if device.type == "cuda" and all_reduce == "auto":
             from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
             communicator = over_peer_memory(communicator, hidden_size, device)
     context = None
     if contexts > 1:
-        alike = [
-            dist.new_group(list(range(each, size, tensor_parallel_size)), TIMEOUT)
-            for each in range(tensor_parallel_size)
-        ]
+        places = range(tensor_parallel_size)
+        alike = _new_groups([range(each, size, tensor_parallel_size) for each in places])
         context = TorchCommunicator(alike[place])
         context.all_gather(torch.zeros(1, device=device))
     pipeline = None
     if stages > 1:
-        ahead, back = (dist.new_group(list(range(size)), TIMEOUT) for _ in range(2))
+        ahead, back = _new_groups([range(size)] * 2)
         pipeline = Pipeline(
             stage=number,
             num_stages=stages,
@@ -171,6 +150,31 @@ def join(
     return Ranks(
         rank=rank, size=size, communicator=communicator, pipeline=pipeline, context=context
     )
+
+
+def _meet(
+    address: str, rank: int, size: int, device: torch.device, check: Callable[[], None]
+) -> None:
+    """Create the process group of all ranks."""
+    meeting: dict[str, Any] = {"init_method": address}
+    if address.startswith(FILE):
+        # All ranks are on this machine. Without this, gloo fails if the host name does not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(address.removeprefix(FILE), size)
+        _wait_for_all(store, rank, size, check)
+        meeting = {"store": store}
+    options = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(
+        BACKENDS[device.type], **meeting, rank=rank, world_size=size, timeout=TIMEOUT, **options
+    )
+
+
+def _new_groups(members: Sequence[Iterable[int]]) -> list[dist.ProcessGroup]:
+    """Create a process group of each set of ranks.
+
+    Every rank must create every group, including those that it is not in.
+    """
+    return [dist.new_group(list(ranks), TIMEOUT) for ranks in members]
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qserve.errors import ParameterError
+from qserve.params.known_fields import names_unknown_fields
 
 MAX_BEAMS = 16
 NEVER = "never"
 
 
+@names_unknown_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """Width, stopping rule and outputs of a beam search. Raises ParameterError.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from qserve.errors import ParameterError
+from qserve.params.known_fields import names_unknown_fields
 from qserve.params.parameter_types import Check, biases, flag, integer, integers, number, texts
 from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
@@ -29,6 +30,7 @@ MAX_TEMPERATURE = 1e6
 MAX_REPETITION_PENALTY = 100.0
 
 
+@names_unknown_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.

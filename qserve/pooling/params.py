@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from qserve.errors import ParameterError
+from qserve.params.known_fields import names_unknown_fields
 
 # Kinds of pooling. The vector is the hidden state (after the last norm) of the last or first token,
 # or the mean over all tokens.
@@ -18,6 +19,7 @@ KINDS_OF_LOGITS = (TOKENS, LABELS)
 MAX_TOKEN_IDS = 64
 
 
+@names_unknown_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """How to compute vectors or logits of a prompt, without generating tokens.

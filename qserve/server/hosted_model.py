@@ -11,7 +11,7 @@ from formats.errors import InputError
 from formats.files.json_file import read_json
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
-from qserve.engine.ipc.data_parallel import Engines, start_engines
+from qserve.engine.ipc.start_engines import Engines, start_engines
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules

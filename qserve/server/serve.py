@@ -11,7 +11,7 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.data_parallel import Engines
+from qserve.engine.ipc.start_engines import Engines
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
@@ -24,7 +24,7 @@ from qserve.server.app import app_of, check_keys, open_store
 from qserve.server.hosted_model import HostedModel
 from qserve.server.http.api_key import Keys
 from qserve.server.http.http_protocol import Connections, max_connections
-from qserve.server.http.listener import bind, check_tls, remove
+from qserve.server.http.listener import bind, check_tls, owned_path, remove
 from qserve.server.models.configs import ModelConfig, model_configs
 from qserve.server.models.settings import SLEEP
 from qserve.server.models.turns import ModelTurns, fall_asleep
@@ -74,7 +74,9 @@ async def _serve(
     )
     stopping = threading.Event()
     # Bind first, so that a port in use is reported before a model is loaded.
-    with bind(config) as listener, contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as ends:
+        ends.enter_context(owned_path(config.uds))
+        listener = ends.enter_context(bind(config))
         ends.callback(remove, config.uds)
         ends.callback(tracing.close)
         have_loaded = ends.enter_context(on_hangup())

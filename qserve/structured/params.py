@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from qserve.errors import ParameterError
+from qserve.params.known_fields import names_unknown_fields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
@@ -18,6 +19,7 @@ MAX_DEPTH = 64  # maximum nesting of brackets
 FIELD = "structured_outputs"
 
 
+@names_unknown_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Format of an output. Set exactly one of json, regex, choice, grammar, json_object and

@@ -36,11 +36,11 @@ class Algebra:
         self._terms: dict[tuple, Term] = {}
         self._derivatives: dict[tuple[int, int], Term] = {}
         self._work = 0
-        self.nothing = self._term("set", ())
-        self.empty = self._term("empty")
-        self.any = self._term("set", ((0, LAST),))
-        self.all = self._term("star", self.any)
-        self.some = self.after(self.any, self.all)
+        self.nothing = self._term("set", ())  # no text
+        self.empty = self._term("empty")  # only the empty text
+        self.any = self._term("set", ((0, LAST),))  # one character
+        self.all = self._term("star", self.any)  # every text
+        self.some = self.after(self.any, self.all)  # every text but the empty one
 
     def _term(self, kind: str, *parts: Any) -> Term:
         found = self._terms.get((kind, parts))
@@ -51,6 +51,7 @@ class Algebra:
         return found
 
     def characters(self, ranges: Ranges) -> Term:
+        """Return the set of single characters in some ranges."""
         return self._term("set", ranges)
 
     def after(self, first: Term, then: Term) -> Term:
@@ -68,17 +69,20 @@ class Algebra:
         return self._term("after", first, then)
 
     def repeated(self, term: Term) -> Term:
+        """Return any number of repetitions of a term, also none."""
         if term in (self.nothing, self.empty):
             return self.empty
         return term if term.kind == "star" else self._term("star", term)
 
     def either(self, terms: list[Term]) -> Term:
+        """Return the union of terms."""
         found = self._flat("either", terms) - {self.nothing}
         if self.all in found:
             return self.all
         return self._joined("either", found, self.nothing)
 
     def both(self, terms: list[Term]) -> Term:
+        """Return the intersection of terms."""
         found = self._flat("both", terms) - {self.all}
         if self.nothing in found:
             return self.nothing
@@ -88,6 +92,7 @@ class Algebra:
         return self._joined("both", found, self.all)
 
     def negation(self, term: Term) -> Term:
+        """Return the complement of a term."""
         if term is self.nothing:
             return self.all
         if term is self.all:

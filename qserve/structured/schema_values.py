@@ -22,6 +22,8 @@ from qserve.structured.string_formats import (
 
 # Limits on the length of numbers: a weak model would repeat a digit up to its token limit.
 MAX_INTEGER, MAX_NUMBER, FRACTION = 10**18 - 1, 10**15, 1e-9
+MAX_BOUND = 9 * 10**18  # llguidance refuses ranges that end near 2**63 or beyond
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k<)")
 
 
@@ -64,8 +66,11 @@ def bound_numbers_(schema: dict) -> None:
     if not stated & {"integer", "number"} or "enum" in schema or "const" in schema:
         return
     limit = MAX_NUMBER if "number" in stated else MAX_INTEGER
-    low = _first_number(schema, "minimum", "exclusiveMinimum")
-    high = _first_number(schema, "maximum", "exclusiveMaximum")
+    for keyword in (*LOWER, *UPPER):
+        value = _first_number(schema, keyword)
+        if value is not None and (value < -MAX_BOUND if keyword in LOWER else value > MAX_BOUND):
+            schema[keyword] = MAX_BOUND if keyword in UPPER else -MAX_BOUND
+    low, high = _first_number(schema, *LOWER), _first_number(schema, *UPPER)
     if high is None and (low is None or low < limit):
         schema["maximum"] = limit
     if low is None and (high is None or high > -limit):

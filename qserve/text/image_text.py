@@ -1,9 +1,11 @@
-"""ImageText: the text of an image in prompts of models whose tokenizer has no token for this text.
+"""ImageText: changes of a prompt's text around its images, before it is tokenized.
 
 The chat templates of InternVL and Aya Vision write `<image>`, which their code replaces by other
-tokens. The tokenizer reads it as the text of the image token. Loads no torch.
+tokens. The tokenizer reads it as the text of the image token. In prompts of Idefics2, transformers'
+processor writes a space between an image and a word after it. Loads no torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from formats.errors import InputError
 from formats.files.json_file import read_json
 
 CONFIG = "config.json"
+IMAGE = "<image>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +25,17 @@ class ImageText:
 
     alias: str  # text in chat templates and prompts
     own: str  # text of the image token
+    # True: a space is written between an image and a word after it
+    is_spaced: bool = False
 
     def with_own(self, text: str) -> str:
         """Replace the alias by the text of the image token."""
-        return text.replace(self.alias, self.own)
+        text = text.replace(self.alias, self.own)
+        return (
+            re.sub(rf"{re.escape(self.own)}(?=[^\s<])", f"{self.own} ", text)
+            if self.is_spaced
+            else text
+        )
 
     def is_in(self, text: str) -> bool:
         return self.alias in text or self.own in text
@@ -47,8 +57,9 @@ class ImageText:
 
 # architecture -> its texts
 IMAGE_TEXTS = {
-    "InternVLChatModel": ImageText(alias="<image>", own="<IMG_CONTEXT>"),
-    "AyaVisionForConditionalGeneration": ImageText(alias="<image>", own="<|IMG_PATCH|>"),
+    "InternVLChatModel": ImageText(alias=IMAGE, own="<IMG_CONTEXT>"),
+    "Idefics2ForConditionalGeneration": ImageText(alias=IMAGE, own=IMAGE, is_spaced=True),
+    "AyaVisionForConditionalGeneration": ImageText(alias=IMAGE, own="<|IMG_PATCH|>"),
 }
 
 

@@ -18,6 +18,15 @@ from qserve.text.tokenizer_record import read_record, record_path, write_record
 # Once it is imported, programs may have registered classes of their own in it.
 AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto"
 
+# architecture -> chat template of models that have none: the texts as they are
+TEMPLATES = {
+    "PaliGemmaForConditionalGeneration": (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+}
+
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Load a tokenizer without running the folder's code.
@@ -49,6 +58,9 @@ def _by_transformers(folder: Path) -> Any:
     template = _read(folder, "chat_template.json").get("chat_template")
     if isinstance(template, str):
         tokenizer.chat_template = template
+    if not tokenizer.chat_template:
+        names = _read(folder, "config.json").get("architectures")
+        tokenizer.chat_template = TEMPLATES.get(names[0]) if isinstance(names, list) else None
     return tokenizer
 
 

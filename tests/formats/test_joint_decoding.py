@@ -7,11 +7,13 @@ import torch
 
 from formats import joint_decoding
 from formats.errors import CheckpointError
+from formats.gguf.staged import BLOCKS
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.weights import round_to_nearest, same_weight
 from formats.joint_decoding import decode_together
 from formats.layouts import LAYOUTS, decode_linear, encode_linear
 from formats.quant_config import QuantConfig
-from formats.scheme import Scheme
+from formats.scheme import BLOCK_TYPES, Scheme, block_scheme
 
 NAMES = [f"model.layers.0.mlp.experts.{number}.up_proj" for number in range(3)]
 TOGETHER = [
@@ -52,6 +54,20 @@ def test_together_as_one_by_one(method, scheme):
         assert same_weight(weight, want) is None
         assert (weight.spec, weight.activation) == (want.spec, want.activation)
         assert (weight.out_features, weight.in_features) == (256, 256)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_of_a_gguf_file_are_decoded_together(kind):
+    """Experts of a GGUF file are one tensor, which is presented as a linear for each expert."""
+    scheme, generator = block_scheme(kind), torch.Generator().manual_seed(3)
+    block = {"quant_method": "gguf", "form": kind, "modules": [], "types": {}, "lm_head": False}
+    config = QuantConfig.from_dict(block)
+    want = [KWeight.random((24, 256), scheme.weight, 0.02, generator) for _ in NAMES]
+    tensors = {name: {BLOCKS: weight.bytes_NX} for name, weight in zip(NAMES, want, strict=True)}
+    found = decode_together(tensors, config)
+    assert [same_weight(*pair) for pair in zip(found, want, strict=True)] == [None] * 3
+    tensors[NAMES[1]][BLOCKS] = torch.full_like(want[1].bytes_NX, 255)  # scales are no numbers
+    assert decode_together(tensors, config) is None
 
 
 def test_a_common_order_of_inputs_stays():

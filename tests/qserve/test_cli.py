@@ -32,6 +32,16 @@ def test_names_are_those_of_the_tables():
     assert tuple(CODE_DTYPES) == tuple(names.KV_CACHES)
 
 
+def test_chat_without_a_template_is_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in docs_5m.iterdir():
+        if path.suffix == ".json":  # not the weights, so that loading would fail
+            (folder / path.name).write_bytes(path.read_bytes())
+    command = ["generate", str(folder), "--prompt", "a", "--chat"]
+    fails_with(capsys, command, "chat template: the model has none")
+
+
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
     folder = tmp_path / "w4"
     assert main(["quantize", str(docs_5m), "-o", str(folder), "--group-size", "64", *DATA]) == 0

@@ -23,7 +23,8 @@ from qserve.engine.control.commands import (
 )
 from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc import supervisor as supervisor_module
-from qserve.engine.ipc.data_parallel import DataParallelEngines, start_engines, sum_of_reports
+from qserve.engine.ipc.data_parallel import DataParallelEngines, sum_of_reports
+from qserve.engine.ipc.start_engines import start_engines
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest

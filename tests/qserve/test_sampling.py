@@ -6,7 +6,10 @@ import qkernels.sampling.settings
 from formats.errors import InputError
 from qserve import LLM, SamplingParams
 from qserve.errors import ParameterError
+from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.sampling_params import MAX_LOGPROBS
+from qserve.pooling.params import PoolingParams
+from qserve.structured.params import StructuredOutputsParams
 
 PROMPTS = ["A process is a process is", "The standard library", "the " * 20]
 PENALTIES = {
@@ -193,3 +196,20 @@ def test_without_text(llm):
     assert completion.text == "" and len(completion.token_ids) == 24
     told = [each for found in completion.logprobs for each in found.values()]
     assert told and all(each.decoded_token is None for each in told)
+
+
+@pytest.mark.parametrize(
+    ("params", "given", "message"),
+    [
+        (SamplingParams, "max_new_tokens", r"SamplingParams \(did you mean max_tokens\?\)"),
+        (SamplingParams, "frobnicate", r"SamplingParams \(its fields: n, temperature, .*"),
+        (BeamSearchParams, "beam_widths", r"BeamSearchParams \(did you mean beam_width\?\)"),
+        (PoolingParams, "normalise", r"PoolingParams \(did you mean normalize\?\)"),
+        (StructuredOutputsParams, "regexp", r"StructuredOutputsParams \(did you mean regex\?\)"),
+    ],
+)
+def test_unknown_fields_are_named(params, given, message):
+    with pytest.raises(ParameterError, match=f"^{given}: is not a field of {message}"):
+        params(**{given: 1})
+    with pytest.raises(TypeError, match="positional"):
+        params(1)

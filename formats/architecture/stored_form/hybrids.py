@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
-from formats.architecture.sizes import is_size
+from formats.architecture.sizes import NOT_FINITE, is_size
 from formats.architecture.stored_form.latent import query_rank
 from formats.architecture.stored_form.parts import known_sizes
 
@@ -162,7 +162,7 @@ def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
     limits = config.get("time_step_limit")
     if isinstance(limits, list):
         found["time_step_limit"] = [
-            float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each
+            float(each[NOT_FINITE]) if isinstance(each, dict) and NOT_FINITE in each else each
             for each in limits
         ]
     heads, expand = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2)

@@ -40,7 +40,7 @@ def exaone(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def baichuan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether the head is normalized: Baichuan 2's, which states no key for it."""
+    """Return `norm_head`: True for Baichuan 2, whose config.json does not state it."""
     is_second = config.get("vocab_size") == BAICHUAN_2_TOKENS
     return {"norm_head": config.get("norm_head", is_second)}
 
@@ -81,7 +81,7 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and a rotation for each kind.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
-    different windows, or others than the pattern.
+    different windows, or windows that contradict `layer_types`.
     """
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
     count, every = config.get("num_hidden_layers"), config.get("sliding_window_pattern", 8)

@@ -6,14 +6,15 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.gguf.writing.container_writer import Value
 
-PATTERN = "attention.rope_pattern"  # layers that rotate
+PATTERN = "attention.rope_pattern"  # for each layer, True if it rotates
 REMEDY = "write another format"
 
 
 def ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN with the factors of scores, where the file states them.
+    """Return the keys of YaRN and of the factors of scores, if the file states them.
 
-    Mistral Small 3 has neither: the usual rotation is stated, since the class has YaRN as default.
+    Mistral Small 3 has neither. The default rotation is then stated explicitly, because the config
+    class would use YaRN.
     """
     scaling = dict(config.get("rope_scaling") or {})
     temperature = metadata.number("attention.temperature_scale")

@@ -1,11 +1,13 @@
 """Grids of GGUF's K-quants: quantized scales and minima; conversion of codes to blocks and back.
 
-    W[n, k] = d[n, b] · scale[n, g] · code[n, k] − dmin[n, b] · minimum[n, g]
+    W[n, k] = d[n, b] · scale[n, g] · (code[n, k] − zero) − dmin[n, b] · minimum[n, g]
 
-d and dmin are float16 numbers of a block of 256 inputs. Scales and minima of a group are integers:
-6 bits, unsigned, in Q4_K and Q5_K (groups of 32); 8 bits, signed, in Q6_K (groups of 16), whose
-minimum is 32 · scale. A block of Q4_1 or Q5_1 is a group of 32 with scale and minimum 1; the file
-stores −dmin. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
+d and dmin are float16 numbers of a block of 256 inputs. Scales and minima of a group are integers.
+Types with minima have no zero: Q4_K and Q5_K (6 bits, groups of 32), Q2_K (4 bits, groups of 16).
+Types without minima have signed scales: Q6_K (8 bits, groups of 16, zero 32), Q3_K (6 bits, groups
+of 16, zero 4), IQ4_XS (6 bits, groups of 32; code − 128 is the value of the file's 4-bit code). A
+block of Q4_1 or Q5_1 is a group of 32 with scale and minimum 1; the file stores −dmin. Legend: N
+outputs, K inputs, B blocks of a row, G groups of a row.
 """
 
 from collections.abc import Callable
@@ -14,10 +16,19 @@ from dataclasses import dataclass, fields
 import torch
 
 from formats.gguf.block_types import BY_NAME
-from formats.gguf.blocks import k_scales, nibbles, q5_codes, q5_k_codes, q6_codes
-from formats.scheme import BLOCK_TYPES, K_BLOCK, MIN_TYPES, QuantSpec
-
-Q6_ZERO = 32  # code of the weight 0 in Q6_K
+from formats.gguf.blocks import (
+    iq4_xs_scales,
+    iq4_xs_values,
+    k_scales,
+    nibbles,
+    q2_codes,
+    q3_codes,
+    q3_scales,
+    q5_codes,
+    q5_k_codes,
+    q6_codes,
+)
+from formats.scheme import BLOCK_TYPES, K_BLOCK, QuantSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,9 +37,9 @@ class KGrid:
 
     spec: QuantSpec
     d_NB: torch.Tensor  # float16
-    dmin_NB: torch.Tensor  # float16; zeros in Q6_K
+    dmin_NB: torch.Tensor  # float16; zeros without minima
     scales_NG: torch.Tensor  # int16
-    minima_NG: torch.Tensor  # int16; zeros in Q6_K
+    minima_NG: torch.Tensor  # int16; zeros without minima
 
     @property
     def length(self) -> int:
@@ -37,7 +48,7 @@ class KGrid:
 
     @property
     def has_minima(self) -> bool:
-        """False for Q6_K, whose groups have only a scale."""
+        """Return False if groups have only a scale: codes then have a zero."""
         return not self.spec.symmetric
 
     def steps(self) -> torch.Tensor:
@@ -47,7 +58,7 @@ class KGrid:
     def lows(self) -> torch.Tensor:
         """Return the negated value of code 0, float32 [N, G]."""
         if not self.has_minima:
-            return self.steps() * Q6_ZERO
+            return self.steps() * self.spec.symmetric_zero
         return _of_groups(self.dmin_NB, self.minima_NG) * self.minima_NG
 
     def nearest(self, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -99,21 +110,7 @@ def read_blocks(bytes_NX: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, 
     """Return the codes, uint8 [N, K], and the grid of a GGUF file's rows of BLOCK_TYPES."""
     kind, N = BY_NAME[spec.type.upper()], len(bytes_NX)
     blocks_XB = bytes_NX.reshape(-1, kind.num_bytes)
-    if spec.type in MIN_TYPES:
-        codes_XL = q5_codes(blocks_XB, 4) if spec.bits == 5 else nibbles(blocks_XB[:, 4:])
-        d, dmin = _float16(blocks_XB, 0), -_float16(blocks_XB, 2)
-        scales = minima = torch.ones_like(d, dtype=torch.int16)
-    elif spec.symmetric:
-        codes_XL, d = q6_codes(blocks_XB), _float16(blocks_XB, 208)
-        scales = blocks_XB[:, 192:208].view(torch.int8)
-        dmin, minima = torch.zeros_like(d), torch.zeros_like(scales)
-    else:
-        if spec.bits == 5:
-            codes_XL = q5_k_codes(blocks_XB)
-        else:
-            codes_XL = torch.cat([nibbles(part) for part in blocks_XB[:, 16:].split(32, 1)], 1)
-        d, dmin = _float16(blocks_XB, 0), _float16(blocks_XB, 2)
-        scales, minima = k_scales(blocks_XB[:, 4:16])
+    codes_XL, d, dmin, scales, minima = _READERS[spec.type](blocks_XB)
     grid = KGrid(
         spec=spec,
         d_NB=d.reshape(N, -1),
@@ -122,6 +119,51 @@ def read_blocks(bytes_NX: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, 
         minima_NG=minima.to(torch.int16).reshape(N, -1),
     )
     return codes_XL.reshape(N, -1), grid
+
+
+# of blocks [X, bytes]: codes [X, length], d, dmin [X, 1], scales, minima [X, groups]
+_Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _without_minima(codes: torch.Tensor, d: torch.Tensor, scales: torch.Tensor) -> _Fields:
+    return codes, d, torch.zeros_like(d), scales, torch.zeros_like(scales)
+
+
+def _read_min(blocks_XB: torch.Tensor, codes: torch.Tensor) -> _Fields:
+    d, dmin = _float16(blocks_XB, 0), -_float16(blocks_XB, 2)
+    ones = torch.ones_like(d, dtype=torch.int16)
+    return codes, d, dmin, ones, ones
+
+
+def _read_k(blocks_XB: torch.Tensor, codes: torch.Tensor) -> _Fields:
+    return codes, _float16(blocks_XB, 0), _float16(blocks_XB, 2), *k_scales(blocks_XB[:, 4:16])
+
+
+def _read_q2_k(blocks_XB: torch.Tensor) -> _Fields:
+    both, codes = blocks_XB[:, :16], q2_codes(blocks_XB[:, 16:80])
+    return codes, _float16(blocks_XB, 80), _float16(blocks_XB, 82), both & 15, both >> 4
+
+
+def _read_q6_k(blocks_XB: torch.Tensor) -> _Fields:
+    scales = blocks_XB[:, 192:208].view(torch.int8)
+    return _without_minima(q6_codes(blocks_XB), _float16(blocks_XB, 208), scales)
+
+
+def _read_iq4_xs(blocks_XB: torch.Tensor) -> _Fields:
+    codes = (iq4_xs_values(blocks_XB) + 128).to(torch.uint8)
+    return _without_minima(codes, _float16(blocks_XB, 0), iq4_xs_scales(blocks_XB))
+
+
+_READERS: dict[str, Callable[[torch.Tensor], _Fields]] = {
+    "q2_k": _read_q2_k,
+    "q3_k": lambda b: _without_minima(q3_codes(b), _float16(b, 108), q3_scales(b)),
+    "q4_k": lambda b: _read_k(b, torch.cat([nibbles(part) for part in b[:, 16:].split(32, 1)], 1)),
+    "q5_k": lambda b: _read_k(b, q5_k_codes(b)),
+    "q6_k": _read_q6_k,
+    "iq4_xs": _read_iq4_xs,
+    "q4_1": lambda b: _read_min(b, nibbles(b[:, 4:])),
+    "q5_1": lambda b: _read_min(b, q5_codes(b, 4)),
+}
 
 
 def _float16(blocks_XB: torch.Tensor, at: int) -> torch.Tensor:

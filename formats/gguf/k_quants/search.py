@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 
 from formats.errors import CheckpointError, RangeError, SchemeError
-from formats.gguf.k_quants.grid import Q6_ZERO, KGrid, nearest_codes
+from formats.gguf.k_quants.grid import KGrid, nearest_codes
 from formats.numerics.affine import MAX_SCALE, OUT_OF_RANGE, rows_at_once
 from formats.scheme import K_BLOCK, QuantSpec
 
+Q6_ZERO = 32  # code of the weight 0 in Q6_K
 LAST_SCALE = 63  # largest scale of Q4_K and Q5_K
 SMALLEST = 2.0**-24  # smallest positive float16
 # Least importance of an input, as a fraction of the largest in its group: in float32 sums of

@@ -47,6 +47,12 @@ class TensorMaker:
         block = find_block(reader.folder, reader.config)
         self._quant = QuantConfig.from_dict(block) if block else None
         self.coded = set(quantized_modules(reader.entries))
+        if self.coded and self._quant is None:
+            raise CheckpointError(
+                f"{reader.folder}/config.json",
+                f"has no quantization_config, but {min(self.coded)} is quantized",
+                "restore the config.json that was written with the weights",
+            )
         unread = family.unread(reader.config)  # tensors that the model does not use
         self.left = {name for name in reader.entries if not name.startswith(unread)}
 

@@ -95,7 +95,7 @@ def selected_latent_attention(
     """Return attention of each row over its selected entries only: [T, H, L].
 
     As latent_attention, but row t sees the entries in the first `counts_T[t]` slots of
-    `slots_TS[t]`.
+    `slots_TS[t]`. A choice of sm90_decode, which takes no pages of one entry, has no effect.
     """
     op = "selected_latent_attention"
     check_float(f"{op} q", q_THE)
@@ -108,10 +108,15 @@ def selected_latent_attention(
         rows.SELECTED_LATENT_ATTENTION,
         device=q_THE.device.type,
         dtype=q_THE.dtype,
-        requested=kernel,
+        requested=_without_sm90_decode(kernel),
         head_dim=E,
         page_size=1,
         pages_dtype=cache.pages.dtype,
         tma_pages=is_aligned(E, latent_width),
     )
     return run(q_THE, cache, selected, latent_width=latent_width, scale=scale)
+
+
+def _without_sm90_decode(kernel: str | None) -> str | None:
+    names = [name for name in (kernel or "").split(",") if name.strip(" -") != rows.SM90_DECODE]
+    return ",".join(names) or None

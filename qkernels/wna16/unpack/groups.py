@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import Fp4Spec, GroupedSpec, groups_ptx
+from formats.scheme import QuantSpec
+from qkernels.wna16.layout import groups_ptx, is_in_groups
 from qkernels.wna16.unpack.words import in_order, unpack, unpack_x2
 
 
@@ -22,6 +22,7 @@ class Grouping(NamedTuple):
     groups: int  # groups per K step
     has_minima: bool
     steps_per_block: int  # K steps that share d and dmin; 0: no d and dmin
+    has_ptx: bool  # False: a word of codes crosses groups
     ptx: str
     outputs: str  # constraints of the PTX
     factor: float  # factor of scales in the PTX
@@ -35,21 +36,22 @@ _SHRINK = {torch.float16: 1.0, torch.bfloat16: 2.0**-30}
 _FACTOR = {torch.float16: 1.0, torch.bfloat16: 2.0 ** (133 - 30)}
 
 
-def grouping(weight: PreparedWeight) -> Grouping | None:
-    """Return the groups of a weight's K steps; None: a K step has one scale."""
-    spec, dtype = weight.spec, weight.dtype
-    if not isinstance(spec, GroupedSpec) or isinstance(spec, Fp4Spec):
+def grouping(spec: QuantSpec, dtype: torch.dtype) -> Grouping | None:
+    """Return the groups of a prepacked weight's K steps; None: a K step has one scale."""
+    if not is_in_groups(spec):
         return None
+    has_ptx = spec.group >= 128 // spec.bits  # the inputs of the four words of a row
     return Grouping(
         group=spec.group,
         groups=spec.groups,
         has_minima=not spec.symmetric,
         steps_per_block=spec.steps_per_block,
+        has_ptx=has_ptx,
         ptx=groups_ptx(spec.bits, dtype == torch.float16),
         outputs="=&r," * (16 // spec.bits) + "r,r,r",
         factor=_FACTOR[dtype],
         addend=-_SHRINK[dtype] * (spec.symmetric_zero if spec.symmetric else 1),
-        shrink=_SHRINK[dtype],
+        shrink=_SHRINK[dtype] if has_ptx else 1.0,
     )
 
 
@@ -106,7 +108,7 @@ def grouped_weights(
     A code times its scale has up to 24 bits, so it is exact in float32; the subtraction rounds as
     in gguf-py. With USE_PTX, weights are multiplied by GROUPING.shrink.
     """
-    if USE_PTX:
+    if USE_PTX and GROUPING.has_ptx:
         return _grouped_weights_ptx(
             packed,
             scales_ptr,

@@ -11,8 +11,30 @@ RAMP_UPS = ("linear", "exponential")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
+class MetricSettings:
+    """Base class of settings that select metrics, percentiles and limits."""
+
+    __slots__ = ()
+    percentile_metrics: str
+    metric_percentiles: str
+    goodput: list[str]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return read_metrics(self.percentile_metrics)
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        return read_percentiles(self.metric_percentiles)
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """A table: metric -> its limit."""
+        return read_limits("--goodput", self.goodput)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeBenchSettings:
+class ServeBenchSettings(MetricSettings):
     """Settings of `bench serve`. Names and defaults are those of vLLM, unless the help differs."""
 
     model: str | None = None  # positional or --model; None: the first of /v1/models
@@ -144,19 +166,6 @@ class ServeBenchSettings:
         if self.endpoint is not None:
             return self.endpoint
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return read_metrics(self.percentile_metrics)
-
-    @property
-    def percentiles(self) -> tuple[float, ...]:
-        return read_percentiles(self.metric_percentiles)
-
-    @property
-    def limits_ms(self) -> dict[str, float]:
-        """A table: metric -> its limit."""
-        return read_limits("--goodput", self.goodput)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Speculative decoding in a run, by the counters of the server's /metrics. Loads no torch."""
+"""Figures of speculative decoding in a run, from the server's /metrics. Loads no torch."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def speculation_result(before: Counts, after: Counts) -> Mapping[str, Any]:
     accepted = grown.get(("accepted_tokens", -1), 0)
     if not drafts or not tokens:
         return {}
-    places = sorted(at for name, at in grown if name == "accepted_tokens_per_pos")
+    positions = sorted(each for name, each in grown if name == "accepted_tokens_per_pos")
     return {
         "spec_decode_acceptance_rate": 100 * accepted / tokens,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
@@ -53,6 +53,6 @@ def speculation_result(before: Counts, after: Counts) -> Mapping[str, Any]:
         "spec_decode_draft_tokens": int(tokens),
         "spec_decode_accepted_tokens": int(accepted),
         "spec_decode_per_position_acceptance_rates": [
-            grown["accepted_tokens_per_pos", at] / drafts for at in places
+            grown["accepted_tokens_per_pos", each] / drafts for each in positions
         ],
     }

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from qserve.bench.serving.serve_settings import METRICS, read_limits, read_metrics, read_percentiles
+from qserve.bench.serving.serve_settings import METRICS, MetricSettings
 from qserve.command_line.setting import check_settings, setting
 
 ROUTERS = ("round-robin", "random", "least-outstanding", "prefix", "prefix-load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateSettings:
+class SimulateSettings(MetricSettings):
     """Settings of `bench simulate`: the server's scheduler, pages and step times; the requests."""
 
     trace: str | None = setting(
@@ -78,15 +78,3 @@ class SimulateSettings:
             raise InputError("--steps", "requires either --steps or --step-ms")
         if self.find_max_rate and (not self.goodput or self.trace is not None):
             raise InputError("--find-max-rate", "requires --goodput, and no --trace")
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return read_metrics(self.percentile_metrics)
-
-    @property
-    def percentiles(self) -> tuple[float, ...]:
-        return read_percentiles(self.metric_percentiles)
-
-    @property
-    def limits_ms(self) -> dict[str, float]:
-        return read_limits("--goodput", self.goodput)

@@ -39,20 +39,6 @@ TOKENS_OF_A_REQUEST = 64
 logger = logging.getLogger(__name__)
 
 
-async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
-    """Start the engine, or the engines of --data-parallel-size. Raises InputError.
-
-    `options`: keyword arguments of EngineSupervisor.start. `waiting` is None for several engines.
-    """
-    if config.prefill_engines:
-        from qserve.engine.ipc.disaggregated import DisaggregatedEngines  # imports this module
-
-        return await DisaggregatedEngines.start(config, **options)
-    if config.num_engines == 1:
-        return await EngineSupervisor.start(config, **options)
-    return await DataParallelEngines.start(config, **options)
-
-
 @dataclass(slots=True)
 class _Engine:
     """An engine and its current load."""
@@ -370,6 +356,3 @@ def _named(rank: int) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"engine {rank}: {error.subject}", error.problem, error.remedy) from error
-
-
-Engines = EngineSupervisor | DataParallelEngines

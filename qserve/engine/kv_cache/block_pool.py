@@ -209,7 +209,7 @@ class BlockPool:
             moves = replace(moves or PageMoves(), copied_from=copies[:, 0], copied_to=copies[:, 1])
         return moves
 
-    def doubt(self, moves: PageMoves) -> set[int]:
+    def invalidate_moves(self, moves: PageMoves) -> set[int]:
         """Invalidate the targets of page copies that may not have been made.
 
         Returns the pages with undefined contents; their requests must end. Host slots from which

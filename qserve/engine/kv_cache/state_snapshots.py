@@ -30,7 +30,7 @@ import numpy as np
 from qserve.engine.kv_cache.host_tier import HostTier, PageMoves
 from qserve.engine.request import Request, Status
 
-SPACING = 256  # tokens between copies; so many tokens are recomputed quickly
+SPACING = 256  # tokens between copies; recomputing fewer tokens takes little time
 # Minimum number of tokens that a copy must save, since ending a chunk there costs one more step.
 LEAST_GAIN = 64
 
@@ -103,7 +103,7 @@ class _UnkeyedCopy(NamedTuple):
 
 
 class StateSnapshots:
-    """Allocates slots first_slot..first_slot + num_slots - 1."""
+    """The copies of an engine, in slots `first_slot` to `first_slot + num_slots - 1`."""
 
     def __init__(
         self, first_slot: int, num_slots: int, page_size: int, host: HostTier | None = None
@@ -124,7 +124,7 @@ class StateSnapshots:
         return len(self._slots)
 
     def has(self, key: bytes) -> bool:
-        """Return whether a copy exists for the end of the page with this key."""
+        """Return True if a copy exists for the end of the page with this key."""
         return key in self._slots or (self.host is not None and key in self.host)
 
     def deepest(self, keys: Sequence[bytes]) -> int:
@@ -132,7 +132,7 @@ class StateSnapshots:
         return next((n for n in range(len(keys), 0, -1) if self.has(keys[n - 1])), 0)
 
     def made(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Return (key, slot) of the copies on the device that launched steps have made."""
+        """Return (key, slot) of the copies that are on the device, made by launched steps."""
         found = [(key, self._slots[key]) for key in keys if key in self._slots]
         return [(key, slot) for key, slot in found if slot not in self._saves]
 
@@ -303,7 +303,7 @@ class StateSnapshots:
         if self.host is not None:
             self.host.drop_all()
 
-    def doubt(self, moves: StateMoves | None) -> None:
+    def invalidate_moves(self, moves: StateMoves | None) -> None:
         """Remove the copies that may not have been made."""
         self._drop_of_device()
         if moves is not None and self.host is not None:

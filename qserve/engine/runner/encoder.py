@@ -135,6 +135,8 @@ class Encoder:
                 last_keys_T = batch.positions_T + to_device(ahead, device)
                 in_windows = self._sees_ahead_in_windows
                 batch = replace(batch, last_keys_T=last_keys_T, sees_ahead_in_windows=in_windows)
+            if step.media.unlimited_T is not None:
+                batch = replace(batch, unlimited_T=to_device(step.media.unlimited_T, device))
         if step.axis_offsets_3T is not None:
             positions_3T = batch.positions_T + to_device(step.axis_offsets_3T, device)
             batch = replace(batch, row_ropes=self._ropes.of(positions_3T))

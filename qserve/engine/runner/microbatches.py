@@ -36,6 +36,7 @@ class Microbatch:
         device, tokens = whole.token_ids_T.device, self.tokens
         contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
         keys_T, ropes_T = whole.last_keys_T, whole.rope_positions_T
+        unlimited_T = whole.unlimited_T
         row_ropes, embeds = whole.row_ropes, whole.embeds
         return replace(
             Batch.of(self.step, device, form),
@@ -45,6 +46,7 @@ class Microbatch:
             context_lengths_R=contexts_R - to_device(self.later, device),
             last_keys_T=None if keys_T is None else keys_T[tokens],
             sees_ahead_in_windows=whole.sees_ahead_in_windows,
+            unlimited_T=None if unlimited_T is None else unlimited_T[tokens],
             rope_positions_T=None if ropes_T is None else ropes_T[tokens],
             row_ropes=None if row_ropes is None else row_ropes.of_rows(tokens),
             embeds=None if embeds is None else embeds.part(self.embeds, tokens.start),

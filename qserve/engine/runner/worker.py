@@ -3,23 +3,18 @@
 Every rank runs the same calls in the same order, because the ranks compute most calls together.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from qkernels.gpu.cache_keys import hash_compiler
-from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
 from qserve.engine.distributed.expert_limits import (
@@ -29,6 +24,7 @@ from qserve.engine.distributed.expert_limits import (
 from qserve.engine.distributed.rank_transfers import RankTransfers
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
+from qserve.engine.runner.compiling.planned_kernels import PlannedKernels, are_planned
 from qserve.engine.runner.devices import pick_dtype
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.graphs.whole_steps import launch_rings
@@ -45,7 +41,6 @@ from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence
-from qserve.engine.runner.start_record import StartRecord, start_key
 from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
@@ -87,22 +82,16 @@ class Worker:
         # Steps in graphs have padding rows, which expert loads must not count.
         is_eager = config.enforce_eager or config.record_expert_loads is not None
         self._uses_graphs = not is_eager and ranks.pipeline is None and ranks.exchange is None
-        self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
-        # Only rank 0 compiles; the other ranks find the result on disk. If no kernel is compiled
-        # yet, the compile processes start while the model loads.
-        self._compile_pool = None
-        self._record: StartRecord | None = None  # set by known_shapes
+        self._kernels: PlannedKernels | None = None
         self.adapters: RankAdapters | None = None  # set below with --enable-lora
         self.replay: Replay | None = None  # set by prepare_replay
-        if self._plans_kernels:
-            threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
-        if self._plans_kernels and ranks.rank == 0:
-            self._compile_pool = _compile_pool(config)
+        if are_planned(config, device) and not is_fallback(model):
+            self._kernels = PlannedKernels(config, compiles=ranks.rank == 0)
         try:
             self.runner = self._load(config, model, device)
         except BaseException:
-            if self._compile_pool is not None:
-                self._compile_pool.close()
+            if self._kernels is not None:
+                self._kernels.close()
             raise
         self.transfers = RankTransfers(self.runner, model, self._ranks)
 
@@ -228,19 +217,10 @@ class Worker:
             return self.runner.warm_up_shapes(self._max_num_seqs, self._max_model_len)
 
     def known_shapes(self) -> list[WarmUpShape] | None:
-        """Return the warm-up shapes of an earlier start; None if a kernel of it is not compiled.
-
-        `compile_kernels` writes the record that the next start reads here.
-        """
-        pool = self._compile_pool
-        if pool is None:
+        """Return the warm-up shapes of an earlier start; None if a kernel of it is not compiled."""
+        if self._kernels is None:
             return None
-        key = start_key(self.runner, self._max_model_len, pool.version)
-        self._record = StartRecord(pool.folder, key)
-        shapes = self._record.read(pool.done)
-        if shapes is not None:
-            pool.close()
-        return shapes
+        return self._kernels.known_shapes(self.runner, self._max_model_len)
 
     def compile_kernels(self, largest_step: StepInput, shapes: Sequence[WarmUpShape]) -> None:
         """Compile the kernels of steps up to the largest, in parallel (CUDA only).
@@ -248,7 +228,7 @@ class Worker:
         The steps run once with kernel launches recorded instead of made. `shapes`: warm-up shapes
         of all ranks, since every rank takes part in each step.
         """
-        if not self._plans_kernels:
+        if self._kernels is None:
             return
         runner = self.runner
         with (
@@ -265,18 +245,7 @@ class Worker:
                 if self._uses_graphs:
                     launch_rings(runner.device)
             runner.layer_caches.free()
-        if self._compile_pool is None:
-            return
-        missing = self._compile_pool.missing(jobs.values())
-        with (
-            phase(f"Compiling {missing} of {len(jobs)} kernels")
-            if missing
-            else contextlib.nullcontext(),
-            tqdm(total=missing, desc="Compiling kernels", disable=None if missing else True) as bar,
-        ):
-            self._compile_pool.compile(jobs.values(), on_done=bar.update)
-        if self._record is not None and not self._compile_pool.missing(jobs.values()):
-            self._record.write(shapes, self._compile_pool.digests(jobs.values()))
+        self._kernels.compile(tuple(jobs.values()))
 
     def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
         """Return the number of KV pages and of state snapshots that fit in memory.
@@ -337,6 +306,8 @@ class Worker:
                     sample.launch(step).result()
         if self._uses_graphs:
             self._capture_graphs()
+        if self._kernels is not None:
+            self._kernels.launched(shapes)
 
     @property
     def _knob_of_pages(self) -> str:
@@ -475,16 +446,3 @@ class Worker:
     def logits(self, step: StepInput) -> torch.Tensor:
         """Return float32 logits [T, V] after every token of a step."""
         return self.runner.logits(step)
-
-
-def _plans_kernels(config: EngineConfig, device: torch.device) -> bool:
-    """Return True if kernels are compiled before their first launch."""
-    if device.type != "cuda" or INTERPRETED or config.plain_kernel_launch:
-        return False
-    return config.compile_processes != 0
-
-
-def _compile_pool(config: EngineConfig) -> Any:
-    from qkernels.gpu.compile_pool import CompilePool  # loads triton, which a CPU may lack
-
-    return CompilePool(config.compile_processes)

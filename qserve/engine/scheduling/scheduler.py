@@ -256,14 +256,14 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, reason: str) -> list[TokenEvent]:
         """End the requests of a step that could not be launched, and requests sharing its pages."""
         requests = {chunk.request: None for chunk in plan.chunks}
-        wrong = set() if plan.moves is None else self.pool.doubt(plan.moves)
+        wrong = set() if plan.moves is None else self.pool.invalidate_moves(plan.moves)
         for request, start, _, _ in plan.chunks:
             wrong.update(request.block_table[start // self.pool.page_size :])
         wrong.discard(NULL_PAGE)
         # A request that was admitted but waits for a mask has no chunk in the step.
         requests |= {each: None for each in self.running if not wrong.isdisjoint(each.block_table)}
         if self.snapshots is not None:
-            self.snapshots.doubt(plan.state_moves)
+            self.snapshots.invalidate_moves(plan.state_moves)
         if plan.state_moves is not None:
             slots = plan.state_moves.started
             requests |= {each: None for each in self.running if each.state_slot in slots}

@@ -32,6 +32,8 @@ class MediaRows:
     # int64 [T]: number of keys after its own that each row attends to; None: no such keys. These
     # are counts, because with drafts only the device knows the positions.
     keys_ahead_T: np.ndarray | None = None
+    # bool [T]: rows of prompts that are one item, which no window limits; None: no such rows
+    unlimited_T: np.ndarray | None = None
 
     @classmethod
     def build(cls, plan: StepPlan, media: MediaPlan) -> "MediaRows":
@@ -41,6 +43,7 @@ class MediaRows:
         before: list[np.ndarray] = []
         of_next: list[ItemRows] = []
         mutual: list[tuple[np.ndarray, np.ndarray]] = []  # rows, and numbers of keys ahead
+        prompts: list[np.ndarray] = []  # rows of prompts that are one item
         first = 0  # row of the chunk's first token
         for request, start, count, _ in plan.chunks:
             for item in request.media:
@@ -57,14 +60,21 @@ class MediaRows:
                 if low < high:
                     rows.append(positions[low:high] - start + first)
                     found.append(ItemRows(item.digest, low, high))
-                    if item.is_mutual:
-                        mutual.append((rows[-1], item.end - 1 - positions[low:high]))
+                if item.is_mutual:
+                    span = np.arange(max(start, item.offset), min(start + count, item.end))
+                    mutual.append((span - start + first, item.end - 1 - span))
+                    if item.offset == 0:
+                        prompts.append(span - start + first)
             first += count
         keys_ahead_T = None
         if mutual:
             keys_ahead_T = np.zeros(first, np.int64)
             for chosen, ahead in mutual:
                 keys_ahead_T[chosen] = ahead
+        unlimited_T = None
+        if prompts:
+            unlimited_T = np.zeros(first, bool)
+            unlimited_T[np.concatenate(prompts)] = True
         return cls(
             dropped=media.dropped,
             encode=media.encode,
@@ -73,6 +83,7 @@ class MediaRows:
             before_M=np.concatenate(before) if before else np.zeros(0, np.int64),
             of_next=tuple(of_next),
             keys_ahead_T=keys_ahead_T,
+            unlimited_T=unlimited_T,
         )
 
 

@@ -79,6 +79,8 @@ class StepInputs(AttentionStep):
     # number of levels that the first layers add (InputEmbeds.added_MC), for pipeline stages
     num_levels: int = 0
     sees_ahead_in_windows: bool = False  # True: last_keys_T counts only in layers with a window
+    # bool [T]: rows that see keys before the window, too; None: no such rows
+    unlimited_T: torch.Tensor | None = None
     row_ropes: RowRopes | None = None  # None: positions have one axis
     rope_positions_T: torch.Tensor | None = None  # rotary positions; None: positions_T
     split: SplitStep | None = None  # None: not split, since chunks are too short (SplitRule)
@@ -357,7 +359,7 @@ class Attention(torch.nn.Module):
         """Return o_proj of the attention of `q`, queries after rope, over the cache."""
         output, fold = self.o_proj.plan(q.shape[0], "norm"), step.folded_rows
         takes_limbs = isinstance(output.input, LimbForm)
-        writes_limbs = takes_limbs and gate is None and fold == 1
+        writes_limbs = takes_limbs and gate is None and fold == 1 and step.unlimited_T is None
         if fold > 1:
             assert self.sinks is None and self.slopes is None
             q = fold_rows(q, self.num_kv_heads, fold)
@@ -377,20 +379,27 @@ class Attention(torch.nn.Module):
         """Return the attention output [T, H, D], or its limbs."""
         if step.sees_ahead_in_windows and self.window is None:
             step = replace(step, last_keys_T=None)
-        return ops.paged_attention(
-            q,
-            cache,
-            step,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks_H=self.sinks,
-            slopes_H=self.slopes,
-            chunk_size=self.chunk_size,
-            limbs=limbs,
-            inputs_ready=True,
-            kernel=self.kernel,
-        )
+
+        def attention(window: int | None) -> Any:
+            return ops.paged_attention(
+                q,
+                cache,
+                step,
+                scale=self.scale,
+                window=window,
+                soft_cap=self.soft_cap,
+                sinks_H=self.sinks,
+                slopes_H=self.slopes,
+                chunk_size=self.chunk_size,
+                limbs=limbs,
+                inputs_ready=True,
+                kernel=self.kernel,
+            )
+
+        found, unlimited_T = attention(self.window), step.unlimited_T
+        if unlimited_T is None or self.window is None or step.max_context_len <= self.window:
+            return found
+        return torch.where(unlimited_T[:, None, None], attention(None), found)
 
 
 def fold_rows(q_THD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor:

@@ -189,7 +189,8 @@ class _Quantized:
         for name, value in _stored_tensors(model):
             if name in tied and name not in source.reader:
                 continue
-            found = source.tensor(name, tuple(value.shape))
+            integers = not value.is_floating_point()
+            found = source.tensor(name, tuple(value.shape), integers=integers)
             target = torch.float32 if any(part in name for part in kept) else self._dtype
             value.data = found.to(target) if found.is_floating_point() else found
         model.tie_weights()

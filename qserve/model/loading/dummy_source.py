@@ -34,7 +34,12 @@ class DummySource:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Sequence[int] | None = None,
+        *,
+        integers: bool = False,
     ) -> torch.Tensor:
         """Return a random tensor. `rows`: rows of `shape` to return; None: all."""
         if rows is not None:

@@ -13,7 +13,7 @@ import torch
 from formats.architecture.experts import Experts
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
-from formats.architecture.sizes import is_size, num_experts, num_experts_key
+from formats.architecture.sizes import num_experts, num_experts_key, stated_size
 from formats.codecs import mxfp4
 from formats.errors import CheckpointError, config_error
 from formats.in_memory.slices import take_inputs
@@ -33,13 +33,13 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     rule, groups = experts.routing, {}
     if rule.group_score and is_set(rule.grouped, config):
         groups = {
-            "num_groups": _count(config, "n_group"),
-            "top_groups": _count(config, "topk_group"),
+            "num_groups": stated_size(config, "n_group"),
+            "top_groups": stated_size(config, "topk_group"),
             "group_score": rule.group_score,
         }
     return Routing(
-        num_experts=_count(config, num_experts_key(config)),
-        top_k=_count(config, "num_experts_per_tok"),
+        num_experts=stated_size(config, num_experts_key(config)),
+        top_k=stated_size(config, "num_experts_per_tok"),
         scores=rule.scores,
         jitter=config.get(rule.jitter_key, 0.0),
         normalized=is_set(rule.normalized, config),
@@ -47,14 +47,6 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
         rounded=rule.rounded,
         **groups,
     )
-
-
-def _count(config: Mapping[str, Any], key: str) -> int:
-    """Return a count of config.json. Raises CheckpointError unless it is a number above 0."""
-    value = config.get(key)
-    if not is_size(value):
-        raise config_error(key, "a number above 0", value)
-    return value
 
 
 def _factor(config: Mapping[str, Any], key: str) -> float:
@@ -207,8 +199,8 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
         if f"{stored}_blocks" in weights.source:
             groups = K // mxfp4.GROUP
             shape = E, N, groups, mxfp4.GROUP // 2
-            blocks = weights.source.tensor(f"{stored}_blocks", shape, here)
-            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here)
+            blocks = weights.source.tensor(f"{stored}_blocks", shape, here, integers=True)
+            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here, integers=True)
             found[name] = [
                 cut(mxfp4.decode(blocks[i][order], scales[i][order], f"{stored} {e}"))
                 for i, e in enumerate(range(E) if here is None else here)

@@ -60,12 +60,17 @@ class WeightSource:
         self._mislabelled = 0  # linears whose zero points contradict checkpoint_format
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Sequence[int] | None = None,
+        *,
+        integers: bool = False,
     ) -> torch.Tensor:
         """Return a float tensor. Some quantized linears are read as floats too (formats/in_memory).
 
-        `rows`: row numbers in ascending order; None: all. Raises CheckpointError if the tensor is
-        missing or has another shape than `shape`.
+        `rows`: row numbers in ascending order; None: all. `integers`: the tensor may hold integers.
+        Raises CheckpointError if the tensor is missing or has another shape than `shape`.
         """
         module = name.removesuffix(".weight")
         if module != name and self._is_dense(module):
@@ -81,13 +86,23 @@ class WeightSource:
         self._used.add(name)
         if rows is not None and self.digests is None:
             found = self._read.rows(name, rows)
-            self._finite.add(name, found)
+            self._check_numbers(name, found, integers)
             return found
         found = self._read.get(name)
-        self._finite.add(name, found)
+        self._check_numbers(name, found, integers)
         if self.digests is not None:
             self.digests.tensor(name, found)
         return found if rows is None else found[list(rows)]
+
+    def _check_numbers(self, name: str, found: torch.Tensor, integers: bool = False) -> None:
+        """Raise CheckpointError for integers; `audit` will raise it for NaN and infinity."""
+        if not (integers or found.is_floating_point()):
+            raise CheckpointError(
+                name,
+                f"expected floating point numbers, found {found.dtype}",
+                "config.json of a quantized model needs its quantization_config",
+            )
+        self._finite.add(name, found)
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Start reading the tensors below a prefix, which will be needed next.
@@ -208,7 +223,7 @@ class WeightSource:
             return None  # already in memory, or invalid: then `tensor` raises the error
         self._used.add(name)
         found = self._read.get_rows(name, ranges)
-        self._finite.add(name, found)
+        self._check_numbers(name, found)
         return found
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> Weight | None:

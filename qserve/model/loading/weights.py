@@ -22,6 +22,7 @@ from formats.in_memory.weights import Weight, merge
 from formats.numerics.sinusoids import sinusoids
 from qkernels import QuantLinear
 from qkernels.choice import FIXED_ORDER
+from qkernels.wna16.layout import kernel_bits
 from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
 from qserve.model.blocks.gemma.altup import Streams
 from qserve.model.blocks.gemma.layer_inputs import LayerInputs
@@ -407,9 +408,7 @@ def kernel_operation(weight: Weight) -> str:
     bits = weight.spec.bits
     if weight.activation is not None:
         return "w4a8" if bits == 4 else "w8a8"
-    if isinstance(weight, KWeight):  # kernels store 5- and 6-bit codes in 8 bits
-        bits = 4 if bits == 4 else 8
-    return f"w{bits}a16"
+    return f"w{kernel_bits(bits)}a16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

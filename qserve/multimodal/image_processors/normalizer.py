@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
-
 
 class Normalizer:
     """The last step of an image processor: converts bytes to floats as transformers does."""
@@ -26,9 +24,7 @@ class Normalizer:
 
     @classmethod
     def of(cls, processor: Any, device: torch.device) -> "Normalizer":
-        """Read the options of an image processor."""
-        if isinstance(processor, OwnImageProcessor):
-            return cls.of_own(processor, device)
+        """Read the options of an image processor of transformers."""
         factor = processor.rescale_factor if processor.do_rescale else 1.0
         mean, std = [0.0] * 3, [1.0] * 3
         if processor.do_normalize:
@@ -50,20 +46,6 @@ class Normalizer:
             for name in ("image_mean", "image_std")
         )
         return cls(1.0, mean, std)
-
-    @classmethod
-    def of_own(cls, processor: OwnImageProcessor, device: torch.device) -> "Normalizer":
-        """Read the options of an image processor that this project reimplements."""
-        options, rounds_to = processor.options, processor.kind.rounds_to
-        if not rounds_to or not options["do_normalize"]:
-            return cls.of_video(options, device)
-        dtype = getattr(torch, rounds_to)
-        mean_C1, std_C1 = (
-            torch.tensor(options[name], device=device, dtype=dtype)[:, None]
-            for name in ("image_mean", "image_std")
-        )
-        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
-        return cls(factor, mean_C1, std_C1, dtype)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalize uint8 pixels [..., channels, rows, columns], or patches [N, values]."""

@@ -19,7 +19,10 @@ from qserve.multimodal.image_processors.llama4 import LLAMA_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
+
+    from qserve.multimodal.image_processors.normalizer import Normalizer
 
 KINDS: dict[str, Kind] = {
     "lfm2_vl": LFM2_VL,
@@ -84,6 +87,23 @@ class OwnImageProcessor:
             COPY_OPTIONS,
         )
 
+    def normalizer(self, device: "torch.device") -> "Normalizer":
+        """Return the last step of the processor, which rounds as transformers' does."""
+        import torch
+
+        from qserve.multimodal.image_processors.normalizer import Normalizer
+
+        options, rounds_to = self.options, self.kind.rounds_to
+        if not rounds_to or not options["do_normalize"]:
+            return Normalizer.of_video(options, device)
+        dtype = getattr(torch, rounds_to)
+        mean_C1, std_C1 = (
+            torch.tensor(options[name], device=device, dtype=dtype)[:, None]
+            for name in ("image_mean", "image_std")
+        )
+        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
+        return Normalizer(factor, mean_C1, std_C1, dtype)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all options."""
         return dict(self.options)
@@ -96,15 +116,22 @@ class OwnImageProcessor:
         """Return the arguments of transformers' model for images."""
         import torch
 
-        from qserve.multimodal.image_processors.normalizer import Normalizer
-
-        normalize = Normalizer.of_own(self, torch.device("cpu"))
+        normalize = self.normalizer(torch.device("cpu"))
         cuts = [self.cut(image.convert("RGB")) for image in images]
         tiles = [
             [normalize(torch.from_numpy(tile_CHW)).numpy() for tile_CHW in cut.tiles_CHW]
             for cut in cuts
         ]
         return self.kind.arguments(tiles, cuts, self.options)
+
+
+def normalizer_of(processor: Any, device: "torch.device") -> "Normalizer":
+    """Return the last step of an image processor, this project's or transformers'."""
+    from qserve.multimodal.image_processors.normalizer import Normalizer
+
+    if isinstance(processor, OwnImageProcessor):
+        return processor.normalizer(device)
+    return Normalizer.of(processor, device)
 
 
 def _are_numbers(values: Any, above: float = -math.inf) -> bool:

@@ -42,6 +42,8 @@ class Layout:
     options: Callable[[Values], dict[str, Any]] = _no_options
     # True: the image processor takes one list of images for each prompt
     takes_samples: bool = False
+    # text of the token around an image that two adjacent images share; "": none
+    shared_token: str = ""
     # True: the tokens of an image are others where its prompt has several images
     sees_others: bool = False
 

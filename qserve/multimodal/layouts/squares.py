@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values
+from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, feature_of
 from qserve.multimodal.media import Feature, MediaItem
 
 
@@ -29,7 +29,7 @@ def square_length(values: Values) -> int:
     vision = values["vision_config"]
     has_class = vision["model_type"] == "clip_vision_model"
     length = (vision["image_size"] // vision["patch_size"]) ** 2 + has_class
-    return length - (values["vision_feature_select_strategy"] == "default")
+    return length - (values.get("vision_feature_select_strategy") == "default")
 
 
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
@@ -37,5 +37,14 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     return {"pixel_values": ("uint8", (3, size, size))}, square_length(values)
 
 
+def _prompt_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    """Return the features of a whole prompt: those of all its images, stacked."""
+    pixels, size = feature_of(item, "pixel_values"), values["vision_config"]["image_size"]
+    count = pixels.shape[0] if pixels is not None and len(pixels.shape) == 4 else 1
+    stated = {"pixel_values": ("uint8", (count, 3, size, size))}
+    return stated, count * square_length(values)
+
+
 SQUARE = Layout(pieces=_pieces, inputs=_inputs)
 FRAMED_SQUARE = Layout(pieces=_framed_pieces, inputs=_inputs)
+PROMPT_SQUARES = Layout(pieces=_pieces, inputs=_prompt_inputs)

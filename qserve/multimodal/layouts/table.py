@@ -10,11 +10,13 @@ from qserve.multimodal.media import MediaItem
 
 LAYOUTS: dict[str, Layout] = {
     "tiles": tiles.IDEFICS,
+    "idefics2": tiles.IDEFICS_2,
     "intern_tiles": tiles.INTERN,
     "intern_cuts": cuts.INTERN,
     "aya_tiles": tiles.AYA,
     "square": squares.SQUARE,
     "framed_square": squares.FRAMED_SQUARE,
+    "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,

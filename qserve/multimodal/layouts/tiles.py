@@ -1,11 +1,19 @@
-"""Layouts of images that are cut into square tiles, one item each. Loads no torch."""
+"""Layouts of images that are cut into tiles, one item each. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, side_of
+from qserve.multimodal.layouts.layout import (
+    Layout,
+    Piece,
+    Run,
+    Stated,
+    Values,
+    feature_of,
+    side_of,
+)
 from qserve.multimodal.media import Feature, MediaItem
 
 FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
@@ -55,6 +63,43 @@ IDEFICS = Layout(
     inputs=_idefics_inputs,
     options=lambda values: {"return_row_col_info": True},
     takes_samples=True,
+)
+
+
+def _idefics_2_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield four quarters and the whole image, or the image alone, all between the same tokens.
+
+    The processor pads them at the right and at the bottom to one size, which is undone here.
+    """
+    length = values["perceiver_config"]["resampler_n_latents"]
+    yield FAKE
+    for pixels_CHW, mask_HW in zip(
+        np.asarray(found["pixel_values"])[0].astype(np.uint8),
+        np.asarray(found["pixel_attention_mask"])[0],
+        strict=True,
+    ):
+        yield _tile(pixels_CHW[:, : mask_HW[:, 0].sum(), : mask_HW[0].sum()], length)
+        yield FAKE
+
+
+def _idefics_2_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    """Return the feature of a tile, whose sides are at most those that have positions."""
+    vision = values["vision_config"]
+    least, most = side_of(vision, "patch_size"), side_of(vision, "image_size")
+    pixels = feature_of(item, "pixel_values")
+    height, width = pixels.shape[1:] if pixels is not None and len(pixels.shape) == 3 else (0, 0)
+    if not (least <= height <= most and least <= width <= most):
+        height = width = most
+    length = values["perceiver_config"]["resampler_n_latents"]
+    return {"pixel_values": ("uint8", (3, height, width))}, length
+
+
+IDEFICS_2 = Layout(
+    pieces=_idefics_2_pieces,
+    inputs=_idefics_2_inputs,
+    options=lambda values: {"do_pad": True},
+    takes_samples=True,
+    shared_token=FAKE,
 )
 
 

@@ -25,13 +25,13 @@ LINGER_SECONDS = 5.0  # after a reply, the rest of the request is read and dropp
 FIRST_PROBE_SECONDS, MAX_PROBE_SECONDS = 0.05, 5.0
 HALF_CLOSED_SECONDS = 5.0  # time limit for the reply to a half-closed HTTP/1.0 client
 REFUSED_SECONDS = 2.0  # a client that will be refused must send its request within this time
-NUM_REFUSED = 32  # open connections that get 503; further ones are closed without a reply
+NUM_REFUSED = 32  # open connections beyond the limit that get a 503; others are just closed
 # File descriptors for sockets of engine and workers, logs, listeners and files of libraries.
 RESERVED_DESCRIPTORS = 64
 FEWEST_CONNECTIONS = 16
-# Connections that one call accepts. They are counted only after the call.
+# asyncio accepts up to this many connections before the protocol can count them.
 ACCEPTED_AT_ONCE = 16
-KERNEL_QUEUE = 2048
+KERNEL_QUEUE = 2048  # connections that wait in the kernel to be accepted
 TCP_CLOSE = 7  # state of a reset connection: the first byte of Linux' struct tcp_info
 # A chunk of a body takes about 15 us, whatever its size, and one read returns up to 256 KiB.
 SMALL_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")  # header of a chunk below 256 bytes
@@ -59,7 +59,7 @@ class Connections:
 
 
 class HttpProtocol(H11Protocol):
-    """One connection."""
+    """One client's connection. `connections` are the counts that all connections share."""
 
     def __init__(self, *args, connections: Connections, **options) -> None:
         super().__init__(*args, **options)

@@ -1,12 +1,16 @@
 """The listening socket: TCP or a Unix socket; and the check of TLS files."""
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
 import stat
+from collections.abc import Iterator
+from pathlib import Path
 
 from formats.errors import InputError, one_line
+from formats.files.folder_lock import is_still_named, lock
 from qserve.config import ServerConfig
 
 
@@ -14,7 +18,8 @@ def bind(config: ServerConfig) -> socket.socket:
     """Return a socket that is bound and does not listen yet. Raises InputError.
 
     No other program can bind the address from now on, although nothing listens there while the
-    model loads. Call `allow_restart` before the socket listens.
+    model loads. Call `allow_restart` before the socket listens. The path of a Unix socket must be
+    owned (`owned_path`).
     """
     if config.uds is not None:
         return _bind_path(config.uds)
@@ -58,6 +63,27 @@ def address_error(address: str, error: Exception) -> InputError:
     )
 
 
+@contextlib.contextmanager
+def owned_path(path: str | None) -> Iterator[None]:
+    """Own the path of a Unix socket, from before the bind until the file is removed.
+
+    While a server loads its model, it does not listen yet, and its socket looks like that of a
+    killed server. PATH.lock is therefore locked: the system unlocks it when the process ends,
+    however that happens. None: the server listens on TCP. Raises InputError if another server owns
+    the path.
+    """
+    if path is None:
+        yield
+        return
+    lock_path = Path(f"{path}.lock")
+    descriptor = _locked(path, lock_path)
+    try:
+        yield
+    finally:
+        remove(str(lock_path))
+        os.close(descriptor)
+
+
 def remove(path: str | None) -> None:
     """Remove the file of the server's Unix socket. None: the server listened on TCP.
 
@@ -87,6 +113,24 @@ def check_tls(config: ServerConfig) -> None:
             f"cannot load the certificate and its key: {one_line(error)}",
             "use PEM files of a certificate and of its unencrypted key",
         ) from error
+
+
+def _locked(path: str, lock_path: Path) -> int:
+    """Return a descriptor that holds the lock of a Unix socket's path. Raises InputError."""
+    while True:
+        try:
+            descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise address_error(path, error) from error
+        try:
+            lock(descriptor)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            in_use = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            raise address_error(path, in_use) from error
+        if is_still_named(descriptor, lock_path):
+            return descriptor
+        os.close(descriptor)  # the last owner has just removed the file: create another
 
 
 def _bind_path(path: str) -> socket.socket:

@@ -64,8 +64,8 @@ class ChatReply(Reply):
         return ending
 
     def _of_prompt(self, outputs: list[Output]) -> dict:
-        told = self._told_of_prompt(0, outputs[0])
-        found = {} if told is None else {"prompt_logprobs": told}
+        of_prompt = self._prompt_logprobs(0, outputs[0])
+        found = {} if of_prompt is None else {"prompt_logprobs": of_prompt}
         if self.job.returns_token_ids:  # as in vLLM; completions have them in each choice
             found["prompt_token_ids"] = self.job.prompt_of(0)
         return found

@@ -30,8 +30,8 @@ class CompletionReply(Reply):
         return {"text": delta.text}
 
     def _of_choice_prompt(self, index: int, output: Output) -> dict:
-        told = self._told_of_prompt(index, output)
-        return {} if told is None else {"prompt_logprobs": told}
+        of_prompt = self._prompt_logprobs(index, output)
+        return {} if of_prompt is None else {"prompt_logprobs": of_prompt}
 
     def _format(
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
@@ -43,7 +43,7 @@ class CompletionReply(Reply):
         start = len(self.job.echo(index))
         offsets = [start + self.offsets[index].take(token) for token, _ in tokens]
         if of_prompt is not None:
-            self.told.add(index)
+            self.has_echoed.add(index)
             before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
             echoed = [
                 (token, cut(found, params.logprobs))

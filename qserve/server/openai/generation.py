@@ -256,7 +256,7 @@ async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas
                     raise _failure(service, job, event)
         meter.reason = event.finish_reason
     for index, beam in enumerate(event.beams):
-        told = event._replace(
+        of_beam = event._replace(
             token_ids=beam.token_ids,
             finish_reason=beam.finish_reason,
             stop_token=beam.stop_token,
@@ -264,7 +264,7 @@ async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas
             logprobs=beam.logprobs,
         )
         keeps = job.returns_token_ids
-        delta = TextStream(service.tokenizer, params, prompt, all_logprobs=keeps).push(told)
+        delta = TextStream(service.tokenizer, params, prompt, all_logprobs=keeps).push(of_beam)
         yield first + index, replace(delta, beam=beam)
 
 

@@ -84,16 +84,16 @@ def prompt_logprobs(
         if each is None:
             entries.append(None)
             continue
-        told = {token: (each.logprob, each.rank)}
+        shown = {token: (each.logprob, each.rank)}
         for rank, (other, value) in enumerate(_alternatives(cut(each, most)), start=1):
-            told.setdefault(other, (value, rank))
+            shown.setdefault(other, (value, rank))
         entry = {
             str(other): {
                 "logprob": _finite(value),
                 "rank": rank,
                 "decoded_token": tokenizer.token_text(other),
             }
-            for other, (value, rank) in told.items()
+            for other, (value, rank) in shown.items()
         }
         entries.append(entry)
     return entries

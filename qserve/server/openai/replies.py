@@ -93,7 +93,7 @@ class Reply:
     opened: set[int] = field(default_factory=set)  # choices with at least one chunk sent
     parsers: dict[int, OutputParser] = field(default_factory=dict)  # by index of streamed choices
     called: set[int] = field(default_factory=set)  # streamed choices with tool calls
-    told: set[int] = field(default_factory=set)  # choices whose prompt logprobs were sent
+    has_echoed: set[int] = field(default_factory=set)  # choices whose prompt logprobs were sent
 
     whole_object = chunk_object = ""
 
@@ -170,14 +170,14 @@ class Reply:
         """Return OpenAI's log probabilities; None if not requested or in an empty chunk."""
         is_empty_chunk = isinstance(part, TokenEvent) and not part.logprobs
         of_prompt = None
-        if self.job.echoed and index not in self.told:
+        if self.job.echoed and index not in self.has_echoed:
             of_prompt = part.prompt_logprobs
         if self.job.params[0].logprobs is None or (is_empty_chunk and of_prompt is None):
             return None
         tokens = list(zip(part.token_ids, part.logprobs, strict=False))
         return self._format(index, tokens, of_prompt)
 
-    def _told_of_prompt(self, index: int, output: Output) -> list[dict | None] | None:
+    def _prompt_logprobs(self, index: int, output: Output) -> list[dict | None] | None:
         """Return the `prompt_logprobs` of a choice; None: not requested."""
         most = self.job.prompt_logprobs
         if most is None or output.prompt_logprobs is None:

@@ -69,14 +69,14 @@ def without_bytes(found: Sequence[dict]) -> list[dict]:
     """Return log probabilities as stream events have them."""
     return [
         {
-            "token": told["token"],
-            "logprob": told["logprob"],
+            "token": entry["token"],
+            "logprob": entry["logprob"],
             "top_logprobs": [
                 {"token": each["token"], "logprob": each["logprob"]}
-                for each in told["top_logprobs"]
+                for each in entry["top_logprobs"]
             ],
         }
-        for told in found
+        for entry in found
     ]
 
 

@@ -67,14 +67,14 @@ class ResponseReply:
         tokens = list(zip(output.token_ids, output.logprobs, strict=False))
         if not tokens:
             return []
-        pieces, told, start = self._pieces(), [], 0
+        pieces, in_message, start = self._pieces(), [], 0
         for index, (text, num_tokens) in enumerate(output.parts, start=1):
             end = start + num_tokens
             ending = output.finish_reason if index == len(output.pieces) else None
             for piece, found in pieces.push(text, tokens[start:end], ending=ending):
-                told += found if piece.kind == CONTENT else ()
+                in_message += found if piece.kind == CONTENT else ()
             start = end
-        return entries(self.tokenizer, told)
+        return entries(self.tokenizer, in_message)
 
     def _pieces(self) -> TokenPieces:
         parsing = self.job.parsing

@@ -72,16 +72,29 @@ _decoders = {
     ToWorker: msgspec.msgpack.Decoder(ToWorker),
     FromWorker: msgspec.msgpack.Decoder(FromWorker),
 }
+_json_decoders = {
+    ToWorker: msgspec.json.Decoder(ToWorker),
+    FromWorker: msgspec.json.Decoder(FromWorker),
+}
+JSON_START = b"{"  # no map of MessagePack starts with this byte
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
-    """Encode a message as a frame."""
-    return frames.frame(_encoder.encode(message))
+    """Encode a message as a frame: in MessagePack, or in JSON if an integer exceeds 64 bits.
+
+    Tools and JSON schemas may contain such integers, for example limits of 256-bit integers.
+    """
+    try:
+        payload = _encoder.encode(message)
+    except OverflowError:
+        payload = msgspec.json.encode(message)
+    return frames.frame(payload)
 
 
 def decode(payload: bytes, direction: object) -> ToWorker | FromWorker:
     """Decode a message. `direction`: ToWorker or FromWorker. Raises MessageError."""
+    decoders = _json_decoders if payload.startswith(JSON_START) else _decoders
     try:
-        return _decoders[direction].decode(payload)
+        return decoders[direction].decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MessageError(f"not a message: {error}") from error

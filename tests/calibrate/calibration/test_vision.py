@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from calibrate import mixed_bits
 from calibrate.calibration.capture import HiddenStates, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
-from calibrate.calibration.vision import VisionModel
+from calibrate.calibration.vision import MUTUAL_PROMPTS, VisionModel
 from calibrate.distillation.distill import distill_checkpoint
 from calibrate.distillation.student import Student
 from calibrate.distillation.training import Teacher, Training, TrainingSettings
@@ -33,6 +33,7 @@ DEFAULT = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
+    if not name.startswith(MUTUAL_PROMPTS)
 ]
 SCHEME = Scheme.parse("w4a16-sym-g32")
 LENGTH, WINDOWS = 96, 8
@@ -315,6 +316,17 @@ def test_text_only_options_refuse_images(case, calibration, tmp_path):
         with pytest.raises(InputError, match=words):
             quantize_checkpoint(folder, target, **{"scheme": SCHEME, "recipe": "gptq", **settings})
         assert not target.exists()
+
+
+def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
+    """The attention of such prompts is not computed here."""
+    folder, target = write_tiny_vision(tmp_path / "paligemma", "paligemma"), tmp_path / "new"
+    settings = {"scheme": SCHEME, "recipe": "gptq", "calibration": calibration, "samples": 2}
+    with pytest.raises(CheckpointError, match=r"images, which are not read for paligemma.*texts"):
+        quantize_checkpoint(
+            folder, target, sequence_length=LENGTH, chats=CalibrationChats(folder), **settings
+        )
+    assert not target.exists()
 
 
 def test_a_tower_without_a_tensor_is_refused(case, tmp_path):

@@ -126,7 +126,7 @@ def test_doctor_warns_of_scales_that_nobody_states(model, write_folder):
         "warning",
         "model.layers.0.self_attn.k_scale",
     )
-    assert "3 more scales" in problem.text
+    assert "3 other scales" in problem.text
 
 
 @pytest.mark.parametrize(("kv_cache", "warned"), [("fp8", False), ("int8", True)])

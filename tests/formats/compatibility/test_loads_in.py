@@ -9,7 +9,7 @@ from formats.compatibility.rules import RULES, loads_in
 from formats.inspection import inspect
 from formats.quant_config import BLOCK
 from tests.formats.compatibility import changes
-from tests.formats.gguf.written import Q3_K, llama_metadata, llama_tensors, write_gguf
+from tests.formats.gguf.written import F32, Q3_K, llama_metadata, llama_tensors, write_gguf
 
 
 def made_by(name):
@@ -148,12 +148,18 @@ CASES = {
 
 @pytest.fixture
 def gguf_file(docs_5m, tmp_path, monkeypatch):
-    """gguf_file() -> the bundled model in Q3_K, which no kernel takes."""
+    """gguf_file() -> the bundled model; no kernel takes the outputs of its gate and up in Q3_K."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def make():
-        tensors = llama_tensors(docs_5m, Q3_K)
-        return write_gguf(tmp_path / "model.gguf", llama_metadata(docs_5m), tensors)
+        tensors = llama_tensors(docs_5m, F32)
+        for name, (weight, _) in tensors.items():
+            if "ffn_gate" in name or "ffn_up" in name:
+                tensors[name] = weight[:764], Q3_K
+            elif "ffn_down" in name:
+                tensors[name] = weight[:, :764], F32
+        metadata = llama_metadata(docs_5m) | {"llama.feed_forward_length": 764}
+        return write_gguf(tmp_path / "model.gguf", metadata, tensors)
 
     return make
 

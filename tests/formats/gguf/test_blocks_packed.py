@@ -124,14 +124,14 @@ def test_requests_have_the_same_bits_in_any_company(file):
     ("kind", "name", "outputs", "scheme"),
     [
         ("Q4_K", "model.layers.0.self_attn.q_proj", 64, "q4_k"),
-        ("Q4_K", "model.layers.0.block_sparse_moe.experts.3.w1", 64, "None"),
+        ("Q4_K", "model.layers.0.block_sparse_moe.experts.3.w1", 64, "q4_k"),
         ("Q8_0", "model.layers.0.block_sparse_moe.experts.3.w1", 64, "w8a16-sym-g32"),
         ("Q6_K", "lm_head", 72, "q6_k"),
         ("Q6_K", "model.layers.0.self_attn.q_proj", 70, "None"),
     ],
 )
 def test_what_no_kernel_takes_is_dequantized(kind, name, outputs, scheme):
-    """Kernels of experts take no minima, and those of other linears outputs divisible by 8."""
+    """Kernels take outputs divisible by 8."""
     shape = (outputs, 256)
     stored = StoredTensor(name="t", type=BY_NAME[kind], shape=shape, file=Path("m"), offset=0)
     found = {f"{name}.weight": Presented(name=f"{name}.weight", stored=stored, shape=shape)}

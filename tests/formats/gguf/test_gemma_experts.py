@@ -143,8 +143,7 @@ def test_codes_of_experts_stay_as_they_are(source, tmp_path):
     [
         ("q4_0", "q4_0 run packed"),
         pytest.param("q8_0", "q8_0 run packed", marks=pytest.mark.exhaustive),
-        # kernels of experts take no K-quants: those are dequantized at load
-        pytest.param("q4_k_m", "q4_k are dequantized at load", marks=pytest.mark.exhaustive),
+        pytest.param("q4_k_m", "q4_k run packed", marks=pytest.mark.exhaustive),
     ],
 )
 def test_quantized_file_computes_the_floats_that_it_means(tmp_path, scheme, words):

@@ -165,6 +165,17 @@ def test_model_that_gguf_does_not_hold_is_named(docs_5m, tmp_path, change, words
     assert not (tmp_path / "model.gguf").exists()
 
 
+def test_codes_without_a_quantization_config_are_named(quantized, tmp_path):
+    folder = quantized("w4a16-sym-g32")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").unlink()
+    words = r"config.json: has no quantization_config, but model\.layers\.0\.mlp\.down_proj is"
+    with pytest.raises(InputError, match=words):
+        export_gguf(folder, tmp_path / "model.gguf")
+
+
 def test_scheme_without_blocks_and_taken_name_are_refused_early(docs_5m, tmp_path, capsys):
     taken = tmp_path / "taken.gguf"
     taken.touch()

@@ -21,7 +21,7 @@ def test_codes_and_grid_are_the_weights(kind):
     """The decoder of the blocks, which gguf-py's golden values pin, has the same numbers."""
     weight = made(kind)
     codes_NK, grid = weight.codes_and_grid()
-    zero = 32 if kind == "q6_k" else 0
+    zero = {"q6_k": 32, "q3_k": 4, "iq4_xs": 128}.get(kind, 0)
     groups_NGL = codes_NK.float().unflatten(1, (-1, grid.length)) - zero
     found = groups_NGL * grid.steps()[..., None]
     if grid.has_minima:
@@ -62,7 +62,7 @@ def test_parts_of_two_types_stay_apart():
 def test_scales_that_are_no_number_are_refused(kind):
     weight = made(kind)
     weight.check()
-    at = 208 if kind == "q6_k" else 2
+    at = {"q6_k": 208, "q2_k": 82, "q3_k": 108, "iq4_xs": 0}.get(kind, 2)
     weight.bytes_NX.view(-1, weight.kind.num_bytes)[5, at + 1] |= 0x7C
     weight.bytes_NX.view(-1, weight.kind.num_bytes)[5, at + 1] &= 0x7F
     with pytest.raises(CheckpointError, match="v_proj: the scales of its blocks contain NaN"):

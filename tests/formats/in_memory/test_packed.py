@@ -136,3 +136,19 @@ def test_merge_keeps_an_order_of_inputs_and_refuses_two():
         for pair in ([sorted_[0], other], [other, sorted_[0]]):
             with pytest.raises(CheckpointError, match="qkv: its parts order their inputs"):
                 PackedWeight.merge(pair, "qkv")
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("bits", "wider"), [(2, 4), (3, 4), (3, 8), (6, 8), (8, 8)])
+def test_wider_codes_are_the_same_weight(bits, wider, symmetric):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (8, 64), generator=generator)
+    codes[0], codes[-1] = 0, spec.max_code
+    scales = (torch.rand(8, 2, generator=generator) + 0.1).half()
+    zeros = None if symmetric else torch.randint(0, 2**bits, (8, 2), generator=generator)
+    packed = PackedWeight.from_codes(codes, scales, zeros, spec)
+    found = packed.with_bits(wider)
+    found.check()
+    assert found.spec == replace(spec, bits=wider)
+    assert torch.equal(found.dequantize(), packed.dequantize())

@@ -55,6 +55,8 @@ SPILLS = (
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
     (("sm_100", "sm_120"), "w4a8.triton_gemm", "", 16, 0),
+    # weights are scaled before the product; the plan's tiles were chosen for scaled sums
+    (("sm_80", "sm_89", "sm_120"), "moe.triton_packed", "experts q", 96, 0),
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.activate", "silu and quantize", 2, 0),
     (("sm_100", "sm_120"), "rowwise.activate", "gelu and quantize", 2, 0),
@@ -71,6 +73,10 @@ SPILLS = (
     (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
+    # around the loops, and by ptxas of triton 3.6 few numbers for the keys after the last
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, 16 rows of 128", 16, 3),
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, a chunk", 16, 3),
+    (("sm_90",), "latent.sm90_decode", "latent sm90_decode, drafts", 16, 3),
     # after the loop, where splits store their sums
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
     # by ptxas of triton 3.9
@@ -234,7 +240,15 @@ def expanded_codes(kernel: dict) -> bool:
     return not kernel.get("overwritten_in_flight")
 
 
+def latent_decode(kernel: dict) -> bool:
+    """Scores are 36 products; values of 64 columns are divided among two warpgroups."""
+    products = 36 + (32 if kernel["threads"] == 384 else 16)
+    fits = kernel["threads"] * kernel["max_registers"] <= REGISTERS_OF_SM
+    return fits and kernel.get("hgmma", products) == products
+
+
 SM90_CHECKS = {
+    "latent.sm90_decode": latent_decode,
     "w4a8.sm90": expanded_codes,
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,

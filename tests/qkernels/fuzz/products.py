@@ -19,6 +19,7 @@ from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
 from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.layout import kernel_bits
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
@@ -83,13 +84,11 @@ def fuzz_linear(
         input_order=torch.randperm(K, generator=generator(seed)) if ordered else None,
     ).to(DEVICE)
     x = rows((M, K), dtype, seed, strided)
-    kernel = f"w{bits}a16" if bits in (4, 8) else "reference"
-    weight = ops.prepare_weight(packed, x.dtype, kernel=kernel)
+    stored = kernel_bits(bits)
+    weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{stored}a16")
     offset = rows((N,), dtype, seed) if bias else None
-    chosen = None
-    if kernel != "reference":
-        problem = {"M": M, "N": N, "K": K, "group": spec.group_length(K), "bits": bits}
-        chosen = random_tile(LINEAR_TILES, tile, WNA16, problem)
+    problem = {"M": M, "N": N, "K": K, "group": spec.group_length(K), "bits": stored}
+    chosen = random_tile(LINEAR_TILES, tile, WNA16, problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:
@@ -103,7 +102,7 @@ def fuzz_linear(
     want, magnitude = x.double() @ weight_NK.t(), x.double().abs() @ weight_NK.abs().t()
     if bias:
         want, magnitude = want + offset.double(), magnitude + offset.double().abs()
-    rounded_weight = chosen is None and (M > MAX_FUSED_ROWS or kernel == "reference")
+    rounded_weight = chosen is None and M > MAX_FUSED_ROWS
     slack = EPS[dtype] if rounded_weight else 2**-14
     assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
     if M <= MAX_FUSED_ROWS:
@@ -228,7 +227,7 @@ PRODUCTS: dict[str, FuzzedOp] = {
             "N": OUTPUTS,
             "groups": (1, 2, 3, 5, 8, 17, 32),
             "group": (32, 64, 128, 256, 96, 224, CHANNEL),
-            "bits": (4, 8, 4, 8, 2, 3),
+            "bits": (4, 8, 4, 8, 2, 3, 6),
             "symmetric": (True, False),
             "dtype": HALF,
             "bias": BOOLS,

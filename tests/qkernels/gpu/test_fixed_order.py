@@ -10,7 +10,8 @@ from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.delta_net import reference as delta_reference
 from qkernels.latent import reference as latent_reference
 from qkernels.latent.fixed_order import triton_segments
-from qkernels.linear.fixed_order import fixed_order_linear, float_config
+from qkernels.linear.fixed_order import fixed_order_linear
+from qkernels.linear.float_config import float_config
 from qkernels.mamba1 import reference as mamba1_reference
 from qkernels.mamba2 import reference as mamba_reference
 from qkernels.moe.routing import SILU, Routing

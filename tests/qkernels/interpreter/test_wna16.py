@@ -6,6 +6,7 @@ import torch
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16 import gemm, prepack
+from qkernels.wna16.layout import kernel_bits
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 from tests.qkernels.plans import multiply
 
@@ -19,7 +20,7 @@ def check(assert_close, tolerance):
     """Compare one product with float64 on the same rounded operands, whole and by element."""
 
     def run(packed, x, bias=None, tile=None):
-        weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{packed.spec.bits}a16")
+        weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{kernel_bits(packed.spec.bits)}a16")
         got = multiply(x, weight, bias, tile=tile)
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t()
@@ -49,6 +50,19 @@ def test_every_group_length(check, make_weight, device, half, poison, group, sym
     K = 512 if group == 256 else 384
     packed = make_weight(64, K, group, symmetric, bits=bits)
     check(packed, random_x(3, K, half, device))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_codes_of_other_bits_are_stored_in_4_or_8(
+    check, make_weight, device, half, poison, bits, symmetric
+):
+    packed, x = make_weight(72, 192, 64, symmetric, bits=bits), random_x(3, 192, half, device)
+    stored = kernel_bits(bits)
+    weight = ops.prepare_weight(packed, half, kernel=f"w{stored}a16")
+    assert weight.tensors["packed"].numel() * 32 == 128 * 192 * stored
+    assert torch.equal(check(packed, x), check(packed.with_bits(stored), x))
+    assert torch.equal(gemm.dequantize(weight), packed.dequantize(half))
 
 
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 63, 65, 130])

@@ -11,14 +11,15 @@ from formats.scheme import BLOCK_TYPES, block_scheme
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16 import gemm
+from qkernels.wna16.layout import kernel_bits
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 from tests.qkernels.plans import multiply
 
-BITS = {4: 4, 5: 8, 6: 8}  # of a block type's codes -> of the kernel's
+FLOATS = {"q6_k": (208,), "q2_k": (80, 82), "q3_k": (108,), "iq4_xs": (0,)}  # bytes of d and dmin
 
 
 def kernel_of(weight):
-    return f"w{BITS[weight.spec.bits]}a16"
+    return f"w{kernel_bits(weight.spec.bits)}a16"
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def make_blocks(device):
         generator = torch.Generator().manual_seed(N + K)
         weight = KWeight.random((N, K), block_scheme(kind).weight, std, generator)
         blocks = weight.bytes_NX.reshape(-1, weight.kind.num_bytes)
-        for at in (208,) if kind == "q6_k" else (0, 2):  # another d for each block
+        for at in FLOATS.get(kind, (0, 2)):  # another d for each block
             floats = blocks[:, at : at + 2].contiguous().view(torch.float16)
             factors = 2 ** (6 * torch.rand(len(blocks), 1, generator=generator) - 3)
             factors *= torch.randint(0, 2, (len(blocks), 1), generator=generator) * 2 - 1

@@ -14,6 +14,7 @@ def pool_at(path, done):
     """A pool without a GPU, of which only the index is used."""
     pool = object.__new__(CompilePool)
     pool._index, pool._done = path, set(done)
+    pool._num_workers, pool._processes, pool._left = 1, [], set()
     return pool
 
 
@@ -43,3 +44,14 @@ def test_engines_that_write_at_the_same_time_lose_nothing(tmp_path, monkeypatch)
     first._write_index()
     other.join()
     assert json.loads(path.read_text()) == ["a", "b"]
+
+
+def test_jobs_that_are_left_to_their_first_launch_are_compiled_after_it(tmp_path):
+    """An index written before would be wrong if the process ended in between."""
+    path, jobs = tmp_path / "index.json", ["first", "second"]
+    pool = pool_at(path, {"a"})
+    assert pool.compile(jobs) == 0
+    assert pool.missing(jobs) == 2 and not path.exists()
+    pool.launched()
+    assert pool.missing(jobs) == 0
+    assert set(json.loads(path.read_text())) == {"a"} | CompilePool.digests(jobs)

@@ -19,6 +19,7 @@ from qkernels.operations import explain
 from qkernels.w8a8 import cpu as cpu_w8a8
 from qkernels.wna16 import cpu as cpu_wna16
 from qkernels.wna16 import rows as wna16_rows
+from qkernels.wna16.layout import kernel_bits
 
 packed_products = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in wna16_rows.FAST_CPUS,
@@ -66,6 +67,16 @@ def test_4_bit_products(N, K, group, symmetric, assert_close):
 
 
 @packed_products
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("bits", "group"), [(2, 64), (3, 32), (3, -1), (6, -1)])
+def test_products_of_other_bits(bits, group, symmetric, assert_close):
+    packed = random_weight(48, 192 if group > 0 else 256, bits, symmetric, group)
+    weight = ops.prepare_weight(packed, torch.bfloat16)
+    is_packed = bits < 4 or symmetric  # torch multiplies only symmetric 8-bit codes
+    assert weight.kernel == (f"cpu_w{kernel_bits(bits)}a16" if is_packed else "dense")
+    check_product(packed, weight, assert_close)
+
+
 @packed_products
 @pytest.mark.parametrize("kind", ["q4_k", "q4_1"])
 @pytest.mark.parametrize("inputs", [(0, 1024), (96, 800)])
@@ -96,11 +107,19 @@ def test_blocks_of_a_gguf_file_run_as_floats(kind, kernel, assert_close):
     assert_close(kernel, want, ops.linear(x, prepared), 1e-6)
 
 
+@pytest.mark.parametrize(("bits", "kernel"), [(2, "w4a16"), (3, "w4a16"), (6, "w8a16")])
+def test_codes_of_every_width_have_a_kernel_on_a_gpu(bits, kernel):
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=128)
+    shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
+    text = str(explain("linear", spec=spec, **shape))
+    assert f"-> {kernel}: supported" in text, text
+
+
 def test_the_rows_of_a_gpu_name_the_types_of_blocks():
     shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
     for kind in BLOCK_TYPES:
         text = str(explain("linear", spec=block_scheme(kind).weight, **shape))
-        bits = 4 if kind.startswith("q4") else 8
+        bits = kernel_bits(block_scheme(kind).weight.bits)
         assert f"-> w{bits}a16: supported" in text, text
         assert "sm90_large_m: takes one scale for each K step, not one for" in text
 
@@ -212,7 +231,8 @@ def test_the_packed_rows_say_why_they_cannot():
     assert "cpu" in reason("cpu_w4a16", device="cuda")
     assert "outputs divisible" in reason("cpu_w4a16", out_features=24)
     assert "groups" in reason("cpu_w4a16", spec=QuantSpec(bits=4, symmetric=True, group_size=16))
-    assert "4-bit" in reason("cpu_w4a16", spec=QuantSpec(bits=3, symmetric=True, group_size=32))
+    five = QuantSpec(bits=5, symmetric=True, group_size=32)
+    assert "of 2 to 4 bits" in reason("cpu_w4a16", spec=five)
     assert "8-bit ones" in reason("cpu_w4a16", activation=ActivationSpec())
     channel = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
     assert reason("cpu_w8a16", spec=channel) == "supported"

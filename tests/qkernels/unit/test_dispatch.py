@@ -95,8 +95,8 @@ def test_explain_says_for_how_many_rows_a_table_has_configs(monkeypatch):
     [
         ({"device": "cpu", "dtype": torch.float32}, "dense", "cpu"),
         ({"dtype": torch.float32}, "reference", "float32"),
-        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "w8a16", "4-bit"),
-        ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
+        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "w8a16", "of 2 to 4 bits"),
+        ({"spec": QuantSpec(bits=5, symmetric=True, group_size=32)}, "w8a16", "of 2 to 4 bits"),
         ({"spec": QuantSpec(bits=4, symmetric=True, group_size=16)}, "reference", "groups"),
         ({"out_features": 36}, "reference", "outputs"),
     ],

@@ -236,12 +236,12 @@ def explained_experts(scheme, sizes, requested=None, gated=True):
         ("w4a16-sym", (2048, 768), None),
         ("w4a16-sym-g32", (2880, 2880), None),
         ("w8a8-fp8-block", (2048, 768), None),
-        ("w2a16-sym", (2048, 768), "takes 4- and 8-bit"),
+        ("w2a16-sym", (2048, 768), None),
         ("w4a16-sym", (2048, 736), "not 128 of 736"),
         ("w4a16-sym-g8", (2048, 768), "takes groups divisible by 32, not 8"),
         ("w8a8", (2040, 768), "takes a hidden size divisible by 64"),
         ("w8a8-fp8-block", (2048, 1440), "divisible by 128"),
-        ("w8a16-fp8", (2048, 768), "takes 4- and 8-bit"),
+        ("w8a16-fp8", (2048, 768), "takes integer weights, GGUF blocks and 4-bit floats"),
     ],
 )
 def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):

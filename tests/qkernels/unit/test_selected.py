@@ -90,6 +90,18 @@ def test_rows_attend_to_selected_entries_alone(codes, assert_close, tolerance):
     assert_close("out", torch.stack(want), got, tolerance(torch.float32))
 
 
+@pytest.mark.parametrize("kernel", ["sm90_decode", "-sm90_decode", "-triton, -sm90_decode"])
+def test_a_choice_for_whole_contexts_has_no_effect(kernel):
+    """sm90_decode takes no pages of one entry, but is requested for a model's whole attention."""
+    case = latent_case((1, 1), (20, 9), H=3, L=16, rope=8, B=4, dtype=torch.float32)
+    slots_TS = torch.stack([case.step.block_tables_RX[:, 0] * 4, case.step.block_tables_RX[:, 0]])
+    chosen = SelectedKeys(slots_TS=slots_TS.int(), counts_T=torch.ones(2, dtype=torch.int32))
+    settings = {"latent_width": 16, "scale": case.scale}
+    want = ops.selected_latent_attention(case.q_THE, case.cache, chosen, **settings)
+    got = ops.selected_latent_attention(case.q_THE, case.cache, chosen, **settings, kernel=kernel)
+    assert torch.equal(got, want)
+
+
 def test_wrong_arguments_are_named():
     case = selected_case((1,), (9,), **SIZES, dtype=torch.float32)
     with pytest.raises(KernelError, match="select_keys weights: expected .1, 5., found .1, 4."):

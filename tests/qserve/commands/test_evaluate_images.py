@@ -84,7 +84,8 @@ def log_probabilities(folder, chats):
     for messages in chats.rows:
         chat = reader.read(messages, chats.path.parent)
         ids = chat.ids[:LENGTH]
-        logits_SV = judge._logits(ids, judge.inputs(ids, chat.images), ids)
+        answer = len(ids) - max((item.end for item in chat.media), default=0)
+        logits_SV = judge._logits(ids, judge.inputs(ids, chat.images, answer=answer), ids)
         images = {place for item in chat.media for place in range(item.offset, item.end)}
         rows = [i for i in range(1, len(ids)) if i not in images and ids[i] not in bos]
         logs_NV = logits_SV.double().log_softmax(-1)[[i - 1 for i in rows]]

@@ -176,7 +176,7 @@ def test_only_what_was_being_stored_is_forgotten():
     assert pool.host.match([b"a"]) == pool.host.match([b"b"]) == 1
     pool.load_(table, [b"a"])
     moves = pool.take_moves()
-    pool.doubt(moves)
+    pool.invalidate_moves(moves)
     assert pool.host.match([b"a"]) == 1, "it was there before, and still is"
     assert pool.host.match([b"b"]) == 1 and pool.match([b"a"]) == []
     stored = {b"c", b"d"} & set(pool.host._slots)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from qserve import LLM
-from qserve.engine.runner import start_record
-from qserve.engine.runner.start_record import StartRecord, start_key
+from qserve.engine.runner.compiling import planned_kernels, start_record
+from qserve.engine.runner.compiling.start_record import StartRecord, start_key
 
 SHAPES = [(1, 1, 1), (1, 17, 17), (64, 1, 4096)]
 SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 8, "admission": "fits"}
 PRINTS_KEY = """
 import sys
 from qserve import LLM
-from qserve.engine.runner.start_record import start_key
+from qserve.engine.runner.compiling.start_record import start_key
 llm = LLM(sys.argv[1], device="cpu", num_gpu_blocks_override=8, admission="fits")
 print(start_key(llm.engine.runner, 512, "triton"))
 """
@@ -34,6 +34,31 @@ def test_shapes_come_back_while_all_kernels_are_compiled(tmp_path):
     assert record.read({"a", "b", "c"}) == SHAPES
     assert record.read({"a", "c"}) is None, "a kernel was not compiled"
     assert StartRecord(tmp_path / "new", "other").read({"a", "b"}) is None
+
+
+def test_next_start_knows_the_shapes_after_all_kernels_were_launched(runner, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from qkernels.gpu.compile_pool import CompilePool
+
+    def pool(config):
+        found = object.__new__(CompilePool)  # without a GPU: only the index is used
+        found.folder, found.version = tmp_path, "triton"
+        found._index = tmp_path / "index.json"
+        found._done, found._left = found._read_index(), set()
+        found._num_workers, found._processes = 1, []
+        return found
+
+    monkeypatch.setattr(planned_kernels, "_compile_pool", pool)
+    monkeypatch.setattr(planned_kernels, "hash_compiler", lambda: None)
+    for _ in range(2):  # the second start finds no record, since the first ended too early
+        kernels = planned_kernels.PlannedKernels(runner.config, compiles=True)
+        assert kernels.known_shapes(runner, 512) is None
+        kernels.compile(["a kernel"])
+    kernels.launched(SHAPES)
+    later = planned_kernels.PlannedKernels(runner.config, compiles=True)
+    assert later.known_shapes(runner, 512) == SHAPES
+    other_rank = planned_kernels.PlannedKernels(runner.config, compiles=False)
+    assert other_rank.known_shapes(runner, 512) is None
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ WRONG = [
     ("falcon_mamba", {"state_size": -1}, "state_size: expected a number above 0, found -1"),
     ("falcon_mamba", {"time_step_rank": "x"}, "time_step_rank: expected a number above 0"),
     ("jamba", {"num_experts": 0}, "num_experts: expected a number above 0, found 0"),
+    ("minimax", {"mlp_beta_factor": math.inf}, "mlp_beta_factor: expected a finite number, found"),
+    ("granite", {"logits_scaling": math.nan}, "logits_scaling: expected a finite number, found n"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, -math.inf, 1.0, 1.0]}, "ssm_multipliers: expect"),
+    ("qwen3_next", {"linear_value_head_dim": 0}, "linear_value_head_dim: expected a number above"),
     ("jamba", {"mamba_expand": -1}, ": states no sizes from which the number of channels of Mam"),
 ]
 
@@ -44,6 +48,18 @@ def test_a_value_that_cannot_be_is_refused(own_code, tiny_model, tmp_path, name,
     folder = edited(source, tmp_path / "x", config=lambda config: config.update(stated))
     with pytest.raises(InputError, match=f"config.json ?{message}"):
         LLM(folder, device="cpu", max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("granite", "residual_multiplier"), ("gemma2", "final_logit_softcapping")]
+)
+def test_inspect_names_a_factor_that_is_not_finite(tiny_model, tmp_path, name, key):
+    stated = {key: math.inf}
+    folder = edited(tiny_model(name), tmp_path / "x", config=lambda config: config.update(stated))
+    problems = inspect_checkpoint(folder).problems
+    assert f"config.json {key}: expected a finite number, found inf" in {
+        f"{each.subject}: {each.text}" for each in problems
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,3 +105,30 @@ def test_heads_of_weight_updates_are_normalized(own_code, tmp_path, name, quanti
     sent["lm_head.weight"] *= norms if name == "ling" else norms[:, None]
     llm.update_weights(sent)
     assert relative(llm.logits(TOKENS), right) < 1e-5
+
+
+def test_an_empty_tensor_is_named(tiny_model, tmp_path):
+    """Rows of a fused projection are read one range at a time, in the order of the kernel."""
+    name = "model.layers.2.self_attn.output_gate.weight"
+
+    def without_rows(state):
+        state[name] = state[name][:0].clone()
+
+    folder = edited(tiny_model("minimax"), tmp_path / "x", tensors=without_rows)
+    with pytest.raises(InputError, match=f"^{name}: expected .128, 64. from config.json, found .0"):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
+@pytest.mark.parametrize("quantization", [None, "w4a16-sym-g32"])
+def test_integers_are_no_weights(own_code, tmp_path, name, quantization):
+    """Codes in int32 under the name of a float weight, such as from a solver's own dump."""
+
+    def stored_as_integers(state):
+        state[name] = (state[name] * 10).to(torch.int32)
+
+    folder = edited(own_code("solar"), tmp_path / "x", tensors=stored_as_integers)
+    with pytest.raises(InputError, match=f"^{name}: expected floating point numbers, found torch"):
+        LLM(folder, device="cpu", max_model_len=64, quantization=quantization)

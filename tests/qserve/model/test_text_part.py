@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
-from formats.architecture.text_part import stored_block
+from formats.architecture.text_part import stored_block, text_config
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
@@ -159,6 +159,7 @@ TEXT_ALONE = {
         )
         for name in ("LlavaNextVideo", "VideoLlava", "VipLlava")
     },
+    "paligemma 2": with_text("PaliGemmaConfig", "gemma2", vision=SIGLIP),
     "idefics 2": with_text("Idefics2Config", "mistral"),
     "llava-onevision": with_text("LlavaOnevisionConfig", "qwen2", vision=SIGLIP),
     "exaone 4.5": with_text(
@@ -346,6 +347,20 @@ def test_what_published_files_leave_out_is_filled_in(made, tmp_path):
         InputError, match=r"expected \[128, 64\] from config.json, found \[64, 64\]"
     ):
         logits(edited(folder, tmp_path / "x", config=leave_out))
+
+
+def test_defaults_of_text_models_are_those_of_transformers():
+    """Published files of LLaVA-1.5 and Idefics2 leave out even the sizes."""
+    for kind, architecture in (
+        ("llama", "LlavaForConditionalGeneration"),
+        ("mistral", "Idefics2ForConditionalGeneration"),
+    ):
+        stated = {"architectures": [architecture], "text_config": {"model_type": kind}}
+        found, wanted = text_config(stated, []), transformers.AutoConfig.for_model(kind)
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        assert all(found[key] == getattr(wanted, key) for key in sizes)
+        kv_heads = found.get("num_key_value_heads", found["num_attention_heads"])
+        assert kv_heads == wanted.num_key_value_heads
 
 
 def test_the_result_of_quantizing_keeps_the_vision_part(made, tmp_path):

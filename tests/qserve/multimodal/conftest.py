@@ -78,7 +78,8 @@ class Vision:
         changed["attention_mask"] = torch.ones(1, len(tokens))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inputs:
-                changed[name] = torch.nn.functional.pad(inputs[name], (0, more))
+                value = int(self.processor.config.family.has_mutual_prompt)  # 1: after the prompt
+                changed[name] = torch.nn.functional.pad(inputs[name], (0, more), value=value)
         inner = getattr(self.model, "model", None)
         if hasattr(inner, "rope_deltas"):
             inner.rope_deltas = None
@@ -93,7 +94,8 @@ class Vision:
         chosen_T = logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
         return (best_T - chosen_T) / (best_T - logits_TV.mean(-1))
 
-    def inputs(self, ids, images, videos=()):
+    def inputs(self, ids, images, videos=(), answer=0):
+        """`answer`: number of tokens at the end that are no part of the prompt."""
         found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
         if images:
             config = self.processor.config
@@ -108,8 +110,14 @@ class Vision:
             if config.family.kinds_argument == "token_type_ids":
                 is_image = torch.tensor([ids]) == self.model.config.image_token_id
                 found["token_type_ids"] = is_image.int()
+            if config.family.has_mutual_prompt:
+                found["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.int)
+                found["token_type_ids"][0, len(ids) - answer :] = 1
         if videos:
             found |= self.video_inputs(videos)
+        if not images and self.processor.config.family.has_mutual_prompt:
+            # without them transformers attends in both directions only in layers without a window
+            found["token_type_ids"] = torch.ones(1, len(ids), dtype=torch.int)
         name = self.processor.config.family.kinds_argument
         if name == "mm_token_type_ids" and (images or videos):
             config, ids_1N = self.model.config, found["input_ids"]
@@ -143,6 +151,8 @@ class Vision:
         vision = self.processor.config
         if vision.is_mutual and "max_num_batched_tokens" in settings:
             least = 2 * largest_image(self.folder, vision) + 4
+            if vision.family.has_mutual_prompt:
+                least = 400  # twice the longest prompt
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
         common["model"] = str(self.folder)

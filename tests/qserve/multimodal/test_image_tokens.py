@@ -24,13 +24,14 @@ DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 # one case by default: the rest of their tests is exhaustive
 FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
-FEW += ("aya_vision",)
+FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
 ]
-# sizes of the smallest images; transformers fails at one embedding of Mistral 3
-SMALLEST = {"mistral3": (20, 3), "lighton_ocr": (20, 17)}
+# sizes of the smallest images; transformers fails at one embedding of Mistral 3, and at an empty
+# quarter of Idefics2
+SMALLEST = {"mistral3": (20, 3), "lighton_ocr": (20, 17), "idefics2": (3, 2)}
 # Enough tokens for a copy of the state of models with recurrent layers.
 LONG = " pages of a table" * 20
 
@@ -113,11 +114,12 @@ def test_second_turn_finds_the_pages_of_the_first(model):
     engine.runner.encoder.tower.encode = lambda items: (
         encoded(items) if not items else pytest.fail("an image is encoded whose rows are cached")
     )
-    longer = text + " and then"
+    has_mutual_prompt = model.processor.config.family.has_mutual_prompt  # see test_mutual_prompts
+    longer = text if has_mutual_prompt else text + " and then"
     (found,), (event,) = model.run(engine, (longer, images))
     assert found == model.expected(longer, images)
     ids, media = model.prompt(text, images)
-    assert media[-1].end - 4 < event.facts.num_cached <= len(ids)
+    assert media[-1].end - 4 - has_mutual_prompt < event.facts.num_cached <= len(ids)
 
 
 def test_tokens_of_steps_in_graphs(model, replayed, monkeypatch):
@@ -266,6 +268,8 @@ def test_features_of_another_shape_are_refused(model):
     ids, media = model.prompt(*requests_of(model)[1])
     first = media[0]
     other = replace(first, length=first.length + 1, grid=(), is_embed=b"")
+    if other.end > len(ids):
+        other = replace(first, is_embed=b"")
     for wrong, words in (
         (replace(first, features=()), "expected the features .*, found none"),
         (other, r"expected (pixel_values|\d+ embeddings) .*, found"),

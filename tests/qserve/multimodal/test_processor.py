@@ -11,9 +11,10 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.image_processors.kind import Cut
-from qserve.multimodal.image_processors.normalizer import Normalizer
+from qserve.multimodal.image_processors.own_processor import normalizer_of
 from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.text.tokenizer import Tokenizer
 from tests.tiny_vision import picture
 
 SIZES = [(1, 1), (3, 1), (40, 30), (30, 40), (200, 1), (64, 64), (65, 33)]
@@ -40,6 +41,37 @@ def test_tokens_are_those_of_the_models_own_processor(smolvlm):
         tokens = [ids[position] for item in items for position in item.embed_positions()]
         assert set(tokens) == {smolvlm.processor.config.image_token_id}
         assert len(tokens) == ids.count(smolvlm.processor.config.image_token_id)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_tokens_of_idefics2_are_those_of_its_own_processor(vision, tmp_path, is_split):
+    """Images next to each other share a token; a word after an image has a space before it."""
+    folder = shutil.copytree(vision("idefics2").folder, tmp_path / "idefics2")
+    options = folder / "preprocessor_config.json"
+    options.write_text(options.read_text().replace("true", str(is_split).lower()))
+    tokenizer = Tokenizer(folder)
+    processor = MediaProcessor(folder, tokenizer.encode)
+    own = transformers.Idefics2Processor(
+        AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        AutoTokenizer.from_pretrained(folder),
+        image_seq_len=3,
+    )
+    images = [picture(40, 30), picture(9, 31)]
+    for text in ("a <image><image> b", "<image>word\n<image>", "<image>\n\nb <image>(c)"):
+        found, items = processor.prepare(text, images, list(map(image_digest, images)))
+        wanted = own(text=text, images=[images])
+        assert found == wanted["input_ids"][0], text
+        masks = np.concatenate(wanted["pixel_attention_mask"])
+        assert len(items) == len(masks) == 2 * (1 + 4 * is_split)
+        for item, mask_HW in zip(items, masks, strict=True):  # only there transformers pads
+            _, height, width = item.features[0].shape
+            assert (height, width) == (mask_HW.any(1).sum(), mask_HW.any(0).sum())
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
+    words = tokenizer.encode("<image> what<|im_end|>", False)
+    assert any(
+        tokenizer.encode_chat(chat)[at:][: len(words)] == words
+        for at in range(len(tokenizer.encode_chat(chat)))
+    )
 
 
 def test_tokens_of_gemma_join_newlines_around_an_image(vision):
@@ -168,7 +200,7 @@ def test_pixels_are_normalized_as_transformers_does(vision):
         given = [[image]] if family == "smolvlm" else [image]
         want = np.array(processor(images=given)["pixel_values"], np.float32)
         _, items = model.prompt(model.mark, [image])
-        normalize = Normalizer.of(processor, torch.device("cpu"))
+        normalize = normalizer_of(processor, torch.device("cpu"))
         found = [
             normalize(torch.from_numpy(each.features[0].array().copy())).numpy() for each in items
         ]

@@ -14,7 +14,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.distributed import worker_group
 from qserve.engine.engine import CALL_SECONDS, Engine
-from qserve.engine.ipc.data_parallel import start_engines
+from qserve.engine.ipc.start_engines import start_engines
 from qserve.model.blocks.moe import MoeMlp
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.params.sampling_params import SamplingParams

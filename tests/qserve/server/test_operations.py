@@ -1,5 +1,6 @@
 """What operators set: rate limits, deadlines, CORS, a proxy's path, TLS, Unix sockets, logs."""
 
+import contextlib
 import json
 import logging
 import os
@@ -15,14 +16,16 @@ import pytest
 
 from formats.errors import InputError
 from qserve.commands.client_http import ServerClient
-from qserve.config import ServerConfig
+from qserve.config import EngineConfig, ServerConfig
 from qserve.processes import logs
 from qserve.server.http import listener
 from qserve.server.http.http_protocol import Connections
 from qserve.server.http.rate_limit import LimitRate
+from qserve.server.serve import serve
 from qserve.server.web_server import tls_options, uvicorn_config
 
 COMPLETIONS = "/v1/completions"
+MODEL = "examples/models/docs-5m"
 
 
 def test_requests_beyond_the_rate_get_a_429(make_server, error):
@@ -197,21 +200,24 @@ def run_on():
     def run(server, config):
         import uvicorn
 
+        owned = contextlib.ExitStack()
+        owned.enter_context(listener.owned_path(config.uds))
         bound = listener.bind(config)
+        owned.callback(listener.remove, config.uds)
         options = tls_options(config)
         web = uvicorn.Server(uvicorn_config(server.app, Connections(limit=100), **options))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        ends.append((web, thread, config.uds))
+        ends.append((web, thread, owned, config.uds))
         while not web.started:
             thread.join(0.01)
         return listener.address(bound, tls=config.ssl_certfile is not None)
 
     yield run
-    for web, thread, path in ends:
+    for web, thread, owned, path in ends:
         web.should_exit = web.force_exit = True
         thread.join(10)
-        listener.remove(path)
+        owned.close()
         assert path is None or not os.path.exists(path)
 
 
@@ -294,10 +300,41 @@ def test_unix_socket(make_server, run_on, tmp_path):
         assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
     with pytest.raises(InputError, match="cannot listen on this address"):
         listener.bind(config)
+    with pytest.raises(InputError, match="already in use"), listener.owned_path(path):
+        pass
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="--uds"):
         listener.bind(ServerConfig(uds=str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_second_server_on_a_unix_socket_is_refused_while_the_first_loads(tmp_path, root_logger):
+    """The first server's socket is bound and does not listen yet, as that of a killed server."""
+    path = str(tmp_path / "s")
+    config = ServerConfig(uds=path)
+    with listener.owned_path(path), listener.bind(config) as first:
+        with pytest.raises(InputError, match=f"{path}: cannot listen.*already in use"):
+            serve(EngineConfig(model=MODEL), config, engine="no.such.engine")
+        first.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)  # the file is still the first server's
+    # Both files are still there, as after a kill, but the lock is free.
+    (tmp_path / "s.lock").touch()
+    with listener.owned_path(path), listener.bind(config):
+        listener.remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_at_the_path_of_a_unix_socket_are_kept(tmp_path, root_logger):
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        other.listen()
+        with pytest.raises(InputError, match="already in use"):
+            serve(EngineConfig(model=MODEL), ServerConfig(uds=path), engine="no.such.engine")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["s"]
 
 
 @pytest.fixture

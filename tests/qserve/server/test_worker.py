@@ -11,10 +11,18 @@ import pytest
 from qserve.config import ServerConfig
 from qserve.server.http.errors import ApiError
 from qserve.server.prepare import worker as module
-from qserve.server.prepare.preparation import LARGE_BYTES, Preparation
+from qserve.server.prepare.preparation import LARGE_BYTES, Preparation, prepare
 from qserve.server.prepare.worker import WorkerClient
-from qserve.server.prepare.worker_messages import LoadTokenizer, Setup
+from qserve.server.prepare.worker_messages import (
+    FromWorker,
+    LoadTokenizer,
+    Prepared,
+    Setup,
+    decode,
+    encode,
+)
 from qserve.server.requests.job import Arrival
+from qserve.server.requests.served_model import ServedModel
 from qserve.text.tokenizer import TextError, Tokenizer
 
 LOOPS = """
@@ -100,6 +108,31 @@ def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
             await client.close()
 
     asyncio.run(scenario())
+
+
+UINT256 = {"type": "integer", "minimum": -(2**255), "maximum": 2**256 - 1}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"n": UINT256}}}
+REQUIRED = {"tool_choice": "required"}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("chat", {"tools": [{"type": "function", "function": FUNCTION}]} | REQUIRED),
+        ("responses", {"tools": [{"type": "function"} | FUNCTION]} | REQUIRED),
+        ("responses", {"max_tool_calls": 10**30}),
+        ("messages", {"max_tokens": 10**30}),
+    ],
+)
+def test_integers_beyond_64_bits_reach_the_server(tokenizer, route, fields):
+    """Limits of 256-bit integers in a tool's schema, which MessagePack cannot hold."""
+    model = ServedModel(
+        names=("m",), tokenizer=tokenizer, defaults={}, max_model_len=256, vocab_size=8192
+    )
+    asked = {"input" if route == "responses" else "messages": messages("Hi")}
+    body = json.dumps(asked | {"model": "m"} | fields).encode()
+    made = Prepared(job=prepare(model, route, body, Arrival(time=0.0)))
+    assert decode(encode(made)[4:], FromWorker) == made
 
 
 def test_chats_are_rendered_in_a_process_that_can_be_killed(make_server, error):

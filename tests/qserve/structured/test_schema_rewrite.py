@@ -278,6 +278,29 @@ def test_no_value_goes_on_without_end(schema, right, too_long):
         assert is_whole == (written in right), written
 
 
+def whole(low, high):
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (whole(-(2**63), 2**63 - 1), ["-8999999999999999999", "0", "9" * 18], ["1" * 20, "0.5"]),
+        (whole(0, 2**256 - 1), ["0", "8" * 19], ["-1", "1" * 79]),
+        ({"type": "integer", "exclusiveMinimum": -1e300}, ["-1", "7"], ["1" * 19, "0.5"]),
+        (whole(-3, 10**30) | {"exclusiveMaximum": 5}, ["-3", "4"], ["5", "-4"]),
+        (whole(-(10**30), 5) | {"exclusiveMinimum": -4}, ["-3", "5"], ["6", "-4"]),
+        ({"type": "number", "minimum": 0, "maximum": 1.7e308}, ["0", "2.5", "8" * 18], ["-1"]),
+    ],
+)
+def test_bounds_beyond_64_bits_are_narrowed(schema, right, wrong):
+    """llguidance refuses the bounds of int64, and of floats beyond it."""
+    start = matcher(schema)
+    assert {each: accepts(start, json.loads(each)) for each in (*right, *wrong)} == (
+        dict.fromkeys(right, True) | dict.fromkeys(wrong, False)
+    )
+
+
 LEFT_OUT = {
     "uniqueItems": items(INT, uniqueItems=True),
     "pattern": text(r"^(a|b)\1$"),

@@ -35,9 +35,12 @@ from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.latent.fixed_order.config import segment_boundaries
+from qkernels.latent.rows import SM90_DECODE
 from qkernels.latent.selected.cache import IndexedLatents, SelectedKeys
+from qkernels.latent.sm90_decode_config import sm90_latent_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
+from qkernels.operations import explain
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.latent.indexer import IndexedLatentsSpec, Indexer, Selection
@@ -109,14 +112,21 @@ class PagedLatentsSpec(CacheSpec):
             "latent_attention",
             f"latent attention over pages of {self.page_size} tokens",
             "give --enforce-eager to run it slowly",
-            device=device,
-            dtype=dtype,
-            requested=self.kernel,
-            head_dim=self.shape.entry,
-            page_size=self.page_size,
-            pages_dtype=self.dtype,
-            tma_pages=is_aligned(self.shape.entry, self.shape.latent),
+            **self._problem(dtype, device),
         )
+
+    def _problem(self, dtype: torch.dtype, device: str) -> dict[str, object]:
+        """Fields of the Problem from which the kernel is chosen."""
+        return {
+            "device": device,
+            "dtype": dtype,
+            "requested": self.kernel,
+            "head_dim": self.shape.entry,
+            "latent_width": self.shape.latent,
+            "page_size": self.page_size,
+            "pages_dtype": self.dtype,
+            "tma_pages": is_aligned(self.shape.entry, self.shape.latent),
+        }
 
     def warm_up_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
@@ -128,15 +138,24 @@ class PagedLatentsSpec(CacheSpec):
                 max_context_len=limits.max_model_len,
             )
             return
-        yield from latent_boundaries(
-            heads=self.shape.heads,
-            element_size=dtype.itemsize,
-            sm_count=sm_count(device),
-            shared_bytes=shared_bytes(device),
-            max_requests=limits.max_num_seqs,
-            max_tokens=limits.max_tokens,
-            max_context_len=limits.max_model_len,
-        )
+        most = {
+            "max_requests": limits.max_num_seqs,
+            "max_tokens": limits.max_tokens,
+            "max_context_len": limits.max_model_len,
+        }
+        choices = explain("latent_attention", **self._problem(dtype, device.type))
+        if any(each.taken and each.name == SM90_DECODE for each in choices):
+            yield from sm90_latent_boundaries(
+                heads=self.shape.heads, sm_count=sm_count(device), **most
+            )
+        else:
+            yield from latent_boundaries(
+                heads=self.shape.heads,
+                element_size=dtype.itemsize,
+                sm_count=sm_count(device),
+                shared_bytes=shared_bytes(device),
+                **most,
+            )
         rule = self.split_rule
         if rule is not None and rule.rows <= limits.max_tokens:
             yield from expanded_boundaries(

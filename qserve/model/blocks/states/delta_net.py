@@ -15,7 +15,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
@@ -43,7 +43,7 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
 
-class DeltaNet(torch.nn.Module):
+class DeltaNet(StateBlock):
     """The delta net of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -79,8 +79,6 @@ class DeltaNet(torch.nn.Module):
     def plan(self, rows: int) -> LinearPlan:
         """Return a plan with a tensor as input, because `gates` reads the same norm."""
         return FLOAT_PLAN
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

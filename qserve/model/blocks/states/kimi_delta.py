@@ -5,7 +5,6 @@ It is a gated delta net with a separate decay for each key channel.
 T: tokens of the step. C: hidden size. H: heads. V: head dim. I: H * V.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +20,8 @@ from qserve.model.blocks.linear import (
     FloatLinear,
     Linear,
     LinearPlan,
-    Product,
-    products_of,
 )
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
@@ -41,7 +38,7 @@ class KimiShape:
         return self.heads * self.head_dim
 
 
-class KimiDelta(torch.nn.Module):
+class KimiDelta(StateBlock):
     """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -70,16 +67,9 @@ class KimiDelta(torch.nn.Module):
         self.register_buffer("dt_bias", dt_bias)
         self.register_buffer("norm", norm)
 
-    def products(self) -> Iterator[Product]:
-        """Yield the quantized products, each with the operation that consumes its result."""
-        yield from products_of(self.in_proj, None)
-        yield from products_of(self.out_proj, "norm")
-
     def plan(self, rows: int) -> LinearPlan:
         """Return a plan with a tensor as input, because `low` reads the same norm."""
         return FLOAT_PLAN
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

@@ -11,7 +11,6 @@ T: tokens of the step. C: hidden size. H: heads. D: head dim. I: H * D.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import silu
@@ -22,8 +21,8 @@ from qkernels.mamba2.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 from qserve.parallel.norm import NormOverRanks
 
@@ -31,7 +30,7 @@ NORM_EPS = 1e-6  # transformers' default; rms_norm_eps is ignored
 STEP_BIAS = math.log(math.e - 1)  # softplus of it is 1
 
 
-class LightningAttention(torch.nn.Module):
+class LightningAttention(StateBlock):
     """The mixer of one layer: projections, state update and readout."""
 
     def __init__(
@@ -54,17 +53,6 @@ class LightningAttention(torch.nn.Module):
         self.register_buffer("skip", torch.zeros_like(slopes))
         self.register_buffer("dt_bias", torch.full_like(slopes, STEP_BIAS))
         self.register_buffer("norm", norm)
-
-    def products(self) -> Iterator[Product]:
-        """Yield the quantized products, each with the operation that consumes its result."""
-        yield from products_of(self.in_proj, None)
-        yield from products_of(self.out_proj, "norm")
-
-    def plan(self, rows: int) -> LinearPlan:
-        """Return the plan of the first linear, which sets the output form of the norm before it."""
-        return self.in_proj.plan(rows)
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

@@ -15,7 +15,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 from qserve.parallel.communicator import RankPartial
 
@@ -30,7 +30,7 @@ class Mamba1Shape:
     taps: int  # of the convolution
 
 
-class Mamba1(torch.nn.Module):
+class Mamba1(StateBlock):
     """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -68,12 +68,6 @@ class Mamba1(torch.nn.Module):
         for linear in (self.in_proj, self.x_proj, self.dt_proj):
             yield from products_of(linear, None)
         yield from products_of(self.out_proj, "norm")
-
-    def plan(self, rows: int) -> LinearPlan:
-        """Return the plan of the first linear, which sets the output form of the norm before it."""
-        return self.in_proj.plan(rows)
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

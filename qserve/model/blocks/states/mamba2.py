@@ -3,7 +3,6 @@
 T: tokens of the step. C: hidden size. I: channels of x and of the result.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,8 @@ from qkernels.mamba2.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 from qserve.parallel.norm import GroupNormOverRanks
 
@@ -41,7 +40,7 @@ class MambaShape:
         return self.inner + 2 * self.groups * self.state
 
 
-class Mamba2(torch.nn.Module):
+class Mamba2(StateBlock):
     """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -74,17 +73,6 @@ class Mamba2(torch.nn.Module):
         self.register_buffer("dt_bias", dt_bias)
         self.register_buffer("norm", norm)
         self.register_buffer("factors", factors)
-
-    def products(self) -> Iterator[Product]:
-        """Yield the quantized products, each with the operation that consumes its result."""
-        yield from products_of(self.in_proj, None)
-        yield from products_of(self.out_proj, "norm")
-
-    def plan(self, rows: int) -> LinearPlan:
-        """Return the plan of the first linear, which sets the output form of the norm before it."""
-        return self.in_proj.plan(rows)
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

@@ -3,8 +3,6 @@
 T: tokens of the step. C: hidden size.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from qkernels import ops
@@ -12,12 +10,12 @@ from qkernels.causal_conv.state import StateSlots
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.states.state import StateBlock, StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
-class ShortConv(torch.nn.Module):
+class ShortConv(StateBlock):
     """out_proj(c * convolution(b * x)), where b, c, x = in_proj(input)."""
 
     def __init__(
@@ -34,17 +32,6 @@ class ShortConv(torch.nn.Module):
         self.in_proj, self.out_proj = in_proj, out_proj
         self.register_buffer("conv_weight", conv_weight)
         self.register_buffer("conv_bias", conv_bias)
-
-    def products(self) -> Iterator[Product]:
-        """Yield the quantized products, each with the operation that consumes its result."""
-        yield from products_of(self.in_proj, None)
-        yield from products_of(self.out_proj, "norm")
-
-    def plan(self, rows: int) -> LinearPlan:
-        """Return the plan of the first linear, which sets the output form of the norm before it."""
-        return self.in_proj.plan(rows)
-
-    has_kv_scales = None
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""

@@ -1,4 +1,4 @@
-"""StateSpec: cache spec of mixers with state slots. `state_step`: the slots of a step."""
+"""StateBlock: base class of mixers with states. StateSpec: their cache spec."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ import torch
 
 from qkernels.causal_conv.state import StateSlots, StateStep
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.cache_spec import CacheSpec, StepLimits, WarmUpShape
 
 
@@ -41,6 +42,23 @@ class StateSpec(CacheSpec):
             most_rows=self.most_rows,
             inputs=self.inputs,
         )
+
+
+class StateBlock(torch.nn.Module):
+    """Base class of mixers with states, which run from `in_proj` to `out_proj`."""
+
+    has_kv_scales = None
+    in_proj: Linear
+    out_proj: Linear
+
+    def products(self) -> Iterator[Product]:
+        """Yield the quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Return the plan of the first linear, which sets the output form of the norm before it."""
+        return self.in_proj.plan(rows)
 
 
 def state_step(step: StepInputs) -> StateStep:

@@ -5,13 +5,12 @@ import functools
 
 import torch
 
-from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.moe.experts import ExpertWeights, PreparedExperts
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routes, Routing
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import SM80, SM90, Case
-from tests.qkernels.compile.cases.weights import weight_of
+from tests.qkernels.compile.cases.weights import scheme_of, weight_of
 
 MIXTRAL = (4096, 14336, 8, 2)  # hidden size, inner size, experts, experts of a token
 QWEN3_30B = (2048, 768, 128, 8)
@@ -38,7 +37,7 @@ def _prepared(scheme: str | None, shape: Shape) -> PreparedExperts:
     hidden, inner, _, _ = shape
 
     def matrix(N: int, K: int):
-        return empty(N, K) if scheme is None else weight_of(Scheme.parse(scheme), N, K)
+        return empty(N, K) if scheme is None else weight_of(scheme_of(scheme), N, K)
 
     biased = shape == GPT_OSS
     glu = CLAMPED if biased else _GLUS.get(shape, SILU)
@@ -126,6 +125,19 @@ EXPERTS: dict[str, Case] = {
             ("mxfp4", 1024, GPT_OSS, SM80),
             ("nvfp4", 4, QWEN3_30B, ()),
             ("nvfp4", 512, QWEN3_30B, ()),
+        )
+    },
+    **{
+        f"experts {kind} M={M}": Case(
+            run=functools.partial(experts, M, shape, kind), quick=quick, product="wgmma"
+        )
+        for kind, M, shape, quick in (
+            ("q4_k", 1, QWEN3_30B, SM90),
+            ("q4_k", 512, MIXTRAL, ()),
+            ("q6_k", 32, QWEN3_30B, ()),
+            ("q6_k", 4096, QWEN3_30B, ()),
+            ("q2_k", 8, MIXTRAL, ()),
+            ("iq4_xs", 512, QWEN3_30B, ()),
         )
     },
     "experts w8a8 M=8": Case(run=lambda: experts(8, QWEN3_30B, "w8a8"), product="wgmma"),

@@ -4,6 +4,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
+from qkernels.gpu import device
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.selected import triton_scores
 from qkernels.latent.selected.cache import SelectedKeys
@@ -72,7 +73,30 @@ def selected(rows: int, heads: int, most: int = 2048) -> None:
     )
 
 
+def sm90_decode(counts: list[int], heads: int) -> None:
+    """Run the kernel for sm_90; on other cards, the portable one over one row."""
+    if device.lacks_arch(torch.device("cuda"), "sm_90") is None:
+        latent_attention(counts, heads, kernel="sm90_decode")
+    else:
+        latent_attention([1], 16)
+
+
 LATENT_ATTENTION: dict[str, Case] = {
+    "latent sm90_decode, 1 row": Case(
+        run=lambda: sm90_decode([1], 16), quick=SM90, product="wgmma"
+    ),
+    "latent sm90_decode, 128 rows": Case(run=lambda: sm90_decode([1] * 128, 16), product="wgmma"),
+    "latent sm90_decode, 128 rows of 20 heads": Case(
+        run=lambda: sm90_decode([1] * 128, 20), quick=SM90, product="wgmma"
+    ),
+    "latent sm90_decode, 128 rows of 64 heads": Case(
+        run=lambda: sm90_decode([1] * 128, 64), quick=SM90, product="wgmma"
+    ),
+    "latent sm90_decode, 16 rows of 128 heads": Case(
+        run=lambda: sm90_decode([1] * 16, 128), product="wgmma"
+    ),
+    "latent sm90_decode, a chunk": Case(run=lambda: sm90_decode([1, 40], 20), product="wgmma"),
+    "latent sm90_decode, drafts": Case(run=lambda: sm90_decode([4] * 32, 16), product="wgmma"),
     "latent attention, decode": Case(
         run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
     ),

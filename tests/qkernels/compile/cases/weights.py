@@ -48,9 +48,13 @@ def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight | Fp4W
     return with_activation(weight, scheme, None) if activation is not None else weight
 
 
+def scheme_of(name: str) -> Scheme:
+    """Return a scheme by its name, or that of blocks of a GGUF file."""
+    return block_scheme(name) if name in BLOCK_TYPES else Scheme.parse(name)
+
+
 @functools.lru_cache(maxsize=4)
 def prepared(
     scheme: str, shape: tuple[int, int], dtype: torch.dtype, kernel: str | None = None
 ) -> PreparedWeight:
-    found = block_scheme(scheme) if scheme in BLOCK_TYPES else Scheme.parse(scheme)
-    return ops.prepare_weight(weight_of(found, *shape), dtype, kernel=kernel)
+    return ops.prepare_weight(weight_of(scheme_of(scheme), *shape), dtype, kernel=kernel)

@@ -25,7 +25,7 @@ from qserve.model.layer_kinds import launch_kind, sample_of_layers
 
 logger = logging.getLogger(__name__)
 
-HOME = Path(__file__).resolve().parents[3]  # folder of this project's packages
+HOME = Path(__file__).resolve().parents[4]  # folder of this project's packages
 PACKAGES = ("formats", "qkernels", "qserve")
 # Settings that no kernel depends on, so that other models with the same layers share a record.
 IGNORED = ("model", "tokenizer", "revision", "seed")

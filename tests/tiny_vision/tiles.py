@@ -1,0 +1,163 @@
+"""Models that cut an image into tiles."""
+
+from tests.tiny_vision.parts import PIXELS, SIGLIP, TOWER
+
+LFM2_TILES = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)]
+TILES = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", *TILES]
+# At most 2 x 2 tiles of 32 pixels and the whole image: 4 embeddings each.
+IDEFICS = {
+    "tokens": IDEFICS_TOKENS,
+    "placeholder": "<image>",
+    "text_type": "llama",
+    "vision": {**TOWER, "image_size": 32, "patch_size": 8},
+    "whole": {"scale_factor": 2},
+    "processor": {
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+        "image_mean": [0.5, 0.4, 0.5],
+        "image_std": [0.5, 0.5, 0.6],
+    },
+}
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+INTERNVL = {
+    "config": "InternVLConfig",
+    "tokens": ["<img>", "<IMG_CONTEXT>", "</img>"],
+    "placeholder": "<IMG_CONTEXT>",
+    "text_type": "qwen3",
+    "vision": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+    "whole": {"image_seq_length": 4},
+    "image_processor": "GotOcr2ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
+}
+# Images of 2 to 9 embeddings; larger ones become at most 6 tiles of 4 and an overview.
+LFM2_VL = {
+    "config": "Lfm2VlConfig",
+    "tokens": [
+        *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        *LFM2_TILES,
+    ],
+    "placeholder": "<image>",
+    "text_type": "lfm2",
+    "text": {
+        "layer_types": ["full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "without": ("head_dim",),
+    "vision": {
+        **TOWER,
+        "model_type": "siglip2_vision_model",
+        "patch_size": 8,
+        "num_patches": 16,
+        "vision_use_head": False,
+    },
+    "whole": {"projector_hidden_size": 48},
+    "image_processor": "Lfm2VlImageProcessor",
+    "processor": {
+        **PIXELS,
+        "encoder_patch_size": 8,
+        "tile_size": 32,
+        "max_tiles": 6,
+        "min_image_tokens": 2,
+        "max_image_tokens": 9,
+    },
+}
+# At most 5 tiles of 32 pixels and the whole image: 4 embeddings each.
+LLAMA_4 = {
+    "config": "Llama4Config",
+    "tokens": [
+        *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"),
+        *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ],
+    "placeholder": "<|image|>",
+    "image": "<|patch|>",
+    "text_type": "llama4_text",
+    "text": {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 64,
+    },
+    "vision": {
+        **TOWER,
+        "image_size": 32,
+        "patch_size": 8,
+        "vision_output_dim": 40,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "intermediate_size": 128,
+    },
+    "whole": {},
+    "image_processor": "Llama4ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 5},
+}
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+COHERE_2_VISION = {
+    "config": "Cohere2VisionConfig",
+    "tokens": ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
+    "placeholder": "<|IMG_PATCH|>",
+    "text_type": "cohere2",
+    "text": {
+        # transformers leaves this factor of the logits out here; the text model alone has it
+        "logit_scale": 1.0,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "vision": {**SIGLIP, "vision_use_head": False},
+    "whole": {"alignment_intermediate_size": 96},
+    "image_processor": "Cohere2VisionImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
+}
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+AYA_VISION = {
+    **COHERE_2_VISION,
+    "config": "AyaVisionConfig",
+    "tokens": [
+        *("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL"),
+        *(f"TILE_{number}" for number in range(1, 5)),
+    ],
+    "placeholder": "<image>",
+    "image": "<|IMG_PATCH|>",
+    "image_processor": "GotOcr2ImageProcessor",
+}
+# Four quarters and the whole image, of any size up to 40 x 40 pixels: 3 embeddings each.
+IDEFICS_2 = {
+    "config": "Idefics2Config",
+    "tokens": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    "placeholder": "<image>",
+    "text_type": "mistral",
+    "vision": {**TOWER, "image_size": 40, "patch_size": 8},
+    "whole": {
+        "perceiver_config": {
+            "hidden_size": 64,
+            "resampler_n_latents": 3,
+            "resampler_depth": 2,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 16,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.2,
+        }
+    },
+    "image_processor": "Idefics2ImageProcessor",
+    "processor": {
+        **PIXELS,
+        "size": {"shortest_edge": 17, "longest_edge": 40},
+        "do_image_splitting": True,
+    },
+}
+FAMILIES = {
+    "idefics2": IDEFICS_2,
+    "idefics3": {
+        **IDEFICS,
+        "config": "Idefics3Config",
+        "image_processor": "Idefics3ImageProcessor",
+    },
+    "smolvlm": {**IDEFICS, "config": "SmolVLMConfig", "image_processor": "SmolVLMImageProcessor"},
+    "internvl": INTERNVL,
+    "lfm2_vl": LFM2_VL,
+    "llama4": LLAMA_4,
+    "cohere2_vision": COHERE_2_VISION,
+    "aya_vision": AYA_VISION,
+}
