@@ -122,8 +122,7 @@ def make_windows(
     if not rows:
         raise InputError(
             source,
-            f"has {count_text(len(ids), 'token')}, which do not fill one window of"
-            f" {sequence_length}",
+            f"has {count_text(len(ids), 'token')}, too few for one window of {sequence_length}",
             remedy,
         )
     return torch.tensor(rows)

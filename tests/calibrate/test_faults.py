@@ -275,9 +275,7 @@ def test_text_shorter_than_a_window_is_an_error_with_remedies(docs_5m, tmp_path)
     short.write_text("hello")
     for sequence_length in (2048, 2):  # a smaller --sequence-length would not help
         options = {**FAST, "sequence_length": sequence_length, "eval_text": str(short)}
-        with pytest.raises(
-            InputError, match="short.txt: has .* tokens, which do not fill .*is fixed"
-        ):
+        with pytest.raises(InputError, match="short.txt: has .* tokens, too few for .*is fixed"):
             quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 

@@ -48,7 +48,7 @@ def test_window_limit_cuts_a_long_text(limit):
 
 
 def test_text_too_short_says_how_short():
-    with pytest.raises(InputError, match="has 3 tokens, which do not fill one window of 4"):
+    with pytest.raises(InputError, match="has 3 tokens, too few for one window of 4"):
         make_windows(["ab"], encode, 1, 4)
     for length, limit in ((1, None), (0, None), (4, 0)):
         with pytest.raises(InputError, match="windows"):

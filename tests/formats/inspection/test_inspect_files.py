@@ -61,7 +61,7 @@ def test_index_that_lists_nothing(gptq_model, write_folder):
 
 
 def test_pointer_of_git_lfs_is_named(gptq_model, write_folder):
-    """A clone without Git LFS has such a text in place of the file."""
+    """A clone without Git LFS has such a text instead of the file."""
     folder = write_folder(*gptq_model)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 10494472\n"
     (folder / "model.safetensors").write_text(pointer)
