@@ -16,14 +16,6 @@ from formats.errors import InputError
 # stride, a power of THINNING, which shares no factor with the usual lengths of windows: their first
 # tokens, which often have outliers, are then in the sample in about their proportion.
 MOST_SAMPLED, THINNING = 768, 3
-# A token whose inputs have more than this multiple of the median's squared magnitude gets a smaller
-# weight in sums and errors, so that it counts like this multiple. In some layers a window's first
-# token has inputs to down_proj a hundred times as large as all others (an attention sink). It would
-# dominate the Hessian and its damping. Measured on SmolLM2-135M-Instruct (dequantized from Q4_1),
-# W4A16 in groups of 64, gptq, 8 x 512 tokens, two sets of windows, relative error of layer 12's
-# down_proj for all tokens but the first: wikitext-2 0.090 without this limit, 0.084 with it (rtn
-# 0.087); held-out text 0.091 and 0.079. The first token's error grows from 0.015 to 0.019.
-OUTLIER_LIMIT = 100.0
 # Held-out tokens kept per input; with fewer than FEWEST_HELD no error is reported.
 MOST_HELD, FEWEST_HELD = 2048, 16
 
@@ -66,12 +58,9 @@ class BatchSums:
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "BatchSums":
         """Compute the sums of inputs [..., K]: exact products of 16-bit inputs, float32 sums."""
         x_TK = x.reshape(-1, x.shape[-1])
-        root_T1 = limit_outliers(x_TK).sqrt()[:, None].to(x.dtype)
-        weighted_TK = x_TK * root_T1  # the same bits for all tokens but outliers
-        moment_KK, drift_KK = _product(weighted_TK, weighted_TK), None
+        moment_KK, drift_KK = _product(x_TK, x_TK), None
         if reference is not None and reference.shape == x.shape:
-            reference_TK = reference.reshape(x_TK.shape) * root_T1
-            drift_KK = _product(reference_TK, weighted_TK).sub_(moment_KK)
+            drift_KK = _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
         stride = 1
         while -(-x_TK.shape[0] // stride) > MOST_SAMPLED:
             stride *= THINNING
@@ -83,14 +72,6 @@ class BatchSums:
             sample_TK=x_TK[::stride].float().clone(),
             stride=stride,
         )
-
-
-def limit_outliers(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each token: 1, or less for outliers (OUTLIER_LIMIT), float32 [T]."""
-    size_T = x_TK.float().square().sum(1)
-    limit = OUTLIER_LIMIT * size_T.median()
-    weight_T = (limit / size_T.clamp(min=torch.finfo(size_T.dtype).tiny)).clamp(max=1)
-    return torch.where(limit > 0, weight_T, 1.0)
 
 
 class InputStatistics:
@@ -214,17 +195,16 @@ class InputStatistics:
     def held_out_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float | None:
         """||X' W^T - X Wq^T|| / ||X' W^T|| over held-out tokens; None if there are too few.
 
-        X' are the float model's inputs where they are known, else X. Outliers are limited.
+        X' are the float model's inputs where they are known, else X.
         """
         error = reference = tokens = 0.0
         weight_NK, found_NK = weight_NK.float(), found_NK.float()
         for held in self._held:
             targets_TK = held.inputs_TK if held.targets_TK is None else held.targets_TK
-            token_T1 = limit_outliers(held.inputs_TK)[:, None]
             wanted_TN = targets_TK @ weight_NK.t()
-            reference += float((wanted_TN.square() * token_T1).sum(dtype=torch.float64))
+            reference += float(wanted_TN.square().sum(dtype=torch.float64))
             difference_TN = wanted_TN.sub_(held.inputs_TK @ found_NK.t())
-            error += float(difference_TN.square_().mul_(token_T1).sum(dtype=torch.float64))
+            error += float(difference_TN.square_().sum(dtype=torch.float64))
             tokens += len(held.inputs_TK)
         if tokens < FEWEST_HELD:
             return None
