@@ -3,6 +3,7 @@
 Linears that read the same input share one object. Legend: T tokens, K inputs.
 """
 
+import random
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import torch
 
 from formats.errors import InputError
 
-# Tokens kept as a sample, for errors that second moments do not show: so many of each of so many
-# batches.
-SAMPLE_PER_CALL, SAMPLE_CALLS = 32, 16
+# Most tokens kept as a sample, for errors that second moments do not show. Tokens are kept at one
+# stride, a power of THINNING, which shares no factor with the usual lengths of windows: their first
+# tokens, which often have outliers, are then in the sample in about their proportion.
+MOST_SAMPLED, THINNING = 768, 3
 # Held-out tokens kept per input; with fewer than FEWEST_HELD no error is reported.
 MOST_HELD, FEWEST_HELD = 2048, 16
 
@@ -49,7 +51,8 @@ class BatchSums:
     moment_KK: torch.Tensor  # sum of x x^T
     drift_KK: torch.Tensor | None  # sum of (x of the float model - x) x^T
     absmax_K: torch.Tensor
-    sample_TK: torch.Tensor
+    sample_TK: torch.Tensor  # every `stride`-th token
+    stride: int
 
     @classmethod
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "BatchSums":
@@ -58,14 +61,16 @@ class BatchSums:
         moment_KK, drift_KK = _product(x_TK, x_TK), None
         if reference is not None and reference.shape == x.shape:
             drift_KK = _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
-        # Every batch gives a few tokens, evenly spaced: the sample covers all of the data.
-        step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+        stride = 1
+        while -(-x_TK.shape[0] // stride) > MOST_SAMPLED:
+            stride *= THINNING
         return cls(
             num_tokens=x_TK.shape[0],
             moment_KK=moment_KK,
             drift_KK=drift_KK,
             absmax_K=x_TK.abs().amax(0).float(),
-            sample_TK=x_TK[::step][:SAMPLE_PER_CALL].float().clone(),
+            sample_TK=x_TK[::stride].float().clone(),
+            stride=stride,
         )
 
 
@@ -86,7 +91,8 @@ class InputStatistics:
         self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
         self.drift_KK: torch.Tensor | None = None  # sum of (x of the float model - x) x^T
         self.absmax_K = torch.zeros(in_features, device=device)
-        self._sample: list[torch.Tensor] = []
+        self._sample: list[torch.Tensor] = []  # every `_stride`-th token of each batch
+        self._stride, self._num_offered = 1, 0  # batches offered
         self._held: list[HeldOut] = []
         self.notes: list[str] = []  # a solver's messages, such as a raised damping
         self.cache: dict[str, object] = {}  # derived by solvers, shared by the input's linears
@@ -109,8 +115,26 @@ class InputStatistics:
             self.drift_KK += batch.drift_KK.to(device)
         self.num_tokens += batch.num_tokens
         self.absmax_K = torch.maximum(self.absmax_K, batch.absmax_K.to(device))
-        if len(self._sample) < SAMPLE_CALLS:
-            self._sample.append(batch.sample_TK.to(device))
+        self._keep(batch.sample_TK.to(device), batch.stride)
+
+    def _keep(self, sample_TK: torch.Tensor, stride: int) -> None:
+        """Add every `stride`-th token of a batch to the sample, and thin the sample if it is full.
+
+        Each batch starts at another token, because the first one may be an outlier.
+        """
+        while self._stride < stride:
+            self._thin()
+        step = self._stride // stride
+        first = random.Random(self._num_offered).randrange(step)
+        self._num_offered += 1
+        self._sample.append(sample_TK[first::step].clone())
+        while sum(map(len, self._sample)) > MOST_SAMPLED:
+            self._thin()
+
+    def _thin(self) -> None:
+        self._stride *= THINNING
+        if self._sample:
+            self._sample = [torch.cat(self._sample)[::THINNING].clone()]
 
     def hold_out(self, held: HeldOut) -> None:
         """Keep tokens for `held_out_error`, outside of the sums; only their range is counted."""
@@ -195,7 +219,7 @@ class InputStatistics:
         if sum(map(len, held)) < FEWEST_HELD:
             return None
         held_TK = torch.cat(held)
-        return held_TK[:: -(-len(held_TK) // (SAMPLE_PER_CALL * SAMPLE_CALLS))]
+        return held_TK[:: -(-len(held_TK) // MOST_SAMPLED)]
 
     def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
         """Squared output error of each row, [N], summed over all calibration tokens."""

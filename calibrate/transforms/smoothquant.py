@@ -1,10 +1,10 @@
 """SmoothQuant: move the outliers of activations into the weights, before both are rounded.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
-Models" (2022). The factors are s_j = max|X_j|^alpha / max|W_j|^(1-alpha), for inputs that come from
-a norm. alpha is given for the whole model, or searched for each input to minimize the error of the
-rounded product on a sample of tokens. Searched factors are dropped if they enlarge this error on
-held-out windows.
+Models" (2022). The factors are s_j = max|X_j|^alpha / max|W_j|^(1-alpha). alpha is given for the
+whole model, or searched for each input to minimize the error of the rounded product on a sample of
+tokens. With a scale per token, searched factors are then fitted one by one (fitting.py). Of no
+factors, the searched and the fitted ones, those with the least error on held-out windows are used.
 """
 
 import math
@@ -22,6 +22,7 @@ from calibrate.solvers.solving import (
     move_scale,
     shared_by_heads,
 )
+from calibrate.transforms.fitting import fit_factors, normalized, token_weights
 from formats.errors import RangeError
 from formats.numerics import affine
 from formats.numerics.activation import LARGEST
@@ -39,57 +40,56 @@ def smooth_layer(
     context: LayerContext,
     alpha: float | None = None,
 ) -> LayerState:
-    """Move the factors of every scale pair whose `previous` is a norm.
+    """Move the factors of every scale pair of the layer.
 
-    With static activations all scale pairs are smoothed. `alpha` None: search it for each input.
+    If activations are not rounded, only pairs whose `previous` is a norm. `alpha` None: search it
+    for each input, then fit the factors.
     """
     changed: LayerState = {}
     for pair in context.scale_pairs:
         stats = statistics[pair.linears[0]]
-        # With one scale for all tokens, every channel with large values hurts. Inputs that do not
-        # come from a norm are therefore smoothed, too.
-        kinds = ("norm", "values", "up") if context.is_static else ("norm",)
+        rounds = context.is_static or context.activation_bits is not None
+        kinds = ("norm", "values", "up") if rounds else ("norm",)
         if pair.kind not in kinds or stats.num_tokens == 0:
             continue
         current = {**state, **changed}
         weights = [current[f"{name}.weight"].float() for name in pair.linears]
         absmax_K = shared_by_heads(stats.absmax_K, pair, context)
-        tried = {
-            a: factors(weights, absmax_K, pair, context, a) for a in ([alpha] if alpha else ALPHAS)
-        }
         if alpha is None:
-            sample_TK = stats.sample()
-            tried = {-1.0: torch.ones_like(stats.absmax_K), **tried}
-            errors = {
-                a: product_error(weights, scale_K, sample_TK, context)
-                for a, scale_K in tried.items()
-            }
-            best = min(errors, key=errors.get)
-            if best >= 0 and not helps_held_out(weights, tried[best], stats, context):
-                stats.notes.append(LEFT_OUT)
-                best = -1.0
+            chosen_K = search(weights, absmax_K, stats, pair, context)
         else:
-            best = alpha
-        if best >= 0:
-            changed |= move_scale({**state, **changed}, statistics, pair, tried[best], context)
+            chosen_K = factors(weights, absmax_K, pair, context, alpha)
+        if chosen_K is not None:
+            changed |= move_scale(current, statistics, pair, chosen_K, context)
     return changed
 
 
-def helps_held_out(
+def search(
     weights: list[torch.Tensor],
-    scale_K: torch.Tensor,
+    absmax_K: torch.Tensor,
     stats: InputStatistics,
+    pair: ScalePair,
     context: LayerContext,
-) -> bool:
-    """Return True unless the factors enlarge the rounded product's error on held-out windows."""
+) -> torch.Tensor | None:
+    """Return the best factors [K] of a pair, or None if factors do not help."""
+    sample_TK = stats.sample()
+
+    def least(tried: list[torch.Tensor], inputs_TK: torch.Tensor) -> torch.Tensor:
+        return min(tried, key=lambda s_K: product_error(weights, s_K, inputs_TK, context))
+
+    none_K = torch.ones_like(absmax_K)
+    by_alpha = [factors(weights, absmax_K, pair, context, a) for a in ALPHAS]
+    best_K = least([none_K, *by_alpha], sample_TK)
+    tried = [none_K, best_K]
+    if context.activation_bits is not None and not context.is_static:
+        tried.append(fit_factors(weights, best_K, sample_TK, pair, context))
     held_TK = stats.held_out_sample()
-    if held_TK is None:
-        return True
-    scaled, plain = (
-        product_error(weights, each_K, held_TK, context)
-        for each_K in (scale_K, torch.ones_like(scale_K))
-    )
-    return scaled <= plain
+    found_K = least(tried, sample_TK)
+    if held_TK is not None and found_K is not none_K:
+        found_K = least(tried, held_TK)
+        if found_K is none_K:
+            stats.notes.append(LEFT_OUT)
+    return None if found_K is none_K else found_K
 
 
 def factors(
@@ -103,8 +103,7 @@ def factors(
     weight_K = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     weight_K = shared_by_heads(weight_K, pair, context)
     scale_K = absmax_K.clamp(min=1e-5) ** alpha / weight_K.clamp(min=1e-5) ** (1 - alpha)
-    scale_K = scale_K.clamp(min=float(scale_K.max()) / MAX_FACTOR)
-    return scale_K / (scale_K.max() * scale_K.min()).sqrt()
+    return normalized(scale_K.clamp(min=float(scale_K.max()) / MAX_FACTOR))
 
 
 def product_error(
@@ -115,8 +114,11 @@ def product_error(
 ) -> float:
     """Return the squared error of x W^T on the sample if both are rounded under the factors.
 
-    The error is infinite if the scaled weights exceed the range of scales.
+    With a scale per token, tokens are weighted by `token_weights`. The error is infinite if the
+    scaled weights exceed the range of scales.
     """
+    wanted_TN = sample_TK @ torch.cat(weights).t()
+    token_T = torch.ones_like(wanted_TN[:, 0])
     x_TK = sample_TK / scale_K
     if context.is_static:
         weight_K = sum((weight * scale_K).square().sum(0) for weight in weights)
@@ -126,15 +128,13 @@ def product_error(
         x_TK = round_static(x_TK, best)
     elif context.activation_bits is not None:
         x_TK = fake_quantize_tokens(x_TK, context.activation_bits)
-    error = 0.0
-    for weight_NK in weights:
-        try:
-            rounded_NK = _round(weight_NK * scale_K, context.spec)
-        except RangeError:
-            return math.inf
-        difference = sample_TK @ weight_NK.t() - x_TK @ rounded_NK.t()
-        error += float(difference.double().square().sum())
-    return error
+        token_T = token_weights(wanted_TN.square().sum(1))
+    try:
+        rounded_NK = torch.cat([_round(weight_NK * scale_K, context.spec) for weight_NK in weights])
+    except RangeError:
+        return math.inf
+    error_T = (wanted_TN - x_TK @ rounded_NK.t()).square().sum(1)
+    return float((error_T * token_T).double().sum())
 
 
 def _round(weight_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
