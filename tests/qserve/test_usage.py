@@ -95,7 +95,7 @@ def test_wrong_settings_show_before_the_texts_are_read(
     ("flags", "words"),
     [
         (["--windows", "0"], "--windows: expected 1 or more"),
-        (["--sequence-length", "999999"], "do not fill one window"),
+        (["--sequence-length", "999999"], "too few for one window"),
     ],
 )
 def test_eval_checks_its_windows_before_the_model(

@@ -53,7 +53,7 @@ def test_fewer_windows_than_asked_is_a_warning(texts, tokenizer):
     data = read(texts, tokenizer, samples=500)
     assert 4 < len(data.ids_WS) < 500
     assert f"fills {len(data.ids_WS)} windows, not 500" in data.warnings[0]
-    with pytest.raises(InputError, match="do not fill one window"):
+    with pytest.raises(InputError, match="too few for one window"):
         read(texts, tokenizer, sequence_length=10**5)
 
 
