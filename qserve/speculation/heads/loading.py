@@ -145,7 +145,7 @@ class HeadWeights:
         """Mark a tensor that is not needed as used, if the folder has it."""
         if self.has(name):
             stored = self.folder.stored(name)
-            self._source.tensor(stored, self.folder.entries[stored].shape)
+            self._source.tensor(stored, self.folder.entries[stored].shape, integers=True)
 
     def embedding(self) -> torch.Tensor:
         """Return the head's embedding table [V, C]; the target's if the head has none."""
@@ -165,7 +165,8 @@ class HeadWeights:
                 )
             return None
         stored = self.folder.stored(names.TO_TARGET)
-        offsets_U = self._source.tensor(stored, (config.draft_vocab_size,)).long()
+        shape = (config.draft_vocab_size,)
+        offsets_U = self._source.tensor(stored, shape, integers=True).long()
         ids_U = offsets_U + torch.arange(len(offsets_U), device=offsets_U.device)
         if not bool(((ids_U >= 0) & (ids_U < config.vocab_size)).all()):
             raise CheckpointError(
