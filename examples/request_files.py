@@ -26,7 +26,9 @@ import os, sys, threading, time
 root, folder, seen = {root!r} + "/", {folder!r}, set()
 def note(frame, event, argument):
     path = frame.f_code.co_filename
-    if event == "call" and path not in seen and path.startswith(root):
+    if event != "call" or path in seen or not path.startswith(root):
+        return
+    if "/site-packages/" not in path:  # of a virtual environment in the project's folder
         if os.path.exists(folder + "/on"):
             seen.add(path)
             with open(f"{{folder}}/{{os.getpid()}}.log", "a") as file:

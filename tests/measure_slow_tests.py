@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).with_name("slow_tests.txt")
-SLOW = 0.3  # seconds of CPU time
-KEPT_CASE, KEPT_TEST = 0.8, 1.2  # of the cheapest case of a test, and of a test without parameters
+SLOW = 0.25  # seconds of CPU time
+KEPT_CASE, KEPT_TEST = 0.7, 1.0  # of the cheapest case of a test, and of a test without parameters
 
 _seconds: dict[str, float] = {}
 
