@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from qkernels.attention.config import PREFILL_ROWS, default_attention_config, prefill_split
 from qkernels.gpu.config import ceil_div, power_of_two
@@ -75,19 +76,14 @@ def latent_boundaries(
     shared_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (requests, tokens per request, keys) that together launch every kernel."""
-
-    def config_of(requests: int, count: int, keys: int) -> LatentConfig:
-        return default_latent_config(
-            num_requests=requests,
-            heads=heads,
-            element_size=element_size,
-            max_query_len=count,
-            max_context_len=keys,
-            sm_count=sm_count,
-            shared_bytes=shared_bytes,
-        )
-
-    yield from boundaries_of(
+    config_of = partial(
+        default_latent_config,
+        heads=heads,
+        element_size=element_size,
+        sm_count=sm_count,
+        shared_bytes=shared_bytes,
+    )
+    return boundaries_of(
         config_of,
         max_requests=max_requests,
         max_tokens=max_tokens,
@@ -96,7 +92,7 @@ def latent_boundaries(
 
 
 def boundaries_of(
-    config_of: Callable[[int, int, int], Hashable],
+    config_of: Callable[..., Hashable],
     *,
     max_requests: int,
     max_tokens: int,
@@ -104,14 +100,18 @@ def boundaries_of(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (requests, tokens per request, keys) that together have every config.
 
-    `config_of` returns the config of such a step.
+    `config_of` returns the config of such a step; it takes num_requests, max_query_len and
+    max_context_len.
     """
     first: dict[Hashable, tuple[int, int, int]] = {}
     for count in (*_powers(1, max_tokens), max_tokens):
         for requests in range(1, min(max_requests, max_tokens // count) + 1):
             for keys in (*_powers(count, max_context_len), max_context_len):
                 if keys >= count:
-                    first.setdefault(config_of(requests, count, keys), (requests, count, keys))
+                    config = config_of(
+                        num_requests=requests, max_query_len=count, max_context_len=keys
+                    )
+                    first.setdefault(config, (requests, count, keys))
     yield from first.values()
 
 

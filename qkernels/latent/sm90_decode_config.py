@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.latent.config import MAX_SPLIT_KV, boundaries_of
@@ -86,18 +87,8 @@ def sm90_latent_boundaries(
     *, heads: int, sm_count: int, max_requests: int, max_tokens: int, max_context_len: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (requests, tokens per request, keys) that together launch every kernel."""
-
-    def config_of(requests: int, count: int, keys: int) -> Sm90LatentConfig:
-        return sm90_latent_config(
-            num_requests=requests,
-            heads=heads,
-            max_query_len=count,
-            max_context_len=keys,
-            sm_count=sm_count,
-        )
-
-    yield from boundaries_of(
-        config_of,
+    return boundaries_of(
+        partial(sm90_latent_config, heads=heads, sm_count=sm_count),
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_context_len=max_context_len,

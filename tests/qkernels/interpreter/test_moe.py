@@ -5,16 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from formats.in_memory.k_weight import KWeight
-from formats.in_memory.slices import take_outputs
-from formats.scheme import BLOCK_TYPES, Scheme, block_scheme
+from formats.scheme import Scheme
 from qkernels import ops, reference
-from qkernels.errors import KernelError
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
-from qkernels.moe.experts import ExpertWeights, shape_of
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routes, Routing
 from qkernels.operands.split_k import reduced
-from tests.qkernels.moe_case import make_experts
+from tests.qkernels.moe_case import COARSER, make_experts, run
 
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, top_k=2, normalized=True),
@@ -36,8 +32,6 @@ ROUTINGS = {
     "phi": Routing(num_experts=16, top_k=2, scores="sparsemixer", jitter=0.13, rounded=True),
     "all": Routing(num_experts=5, top_k=5),
 }
-# errors against those in float16
-COARSER = {torch.float16: 1, torch.bfloat16: 6}
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
 CUT_AFTER = Glu(limit=0.2, cut_after=True)
 
@@ -213,21 +207,6 @@ def test_sort_is_stable(device, M, k, E):
     assert counts.tolist() == [int((ids == e).sum()) for e in range(E)]
 
 
-def run(weights, M, dtype, device, plan=None, shared=False):
-    """(the kernels' sum, plain torch's) of random tokens and routes."""
-    E, (hidden, _) = len(weights.down), shape_of(weights.down[0])
-    generator = torch.Generator().manual_seed(M)
-    x = torch.randn(M, hidden, generator=generator).to(device, dtype)
-    logits = torch.randn(M, E, generator=generator).to(device)
-    routes = reference.route(logits, Routing(num_experts=E, top_k=weights.top_k, normalized=True))
-    extra = torch.randn(M, hidden, generator=generator).to(device, dtype) if shared else None
-    prepared = ops.prepare_experts(weights, dtype, device, kernel="triton")
-    assert prepared.problem.kernel == "triton"
-    got = ops.experts(x, routes, prepared, plan, extra)
-    plain = reference.prepare_experts(weights, dtype, device)
-    return got, reference.experts(x, routes, plain, None, extra)
-
-
 SCHEMES = {
     "w4a16-sym-g32": 2e-3,
     "w4a16-asym-g64": 2e-3,
@@ -259,85 +238,6 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
     weights = make_experts(parsed, hidden, inner, 5, 2, SILU, False, half)
     got, want = run(weights, M, half, device)
     assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme] * COARSER[half])
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "down", "stored"), [((2, 3, 4), (4, 3, 2), 4), ((3, 3, 8), (4, 4, 4), 8)]
-)
-def test_experts_of_several_widths_are_stacked(
-    device, half, poison, assert_close, gate_up, down, stored
-):
-    """A mixed-bits recipe gives experts and their products different numbers of bits."""
-    made = {
-        bits: make_experts(Scheme.parse(f"w{bits}a16-sym-g32"), 64, 64, 3, 2, SILU, False, half)
-        for bits in {*gate_up, *down}
-    }
-    weights = dataclasses.replace(
-        made[3],
-        gate_up=[made[bits].gate_up[e] for e, bits in enumerate(gate_up)],
-        down=[made[bits].down[e] for e, bits in enumerate(down)],
-    )
-    prepared = ops.prepare_experts(weights, half, device, kernel="triton")
-    assert prepared.problem.spec.bits == prepared.gate_up.spec.bits == stored
-    got, want = run(weights, 5, half, device)
-    assert_close("several widths", want, reduced(got), 4e-3 * COARSER[half])
-
-
-def random_blocks(gate_up, down, hidden, inner, glu):
-    """Three experts in blocks of a GGUF file."""
-
-    def matrices(kind, N, K):
-        spec = block_scheme(kind).weight
-        seeds = (torch.Generator().manual_seed(N + e) for e in range(3))
-        return [KWeight.random((N, K), spec, K**-0.5, seed) for seed in seeds]
-
-    return ExpertWeights(
-        top_k=2,
-        gate_up=matrices(gate_up, glu.outputs(inner), hidden),
-        down=matrices(down, hidden, inner),
-        glu=glu,
-    )
-
-
-@pytest.mark.parametrize("M", [1, 5, 33])
-@pytest.mark.parametrize(
-    ("gate_up", "down"),
-    [("q4_k", "q6_k"), *((kind, kind) for kind in BLOCK_TYPES)],
-)
-def test_blocks_of_a_gguf_file(device, half, poison, assert_close, gate_up, down, M):
-    """Q4_K_M has Q6_K in half of the layers' down."""
-    weights = random_blocks(gate_up, down, 256, 256, SILU)
-    got, want = run(weights, M, half, device)
-    assert_close(gate_up, want, reduced(got), 4e-3 * COARSER[half])
-
-
-def test_blocks_before_groups(device, half, poison, assert_close):
-    """llama.cpp writes Q8_0 or Q5_0 where 256 does not divide the inner size."""
-    weights = random_blocks("q4_k", "q4_1", 256, 96, SILU)
-    scheme = Scheme.parse("w8a16-sym-g32")
-    down = make_experts(scheme, 256, 96, 3, 2, SILU, False, half).down
-    got, want = run(dataclasses.replace(weights, down=down), 3, half, device)
-    assert_close("Q4_K and Q8_0", want, reduced(got), 4e-3 * COARSER[half])
-
-
-def test_shards_of_blocks(device, half, poison, assert_close):
-    """A tensor-parallel shard of `down` may begin and end inside a block."""
-    weights = random_blocks("q4_k", "q6_k", 256, 512, SILU)
-    down = [matrix.take_inputs(96, 480) for matrix in weights.down]
-    gate_up = [take_outputs(each, [(96, 480), (608, 992)]) for each in weights.gate_up]
-    weights = dataclasses.replace(weights, gate_up=gate_up, down=down)
-    got, want = run(weights, 3, half, device)
-    assert_close("shards", want, reduced(got), 4e-3 * COARSER[half])
-
-
-def test_products_of_different_kinds_are_not_stacked(device, half):
-    made = [
-        make_experts(scheme and Scheme.parse(scheme), 64, 64, 3, 2, SILU, False, half)
-        for scheme in ("w4a16-sym-g32", None)
-    ]
-    weights = dataclasses.replace(made[0], down=made[1].down)
-    with pytest.raises(KernelError, match="its two products differ in kind"):
-        ops.prepare_experts(weights, half, device, kernel="triton")
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 33])
