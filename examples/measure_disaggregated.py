@@ -34,6 +34,8 @@ SERVICES = {
     "one engine": {},
     "two engines": {"data_parallel_size": 2},
     "apart": {"prefill_engines": 1},
+    "four engines": {"data_parallel_size": 4},
+    "apart, two and two": {"data_parallel_size": 2, "prefill_engines": 2},
 }
 
 
@@ -123,7 +125,7 @@ async def measure(folder: str, name: str, arguments: argparse.Namespace) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--services", nargs="+", choices=SERVICES, default=list(SERVICES))
+    parser.add_argument("--services", nargs="+", choices=SERVICES, default=list(SERVICES)[:3])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--scheme", default="w4a16-sym")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

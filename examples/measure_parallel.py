@@ -1,22 +1,23 @@
-"""Measure one model over several GPUs: decode steps, a long prompt, throughput.
+"""Measure one model over 1 to 8 GPUs: decode steps, a long prompt, throughput.
 
-    python examples/measure_parallel.py --json parallel.json
+    python examples/measure_parallel.py --gpus 4 --json parallel.json
 
-Each part runs in its own process with a time limit, and its results are printed when it ends:
+Each part runs in its own process with a time limit, and its results are printed when it ends. A
+part is MODEL-LAYOUT, such as 70b-tp4 or qwen3-30b-ep4. Layouts are: tp (each layer is divided over
+the GPUs), tp2-pp2 (two pipeline stages of two GPUs), ep (like tp, but each GPU has whole experts)
+and cp (the tokens of a long prompt are divided). Parts are:
 
-- check: the bundled model in W4A16. Tokens and logits of 2 ranks are compared with those of 1, and
-  so are the tokens after a prompt that 2 ranks divide.
-- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: Llama-3-70B's or 8B's shape with random weights in W4A16.
-  Printed are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of
-  8000; output tokens/s of 128 concurrent requests of 256 tokens in, 128 out.
-- qwen3-30b-ep2, -tp2, -tp1, gpt-oss-120b-ep2, -tp2: the same for mixtures of experts. With ep2 each
-  rank has whole experts, with tp2 a slice of each.
-- 8b-long-cp2, -tp2, -tp1: time to the first token after a prompt of 64000. GPUs divide the prompt's
-  tokens (cp) or the layers' features (tp).
+- check-tp2, -tp4, -tp8, -tp2-pp2: the bundled model in W4A16. Tokens and logits of several ranks
+  are compared with those of one, and with tp2 those after a prompt that two ranks divide.
+- 70b, 70b-w8a8, 8b, and the mixtures of experts qwen3-30b, gpt-oss-120b and glm-4.5-air: the shape
+  of Llama-3-70B and so on, with random weights in W4A16 unless the name says otherwise. Printed
+  are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of 8000;
+  output tokens/s of --requests concurrent requests of 256 tokens in, 128 out.
+- 8b-long: time to the first token after a prompt of 64000.
 
-parallel_floors.py predicts these times.
+Without --parts all parts run that need at most --gpus GPUs. parallel_floors.py predicts the times.
 
-If the check fails, no part with several ranks is measured. With --shape and --device cpu everything
+If a check fails, no part with several ranks is measured. With --shape and --device cpu everything
 runs on a CPU:
 
     python examples/measure_parallel.py --device cpu --shape tiny --max-model-len 256 --batches 1 2
@@ -25,44 +26,75 @@ runs on a CPU:
 import argparse
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WHOLE_EXPERTS = {"enable_expert_parallel": True}
-LONG = {"max_model_len": 65536, "prefill_context_parallel_size": 2}
-# part -> shape, settings of the engine, seconds that it may take
-PARTS: dict[str, tuple[str, dict, int]] = {
-    "check": ("", {"tensor_parallel_size": 2}, 180),
-    "70b-tp2": ("llama-3-70b", {"tensor_parallel_size": 2}, 300),
-    "70b-tp1": ("llama-3-70b", {}, 300),
-    "8b-tp2": ("llama-3-8b", {"tensor_parallel_size": 2}, 200),
-    "8b-tp1": ("llama-3-8b", {}, 200),
-    "qwen3-30b-ep2": ("qwen3-30b-a3b", {"tensor_parallel_size": 2} | WHOLE_EXPERTS, 200),
-    "qwen3-30b-tp2": ("qwen3-30b-a3b", {"tensor_parallel_size": 2}, 200),
-    "qwen3-30b-tp1": ("qwen3-30b-a3b", {}, 200),
-    "gpt-oss-120b-ep2": ("gpt-oss-120b", {"tensor_parallel_size": 2} | WHOLE_EXPERTS, 300),
-    "gpt-oss-120b-tp2": ("gpt-oss-120b", {"tensor_parallel_size": 2}, 300),
-    "8b-long-cp2": ("llama-3-8b", LONG, 200),
-    "8b-long-tp2": ("llama-3-8b", {"max_model_len": 65536, "tensor_parallel_size": 2}, 200),
-    "8b-long-tp1": ("llama-3-8b", {"max_model_len": 65536}, 200),
-}
-# (model, names of parts): each is compared with the last
-COMPARED = (
-    ("70b", ("tp2", "tp1")),
-    ("8b", ("tp2", "tp1")),
-    ("qwen3-30b", ("ep2", "tp2", "tp1")),
-    ("gpt-oss-120b", ("ep2", "tp2")),
-    ("8b-long", ("cp2", "tp2", "tp1")),
+TENSOR, STAGES, CONTEXT = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
 )
+# layout -> settings of the engine
+LAYOUTS: dict[str, dict] = {
+    "tp1": {},
+    **{f"tp{size}": {TENSOR: size} for size in (2, 4, 8)},
+    **{f"tp{size}-pp2": {TENSOR: size, STAGES: 2} for size in (2, 4)},
+    **{f"ep{size}": {TENSOR: size, "enable_expert_parallel": True} for size in (2, 4, 8)},
+    **{f"cp{size}": {CONTEXT: size} for size in (2, 4, 8)},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A shape of bench_shapes.py, and the layouts in which it is measured."""
+
+    shape: str
+    layouts: tuple[str, ...]  # the last one is the baseline of the others
+    seconds: int  # limit of a part
+    scheme: str = "w4a16-sym"
+    max_model_len: int | None = None
+
+
+DENSE = ("tp8", "tp4-pp2", "tp4", "tp2-pp2", "tp2", "tp1")
+EXPERTS = ("ep8", "tp8", "ep4", "tp4", "ep2", "tp2", "tp1")
+MODELS: dict[str, Model] = {
+    "70b": Model(shape="llama-3-70b", layouts=DENSE, seconds=300),
+    "70b-w8a8": Model(shape="llama-3-70b", layouts=DENSE, seconds=300, scheme="w8a8"),
+    "8b": Model(shape="llama-3-8b", layouts=("tp4", "tp2", "tp1"), seconds=200),
+    "qwen3-30b": Model(shape="qwen3-30b-a3b", layouts=EXPERTS, seconds=200),
+    "gpt-oss-120b": Model(shape="gpt-oss-120b", layouts=EXPERTS, seconds=300, scheme="w4a16-mxfp4"),
+    "glm-4.5-air": Model(shape="glm-4.5-air", layouts=EXPERTS, seconds=300),
+    "8b-long": Model(
+        shape="llama-3-8b",
+        layouts=("cp8", "tp8", "cp4", "tp4", "cp2", "tp2", "tp1"),
+        seconds=200,
+        max_model_len=65536,
+    ),
+}
+CHECK = "check"
+CHECK_SECONDS = 180
+
+
+def gpus_of(layout: str) -> int:
+    """Return the number of GPUs of a layout."""
+    settings = LAYOUTS[layout]
+    return math.prod(settings.get(name, 1) for name in (TENSOR, STAGES, CONTEXT))
+
+
+# part -> (model, or CHECK; layout)
+PARTS: dict[str, tuple[str, str]] = {
+    f"{CHECK}-{layout}": (CHECK, layout) for layout in ("tp2", "tp2-pp2", "tp4", "tp8")
+} | {f"{name}-{layout}": (name, layout) for name, of in MODELS.items() for layout in of.layouts}
 LONG_PROMPT = 64000
-DIVIDED = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
-CHECKED = {"one": {}, "two ranks": {"tensor_parallel_size": 2}, "divided prompts": DIVIDED}
+DIVIDED = {CONTEXT: 2, "prefill_context_parallel_min_tokens": 8}
 RESULT = "RESULT "
 TIE = 0.02  # between the two likeliest tokens' log probabilities: either may be chosen
 # of logits: ranks add in another order than one GPU, and round what they have added
@@ -75,8 +107,8 @@ def tell(**result: object) -> None:
     print(RESULT + json.dumps(result), flush=True)
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raise an error if two ranks compute another result than one rank."""
+def check(arguments: argparse.Namespace, layout: str) -> None:
+    """Raise an error if several ranks compute another result than one rank."""
     from calibrate.pipeline import quantize_checkpoint
     from formats.scheme import Scheme
     from qserve import LLM, SamplingParams
@@ -90,11 +122,14 @@ def check(arguments: argparse.Namespace) -> None:
     ]
     ids = list(range(3, 203))
     found = []
+    checked = {"one rank": {}, layout: LAYOUTS[layout]}
+    if layout == "tp2":
+        checked["divided prompts"] = DIVIDED
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "docs-5m-w4a16"
         scheme = Scheme.parse("w4a16-sym-g32")
         quantize_checkpoint(HERE / "models" / "docs-5m", model, scheme=scheme, progress=False)
-        for name, settings in CHECKED.items():
+        for name, settings in checked.items():
             llm = LLM(
                 str(model),
                 device=arguments.device,
@@ -138,7 +173,7 @@ def check(arguments: argparse.Namespace) -> None:
     )
 
 
-def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
+def measure(arguments: argparse.Namespace, model: Model, settings: dict) -> None:
     """Measure one model with these settings of the engine, and print each result."""
     import torch
     from bench_shapes import SHAPES, write_config
@@ -146,15 +181,16 @@ def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
 
     from qserve import LLM
 
-    if "max_model_len" in settings:
-        length = {"max_position_embeddings": settings["max_model_len"]}
+    shape = arguments.shape or model.shape
+    if model.max_model_len is not None:
+        length = {"max_position_embeddings": model.max_model_len}
         SHAPES[shape] = SHAPES[shape] | length
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape, "w4a16-mxfp4" if "gpt-oss" in shape else "w4a16-sym")
+        write_config(Path(folder), shape, model.scheme)
         common = {
             "max_num_seqs": max(arguments.batches),
-            "max_model_len": arguments.max_model_len,
+            "max_model_len": model.max_model_len or arguments.max_model_len,
             "load_format": "dummy",
             "device": arguments.device,
         }
@@ -167,7 +203,7 @@ def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
         tell(gpu_gib_of_rank_0=torch.cuda.memory_allocated() / 2**30)
     work = Workloads(llm, SHAPES[shape]["vocab_size"])
     longest = llm.engine.max_model_len
-    if settings.get("max_model_len", 0) > LONG_PROMPT:
+    if model.max_model_len is not None:
         length = min(LONG_PROMPT, longest - 2)
         tell(**{f"first_ms_{length}": work.first_ms(length, arguments.repeats)})
         llm.close()
@@ -209,7 +245,10 @@ def run_part(part: str, limit: float) -> dict | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: see --gpus")
+    parser.add_argument(
+        "--gpus", type=int, default=2, help="without --parts: most GPUs that a part may need"
+    )
     parser.add_argument("--shape", help="a shape of bench_generate.py, instead of Llama's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -227,35 +266,36 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if arguments.part is not None:
         sys.path[:0] = [str(HERE), str(HERE.parent)]
-        shape, settings, _ = PARTS[arguments.part]
-        if arguments.part == "check":
-            check(arguments)
+        name, layout = PARTS[arguments.part]
+        if name == CHECK:
+            check(arguments, layout)
         else:
-            measure(arguments, arguments.shape or shape, settings)
+            measure(arguments, MODELS[name], LAYOUTS[layout])
         sys.stdout.flush()
         os._exit(0)  # a normal exit would wait for NCCL's threads
     results: dict[str, dict] = {}
     is_right = True
-    for part in arguments.parts:
-        _, settings, limit = PARTS[part]
-        is_divided = any(name.endswith("parallel_size") for name in settings)
-        if is_divided and not is_right:
-            print(f"{part} is left out: the check failed", flush=True)
+    fitting = [part for part, (_, layout) in PARTS.items() if gpus_of(layout) <= arguments.gpus]
+    for part in arguments.parts or fitting:
+        name, layout = PARTS[part]
+        if gpus_of(layout) > 1 and not is_right:
+            print(f"{part} is left out: a check failed", flush=True)
             continue
+        limit = CHECK_SECONDS if name == CHECK else MODELS[name].seconds
         results[part] = run_part(part, arguments.limit or limit)
-        if part == "check":
-            is_right = "ok" in results[part]
+        if name == CHECK:
+            is_right = is_right and "ok" in results[part]
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(results, indent=2))
-    for model, (*kinds, base) in COMPARED:
+    for model, (*layouts, base) in ((name, of.layouts) for name, of in MODELS.items()):
         one = results.get(f"{model}-{base}", {})
-        for kind in kinds:
-            other = results.get(f"{model}-{kind}", {})
+        for layout in layouts:
+            other = results.get(f"{model}-{layout}", {})
             for name in one.keys() & other.keys():
                 if name.startswith(("step_ms", "first_ms")):
                     before, after = one[name], other[name]
                     gain = f"{before:.3f} to {after:.3f} ms, {before / after:.2f} times"
-                    print(f"{model} {name}, {base} to {kind}: {gain}")
+                    print(f"{model} {name}, {base} to {layout}: {gain}")
     sys.exit(not is_right or any("failed" in found for found in results.values()))
 
 

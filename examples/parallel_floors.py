@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a model on which times depend. Weights have 4 bits in groups of 128."""
+    """Sizes of a model on which times depend. By default, weights have 4 bits in groups of 128."""
 
     layers: int
     hidden: int
@@ -51,13 +51,16 @@ class Model:
     inner: int  # of a feed-forward, or of one expert
     experts: int = 0
     top_k: int = 1
+    shared: int = 0  # inner size of the shared experts together
     bits: float = 4.125
 
     @classmethod
-    def of(cls, shape: str) -> "Model":
+    def of(cls, shape: str, bits: float | None = None) -> "Model":
         config = SHAPES[shape]
         heads = config["num_attention_heads"]
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((config[name] for name in names if name in config), 0)
+        inner = config.get("moe_intermediate_size") or config["intermediate_size"]
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -65,16 +68,22 @@ class Model:
             kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab=config["vocab_size"],
-            inner=config.get("moe_intermediate_size") or config["intermediate_size"],
+            inner=inner,
             experts=experts,
             top_k=config.get("num_experts_per_tok", 1),
-            bits=4.25 if config.get("model_type") == "gpt_oss" else 4.125,
+            shared=config.get("n_shared_experts", 0) * inner,
+            bits=bits or (4.25 if config.get("model_type") == "gpt_oss" else 4.125),
         )
 
     @property
     def attention_weights(self) -> int:
         """Return the number of weights of a layer's attention."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def shared_weights(self) -> int:
+        """Return the number of weights of a layer's shared experts."""
+        return 3 * self.hidden * self.shared
 
     @property
     def expert_weights(self) -> int:
@@ -97,7 +106,7 @@ def active_experts(model: Model, tokens: int, ranks: int) -> tuple[float, float]
 def step_ms(model: Model, gpu: Gpu, tokens: int, ranks: int, whole_experts: bool) -> float:
     """Return the ms of a decode step, without reading keys."""
     share = 1 / ranks
-    weights = model.attention_weights * share
+    weights = (model.attention_weights + model.shared_weights) * share
     if model.experts:
         distinct, most = active_experts(model, tokens, ranks)
         weights += model.expert_weights * (most if whole_experts else distinct * share)
@@ -118,7 +127,8 @@ def step_ms(model: Model, gpu: Gpu, tokens: int, ranks: int, whole_experts: bool
 
 def prompt_ms(model: Model, gpu: Gpu, tokens: int, chunk: int, tensor: int, contexts: int) -> float:
     """Return the ms of a prompt computed in steps of `chunk` tokens."""
-    per_token = model.attention_weights + model.expert_weights * model.top_k
+    per_token = model.attention_weights + model.shared_weights
+    per_token += model.expert_weights * model.top_k
     operations = 2 * per_token * tokens + 2 * model.heads * model.head_dim * tokens**2
     seconds = model.layers * operations / gpu.operations_per_s / (tensor * contexts)
     steps = -(-tokens // chunk)
@@ -139,11 +149,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=64000)
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
+    parser.add_argument("--bits", type=float, help="of a weight with its scales, e.g. 8 for W8A8")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
     gpu, results = Gpu(), {}
     for shape in arguments.shape:
-        model, found = Model.of(shape), {}
+        model, found = Model.of(shape, arguments.bits), {}
         for ranks in SIZES:
             kinds = {"tp": False} | ({"ep": True} if model.experts and ranks > 1 else {})
             for kind, whole in kinds.items():

@@ -30,9 +30,12 @@ def test_processes_on_one_gpu(ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_processes_on_their_own_gpus():
-    assert "bitwise equal on all ranks" in checked("--seconds", "200")
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_processes_on_their_own_gpus(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    said = checked("--ranks", str(ranks), "--seconds", "200")
+    assert "bitwise equal on all ranks" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run compiled here")

@@ -219,6 +219,45 @@ def test_divided_prompts(kv_cache, quantized_5m, many):
     assert runs[0] == runs[1]
 
 
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA GPUs")
+DIVIDED = {"prefill_context_parallel_size": 4, "prefill_context_parallel_min_tokens": 64}
+
+
+@needs_four
+@pytest.mark.parametrize(
+    ("tensor", "stages", "settings"),
+    [(4, 1, {}), (4, 1, {"all_reduce": "nccl"}), (2, 2, {}), (1, 4, {}), (1, 1, DIVIDED)],
+    ids=["tensor", "nccl", "tensor and stages", "stages", "context"],
+)
+def test_four_gpus_say_what_one_says(tensor, stages, settings, quantized_5m, many):
+    """Two of docs-5m's four ranks share each of its two KV heads."""
+    alone, four = many(quantized_5m), many(quantized_5m, tensor, stages, **settings)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
+    given = [{"prompt_token_ids": [3 + n, *range(10, 709)]} for n in range(4)]
+    want, found = (
+        [each.outputs[0] for each in llm.generate(given, params, use_tqdm=False)]
+        for llm in (alone, four)
+    )
+    assert_same_up_to_ties(want, found)
+    assert_same_up_to_ties(answers(alone), answers(four))
+    drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=64, ignore_eos=True)
+    runs = [
+        [each.outputs[0].token_ids for each in four.generate(TEXTS, drawn, use_tqdm=False)]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+@needs_four
+def test_whole_experts_on_four_gpus(written, many):
+    folder = written("w4a16-sym-g32", "gptq", "qwen3_moe")
+    settings = {"max_model_len": 128}
+    alone, four = many(folder, **settings), many(folder, 4, **settings, **WHOLE_EXPERTS)
+    ids = list(range(3, 103))
+    want, found = alone.logits(ids).float(), four.logits(ids).float()
+    assert (found - want).norm() / want.norm() < 0.05
+
+
 EXIT_PROGRAM = """
 import os, signal, sys, threading
 from qserve import LLM, SamplingParams
@@ -254,7 +293,13 @@ EXIT_SECONDS = 60  # a hang never ends
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tensor", "pipeline", "context"]
+    "sizes",
+    [
+        pytest.param((2, 1, 1), id="tensor"),
+        pytest.param((1, 2, 1), id="pipeline"),
+        pytest.param((1, 1, 2), id="context"),
+        pytest.param((2, 2, 1), id="tensor and pipeline", marks=needs_four),
+    ],
 )
 @pytest.mark.parametrize("ending", ["closed", "collected", "error", "interrupted"])
 def test_program_exits_after_nccl_sums(ending, sizes, quantized_5m, tmp_path):
