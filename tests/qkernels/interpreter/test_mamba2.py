@@ -21,6 +21,7 @@ STEPS = {
 WITHOUT_SLOT = 4
 SIZES = {
     "narrow": {"G": 2, "H": 4, "N": 12, "D": 20},
+    "half a tile": {"G": 2, "H": 8, "N": 22, "D": 16},
     "wide": {"G": 1, "H": 2, "N": 40, "D": 72},  # columns of more than one program
 }
 

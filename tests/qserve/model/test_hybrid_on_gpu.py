@@ -1,5 +1,7 @@
 """Models with a gated delta net on a CUDA GPU: kernels, states, CUDA graphs in a whole engine."""
 
+import statistics
+
 import pytest
 
 from qserve.engine.kv_cache import state_snapshots
@@ -33,8 +35,11 @@ def test_logits_are_the_cpus(tiny_model, family):
     on_gpu = LLM(
         folder, device="cuda", dtype="bfloat16", max_model_len=64, num_gpu_blocks_override=64
     )
-    # a tiny random model turns a last bit of 8 into some percent
-    assert relative(on_gpu.logits(TOKENS).cpu(), want) < 0.1
+    # A tiny random model turns a last bit of 8 into some percent, and may route some of its tokens
+    # to other experts.
+    found = on_gpu.logits(TOKENS).cpu()
+    errors_T = [float(relative(a, b)) for a, b in zip(found, want, strict=True)]
+    assert statistics.median(errors_T) < 0.05
 
 
 @pytest.mark.parametrize("mode", ["whole", "chunked"])
