@@ -16,9 +16,8 @@ from qkernels.problem import (
     refuses_pages,
 )
 
-MAX_ENTRY = 640  # two steps of wider entries do not fit into shared memory on every GPU
 SM90_DECODE = "sm90_decode"
-SM90_BY_DEFAULT = False  # no GPU has run it yet; True: it runs wherever it can
+MAX_ENTRY = 640  # two steps of wider entries do not fit into shared memory on every GPU
 
 
 def triton_latents(problem: Problem) -> str | None:
@@ -34,8 +33,6 @@ def sm90_decode(problem: Problem) -> str | None:
     reason = needs_triton(problem) or lacks_arch(torch.device(problem.device), "sm_90")
     if reason is not None:
         return reason
-    if not SM90_BY_DEFAULT and problem.requested != SM90_DECODE:
-        return "runs only if requested by name"
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.pages_dtype not in (None, problem.dtype):

@@ -14,7 +14,6 @@ pytest.importorskip("triton.experimental.gluon")
 import triton
 
 from qkernels.latent import sm90_decode
-from qkernels.latent.rows import SM90_BY_DEFAULT
 from qkernels.latent.sm90_decode_config import (
     Sm90LatentConfig,
     sm90_latent_boundaries,
@@ -187,7 +186,7 @@ def test_warm_up_launches_every_config(heads):
     assert all(requests * count <= 512 and count <= keys for requests, count, keys in shapes)
 
 
-def test_it_runs_by_default_or_if_requested():
+def test_it_runs_where_it_supports_the_problem():
     problem = {
         "device": "cuda",
         "dtype": torch.bfloat16,
@@ -205,7 +204,7 @@ def test_it_runs_by_default_or_if_requested():
         asked = problem | {"requested": "sm90_decode"} | other
         return explain("latent_attention", **asked)[0].reason
 
-    assert taken() == ("sm90_decode" if SM90_BY_DEFAULT else "triton")
+    assert taken() == "sm90_decode"
     assert taken(requested="sm90_decode") == "sm90_decode"
     assert taken(requested="-sm90_decode") == "triton"
     assert "int8" in refused(pages_dtype=torch.int8)

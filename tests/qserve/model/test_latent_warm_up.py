@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from qkernels.latent.config import latent_boundaries
-from qkernels.latent.rows import SM90_BY_DEFAULT
 from qkernels.latent.sm90_decode_config import sm90_latent_boundaries
 from qserve.model.blocks.latent import attention
 from qserve.model.blocks.latent.attention import LatentShape, PagedLatentsSpec
@@ -27,5 +26,4 @@ def test_shapes_launch_every_kernel_of_the_choice(kernel, monkeypatch):
     portable = list(latent_boundaries(element_size=2, shared_bytes=SHARED, **sizes))
     own = list(sm90_latent_boundaries(**sizes))
     assert portable != own
-    chosen = kernel == "sm90_decode" or (kernel is None and SM90_BY_DEFAULT)
-    assert found == (own if chosen else portable)
+    assert found == (portable if kernel == "-sm90_decode" else own)
