@@ -40,8 +40,8 @@ class Limits:
 
 KIB, MIB = 2**10, 2**20
 # Largest number of ranks -> limits. One shot sends n - 1 times the message, two shots 2 (n - 1) / n
-# times; these are equal for two ranks. Limits for 2 and 4 are measured on H200s (notes/collective.md),
-# those for 8 are published crossover points of push kernels on H100s and H200s.
+# times; these are equal for two ranks. Limits for 2 and 4 are measured on H200s
+# (notes/collective.md), those for 8 are published crossover points on H100s and H200s.
 LIMITS = {
     2: Limits(one_shot=1 * MIB, two_shot=32 * MIB, rows=128),
     4: Limits(one_shot=384 * KIB, two_shot=16 * MIB, rows=32),
