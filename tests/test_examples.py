@@ -22,6 +22,8 @@ COMMANDS = {
     "measure_lora": f"--shape tiny --max-loras 2 --max-batch 1 {FEW}",
     "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
     " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",
+    "compare_published": "--device cpu --shape tiny --schemes w8a8 --cases 128/128 --requests 4"
+    ' --max-num-seqs 4 --engine {"cpu_kv_cache_memory":0.2}',
     "measure_parallel": "--device cpu --shape tiny --max-model-len 256 --batches 1 --requests 2"
     " --repeats 1 --output 4 --parts check-tp2 70b-tp2-pp2 8b-tp1",
     "parallel_floors": "--shape qwen3-30b-a3b llama-3-8b --batches 1 8",
