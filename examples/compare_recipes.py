@@ -2,6 +2,8 @@
 
     python examples/compare_recipes.py MODEL --texts wiki.txt heldout.jsonl --calibration C.jsonl
 
+Without `--calibration`, recipes and tools are calibrated on the default texts.
+
 The tables have perplexity, KL divergence and the rate of equal top tokens. Each recipe is one
 `qserve quantize` command, which is printed. `--schemes` adds other schemes with their default
 recipes. `--distill` adds recipes after `qserve distill` has trained their scales and codes.
@@ -45,6 +47,7 @@ NEAREST = "rtn"
 BLOCK_SIZE = 16  # tokens of a page of the KV cache
 CODE_RATE = "0.01"  # of `distill`
 NO_DATA = "-"  # as a calibration set: the recipe reads none
+DEFAULT_TEXTS = "default texts"  # as a calibration set: the texts of the package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,10 @@ def qserve(*words: str) -> str:
     return run(command, shlex.join(["qserve", *words]))
 
 
+def calibration_flag(calibration: str) -> list[str]:
+    return [] if calibration in (NO_DATA, DEFAULT_TEXTS) else ["--calibration", calibration]
+
+
 def quantize(
     folder: Path,
     recipe: str | None,
@@ -91,7 +98,7 @@ def quantize(
         *("quantize", arguments.model, "-o", str(folder), "--scheme", scheme),
         *([] if recipe is None else ["--recipe", recipe]),
         *(["--group-size", arguments.group_size] if has_groups else []),
-        *([] if calibration == NO_DATA else ["--calibration", calibration]),
+        *calibration_flag(calibration),
         *("--samples", str(arguments.samples)),
         *("--sequence-length", str(arguments.sequence_length)),
         *("--device", arguments.device, "--quality-windows", "0"),
@@ -102,7 +109,8 @@ def distill(source: Path, folder: Path, calibration: str, arguments: argparse.Na
     """Train scales and codes of a folder on the calibration data."""
     qserve(
         *("distill", str(source), "--against", arguments.model, "-o", str(folder)),
-        *("--calibration", calibration, "--samples", str(arguments.samples)),
+        *calibration_flag(calibration),
+        *("--samples", str(arguments.samples)),
         *("--sequence-length", str(arguments.sequence_length)),
         *("--code-rate", CODE_RATE, "--steps", str(arguments.steps)),
         *("--device", arguments.device, "--quality-windows", "0"),
@@ -180,10 +188,12 @@ class Reference:
         return found
 
 
-def write_windows(file: Path, calibration: str, arguments: argparse.Namespace) -> Path:
+def write_windows(
+    file: Path, model: str | Path, calibration: str, samples: int, sequence_length: int
+) -> Path:
     """Write the windows of token ids that `qserve quantize` calibrates on."""
-    model = FloatModel(arguments.model)
-    data = read_for_model(model, calibration, arguments.samples, arguments.sequence_length, 0, True)
+    source = None if calibration == DEFAULT_TEXTS else calibration
+    data = read_for_model(FloatModel(model), source, samples, sequence_length, 0, True)
     file.write_text(json.dumps(data.ids_WS.tolist()))
     return file
 
@@ -240,7 +250,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--texts", nargs="+", required=True)
-    parser.add_argument("--calibration", nargs="+", required=True)
+    parser.add_argument(
+        "--calibration", nargs="+", default=[DEFAULT_TEXTS], help="default: texts of the package"
+    )
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--schemes", nargs="*", default=[], help="with their default recipes")
     parser.add_argument(
@@ -316,7 +328,13 @@ def main() -> int:
                 add(f"{recipe}, distilled", calibration, folder)
         for tool, python in tools_of(arguments).items():
             for number, calibration in enumerate(arguments.calibration):
-                file = write_windows(work / f"windows-{number}.json", calibration, arguments)
+                file = write_windows(
+                    work / f"windows-{number}.json",
+                    arguments.model,
+                    calibration,
+                    arguments.samples,
+                    arguments.sequence_length,
+                )
                 folder = empty(f"{tool}-{number}")
                 try:
                     quantize_by(python, tool, folder, file, arguments)

@@ -14,11 +14,17 @@ from pathlib import Path
 import torch
 
 
+def tokens(ids: list[int]) -> dict[str, torch.Tensor]:
+    """Return a batch of one window that attends to all tokens, the padding token included."""
+    ids_1S = torch.tensor([ids])
+    return {"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}
+
+
 def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
     """Quantize with llm-compressor's GPTQModifier, into compressed-tensors."""
-    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier
+    from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     weights = {
@@ -33,10 +39,9 @@ def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> N
         config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
     )
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    rows = {"input_ids": windows, "attention_mask": [[1] * len(ids) for ids in windows]}
     oneshot(
         model=model,
-        dataset=Dataset.from_dict(rows),
+        dataset=DataLoader([tokens(ids) for ids in windows], batch_size=None),
         recipe=recipe,
         max_seq_length=max(map(len, windows)),
         num_calibration_samples=len(windows),
@@ -68,6 +73,10 @@ def auto_round(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
     from auto_round import AutoRound
 
     options = {} if arguments.iterations is None else {"iters": arguments.iterations}
+    if arguments.device != "cuda":  # its default
+        options["device_map"] = arguments.device
+    if arguments.no_compile or arguments.device == "cpu":  # minutes on a CPU
+        options["enable_torch_compile"] = False
     rounder = AutoRound(
         arguments.model,
         bits=arguments.bits,
@@ -75,9 +84,7 @@ def auto_round(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
         sym=True,
         nsamples=len(windows),
         seqlen=len(windows[0]),
-        dataset=[torch.tensor([ids]) for ids in windows],
-        device_map=arguments.device,
-        enable_torch_compile=arguments.device != "cpu",  # compiling takes minutes on a CPU
+        dataset=[tokens(ids) for ids in windows],  # bare ids: it masks the padding token
         **options,
     )
     out = Path(arguments.out)
@@ -98,9 +105,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out")
     parser.add_argument("--windows", required=True, help="JSON: lists of token ids")
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8), default=4)
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--iterations", type=int, help="of AutoRound")
+    parser.add_argument("--iterations", type=int, help="of AutoRound; default: its own")
+    parser.add_argument("--no-compile", action="store_true", help="AutoRound without torch.compile")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     windows = json.loads(Path(arguments.windows).read_text())

@@ -4,11 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from examples import compare_recipes, other_quantizers
 from examples.calibration_sets import as_chat, paragraphs, split
+from formats.scheme import Scheme
 
 ROOT = Path(__file__).parents[2]
 RUNNING = "A sentence of running text, which is long enough to be a paragraph of its own. " * 3
@@ -72,6 +77,80 @@ def test_recipes_above_rounding_are_named():
 
 def test_tools_are_those_that_can_be_run():
     assert list(compare_recipes.TOOLS) == list(other_quantizers.TOOLS)
+
+
+@pytest.mark.parametrize("source", ["a file", compare_recipes.DEFAULT_TEXTS])
+def test_tools_get_the_windows_of_quantize(docs_5m, tmp_path, source):
+    if source == "a file":
+        file = tmp_path / "texts.jsonl"
+        lines = [json.dumps({"text": f"{number} {RUNNING}"}) for number in range(8)]
+        source = str(file)
+        file.write_text("\n".join(lines))
+    written = compare_recipes.write_windows(tmp_path / "windows.json", docs_5m, source, 3, 32)
+    ids_WS = torch.tensor(json.loads(written.read_text()))
+    assert ids_WS.shape == (3, 32)
+    flags = compare_recipes.calibration_flag(source)
+    quantize_checkpoint(
+        docs_5m,
+        tmp_path / "out",
+        scheme=Scheme.parse("w4a16-sym", 64),
+        recipe="imatrix",
+        calibration=flags[1] if flags else None,
+        samples=3,
+        sequence_length=32,
+        quality_windows=0,
+    )
+    report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    windows = CalibrationData(ids_WS=ids_WS, source=source, seed=0, warnings=())
+    assert windows.sha256 == report["calibration"]["sha256"]
+
+
+class Recorder:
+    """A fake AutoRound that keeps its arguments and writes into a folder of its own."""
+
+    def __init__(self, model, **options):
+        self.model, self.options = model, options
+        Recorder.last = self
+
+    def quantize_and_save(self, output_dir, format):
+        inner = Path(output_dir) / "model-w4g64"
+        inner.mkdir(parents=True)
+        (inner / "config.json").write_text(format)
+
+
+def run_auto_round(monkeypatch, tmp_path, *flags):
+    """Return the arguments that AutoRound gets from a command with these flags."""
+    monkeypatch.setitem(sys.modules, "auto_round", SimpleNamespace(AutoRound=Recorder))
+    windows, out = tmp_path / "windows.json", tmp_path / "-".join(["out", *flags])
+    windows.write_text(json.dumps([[5, 0, 7, 0], [0, 1, 2, 3]]))
+    command = ["auto-round", "MODEL", str(out), "--windows", str(windows), *flags]
+    monkeypatch.setattr(sys, "argv", ["other_quantizers.py", *command])
+    other_quantizers.main()
+    assert (out / "config.json").read_text() == "auto_gptq"
+    return Recorder.last.options
+
+
+def test_auto_round_keeps_its_defaults(monkeypatch, tmp_path):
+    options = run_auto_round(monkeypatch, tmp_path, "--device", "cuda", "--group-size", "64")
+    assert not options.keys() & {
+        *("iters", "enable_torch_compile", "batch_size", "lr"),
+        "device_map",  # its default is the first GPU
+    }
+    assert (options["bits"], options["group_size"], options["sym"]) == (4, 64, True)
+    assert (options["nsamples"], options["seqlen"]) == (2, 4)
+    options = run_auto_round(monkeypatch, tmp_path, "--iterations", "7", "--bits", "2")
+    assert (options["iters"], options["bits"]) == (7, 2)
+    assert options["enable_torch_compile"] is False  # on a CPU
+    assert options["device_map"] == "cpu"
+    options = run_auto_round(monkeypatch, tmp_path, "--device", "cuda", "--no-compile")
+    assert options["enable_torch_compile"] is False
+
+
+def test_auto_round_attends_to_padding_tokens(monkeypatch, tmp_path):
+    # Without a mask, AutoRound hides all tokens that equal the padding token, which ends turns.
+    for batch in run_auto_round(monkeypatch, tmp_path)["dataset"]:
+        assert batch["input_ids"].shape == batch["attention_mask"].shape == (1, 4)
+        assert bool(batch["attention_mask"].all())
 
 
 @pytest.mark.exhaustive
