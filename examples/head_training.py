@@ -26,7 +26,7 @@ class Trained:
     windows: tuple[int, int]  # how many, and their length in tokens
     batches: int
     seconds: float
-    parameters: int
+    parameters: int  # trained, so without an output matrix that is the target's
     accuracy: list[float]  # of each step or head, on the windows held out
 
 
@@ -63,6 +63,27 @@ def add_flags(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--device", default="auto")
     made.add_argument("--seed", type=int, default=0)
+
+
+def add_block_flags(made: argparse.ArgumentParser) -> None:
+    """Flags for heads that draft in one pass."""
+    made.add_argument(
+        "--anchors",
+        type=int,
+        default=0,
+        help="blocks of a window in each step; 0: a sixth of the window's tokens",
+    )
+    made.add_argument(
+        "--after-errors",
+        type=float,
+        default=1.0,
+        help="weight of the losses of a block after its first wrong draft",
+    )
+
+
+def num_anchors(arguments: argparse.Namespace, windows_WS: torch.Tensor) -> int:
+    """Return the number of blocks per window of a training step."""
+    return arguments.anchors or max(1, windows_WS.shape[1] // 6)
 
 
 def chosen_device(arguments: argparse.Namespace) -> str:
@@ -178,7 +199,7 @@ def train(
         windows=tuple(windows_WS.shape),
         batches=batches,
         seconds=time.monotonic() - started,
-        parameters=sum(each.numel() for each in head.parameters()),
+        parameters=sum(each.numel() for each in head.parameters() if each.requires_grad),
         accuracy=accuracies(held_WS, measured or losses, arguments.batch),
     )
 

@@ -6,7 +6,8 @@
 Prompts are the beginnings of the texts, and chats without their last answers. Each prompt is
 continued greedily and at temperature 1, with each drafter and without one. `same_texts` counts the
 outputs that equal those without a drafter: in float32 (the default) all must. The acceptance length
-includes the bonus token. Acceptance rates by position are relative to all drafts.
+includes the bonus token. Acceptance rates by position are relative to all drafts. `tokens_per_s`
+counts the written tokens of all requests; the time includes the prompts.
 
 Chats may have images. With --without-images each EAGLE head is measured a second time, with the
 placeholder token's embedding at the positions of images.
@@ -43,8 +44,12 @@ def main() -> None:
             dtype=arguments.dtype,
             max_num_seqs=arguments.batch,
             speculative_config=None if drafter is None else json.dumps(drafter),
+            **json.loads(arguments.engine),
         )
         llm.capture_graphs()
+        warm = SamplingParams(temperature=0, max_tokens=arguments.max_tokens, ignore_eos=True)
+        continued(llm, documents[:1], warm, arguments)
+        llm.engine.report()  # discards its counts of drafts
         for temperature in arguments.temperature:
             params = SamplingParams(
                 temperature=temperature,
@@ -56,9 +61,13 @@ def main() -> None:
             outputs = continued(llm, documents, params, arguments)
             seconds = time.monotonic() - started
             found = [tuple(output.outputs[0].token_ids) for output in outputs]
+            speed = {
+                "seconds": round(seconds, 1),
+                "tokens_per_s": round(sum(map(len, found)) / seconds, 1),
+            }
             if drafter is None:
                 base[temperature] = found
-                print(json.dumps({"drafter": None, "T": temperature, "seconds": round(seconds, 1)}))
+                print(json.dumps({"drafter": None, "T": temperature, **speed}), flush=True)
                 continue
             counts = Counts.of(llm.engine.report().drafts)
             same = sum(a == b for a, b in zip(found, base[temperature], strict=True))
@@ -75,7 +84,7 @@ def main() -> None:
                         "conditional": [round(share, 3) for share in counts.conditional],
                         "verifies": counts.verifies,
                         "same_texts": f"{same} of {len(found)}",
-                        "seconds": round(seconds, 1),
+                        **speed,
                     }
                 ),
                 flush=True,
@@ -162,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=16)
     made.add_argument("--dtype", default="float32")
     made.add_argument("--device", default="auto")
+    made.add_argument("--engine", default="{}", help="more of LLM's settings, as JSON")
     made.add_argument("--seed", type=int, default=0)
     return made
 

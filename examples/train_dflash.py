@@ -18,7 +18,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from head_training import add_flags, chosen_device, read_windows, train, weights_of, write_result
+from head_training import (
+    add_block_flags,
+    add_flags,
+    chosen_device,
+    num_anchors,
+    read_windows,
+    train,
+    weights_of,
+    write_result,
+)
 from train_eagle3 import SHARED, draft_vocabulary, tables_of
 
 from calibrate.heads.block import BlockModule, block_losses, even_anchors, start_from_target
@@ -42,7 +51,7 @@ def main() -> None:
             arguments.model, "is a vision-language model", "train an EAGLE-3 head: train_eagle3.py"
         )
     windows_WS, held_WS = read_windows(arguments, target)
-    config = head_config(arguments, target)
+    config, anchors = head_config(arguments, target), num_anchors(arguments, windows_WS)
     draft_ids = draft_vocabulary(windows_WS, config)
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
     head = BlockModule(config, target.embedding.float())
@@ -51,7 +60,7 @@ def main() -> None:
     head.to(target.device)
     head.embedding = [target.embedding]
 
-    def losses(ids_BS: torch.Tensor, anchors: int = arguments.anchors) -> list:
+    def losses(ids_BS: torch.Tensor, anchors: int = anchors) -> list:
         seen, ids_BS = target.see(ids_BS), ids_BS.to(target.device)
         count = ids_BS.shape[1] - 1
         if torch.is_grad_enabled():
@@ -69,6 +78,7 @@ def main() -> None:
                     anchors_A,
                     num_drafts=config.most_drafts,
                     draft_ids_U=draft_ids,
+                    after_errors=arguments.after_errors,
                 )
             )
 
@@ -83,7 +93,7 @@ def main() -> None:
         held_WS,
         arguments,
         outputs=tables,
-        measured=partial(losses, anchors=4 * arguments.anchors),
+        measured=partial(losses, anchors=4 * anchors),
         decay=arguments.decay,
     )
     tensors = weights_of(head.state_dict())
@@ -138,9 +148,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("model", help="folder of the target")
     add_flags(made)
+    add_block_flags(made)
     made.add_argument("--layers", type=int, default=5)
     made.add_argument("--block", type=int, default=8, help="rows of a block")
-    made.add_argument("--anchors", type=int, default=32, help="blocks of a window in each step")
     made.add_argument("--decay", type=float, default=0.8, help="weight of each draft's loss")
     made.add_argument("--states", type=int, default=5, help="states of the target that it reads")
     made.add_argument("--taps", type=int, nargs="+", help="layers before the states, instead")

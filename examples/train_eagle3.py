@@ -22,8 +22,10 @@ from pathlib import Path
 
 import torch
 from head_training import (
+    add_block_flags,
     add_flags,
     chosen_device,
+    num_anchors,
     read_pictured_windows,
     read_windows,
     train,
@@ -65,7 +67,7 @@ def main() -> None:
     else:
         windows_WS, held_WS = read_windows(arguments, target)
         ids_WS = windows_WS
-    config = head_config(arguments, target)
+    config, anchors = head_config(arguments, target), num_anchors(arguments, ids_WS)
     draft_ids = draft_vocabulary(ids_WS, config)
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
 
@@ -78,9 +80,9 @@ def main() -> None:
     def of_drafts(ids_BS: torch.Tensor, seen: Seen) -> list:
         count, most = ids_BS.shape[1] - 1, arguments.parallel
         if torch.is_grad_enabled():
-            anchors_A = torch.randint(0, count - most, (arguments.anchors,))
+            anchors_A = torch.randint(0, count - most, (anchors,))
         else:
-            anchors_A = even_anchors(count, most, 4 * arguments.anchors)
+            anchors_A = even_anchors(count, most, 4 * anchors)
         with in_16_bits(target.device):
             return list(
                 parallel_losses(
@@ -91,6 +93,7 @@ def main() -> None:
                     anchors_A.to(target.device),
                     num_drafts=most,
                     draft_ids_U=draft_ids,
+                    after_errors=arguments.after_errors,
                 )
             )
 
@@ -223,9 +226,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--parallel", type=int, default=0, help="more than 0: a P-EAGLE head of so many drafts"
     )
-    made.add_argument(
-        "--anchors", type=int, default=32, help="places of a window with mask rows, with --parallel"
-    )
+    add_block_flags(made)
     made.add_argument("--intermediate-size", type=int, default=0, help="0: the target's")
     return made
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from calibrate.heads.eagle3 import Mlp, RmsNorm, rotary_of, rotated
-from calibrate.heads.losses import cross_entropy
+from calibrate.heads.losses import cross_entropy, weights_after
 from formats.heads import tensors as names
 from formats.heads.block_config import BlockAttention, BlockConfig
 
@@ -216,12 +216,17 @@ def block_losses(
     *,
     num_drafts: int,
     draft_ids_U: torch.Tensor | None = None,
+    after_errors: float = 1.0,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (loss, accuracy) of each draft, as `step_losses` of EAGLE-3 does.
 
-    Accuracy is the fraction of anchors whose most likely token equals the target's.
+    Accuracy is the fraction of anchors whose most likely token equals the target's. `after_errors`:
+    weight of a block's losses after its first draft that is not the text's token.
     """
     logits_BAKU = head(ids_BS, taps_BSF, anchors_A, num_drafts)
+    weights_BA = torch.ones(logits_BAKU.shape[:2], device=logits_BAKU.device)
     for draft in range(num_drafts):
-        target_BAV = target_BSV[:, anchors_A + draft]
-        yield cross_entropy(logits_BAKU[:, :, draft], target_BAV, draft_ids_U)
+        target_BAV, logits_BAU = target_BSV[:, anchors_A + draft], logits_BAKU[:, :, draft]
+        yield cross_entropy(logits_BAU, target_BAV, draft_ids_U, weights_BA)
+        ids_BA = ids_BS[:, anchors_A + draft + 1]
+        weights_BA = weights_after(weights_BA, logits_BAU, ids_BA, draft_ids_U, after_errors)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from calibrate.heads.eagle3 import Eagle3Module
-from calibrate.heads.losses import cross_entropy
+from calibrate.heads.losses import cross_entropy, weights_after
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig
 
@@ -71,12 +71,21 @@ def parallel_losses(
     *,
     num_drafts: int,
     draft_ids_U: torch.Tensor | None = None,
+    after_errors: float = 1.0,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (loss, accuracy) of each draft, as `step_losses` does.
 
-    The first draft is judged at all rows, later drafts only at the anchors.
+    The first draft is judged at all rows, later drafts only at the anchors. `after_errors`: weight
+    of the losses at an anchor after its first draft that is not the text's token.
     """
     drafts = head.parallel(ids_BS, taps_BSF, anchors_A, num_drafts)
+    weights_BA = torch.ones(len(ids_BS), len(anchors_A), device=ids_BS.device)
     for draft, logits in enumerate(drafts):
-        target = target_BSV[:, anchors_A + 1 + draft] if draft else target_BSV[:, 1:]
-        yield cross_entropy(logits, target, draft_ids_U)
+        if draft == 0:
+            yield cross_entropy(logits, target_BSV[:, 1:], draft_ids_U)
+            logits = logits[:, anchors_A]
+        else:
+            target_BAV = target_BSV[:, anchors_A + 1 + draft]
+            yield cross_entropy(logits, target_BAV, draft_ids_U, weights_BA)
+        ids_BA = ids_BS[:, anchors_A + 2 + draft]
+        weights_BA = weights_after(weights_BA, logits, ids_BA, draft_ids_U, after_errors)

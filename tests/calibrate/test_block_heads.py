@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from calibrate.heads.block import BlockModule, even_anchors, seen_keys
+from calibrate.heads.block import BlockModule, block_losses, even_anchors, seen_keys
+from calibrate.heads.parallel import parallel_losses
 from calibrate.heads.quantize import quantize_head
 from formats.heads.block_config import BlockAttention
 from formats.heads.folder import HeadFolder
@@ -19,9 +21,9 @@ from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 ROOT = Path(__file__).resolve().parent.parent.parent
 W4 = Scheme.parse("w4a16-sym", 32)
 TRAININGS = {
-    "dflash": ("train_dflash", "--layers", "1", "--block", "4", "--states", "2"),
+    "dflash": ("train_dflash", "--layers", "1", "--block", "4", "--after-errors", "0.1"),
     "dspark": ("train_dflash", "--layers", "1", "--block", "4", "--markov-rank", "32"),
-    "peagle": ("train_eagle3", "--parallel", "3"),
+    "peagle": ("train_eagle3", "--parallel", "3", "--after-errors", "0.1"),
     "eagle3": ("train_eagle3", "--eagle31", "--steps", "2"),
 }
 
@@ -59,7 +61,7 @@ def test_training_writes_what_servers_read(kind, docs_5m, tmp_path, monkeypatch)
     script, *more = TRAININGS[kind]
     data = tmp_path / "texts.jsonl"
     data.write_text(json.dumps({"text": (docs_5m / "README.md").read_text()}))
-    small = ("--length", "32", "--batch", "4", "--anchors", "2", "--intermediate-size", "64")
+    small = ("--length", "32", "--batch", "4", "--intermediate-size", "64")
     small += ("--data", str(data), "--device", "cpu", "--continued", "0", "--seconds", "5")
     arguments = [str(docs_5m), *small, *more, "--output", str(tmp_path / "out")]
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -72,6 +74,8 @@ def test_training_writes_what_servers_read(kind, docs_5m, tmp_path, monkeypatch)
     assert heads[0].config.taps(4) == heads[1].config.taps(4)
     name = "layers.0.mlp.down_proj.weight"
     assert torch.equal(*(head.get(head.stored(name)) for head in heads))
+    weights = load_file(tmp_path / "out" / "original" / "model.safetensors")
+    assert told["parameters"] == sum(each.numel() for each in weights.values())
     if kind == "eagle3":
         assert heads[0].config.fc_norm and heads[0].config.norm_output
 
@@ -124,3 +128,56 @@ def test_anchors_leave_room_for_their_drafts():
     for length in (9, 12, 100):
         anchors = even_anchors(length, 7, 8)
         assert int(anchors.min()) >= 1 and int(anchors.max()) + 7 < length
+
+
+class ConstantHead(torch.nn.Module):
+    """Drafts two tokens with probabilities that depend on nothing; both kinds of passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(2, 8))
+
+    def forward(self, ids_BS, taps_BSF, anchors_A, num_drafts):
+        return self.logits.expand(len(ids_BS), len(anchors_A), num_drafts, -1)
+
+    def parallel(self, ids_BS, taps_BSF, anchors_A, num_drafts):
+        rest_RV = torch.zeros(ids_BS.shape[1] - 2, 8)  # rows that are no anchors
+        yield torch.cat([self.logits[:1], rest_RV]).expand(len(ids_BS), -1, -1)
+        yield self.logits[1].expand(len(ids_BS), len(anchors_A), -1)
+
+
+@pytest.mark.parametrize(("losses", "anchor"), [(block_losses, 1), (parallel_losses, 0)])
+@pytest.mark.parametrize("draft_ids", [None, [7, 6, 5, 4, 3, 2, 1, 0]])
+def test_later_drafts_follow_the_likeliest_first_draft(losses, anchor, draft_ids):
+    """Texts continue with "1 4" (40 %), "2 5" and "3 5" (30 % each).
+
+    The likeliest second token is 5. But after 1, the likeliest first token, it is 4.
+    """
+    ends = [[1, 4]] * 4 + [[2, 5]] * 3 + [[3, 5]] * 3
+    ids_BS = torch.tensor([[0, 0, *end, 0] for end in ends])
+    # logits of the target: the next token of the text
+    target_BSV = 20.0 * torch.nn.functional.one_hot(ids_BS.roll(-1, 1), 8)
+    if draft_ids is not None:
+        draft_ids = torch.tensor(draft_ids)
+    found = {}
+    for after_errors in (1.0, 0.1):
+        head = ConstantHead()
+        optimizer = torch.optim.SGD(head.parameters(), lr=2.0)
+        for _ in range(40):
+            rows = losses(
+                head,
+                ids_BS,
+                target_BSV,
+                target_BSV,
+                torch.tensor([anchor]),
+                num_drafts=2,
+                draft_ids_U=draft_ids,
+                after_errors=after_errors,
+            )
+            optimizer.zero_grad()
+            sum(loss for loss, _ in rows).backward()
+            optimizer.step()
+        best = head.logits.argmax(-1)
+        found[after_errors] = (best if draft_ids is None else draft_ids[best]).tolist()
+    assert found[1.0][1] == 5
+    assert found[0.1][1] == 4
