@@ -186,6 +186,11 @@ def register_host(tensor: torch.Tensor) -> None:
     )
 
 
+def unregister_host(tensor: torch.Tensor) -> None:
+    """Undo `register_host`. Raises PeerAccessError."""
+    _call("cuMemHostUnregister", ctypes.c_void_p(tensor.data_ptr()))
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")

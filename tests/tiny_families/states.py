@@ -98,7 +98,7 @@ FAMILIES = {
         {
             **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
             **{"head_dim": 32, "chunk_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3},
-            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 96},
+            **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
             **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8},
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         },

@@ -107,7 +107,12 @@ def loaded(folder: Path, family: str):
     """Return transformers' model of a folder, in float32."""
     row = VISION_FAMILIES[family]
     others = {"attn_implementation": row["attention"]} if "attention" in row else {}
-    return auto_class(family).from_pretrained(folder, dtype=torch.float32, **others)
+    model = auto_class(family).from_pretrained(folder, dtype=torch.float32, **others)
+    text = model.config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        # Some versions of transformers choose sdpa, which ignores the limit of scores.
+        model.set_attn_implementation("eager")
+    return model
 
 
 def rename_tensors(folder: Path, names: dict[str, str]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from qkernels.collective.cuda_ipc import register_host, unregister_host
+from qkernels.collective.peer_memory import PeerAccessError
 from qserve.kv_transfer.peer.layout import widened
 from qserve.kv_transfer.peer.memory import BufferMemory
 from qserve.kv_transfer.peer.slot_table import LAYER_BITS, SlotTable
@@ -56,9 +58,10 @@ class PageSender:
         self._batches: list[_Batch] = []  # for the step that is launched next or now
         self._progress_S = torch.from_numpy(self._index.progress)
         self._stream = self._done = None
+        self._is_registered = False
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            _register(self._progress_S)
+            self._is_registered = _register(self._progress_S)
 
     @property
     def num_slots(self) -> int:
@@ -141,7 +144,8 @@ class PageSender:
         """Remove the buffer. Readers notice that the writer is gone."""
         if self._stream is not None:
             self._stream.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._progress_S.data_ptr())
+        if self._is_registered:
+            unregister_host(self._progress_S)
         self._regions.clear()
         del self._progress_S
         self._index.close()
@@ -175,12 +179,14 @@ class PageSender:
                 self._progress_S[slots].copy_(word.repeat(count), non_blocking=True)
 
 
-def _register(tensor: torch.Tensor) -> None:
-    """Register host memory, so that the device can write to it without blocking the host."""
-    from qkernels.collective.cuda_ipc import register_host
-    from qkernels.collective.peer_memory import PeerAccessError
+def _register(tensor: torch.Tensor) -> bool:
+    """Register host memory, so that the device can write to it without blocking the host.
 
+    Returns False if the driver refuses, as it does for some kinds of shared memory.
+    """
     try:
         register_host(tensor)
     except PeerAccessError as error:
         logger.warning("KV peer: copies to the index make the host wait: %s", error)
+        return False
+    return True

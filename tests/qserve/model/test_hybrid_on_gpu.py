@@ -1,7 +1,5 @@
 """Models with a gated delta net on a CUDA GPU: kernels, states, CUDA graphs in a whole engine."""
 
-import statistics
-
 import pytest
 
 from qserve.engine.kv_cache import state_snapshots
@@ -11,6 +9,10 @@ from tests.qserve.model.test_hybrid_tokens import FAMILIES, MODES, prompts
 from tests.qserve.model.variants import TOKENS, relative
 
 pytestmark = pytest.mark.gpu
+
+WITH_EXPERTS = {
+    *("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granite_hybrid_moe", "nemotron_h_moe", "jamba"),
+}
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 
@@ -32,14 +34,11 @@ def alike(found, want, first=6):
 def test_logits_are_the_cpus(tiny_model, family):
     folder = tiny_model(family)
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(TOKENS)
-    on_gpu = LLM(
-        folder, device="cuda", dtype="bfloat16", max_model_len=64, num_gpu_blocks_override=64
-    )
-    # A tiny random model turns a last bit of 8 into some percent, and may route some of its tokens
-    # to other experts.
-    found = on_gpu.logits(TOKENS).cpu()
-    errors_T = [float(relative(a, b)) for a, b in zip(found, want, strict=True)]
-    assert statistics.median(errors_T) < 0.05
+    # A tiny random model turns a last bit of 8 into some percent. In bfloat16 it also routes some
+    # tokens to other experts, which changes all later tokens.
+    dtype, limit = ("float16", 0.03) if family in WITH_EXPERTS else ("bfloat16", 0.1)
+    on_gpu = LLM(folder, device="cuda", dtype=dtype, max_model_len=64, num_gpu_blocks_override=64)
+    assert relative(on_gpu.logits(TOKENS).cpu(), want) < limit
 
 
 @pytest.mark.parametrize("mode", ["whole", "chunked"])

@@ -31,8 +31,9 @@ def test_answers_are_near_transformers_best(vision, family, monkeypatch):
         engine = model.engine(1, **ON_GPU, **settings)
         keys = replayed_keys(engine.runner.graphs, monkeypatch)
         answers, _ = model.run(engine, *requests)
-        # Rows of Gemma 3 and 4 see each other, in plain torch.
-        assert any(key.has_media for key in keys) != model.processor.config.is_mutual
+        if not settings:  # steps of 23 rows may fit into no graph
+            # Rows of Gemma 3 and 4 see each other, in plain torch.
+            assert any(key.has_media for key in keys) != model.processor.config.is_mutual
         assert all(map(len, answers))
         pairs = zip(requests, answers, strict=True)
         lags = torch.cat([model.lags(*request, tokens) for request, tokens in pairs])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
@@ -103,8 +104,9 @@ def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
 @pytest.mark.parametrize(
     "family", ["qwen3_next", "qwen3_5_moe", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h_moe"]
 )
-def test_states(family, tiny_model, many):
+def test_states(family, tiny_model, many, monkeypatch):
     """Granite's norm of one group is over both GPUs, within the graphs."""
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
     settings = {"dtype": "bfloat16", "max_model_len": 256}
     alone, two = (many(tiny_model(family), ranks, **settings) for ranks in (1, 2))
     ids = [(7 * j) % 500 + 3 for j in range(200)]
@@ -123,14 +125,14 @@ def test_states(family, tiny_model, many):
 
 
 def test_the_models_own_layer_for_drafts(many, tmp_path):
-    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.9)
+    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.99)
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     settings = {"dtype": "bfloat16", "max_model_len": 256}
     two = many(folder, 2, speculative_config=json.dumps(config), **settings)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     two.generate([[5 + n] * 20 for n in range(6)], params, use_tqdm=False)
     verifies, _, *accepted = two.engine.scheduler.speculation.take_counts()
-    assert 0 < accepted[0] <= verifies
+    assert verifies < 3 * accepted[0] <= 3 * verifies
 
 
 def test_sampled_tokens_repeat(quantized_5m, many):
