@@ -287,6 +287,9 @@ class _Rewriter:
         if not optional:
             return
         left = most - len(required)
+        schema["properties"] = schema["properties"] | {
+            name: _unnamed(schema, name) for name in required - schema["properties"].keys()
+        }
         del schema["maxProperties"]
         schema["additionalProperties"] = False
         schema.pop("patternProperties", None)
@@ -418,6 +421,13 @@ def _optional(schema: dict) -> list[str]:
     required = schema.get("required", ())
     named = schema.get("properties") or {}
     return [name for name, each in named.items() if name not in required and each is not False]
+
+
+def _unnamed(schema: dict, name: str) -> Schema:
+    """Return the schema of a property that is not among the `properties` of its object."""
+    patterns = schema.get("patternProperties") or {}
+    found = [each for pattern, each in patterns.items() if re.search(in_python(pattern), name)]
+    return _all(*found) if found else schema.get("additionalProperties", True)
 
 
 def _discriminator(part: Schema) -> tuple[str | None, list]:
