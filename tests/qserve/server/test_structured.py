@@ -29,6 +29,8 @@ def test_a_schema(server, route):
     ],
 )
 def test_other_types(server, asked, form):
+        ({"type": "json_object", "schema": None}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
     assert server.chat(response_format=asked).status_code == 200
     assert form_of(server) == form
 
