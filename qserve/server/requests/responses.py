@@ -409,6 +409,8 @@ TAG_OF_ITEM = re.compile(
     r"^((?:input|items)\.\d+)\.(message|function_call|function_call_output|reasoning)\b"
 )
 TAG_OF_TOOL = re.compile(r"^(tools\.\d+)\.(function|hosted)\b")
+RENAMED = {EFFORT: "reasoning.effort", "response_format": "text.format"}
+CHATS_FORMAT = re.compile(r"^response_format(\.json_schema)?")
 CHATS_TOOL = re.compile(r"\btools\.(\d+)\.function\b")
 NAMED_FORM = '{"type": "function", "name": ...}'
 
@@ -477,16 +479,17 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
             ignored=(*chat.ignored, *request.ignored),
             broken_arguments=request.broken_arguments,
             is_cut=is_cut,
-            renamed={EFFORT: "reasoning.effort"},
+            renamed=RENAMED,
             repeated=repeated,
         )
     except ApiError as error:
-        # Name the field as in the body: tools.N, not the chat's tools.N.function.
+        # Name the field as in the body: tools.N and text.format, not the chat's names.
         def own(match: re.Match) -> str:
             index = int(match[1])
             return f"tools.{functions[index][0] if index < len(functions) else index}"
 
         functions = request.functions
         texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
+        texts = (CHATS_FORMAT.sub(RENAMED["response_format"], text) for text in texts)
         message, param = (CHATS_TOOL.sub(own, text, count=1) for text in texts)
         raise ApiError(error.status, message, param or None) from None
