@@ -435,7 +435,12 @@ def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(messages):
-        unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
+        unsupported.refuse(
+            message.model_extra,
+            unsupported.MESSAGE,
+            f"messages.{index}.",
+            unsupported.MESSAGE_HINTS,
+        )
         if message.tool_calls and message.role != ASSISTANT:
             name = f"messages.{index}.tool_calls"
             raise ApiError(400, f"{name}: allowed only in messages of role assistant.", name)

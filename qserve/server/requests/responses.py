@@ -39,6 +39,7 @@ PASSED_ON = (
 )
 # unsupported fields -> values besides null that are accepted, since they have no effect
 REFUSED: dict[str, tuple] = unsupported.COMMON | {
+    **unsupported.REASONING,
     "background": (False,),
     "best_of": (1,),
     "conversation": (),
