@@ -53,13 +53,16 @@ class ChatTokens:
 def chat_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
     """Return the job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
+    omits_reasoning = request.include_reasoning is False
+    is_moot = omits_reasoning and model.reasoning_parser is None
     return chat_request_job(
         model,
         request,
         arrival,
         prefix="chatcmpl-",
-        ignored=request.ignored,
+        ignored=[*request.ignored, *["include_reasoning"] * is_moot],
         broken_arguments=request.broken_arguments,
+        repeated={"omits_reasoning": omits_reasoning},
     )
 
 

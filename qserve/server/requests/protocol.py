@@ -331,6 +331,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None  # false: the reply leaves reasoning out
     # chat.py reads the next two fields
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[
