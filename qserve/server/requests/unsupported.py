@@ -134,6 +134,35 @@ CHAT = COMMON | {
 TABLES = {"completions": COMPLETION, "chat": CHAT}
 MESSAGE = {"function_call": ()}
 MESSAGE_HINTS = {"function_call": "use tool_calls"}
+# fields of embeddings, scores and classes
+POOLING: dict[str, tuple] = {
+    "activation": (True,),
+    "additional_data": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "embed_dtype": ("float32",),
+    "embedding_types": (),
+    "endianness": ("native", "little"),
+    "images": ([],),
+    "mm_processor_kwargs": ({},),
+    "softmax": (True,),
+    "truncation_side": ("right",),
+    "use_activation": (True,),
+}
+POOLING_HINTS = {
+    "activation": "leave it out: scores are probabilities",
+    "additional_data": "leave it out",
+    "chat_template": "render the text and send it as input",
+    "chat_template_kwargs": "render the text and send it as input",
+    "embed_dtype": "use float32",
+    "embedding_types": "use encoding_format, or /v2/embed",
+    "endianness": "use little",
+    "images": "send texts",
+    "mm_processor_kwargs": "leave it out",
+    "softmax": "leave it out: scores are probabilities",
+    "truncation_side": "cut the text yourself; the server keeps its start",
+    "use_activation": "leave it out: scores are probabilities",
+}
 # fields that are validated but have no effect
 WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 
