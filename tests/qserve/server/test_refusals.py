@@ -9,7 +9,7 @@ from qserve.config import ServerConfig
 from qserve.params.generation_defaults import load_defaults
 from qserve.server.app import build_app
 from qserve.server.http.errors import ApiError
-from qserve.server.requests import unsupported
+from qserve.server.requests import responses, unsupported
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -331,6 +331,8 @@ def test_what_is_refused_says_what_to_use(server, error, route, field, value, hi
 def test_every_refusal_says_what_to_do():
     for table in unsupported.TABLES.values():
         assert not table.keys() - unsupported.HINTS.keys()
+    assert not unsupported.POOLING.keys() - unsupported.POOLING_HINTS.keys()
+    assert not responses.REFUSED.keys() - responses.HINTS.keys()
 
 
 def test_function_call_of_a_message_is_no_tool_choice(server, error):
