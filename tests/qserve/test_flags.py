@@ -344,6 +344,11 @@ def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, w
         ("serve m --zzz=4", "qserve serve: --zzz: unknown flag (see"),
         ("serve m --cpu_offload_gb 4", "--cpu-offload-gb: is not supported (weights stay on"),
         ("serve m --chat-template=x", "--chat-template=x: is not supported (the template is"),
+        ("serve m --structured-outputs-config.backend=xgrammar", "llguidance is the only backend"),
+        ("serve m --compilation-config.mode 3", "there is no torch.compile"),
+        ("serve m -O3", "-O3: is not supported (there is no torch.compile"),
+        ("serve m --middleware a.b", "--middleware: is not supported (put a proxy before"),
+        ("serve m --cuda-graph-sizes 1 2", "sizes of CUDA graphs follow from --max-num-seqs"),
         ("generate m --no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("generate m --prompt p --api-server-count 1", "--api-server-count: unknown flag"),
         ("serve m --max-model-len 1.5", "--max-model-len: invalid int value: '1.5'"),
@@ -362,6 +367,8 @@ VLLM_COMMAND = (
     "serve --trust-remote-code --swap-space 4 m --disable-log-requests --enable-chunked-prefill"
     " --task=generate --uvicorn-log-level info --hf-overrides {} -tp 1 --dtype half"
     " --max-model-len 4K --max-num-batched-tokens 2k --load-format safetensors -q fp8"
+    " --structured-outputs-config.backend auto --enable-server-load-tracking --max-log-len 100"
+    " --max-num-partial-prefills 1 --calculate-kv-scales --enable-reasoning --nnodes=1"
 )
 
 
