@@ -13,6 +13,7 @@ import pytest
 
 from qserve.cli import COMMANDS, build_parser, main
 from qserve.command_line.vllm_settings import ENGINE_SETTINGS, SERVER_SETTINGS
+from qserve.config import EngineConfig
 from tests.qserve.command_line import fails_with
 
 HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
@@ -380,6 +381,13 @@ def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
     assert (engine.max_model_len, engine.max_num_batched_tokens) == (4096, 2000)
     assert (engine.tensor_parallel_size, engine.quantization) == (1, "fp8")
     assert "--trust-remote-code has no effect: code in model folders is never run" in caplog.text
+
+
+@pytest.mark.parametrize("length", ["auto", "-1"])
+def test_length_that_vllm_chooses_itself(served, length):
+    assert main(["serve", "m", "--max-model-len", length]) == 0
+    assert served[0][1].max_model_len is None
+    assert EngineConfig(model="m", max_model_len=-1).max_model_len is None
 
 
 @pytest.mark.parametrize("line", ["serve --model m --port 9", "serve --port 9 --model=m"])
