@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from qserve.params.parameter_types import shown
 from qserve.server.http.errors import ApiError
 from qserve.server.requests import unsupported
 from qserve.server.requests.chat import chat_request_job
@@ -93,6 +94,8 @@ HINTS = unsupported.HINTS | {
 
 
 FUNCTION, HOSTED = "function", "hosted"  # kinds of tools
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+AN_ITEM = f"expected an item of type {', '.join(ITEMS[:-1])} or {ITEMS[-1]}"
 
 
 def _includable(name: str) -> str:
@@ -171,6 +174,8 @@ def _stated(item: Any) -> Any:
             "expected the item itself, found a reference, which needs a server started with"
             " --response-store. Clients that send references send whole items with store: false",
         )
+    if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in ITEMS:
+        raise PydanticCustomError("item", f"{AN_ITEM}, found {shown(item['type'])}")
     return item
 
 
@@ -179,13 +184,7 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind_of,
-        custom_error_type="item",
-        custom_error_message=(
-            "expected an item of type message, function_call, function_call_output or reasoning"
-        ),
-    ),
+    Discriminator(_kind_of, custom_error_type="item", custom_error_message=AN_ITEM),
     BeforeValidator(_stated),
 ]
 
