@@ -69,7 +69,10 @@ class EngineConfig(HubSettings, ParallelSettings):
         aliases={"vllm": "native"},
     )
     max_model_len: int | None = setting(
-        None, "maximum length of prompt plus output, in tokens; default: the model's own limit"
+        None,
+        "maximum length of prompt plus output, in tokens; default, also auto or -1: the model's "
+        "own limit, or what the KV cache holds",
+        aliases={"auto": None, "-1": None},
     )
     max_num_seqs: int = setting(256, "maximum number of requests in one step", low=1)
     max_num_batched_tokens: int = setting(

@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from formats.errors import InputError
@@ -187,6 +187,16 @@ def _integer(text: str) -> int:
 _integer.__name__ = "int"  # argparse's errors show the name
 
 
+def _integer_or(texts: Collection[str]) -> Callable[[str], int | str]:
+    """Return a parser of integers that keeps certain texts as they are."""
+
+    def parse(text: str) -> int | str:
+        return text if text in texts else _integer(text)
+
+    parse.__name__ = _integer.__name__
+    return parse
+
+
 def _number_or_text(text: str) -> int | str:
     """Parse a flag's value as an integer if possible, else as text."""
     return int(text) if text.removeprefix("-").isdecimal() else text
@@ -265,7 +275,7 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint
         both = int in kinds and str in kinds
         hint = _number_or_text if both else next(k for k in kinds if k is not type(None))
     if hint is int:
-        hint = _integer
+        hint = _integer_or(aliases) if aliases else _integer
     parser.add_argument(
         *names,
         type=hint,

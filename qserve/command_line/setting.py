@@ -21,12 +21,13 @@ def setting(
     many: bool = False,
     low: float | None = None,
     high: float | None = None,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str | None] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag, or a positional argument.
 
     A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
-    and `high`: bounds of a number, inclusive. `aliases`: other names of choices.
+    and `high`: bounds of a number, inclusive. `aliases`: other names of choices, or texts for a
+    number; None stands for the default.
     """
     metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
     metadata |= {"low": low, "high": high, "aliases": aliases or {}}
@@ -42,9 +43,11 @@ def check_settings(config: object) -> None:
         flag = f"--{each.name.replace('_', '-')}"
         if value is None or not allowed:
             continue
-        if isinstance(value, str) and value in allowed["aliases"]:
-            value = allowed["aliases"][value]
+        if isinstance(value, str | int) and str(value) in allowed["aliases"]:
+            value = allowed["aliases"][str(value)]
             object.__setattr__(config, each.name, value)  # settings classes are frozen
+            if value is None:
+                continue
         if allowed["choices"] is not None and value not in allowed["choices"]:
             raise InputError(
                 flag, f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}"

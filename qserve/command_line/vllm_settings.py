@@ -65,12 +65,18 @@ CONFIG_JSON = "edit config.json in the model's folder"
 ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "additional_config": VllmSetting("it is for other platforms; leave it out", ({},)),
     "attention_backend": VllmSetting("use --kernel attention=NAME", ("auto", "AUTO")),
+    "calculate_kv_scales": VllmSetting(
+        "scales of KV pages are computed when they are written", None, True
+    ),
     "compilation_config": VllmSetting("there is no torch.compile; see --enforce-eager"),
     "config_format": VllmSetting("config.json is read", ("auto", "hf")),
     "convert": VllmSetting(FOLLOWS, ("auto", "none", "embed", "classify")),
     "cpu_offload_gb": VllmSetting(
         "weights stay on the GPU: fewer bits, such as --quantization w4a16", (0,)
     ),
+    "cuda_graph_sizes": VllmSetting("sizes of CUDA graphs follow from --max-num-seqs"),
+    "cudagraph_capture_sizes": VllmSetting("sizes of CUDA graphs follow from --max-num-seqs"),
+    "disable_cascade_attn": VllmSetting("there is no cascade attention", None, True),
     "disable_custom_all_reduce": VllmSetting("use --all-reduce nccl", (False,), True),
     "disable_log_stats": VllmSetting("figures are at /metrics, not in the log", (True,), True),
     "disable_mm_preprocessor_cache": VllmSetting("KV pages of images are reused", None, True),
@@ -79,6 +85,9 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     ),
     "enable_chunked_prefill": VllmSetting(
         "long prompts are always computed in chunks", (True,), True
+    ),
+    "enable_eplb": VllmSetting(
+        "use --record-expert-loads and --expert-placement-strategy", (False,), True
     ),
     "enable_prompt_embeds": VllmSetting("prompts are text or token ids", (False,), True),
     "enable_sleep_mode": VllmSetting("sleep and wake_up always work", None, True),
@@ -92,29 +101,49 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "hf_overrides": VllmSetting(CONFIG_JSON, ({},)),
     "hf_token": VllmSetting("set the environment variable HF_TOKEN"),
     "kv_cache_memory_bytes": VllmSetting("use --kv-cache-memory, in GiB"),
+    "kv_events_config": VllmSetting("figures are at /metrics", ({},)),
     "kv_offloading_size": VllmSetting("use --kv-offload-gb"),
     "logits_processors": VllmSetting(
         "use logit_bias, allowed_token_ids or structured_outputs of SamplingParams", ([],)
     ),
+    "long_prefill_token_threshold": VllmSetting(
+        "use --target-itl-ms, which cuts prompts to a time", (0,)
+    ),
     "max_logprobs": VllmSetting("it is 20", (20,)),
+    "max_long_partial_prefills": VllmSetting(
+        "a step computes chunks of several prompts anyway", (1,)
+    ),
+    "max_num_partial_prefills": VllmSetting(
+        "a step computes chunks of several prompts anyway", (1,)
+    ),
     "max_parallel_loading_workers": VllmSetting("weights are loaded tensor by tensor", None),
     "mm_processor_cache_gb": VllmSetting("KV pages of images are reused", None),
     "mm_processor_kwargs": VllmSetting(
         "edit preprocessor_config.json in the model's folder", ({},)
     ),
     "model_loader_extra_config": VllmSetting("weights are read tensor by tensor", ({},)),
+    "nnodes": VllmSetting("use --distributed-executor-backend ray", (1,)),
+    "num_scheduler_steps": VllmSetting("steps are planned while the GPU runs", (1,)),
     "override_generation_config": VllmSetting(
         "edit generation_config.json in the model's folder", ({},)
     ),
+    "performance_mode": VllmSetting(
+        "use --target-itl-ms or --max-num-batched-tokens", ("balanced",)
+    ),
     "pooler_config": VllmSetting("it follows from modules.json in the model's folder", ({},)),
+    "preemption_mode": VllmSetting(
+        "tokens of preempted requests are computed again", ("recompute",)
+    ),
     "rope_scaling": VllmSetting(CONFIG_JSON, ({},)),
     "rope_theta": VllmSetting(CONFIG_JSON),
     "runner": VllmSetting(FOLLOWS, ("auto", "generate", "pooling")),
+    "scheduler_delay_factor": VllmSetting("see --admission", (0,)),
     "skip_tokenizer_init": VllmSetting(
         "the tokenizer is loaded when a text needs it; SamplingParams(detokenize=False) needs none",
         (False,),
         True,
     ),
+    "stream_interval": VllmSetting("each token has a chunk", (1,)),
     "structured_outputs_config": VllmSetting(
         "llguidance is the only backend; leave it out",
         ({}, {"backend": "auto"}, {"backend": "guidance"}),
@@ -125,6 +154,8 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     "tokenizer_revision": VllmSetting("add it to --tokenizer: NAME@REVISION"),
     "trust_remote_code": VllmSetting("code in model folders is never run", None, True),
     "use_tqdm_on_load": VllmSetting("loading prints its phases", None, True),
+    "use_v2_block_manager": VllmSetting("there is one block manager", None, True),
+    "worker_cls": VllmSetting("workers cannot be replaced", ("auto",)),
     "worker_extension_cls": VllmSetting("methods of workers cannot be added", ("",)),
 }
 # Keywords of LLM and AsyncLLM that are flags of `serve` here.
@@ -135,6 +166,8 @@ PYTHON_SETTINGS: dict[str, VllmSetting] = {
 }
 # Settings of vLLM's HTTP server: flags of `serve`.
 SERVER_SETTINGS: dict[str, VllmSetting] = {
+    "allowed_headers": VllmSetting("use --allowed-origins", (["*"],)),
+    "allowed_methods": VllmSetting("use --allowed-origins", (["*"],)),
     "api_server_count": VllmSetting("one process serves HTTP", (1,)),
     "chat_template": VllmSetting(
         "the template is the model's own: edit chat_template.jinja in its folder"
@@ -147,11 +180,24 @@ SERVER_SETTINGS: dict[str, VllmSetting] = {
     "enable_force_include_usage": VllmSetting(
         "set stream_options.include_usage in requests", (False,), True
     ),
+    "enable_log_outputs": VllmSetting("answers are not logged", (False,), True),
     "enable_log_requests": VllmSetting("requests are not logged", (False,), True),
     "enable_prompt_tokens_details": VllmSetting("usage always has them", None, True),
+    "enable_reasoning": VllmSetting("see --reasoning-parser", None, True),
     "enable_request_id_headers": VllmSetting("replies always have X-Request-Id", None, True),
-    "enable_server_load_tracking": VllmSetting("figures are at /metrics", (False,), True),
+    "enable_server_load_tracking": VllmSetting("/load always counts requests", None, True),
+    "enable_tokenizer_info_endpoint": VllmSetting("use /tokenize", (False,), True),
+    "exclude_tools_when_tool_choice_none": VllmSetting("tools are left out anyway", (True,), True),
+    "h11_max_incomplete_event_size": VllmSetting("the headers of a request may have 16 KiB"),
+    "log_config_file": VllmSetting("use --log-level and --log-format"),
+    "max_log_len": VllmSetting("requests are not logged", None),
+    "middleware": VllmSetting("put a proxy before the server"),
     "response_role": VllmSetting("answers have the role assistant", ("assistant",)),
+    "return_tokens_as_token_ids": VllmSetting("set it in requests", (False,), True),
+    "ssl_cert_reqs": VllmSetting("use --ssl-ca-certs", (0,)),
+    "tool_parser_plugin": VllmSetting("choose one of the formats of --tool-call-parser", ("",)),
+    "tool_server": VllmSetting("clients run the tools"),
+    "trust_request_chat_template": VllmSetting("the template is the model's own", (False,), True),
     "uvicorn_log_level": VllmSetting("use --log-level", ("info",)),
 }
 
@@ -191,14 +237,18 @@ def take_flags(
     """
     left, notes, rest = [], [], iter(arguments)
     for argument in rest:
+        if argument.startswith("-O") and "compilation_config" in settings:
+            raise InputError(argument, "is not supported", settings["compilation_config"].remedy)
         flag, equals, text = argument.partition("=")
         is_off = flag.startswith("--no-")
         name = flag.removeprefix("--no" if is_off else "-").removeprefix("-").replace("-", "_")
+        name, dot, key = name.partition(".")  # --a.b 1 is --a {"b": 1}
         row = settings.get(name)
         if row is None or not flag.startswith("--") or (is_off and not row.is_switch):
             left.append(argument)
             continue
         value = not is_off if row.is_switch else _flag_value(text if equals else next(rest, ""))
+        value = {key: value} if dot else value
         if not row.accepts(value):
             raise InputError(argument, "is not supported", row.remedy)
         notes.append(no_effect(flag, row))

@@ -38,7 +38,8 @@ class EngineParts:
     """A loaded model and the components of its engine."""
 
     model: ModelConfig
-    max_model_len: int
+    max_model_len: int  # at most the tokens that the KV cache holds
+    num_positions: int  # length for which the model was loaded
     workers: WorkerGroup
     scheduler: Scheduler
     transfers: RemoteKv | PeerKv | None  # None: KV pages are not exchanged
@@ -111,7 +112,8 @@ class EngineParts:
         adapters = make_table(config, workers.adapters)
         return cls(
             model=model,
-            max_model_len=max_model_len,
+            max_model_len=_length_in_pages(max_model_len, num_pages * config.block_size),
+            num_positions=max_model_len,
             workers=workers,
             scheduler=scheduler,
             transfers=transfers,
@@ -140,6 +142,20 @@ def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> 
     logger.info(text, max_model_len, num_tokens / max_model_len)
     workers.prepare(fit, min(max_model_len, config.max_num_batched_tokens, num_tokens))
     return num_pages
+
+
+def _length_in_pages(max_model_len: int, num_tokens: int) -> int:
+    """Return the length of a request that fits into KV pages for `num_tokens` tokens."""
+    if num_tokens >= max_model_len:
+        return max_model_len
+    logger.warning(
+        "Using max model len %d instead of %d: the KV cache holds no more tokens. For longer"
+        " requests give it more memory (--gpu-memory-utilization, --kv-cache-memory; on a CPU"
+        " --cpu-kv-cache-memory), or use --kv-cache-dtype int8",
+        num_tokens,
+        max_model_len,
+    )
+    return num_tokens
 
 
 def _pick_num_pages(

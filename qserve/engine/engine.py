@@ -65,6 +65,7 @@ class Engine:
             self.model_config,
             self.max_model_len,
             self.adapters,
+            num_positions=parts.num_positions,
             seed=config.seed,
             speculates=speculates,
             longest_item=longest_item(config),

@@ -33,15 +33,19 @@ class InputProcessor:
         max_model_len: int,
         adapters: AdapterTable | None,
         *,
+        num_positions: int,
         seed: int,
         speculates: bool,
         longest_item: int,
     ) -> None:
-        """`seed`: seeds the generator that gives a seed to each request without one.
+        """`num_positions`: length of the rotary table; videos may skip positions.
+
+        `seed`: seeds the generator that gives a seed to each request without one.
 
         `longest_item`: maximum number of tokens of a media item that is computed in one step.
         """
         self._model, self._max_model_len = model, max_model_len
+        self._num_positions = num_positions
         self._longest_item = longest_item
         self._adapters, self._speculates = adapters, speculates
         self._seeds = torch.Generator().manual_seed(seed)
@@ -131,11 +135,11 @@ class InputProcessor:
 
     def _check_positions(self, subject: str, last: int) -> None:
         """Raise InputError if video frames have positions beyond the model's rotary table."""
-        if last >= self._max_model_len:
+        if last >= self._num_positions:
             raise InputError(
                 subject,
                 f"has a video whose time reaches position {last}; the model has"
-                f" {self._max_model_len}",
+                f" {self._num_positions}",
                 "send a shorter video, or raise --max-model-len",
             )
 

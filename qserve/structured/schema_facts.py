@@ -1,8 +1,11 @@
 """Facts about a JSON schema: its types, its values, and whether it is disjoint from another."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
+from urllib.parse import unquote
 
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 ANNOTATIONS = frozenset(
@@ -23,7 +26,7 @@ class Unsupported(ValueError):
 
 
 class Recursive(Unsupported):
-    """A negation contains itself."""
+    """A negation, or a reference, contains itself."""
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
@@ -41,10 +44,10 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 def lookup(reference: Any, root: Schema) -> Schema:
     """Return the schema that a local reference points to. Raises Unsupported."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        raise Unsupported("a reference to another document")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise Unsupported("a reference to another document or to an anchor")
     found: Any = root
-    for part in reference[1:].split("/")[1:]:
+    for part in unquote(reference[1:]).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         try:
             found = found[int(part)] if isinstance(found, list) else found[part]
@@ -52,6 +55,43 @@ def lookup(reference: Any, root: Schema) -> Schema:
             raise Unsupported("a reference to nothing") from None
     if not isinstance(found, dict | bool):
         raise Unsupported("a reference to no schema")
+    return found
+
+
+def check_references(schema: Schema, root: Schema, checked: set[int]) -> None:
+    """Raise Recursive if references of a schema lead in a circle, so that they state nothing.
+
+    checked: ids of the schemas that earlier calls found to be right; this call adds to them
+    """
+    path: list[tuple[int, Iterator[Schema]]] = []
+    on_path: set[int] = set()
+    each = schema
+    while True:
+        if isinstance(each, dict) and id(each) not in checked:
+            if id(each) in on_path:
+                reference = each.get("$ref", "#")
+                raise Recursive(f"$ref {reference!r:.100} leads back to itself")
+            on_path.add(id(each))
+            path.append((id(each), iter(_stated_by(each, root))))
+        while path:
+            number, parts = path[-1]
+            each = next(parts, None)
+            if each is not None:
+                break
+            path.pop()
+            on_path.remove(number)
+            checked.add(number)
+        else:
+            return
+
+
+def _stated_by(schema: dict, root: Schema) -> list[Schema]:
+    """Return the schemas that a schema's values must fit because of `$ref` and `allOf`."""
+    parts = schema.get("allOf")
+    found = list(parts) if isinstance(parts, list) else []
+    if "$ref" in schema:
+        with suppress(Unsupported):  # llguidance will report the error
+            found.append(lookup(schema["$ref"], root))
     return found
 
 

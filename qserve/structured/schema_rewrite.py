@@ -37,7 +37,7 @@ def enforceable(text: str) -> tuple[str, tuple[str, ...]]:
     """Rewrite the JSON text of a schema. Returns the text, and warnings on dropped keywords.
 
     A malformed schema is returned unchanged; llguidance will report the error. Raises Unsupported
-    for a schema that becomes too large, and for a recursive `not`.
+    for a schema that becomes too large, for a recursive `not`, and for references in a circle.
     """
     rewriter = _Rewriter(json.loads(text))
     try:
@@ -57,6 +57,7 @@ class _Rewriter:
         self.warnings: dict[str, None] = {}  # in order, without duplicates
         self._negation = Negation(root)
         self._num_nodes = 0
+        self._checked: set[int] = set()  # see schema_facts.check_references
         self._steps: tuple[tuple[str, Callable[[dict, str, list], None]], ...] = (
             ("allOf", self._merge_conditions),
             ("if", self._if),
@@ -81,6 +82,8 @@ class _Rewriter:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise Unsupported(f"rewriting it takes more than {MAX_NODES} schemas")
+        if "$ref" in schema:
+            schema_facts.check_references(schema, self.root, self._checked)
         schema = dict(schema)
         extras: list[Schema] = []  # schemas to intersect with
         for keyword, step in self._steps:
@@ -287,6 +290,9 @@ class _Rewriter:
         if not optional:
             return
         left = most - len(required)
+        schema["properties"] = schema["properties"] | {
+            name: _unnamed(schema, name) for name in required - schema["properties"].keys()
+        }
         del schema["maxProperties"]
         schema["additionalProperties"] = False
         schema.pop("patternProperties", None)
@@ -418,6 +424,13 @@ def _optional(schema: dict) -> list[str]:
     required = schema.get("required", ())
     named = schema.get("properties") or {}
     return [name for name, each in named.items() if name not in required and each is not False]
+
+
+def _unnamed(schema: dict, name: str) -> Schema:
+    """Return the schema of a property that is not among the `properties` of its object."""
+    patterns = schema.get("patternProperties") or {}
+    found = [each for pattern, each in patterns.items() if re.search(in_python(pattern), name)]
+    return _all(*found) if found else schema.get("additionalProperties", True)
 
 
 def _discriminator(part: Schema) -> tuple[str | None, list]:

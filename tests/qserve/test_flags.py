@@ -13,6 +13,7 @@ import pytest
 
 from qserve.cli import COMMANDS, build_parser, main
 from qserve.command_line.vllm_settings import ENGINE_SETTINGS, SERVER_SETTINGS
+from qserve.config import EngineConfig
 from tests.qserve.command_line import fails_with
 
 HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
@@ -344,6 +345,11 @@ def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, w
         ("serve m --zzz=4", "qserve serve: --zzz: unknown flag (see"),
         ("serve m --cpu_offload_gb 4", "--cpu-offload-gb: is not supported (weights stay on"),
         ("serve m --chat-template=x", "--chat-template=x: is not supported (the template is"),
+        ("serve m --structured-outputs-config.backend=xgrammar", "llguidance is the only backend"),
+        ("serve m --compilation-config.mode 3", "there is no torch.compile"),
+        ("serve m -O3", "-O3: is not supported (there is no torch.compile"),
+        ("serve m --middleware a.b", "--middleware: is not supported (put a proxy before"),
+        ("serve m --cuda-graph-sizes 1 2", "sizes of CUDA graphs follow from --max-num-seqs"),
         ("generate m --no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("generate m --prompt p --api-server-count 1", "--api-server-count: unknown flag"),
         ("serve m --max-model-len 1.5", "--max-model-len: invalid int value: '1.5'"),
@@ -362,6 +368,8 @@ VLLM_COMMAND = (
     "serve --trust-remote-code --swap-space 4 m --disable-log-requests --enable-chunked-prefill"
     " --task=generate --uvicorn-log-level info --hf-overrides {} -tp 1 --dtype half"
     " --max-model-len 4K --max-num-batched-tokens 2k --load-format safetensors -q fp8"
+    " --structured-outputs-config.backend auto --enable-server-load-tracking --max-log-len 100"
+    " --max-num-partial-prefills 1 --calculate-kv-scales --enable-reasoning --nnodes=1"
 )
 
 
@@ -373,6 +381,13 @@ def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
     assert (engine.max_model_len, engine.max_num_batched_tokens) == (4096, 2000)
     assert (engine.tensor_parallel_size, engine.quantization) == (1, "fp8")
     assert "--trust-remote-code has no effect: code in model folders is never run" in caplog.text
+
+
+@pytest.mark.parametrize("length", ["auto", "-1"])
+def test_length_that_vllm_chooses_itself(served, length):
+    assert main(["serve", "m", "--max-model-len", length]) == 0
+    assert served[0][1].max_model_len is None
+    assert EngineConfig(model="m", max_model_len=-1).max_model_len is None
 
 
 @pytest.mark.parametrize("line", ["serve --model m --port 9", "serve --port 9 --model=m"])

@@ -159,6 +159,13 @@ class HttpProtocol(H11Protocol):
         status = getattr(error, "error_status_hint", 400)
         self._reply(ApiError(status, f"expected an HTTP/1.1 request: {error or msg}."))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: clients that offer HTTP/2 or a WebSocket are answered over HTTP/1.1.
+
+        Java's client offers HTTP/2 on each connection. uvicorn would log two warnings, and advise
+        to install a WebSocket library, which this server would not use.
+        """
+
     def _is_reset(self) -> bool:
         """Return True if the client has reset the connection, and so will not read a reply.
 

@@ -28,7 +28,14 @@ class ChatReply(Reply):
             return {"message": message}
         is_cut = output.finish_reason == "length"
         found = Message.of(OutputParser(parsing).parse(output.text, is_cut=is_cut))
-        return {"message": message | message_fields(found, parsing)}
+        fields = message_fields(found, parsing)
+        if self._omits_reasoning:
+            fields.pop("reasoning_content", None)
+        return {"message": message | fields}
+
+    @property
+    def _omits_reasoning(self) -> bool:
+        return self.job.repeated["omits_reasoning"]
 
     def _opening(self, index: int) -> dict | None:
         parsing = self.job.parsing
@@ -51,6 +58,8 @@ class ChatReply(Reply):
             is_cut = delta.finish_reason == "length"
             pieces += self.parsers[index].finish(is_cut=is_cut)
         fields = delta_fields(pieces, self.job.parsing)
+        if self._omits_reasoning:
+            fields.pop("reasoning_content", None)
         if "tool_calls" in fields:
             self.called.add(index)
         # No fields while the parser has not decided what the text is; "" would count as content.

@@ -39,12 +39,14 @@ class CompletionReply(Reply):
         # The parameters used here are equal for all choices.
         prompt, params = self.job.prompt_of(index), self.job.params[0]
         if index not in self.offsets:
-            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
-        start = len(self.job.echo(index))
+            skips = params.skip_special_tokens
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, skip_special_tokens=skips)
+        echo = self.job.echo(index)
+        start = len(echo)
         offsets = [start + self.offsets[index].take(token) for token, _ in tokens]
         if of_prompt is not None:
             self.has_echoed.add(index)
-            before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
+            before = TextOffsets(self.tokenizer, echo=echo)
             echoed = [
                 (token, cut(found, params.logprobs))
                 for token, found in zip(prompt, of_prompt, strict=True)

@@ -130,19 +130,33 @@ def _finite(logprob: float) -> float:
 
 
 class TextOffsets:
-    """Computes the character offset of each token in the text of an output.
+    """Computes the character offset of each token in the text of an output or an echoed prompt.
 
     Several tokens may form one character. They have the same offset, the character's.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        echo: str | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens)
+        """`echo`: text of the tokens. It decides which special tokens have text: those of a
+        prompt's text do, a BOS token that the tokenizer has added does not.
+        """
+        skips = skip_special_tokens or echo is not None
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skips)
+        self._tokenizer, self._echo = tokenizer, echo
         self._num_chars = 0
 
     def take(self, token: int) -> int:
         """Add the next token, and return the number of characters before it."""
         before = self._num_chars
-        self._num_chars += len(self._detokenizer.push((token,)))
+        if self._echo is not None and token in self._tokenizer.special_token_ids:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._num_chars += len(text) if self._echo.startswith(text, before) else 0
+        else:
+            self._num_chars += len(self._detokenizer.push((token,)))
         return before

@@ -53,13 +53,16 @@ class ChatTokens:
 def chat_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
     """Return the job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
+    omits_reasoning = request.include_reasoning is False
+    is_moot = omits_reasoning and model.reasoning_parser is None
     return chat_request_job(
         model,
         request,
         arrival,
         prefix="chatcmpl-",
-        ignored=request.ignored,
+        ignored=[*request.ignored, *["include_reasoning"] * is_moot],
         broken_arguments=request.broken_arguments,
+        repeated={"omits_reasoning": omits_reasoning},
     )
 
 
@@ -81,14 +84,16 @@ def chat_request_job(
     ignored: fields of the body without effect
     broken_arguments: fields with arguments of an earlier call that are not a JSON object
     is_cut: drop the beginning of a conversation that does not fit the context
-    renamed: chat field -> name in the body, for reporting ignored fields
+    renamed: chat field -> name in the body, for warnings and ignored fields
     repeated: fields that the reply repeats
     """
+    renamed = renamed or {}
     params = checked_params(model, request, 1)
     use = tool_use(request, model)
     prompt = (_cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
     form = use.form(model) if use.is_forced else output_form(request)
-    warnings = form_warnings(model, form, "tools" if use.is_forced else form_param(request))
+    param = "tools" if use.is_forced else form_param(request)
+    warnings = form_warnings(model, form, renamed.get(param, param))
     warnings += [f"{name}: {BROKEN_ARGUMENTS}" for name in broken_arguments]
     if use.mode == AUTO:
         form = use.strict_form(model) if form is None else use.choice(form, model)
@@ -110,7 +115,7 @@ def chat_request_job(
         prompts=prompts,
         params=params,
         form=form,
-        ignored=[(renamed or {}).get(name, name) for name in names],
+        ignored=[renamed.get(name, name) for name in names],
         warnings=warnings,
         parsing=parsing,
         repeated=repeated,

@@ -224,7 +224,8 @@ def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None
         )
     if kind == "text":
         return None
-    if kind == "json_object":
+    # llama.cpp, Together and others take a schema with type json_object, too.
+    if kind == "json_object" and asked.get("schema") is None:
         return StructuredOutputsParams(json_object=True)
     if kind == "structural_tag":
         fields = {name: value for name, value in asked.items() if name != "type"}
@@ -232,16 +233,14 @@ def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None
             return StructuredOutputsParams(structural_tag=fields)
         except ParameterError as error:
             raise ApiError(400, f"{RESPONSE_FORMAT}: {error.problem}.", RESPONSE_FORMAT) from None
-    named = asked.get("json_schema")
+    subject, expected = f"{RESPONSE_FORMAT}.schema", "a JSON schema"
+    named = asked
+    if kind == "json_schema":
+        subject, expected = f"{RESPONSE_FORMAT}.json_schema", "an object with a name and a schema"
+        named = asked.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
-        raise ApiError(
-            400,
-            "response_format.json_schema: expected an object with a name and a schema.",
-            RESPONSE_FORMAT,
-        )
+        raise ApiError(400, f"{subject}: expected {expected}.", RESPONSE_FORMAT)
     try:
         return StructuredOutputsParams(json=named["schema"])
     except ParameterError as error:
-        raise ApiError(
-            400, f"response_format.json_schema: {error.problem}.", RESPONSE_FORMAT
-        ) from None
+        raise ApiError(400, f"{subject}: {error.problem}.", RESPONSE_FORMAT) from None

@@ -33,7 +33,12 @@ from qserve.text.tokenizer import REPLACEMENT
 
 MAX_INPUTS = 2048  # OpenAI's limit
 # vLLM's alternative names for the two texts of a score
-PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+PAIR_NAMES = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
 
 
 def _inputs(value: Any) -> list[str | list[int]]:
@@ -148,6 +153,7 @@ class ScoreRequest(PooledRequest):
     text_2: MaybeTexts = None
     queries: MaybeTexts = None
     documents: MaybeTexts = None
+    items: MaybeTexts = None
     data_1: MaybeTexts = None
     data_2: MaybeTexts = None
     instruction: str | None = None
@@ -214,16 +220,6 @@ class EmbedRequest(PooledRequest):
 
 
 TASKS = {None: None, "embed": None, "token_embed": ALL, "classify": LABELS}
-# unsupported fields of other servers -> values that are accepted, since they have no effect
-UNSUPPORTED = {
-    "embedding_types": (),
-    "images": ([],),
-    "additional_data": (),
-    "mm_processor_kwargs": (),
-    "softmax": (),
-    "activation": (),
-    "use_activation": (True,),
-}
 # Cohere's input type -> names that models use for the prompt of such inputs
 PROMPT_NAMES = {
     "search_query": ("search_query", "query"),
@@ -404,7 +400,7 @@ def _embedder(model: ServedModel, request: PooledRequest) -> PoolingConfig:
 def _checked(model: ServedModel, request: PooledRequest) -> PoolingConfig:
     """Check a request before its texts are encoded. Returns the model's pooling configuration."""
     model.check_name(request.model)
-    unsupported.refuse(request.model_extra, UNSUPPORTED)
+    unsupported.refuse(request.model_extra, unsupported.POOLING, hints=unsupported.POOLING_HINTS)
     check_truncation(model, request.truncate_prompt_tokens)
     return PoolingConfig.from_folder(model.tokenizer.folder)
 
@@ -432,7 +428,7 @@ def _job(
                 "input_tokens",
             )
         check_vocabulary(model, prompt, "input")
-    ignored = unsupported.unknown(request.model_extra, UNSUPPORTED)
+    ignored = unsupported.unknown(request.model_extra, unsupported.POOLING)
     if request.user is not None:
         ignored.append("user")
     handling = Handling(

@@ -331,6 +331,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None  # false: the reply leaves reasoning out
     # chat.py reads the next two fields
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[
@@ -435,7 +436,12 @@ def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(messages):
-        unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
+        unsupported.refuse(
+            message.model_extra,
+            unsupported.MESSAGE,
+            f"messages.{index}.",
+            unsupported.MESSAGE_HINTS,
+        )
         if message.tool_calls and message.role != ASSISTANT:
             name = f"messages.{index}.tool_calls"
             raise ApiError(400, f"{name}: allowed only in messages of role assistant.", name)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from qserve.params.parameter_types import shown
 from qserve.server.http.errors import ApiError
 from qserve.server.requests import unsupported
 from qserve.server.requests.chat import chat_request_job
@@ -39,6 +40,7 @@ PASSED_ON = (
 )
 # unsupported fields -> values besides null that are accepted, since they have no effect
 REFUSED: dict[str, tuple] = unsupported.COMMON | {
+    **unsupported.REASONING,
     "background": (False,),
     "best_of": (1,),
     "conversation": (),
@@ -92,6 +94,8 @@ HINTS = unsupported.HINTS | {
 
 
 FUNCTION, HOSTED = "function", "hosted"  # kinds of tools
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+AN_ITEM = f"expected an item of type {', '.join(ITEMS[:-1])} or {ITEMS[-1]}"
 
 
 def _includable(name: str) -> str:
@@ -170,6 +174,8 @@ def _stated(item: Any) -> Any:
             "expected the item itself, found a reference, which needs a server started with"
             " --response-store. Clients that send references send whole items with store: false",
         )
+    if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in ITEMS:
+        raise PydanticCustomError("item", f"{AN_ITEM}, found {shown(item['type'])}")
     return item
 
 
@@ -178,13 +184,7 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind_of,
-        custom_error_type="item",
-        custom_error_message=(
-            "expected an item of type message, function_call, function_call_output or reasoning"
-        ),
-    ),
+    Discriminator(_kind_of, custom_error_type="item", custom_error_message=AN_ITEM),
     BeforeValidator(_stated),
 ]
 
@@ -409,6 +409,8 @@ TAG_OF_ITEM = re.compile(
     r"^((?:input|items)\.\d+)\.(message|function_call|function_call_output|reasoning)\b"
 )
 TAG_OF_TOOL = re.compile(r"^(tools\.\d+)\.(function|hosted)\b")
+RENAMED = {EFFORT: "reasoning.effort", "response_format": "text.format"}
+CHATS_FORMAT = re.compile(r"^response_format(\.json_schema)?")
 CHATS_TOOL = re.compile(r"\btools\.(\d+)\.function\b")
 NAMED_FORM = '{"type": "function", "name": ...}'
 
@@ -477,16 +479,17 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
             ignored=(*chat.ignored, *request.ignored),
             broken_arguments=request.broken_arguments,
             is_cut=is_cut,
-            renamed={EFFORT: "reasoning.effort"},
+            renamed=RENAMED,
             repeated=repeated,
         )
     except ApiError as error:
-        # Name the field as in the body: tools.N, not the chat's tools.N.function.
+        # Name the field as in the body: tools.N and text.format, not the chat's names.
         def own(match: re.Match) -> str:
             index = int(match[1])
             return f"tools.{functions[index][0] if index < len(functions) else index}"
 
         functions = request.functions
         texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
+        texts = (CHATS_FORMAT.sub(RENAMED["response_format"], text) for text in texts)
         message, param = (CHATS_TOOL.sub(own, text, count=1) for text in texts)
         raise ApiError(error.status, message, param or None) from None

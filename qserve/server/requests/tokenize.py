@@ -45,7 +45,8 @@ def tokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
         tokens = model.tokenizer.encode(request.prompt, special)
     else:
         chat = parse(body, ChatCompletionRequest)
-        tokens = chat_tokens(model, chat, tool_use(chat, model), checks_length=False).ids
+        use = tool_use(chat, model, generates=False)
+        tokens = chat_tokens(model, chat, use, checks_length=False).ids
     _check_count(len(tokens), "prompt" if request.messages is None else "messages")
     names = model.tokenizer.token_names(tokens) if request.return_token_strs else None
     reply = {

@@ -186,8 +186,13 @@ def tool_format(model: ServedModel) -> ToolFormat | None:
     return TOOL_PARSERS[HARMONY] if reasoning is not None and reasoning.is_harmony else None
 
 
-def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
-    """Read the tool fields of a request. Raises ApiError(400)."""
+def tool_use(
+    request: ChatCompletionRequest, model: ServedModel, *, generates: bool = True
+) -> ToolUse:
+    """Read the tool fields of a request. Raises ApiError(400).
+
+    `generates`: False if only the prompt is needed, so that no call has to be parsed.
+    """
     tools = request.tools
     if tools is not None and not tools:
         raise ApiError(
@@ -218,7 +223,7 @@ def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
             )
     if mode == NONE:
         return ToolUse()
-    if mode == AUTO and model.auto_tool_parser is None:
+    if generates and mode == AUTO and model.auto_tool_parser is None:
         raise ApiError(
             400,
             'tool_choice: "auto", the default with tools, requires a server that knows the format'

@@ -1,5 +1,7 @@
 """The engine apart from its scheduler: borrowed pages, failing rows, limits of a prompt."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,6 +123,23 @@ def test_a_prompt_leaves_room_for_a_token(make_engine):
     engine.add_request("longest", [5] * 19, GREEDY)
     found = run_out(engine)
     assert list(found) == ["longest"] and len(tokens(found["longest"])) == 1
+
+
+def test_requests_are_no_longer_than_the_kv_cache(make_engine, caplog):
+    engine = make_engine()
+    assert engine.max_model_len == 200
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert record.getMessage().startswith("Using max model len 200 instead of 2048: the KV cache")
+    endless = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+    engine.add_request("fills", [5] * 190, endless)
+    engine.add_request("asks for more", [5] * 190, replace(endless, max_tokens=999))
+    found = run_out(engine)
+    assert {name: len(tokens(events)) for name, events in found.items()} == {
+        "fills": 10,
+        "asks for more": 10,
+    }
+    with pytest.raises(InputError, match="expected a prompt of 1 to 199 tokens, found 200"):
+        engine.add_request("long", [5] * 200, GREEDY)
 
 
 def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):

@@ -62,7 +62,7 @@ def test_a_folder_with_scaling(docs_5m, tmp_path):
     settings = {
         "model": str(folder),
         "device": "cpu",
-        "num_gpu_blocks_override": 8,
+        "num_gpu_blocks_override": 38,
         "admission": "fits",
     }
     assert Engine(EngineConfig(**settings)).max_model_len == 600

@@ -148,6 +148,23 @@ def test_inputs_that_are_refused(embedder, error, fields, param):
     assert error(embedder[0].post("/v1/embeddings", fields), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("field", "refused", "neutral"),
+    [
+        ("embed_dtype", "float16", "float32"),
+        ("endianness", "big", "little"),
+        ("truncation_side", "left", "right"),
+        ("chat_template_kwargs", {"a": 1}, {}),
+        ("softmax", False, True),
+    ],
+)
+def test_vllms_fields_that_change_vectors_are_refused(embedder, error, field, refused, neutral):
+    server, _ = embedder
+    found = error(server.post("/v1/embeddings", {"input": "a", field: refused}), 400)
+    assert found["message"].startswith(f"{field} is not supported by this server; ")
+    assert server.post("/v1/embeddings", {"input": "a", field: neutral}).status_code == 200
+
+
 def test_pooling_of_each_token(embedder):
     server, llm = embedder
     reply = server.post("/pooling", {"input": TEXTS[0], "task": "token_embed"}).json()
@@ -237,7 +254,9 @@ def test_classify_tells_labels(make):
                 assert each["probs"] == pytest.approx(raised / raised.sum())
 
 
-@pytest.mark.parametrize("names", [("queries", "documents"), ("data_1", "data_2")])
+@pytest.mark.parametrize(
+    "names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
 def test_sides_of_a_score_have_other_names(embedder, names):
     server, _ = embedder
     want = server.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()["data"]

@@ -78,6 +78,14 @@ def test_two_statements_of_the_length_are_refused_and_the_connection_ends(server
     assert not server.client.requests
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_offered_protocols_are_passed_over_in_silence(live, caplog, protocol):
+    offer = b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n\r\n"
+    with connect(live, GET.removesuffix(b"\r\n") + offer) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+    assert not caplog.records
+
+
 def test_chunks_of_a_few_bytes_are_refused(server, live):
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "' + b"a" * 100_000 + b'"}')
     with connect(live, POST + b"Transfer-Encoding: chunked\r\n\r\n" + body) as connection:

@@ -3,7 +3,7 @@
 import pytest
 
 from qserve.engine.token_event import TokenLogprobs
-from qserve.server.openai.logprobs import completion_logprobs
+from qserve.server.openai.logprobs import TextOffsets, completion_logprobs
 
 TEXT = "Hello there, general reader."
 
@@ -247,6 +247,29 @@ def test_echo_with_logprobs_tells_of_the_prompt(server, chunks, asked, max_token
         for name, values in (choice["logprobs"] or {}).items():
             streamed[choice["index"]].setdefault(name, []).extend(values)
     assert streamed == [choice["logprobs"] for choice in whole]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_offsets_count_the_special_tokens_that_the_echo_shows(server, as_ids, skip):
+    tokenizer = server.tokenizer
+    tokens = tokenizer.encode("a<|im_end|> cat<|im_end|><|im_end|>\u00e9t\u00e9 sat")
+    assert len(tokenizer.special_token_ids.intersection(tokens)) == 1
+    asked = tokens if as_ids else tokenizer.decode(tokens, skip_special_tokens=False)
+    fields = {"prompt": asked, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+    choice = server.complete(max_tokens=1, **fields).json()["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    shown = [not (as_ids and skip and token in tokenizer.special_token_ids) for token in tokens]
+    for name, offset, is_shown in zip(found["tokens"], found["text_offset"], shown, strict=False):
+        if is_shown and not name.startswith("bytes:"):
+            assert text[offset:].startswith(name)
+    assert text[found["text_offset"][-1] :] == found["tokens"][-1]
+
+
+def test_added_bos_token_is_not_in_the_echo(tokenizer):
+    offsets = TextOffsets(tokenizer, echo="a cat")
+    tokens = [tokenizer.bos_token_id, *tokenizer.encode("a cat", False)]
+    assert [offsets.take(token) for token in tokens] == [0, 0, 1]
 
 
 def test_echo_of_no_tokens_needs_no_logprobs(server):

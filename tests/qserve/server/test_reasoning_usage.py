@@ -56,6 +56,32 @@ def test_what_is_cut_in_its_thoughts_is_all_reasoning(make_server, chunks):
     assert counts(server, chunks, max_tokens=7) == 7
 
 
+@pytest.mark.parametrize("include", [True, False, None])
+def test_include_reasoning_decides_what_a_chat_shows(make_server, chunks, include):
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = f"{THOUGHT}</think>{ANSWER}"
+    reply = server.chat(include_reasoning=include)
+    message = reply.json()["choices"][0]["message"]
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in chunks(server.chat(include_reasoning=include, stream=True))
+    ]
+    streamed = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert message["content"] == "".join(delta.get("content", "") for delta in deltas) == ANSWER
+    if include is False:
+        assert "reasoning_content" not in message
+        assert not any("reasoning_content" in delta for delta in deltas)
+    else:
+        assert message["reasoning_content"] == streamed == THOUGHT
+    assert reply.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    assert "x-ignored-fields" not in reply.headers
+
+
+def test_include_reasoning_has_no_effect_without_a_parser(server):
+    reply = server.chat(include_reasoning=False)
+    assert reply.headers["x-ignored-fields"] == "include_reasoning"
+
+
 def test_outputs_add_up(make_server):
     server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
     server.client.text = f"{THOUGHT}</think>{ANSWER}"

@@ -9,6 +9,7 @@ from qserve.config import ServerConfig
 from qserve.params.generation_defaults import load_defaults
 from qserve.server.app import build_app
 from qserve.server.http.errors import ApiError
+from qserve.server.requests import responses, unsupported
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -269,6 +270,12 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("regex", "a+", None),
         ("length_penalty", True, 1),
         ("logits_processors", ["x"], []),
+        ("do_sample", False, True),
+        ("lora_path", "sql", None),
+        ("mm_processor_kwargs", {"max_pixels": 1}, {}),
+        ("return_hidden_states", True, False),
+        ("thinking_token_budget", 10, -1),
+        ("vllm_xargs", {"a": 1}, {}),
         ("unknown_field", None, {"anything": [1]}),
     ],
 )
@@ -290,6 +297,8 @@ def test_what_is_not_supported_on_one_route(server, error):
     assert error(server.complete(suffix="x"), 400)["param"] == "suffix"
     assert server.complete(suffix="").status_code == 200
     for field, value in {
+        "enable_thinking": False,
+        "thinking": {"type": "disabled"},
         "functions": [{"name": "f"}],
         "chat_template": "{{ 1 }}",
         "web_search_options": {},
@@ -305,6 +314,11 @@ def test_what_is_not_supported_on_one_route(server, error):
         ("chat", "max_new_tokens", 5, "use max_tokens"),
         ("chat", "repeat_penalty", 1.1, "use repetition_penalty"),
         ("complete", "best_of", 3, "use_beam_search"),
+        ("complete", "tools", [{}], "/v1/chat/completions"),
+        ("complete", "lora_path", "sql", "use model: NAME of the adapter"),
+        ("chat", "enable_thinking", False, 'chat_template_kwargs: {"enable_thinking": ...}'),
+        ("chat", "functions", [{}], "use tools"),
+        ("chat", "reasoning", {"effort": "low"}, "use reasoning_effort"),
         ("complete", "messages", [], "/v1/chat/completions"),
         ("chat", "prompt", "a", "/v1/completions"),
         ("complete", "top_logprobs", 2, "logprobs: N"),
@@ -312,6 +326,20 @@ def test_what_is_not_supported_on_one_route(server, error):
 )
 def test_what_is_refused_says_what_to_use(server, error, route, field, value, hint):
     assert hint in error(getattr(server, route)(**{field: value}), 400)["message"]
+
+
+def test_every_refusal_says_what_to_do():
+    for table in unsupported.TABLES.values():
+        assert not table.keys() - unsupported.HINTS.keys()
+    assert not unsupported.POOLING.keys() - unsupported.POOLING_HINTS.keys()
+    assert not responses.REFUSED.keys() - responses.HINTS.keys()
+
+
+def test_function_call_of_a_message_is_no_tool_choice(server, error):
+    message = {"role": "assistant", "content": "x", "function_call": {"name": "f"}}
+    found = error(server.chat(messages=[message]), 400)
+    assert found["message"].startswith("messages.0.function_call is not supported by this server;")
+    assert "use tool_calls" in found["message"]
 
 
 @pytest.mark.parametrize(

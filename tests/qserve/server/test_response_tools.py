@@ -196,6 +196,12 @@ def test_what_is_refused(hermes, error, fields, param):
     assert error(ask(hermes, **fields), 400)["param"] == param
 
 
+def test_item_of_a_tool_that_is_not_here_is_named(server, error):
+    for kind in ("custom_tool_call", "web{search}call"):
+        found = error(server.post("/v1/responses", {"input": [{"type": kind}]}), 400)
+        assert found["message"].endswith(f"function_call_output or reasoning, found '{kind}'")
+
+
 def test_what_tool_choice_is_like_is_said_in_this_routes_form(server, error):
     message = error(ask(server, tool_choice={"type": "function"}), 400)["message"]
     assert '{"type": "function", "name": ...}' in message

@@ -1,5 +1,7 @@
 """response_format and structured_outputs over HTTP: what reaches the engine, what is a 400."""
 
+import functools
+
 import pytest
 
 from qserve.config import ServerConfig
@@ -7,6 +9,7 @@ from qserve.structured.params import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NOWHERE = {"$ref": "#/nowhere"}
+DEEP = functools.reduce(lambda items, _: {"type": "array", "items": items}, range(70), {})
 
 
 def form_of(server):
@@ -26,6 +29,8 @@ def test_a_schema(server, route):
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": None}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
     ],
 )
 def test_other_types(server, asked, form):
@@ -45,7 +50,7 @@ def test_what_is_not_enforced_is_a_warning_or_refused(make_server, error, is_str
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE}}
     if route == "responses":
         text = {"format": {"type": "json_schema", "name": "n", "schema": LOOSE}}
-        reply, param = server.post("/v1/responses", {"input": "Hi", "text": text}), None
+        reply, param = server.post("/v1/responses", {"input": "Hi", "text": text}), "text.format"
     elif route == "tools":
         tool = {"type": "function", "function": {"name": "f", "parameters": LOOSE}}
         reply, param = server.chat(tools=[tool], tool_choice="required"), "tools"
@@ -54,12 +59,12 @@ def test_what_is_not_enforced_is_a_warning_or_refused(make_server, error, is_str
     if is_strict:
         found = error(reply, 400)
         assert "uniqueItems at #" in found["message"] and "not enforced" in found["message"]
-        assert found["param"] == (param or found["param"])
+        assert found["param"] == param and found["message"].startswith(f"{param}: ")
         return
     assert reply.status_code == 200, reply.text
     where = PLACE if route != "tools" else PLACE.replace("#", "#/$defs/0")
     reason = f"uniqueItems at {where} is not enforced (its items are not a few known values)"
-    assert reply.headers["x-warnings"] == f"{param or 'response_format'}: {reason}"
+    assert reply.headers["x-warnings"] == f"{param}: {reason}"
 
 
 def test_what_is_enforced_is_no_warning(make_server):
@@ -114,6 +119,14 @@ def test_responses_write_it_in_text(server):
 def test_what_cannot_be_is_a_400(server, error, fields, param):
     assert error(server.chat(**fields), 400)["param"] == param
     assert not server.client.requests
+
+
+def test_errors_of_responses_name_text_format(server, error):
+    for schema, problem in ((NOWHERE, "cannot be used"), (DEEP, "expected at most 64 nested")):
+        text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        found = error(server.post("/v1/responses", {"input": "Hi", "text": text}), 400)
+        assert found["message"].startswith(f"text.format: {problem}")
+        assert found["param"] == "text.format"
 
 
 def test_structural_tags(server, error):

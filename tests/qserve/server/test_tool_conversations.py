@@ -48,6 +48,20 @@ def test_the_template_gets_tools_and_calls(templated):
     assert "TOOL" not in templated.tokenizer.decode(templated.client.requests[1][1])
 
 
+def test_prompts_with_tools_are_counted_without_a_parser(templated):
+    plain = Server(templated.tokenizer, ServerConfig(tool_call_parser=None))
+    asked, messages = tool("g", {"type": "object"}), [{"role": "user", "content": "Hi"}]
+    assert plain.chat(messages=messages, tools=[asked]).status_code == 400
+    want = templated.post("/tokenize", {"messages": messages, "tools": [asked]}).json()["tokens"]
+    assert "TOOL" in templated.tokenizer.decode(want)
+    reply = plain.post("/tokenize", {"messages": messages, "tools": [asked]})
+    assert reply.status_code == 200 and reply.json()["tokens"] == want
+    body = {"model": plain.get("/v1/models").json()["data"][0]["id"], "messages": messages}
+    body["tools"] = [{"name": "g", "input_schema": {"type": "object"}}]
+    reply = plain.post("/v1/messages/count_tokens", body)
+    assert reply.status_code == 200 and reply.json()["input_tokens"] == len(want)
+
+
 def rendered(server, messages, **fields):
     """The reply, and the last prompt as text."""
     reply = server.chat(messages=messages, **fields)

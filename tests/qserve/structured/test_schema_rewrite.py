@@ -1,4 +1,4 @@
-"""Keywords that llguidance lacks: 61 schemas of eight kinds, with jsonschema as the judge."""
+"""Keywords that llguidance lacks: 63 schemas of eight kinds, with jsonschema as the judge."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qserve.errors import ParameterError
+from qserve.structured import schema_facts
 from qserve.structured.backend import library, limits
 from qserve.structured.grammar import check_grammar, grammar_text, unenforced
 from qserve.structured.params import StructuredOutputsParams
@@ -161,6 +162,10 @@ KINDS = {
     "counts and formats": [
         (of(ABOUT_XYZ, minProperties=2), XYZ),
         (of(ABOUT_XYZ, ["x"], maxProperties=2), XYZ),
+        ({"type": "object", "properties": {"x": INT}, "required": ["y"],
+          "patternProperties": {"y": INT}, "maxProperties": 1}, [*XYZ, {"y": "1"}]),
+        ({"type": "object", "properties": {"x": INT}, "required": ["y"],
+          "additionalProperties": INT, "maxProperties": 2}, [*XYZ[:4], {"y": "1"}]),
         ({"type": "object", "minProperties": 1, "additionalProperties": INT},
          [{}, {"a": 1}, {"a": "x"}]),
         ({"type": "string", "format": "date"}, DAYS),
@@ -226,8 +231,8 @@ def walk(start, rng, longest=300):
     return bytes(written) if at.is_accepting() else None
 
 
-def test_there_are_61_schemas_of_eight_kinds():
-    assert (len(KINDS), len(SCHEMAS)) == (8, 61)
+def test_there_are_63_schemas_of_eight_kinds():
+    assert (len(KINDS), len(SCHEMAS)) == (8, 63)
 
 
 @pytest.mark.parametrize(("schema", "values"), SCHEMAS)
@@ -328,6 +333,48 @@ def test_not_that_contains_itself_is_refused():
     )
     with pytest.raises(ParameterError, match="#/\\$defs/node contains itself"):
         check_grammar(params)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}, INT]},
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}},
+        {"$ref": "#/x/a", "x": {"a": {"allOf": [INT, {"$ref": "#/x/b"}]}, "b": {"$ref": "#/x/a"}}},
+        {"type": "array", "items": {"$ref": "#/$defs/a"},
+         "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [INT, {"$ref": "#/$defs/a"}]}}},
+    ],
+)  # fmt: skip
+def test_references_in_a_circle_are_refused(schema):
+    """llguidance panics when such a schema is compiled, not when it is checked."""
+    with pytest.raises(ParameterError, match="cannot be used: \\$ref '#.*' leads back to itself"):
+        check_grammar(StructuredOutputsParams(json=schema))
+
+
+def test_long_chains_of_references_are_followed_once(monkeypatch):
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": INT}
+    followed, lookup = [], schema_facts.lookup
+    monkeypatch.setattr(schema_facts, "lookup", lambda *of: followed.append(1) or lookup(*of))
+    checked = set()
+    for _ in range(5):
+        schema_facts.check_references({"$ref": "#/$defs/d0"}, {"$defs": chain}, checked)
+    assert len(followed) <= 3000 + 5
+
+
+def test_references_that_pass_through_a_value_are_allowed():
+    tree = {"type": "array", "items": {"allOf": [{"$ref": "#/$defs/tree"}]}, "maxItems": 1}
+    schema = {"$defs": {"tree": tree}, "allOf": [{"$ref": "#/$defs/tree"}]}
+    check_grammar(StructuredOutputsParams(json=schema))
+    assert accepts(matcher(schema), [[[]]]) and not accepts(matcher(schema), [[], []])
+
+
+def test_reference_to_an_anchor_is_not_the_root():
+    one = {"$defs": {"one": {"$anchor": "one", "const": 1}}, "not": {"$ref": "#one"}}
+    params = StructuredOutputsParams(json=INT | one)
+    check_grammar(params)
+    (warning,) = unenforced(params)
+    assert warning.startswith("not at # is not enforced (a reference to another document or to an")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def count_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
     tools = callable_tools(request.tools)
     with _Renamed([index for index, _ in tools]):
         chat = _chat(model, request, [tool for _, tool in tools], {})
-        tokens = chat_tokens(model, chat, tool_use(chat, model), checks_length=False)
+        use = tool_use(chat, model, generates=False)
+        tokens = chat_tokens(model, chat, use, checks_length=False)
     return msgspec.json.encode({"input_tokens": len(tokens.ids)})
 
 
