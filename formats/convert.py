@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from formats.checkpoint import CheckpointReader
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
 from formats.errors import CheckpointError
 from formats.files.side_files import find_side_files
@@ -35,8 +35,6 @@ from formats.layouts import (
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import count_text, size_text
-
-DEFAULT_MAX_SHARD_BYTES = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,10 @@ def convert_checkpoint(
     if config.unrounded_inputs:
         raise CheckpointError(
             str(source),
-            f"its inputs are {config.unrounded_inputs}, which cannot be written as {layout.name}",
-            "quantize the float model",
+            f"its inputs are {config.unrounded_inputs}, which a conversion cannot keep",
+            f"the folder is {layout.name} already: use it as it is"
+            if config.method == layout.name
+            else "quantize the float model",
         )
     schemes = _schemes(reader, config, layout)
     new_config = QuantConfig.of_modules(

@@ -238,6 +238,12 @@ def test_overrides_and_ignored_linears_survive_every_chain(written, tmp_path):
         convert_checkpoint(start, tmp_path / "awq", "awq")
 
 
+def test_rounded_inputs_in_the_target_format_need_no_conversion(written, tmp_path):
+    folder = written("w8a8-mxfp8", "compressed-tensors", recipe="rtn")
+    with pytest.raises(CheckpointError, match="cannot keep .the folder is compressed-tensors alre"):
+        convert_checkpoint(folder, tmp_path / "out", "compressed-tensors")
+
+
 def test_float_model_is_refused(source, tmp_path):
     with pytest.raises(CheckpointError, match="has no quantization_config"):
         convert_checkpoint(source, tmp_path / "out", "gptq")
