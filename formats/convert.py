@@ -34,7 +34,7 @@ from formats.layouts import (
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
-from formats.table import count_text, size_text
+from formats.table import count_text, names_text, size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Conversion:
     bytes_before: int  # bytes of all tensors of the source
     bytes_after: int
     seconds: float
-    warnings: tuple[str, ...] = ()  # findings of the inspection of the source
+    warnings: tuple[str, ...] = ()  # findings of the inspection, and linears without codes
 
     def to_text(self) -> str:
         return (
@@ -84,6 +84,7 @@ def convert_checkpoint(
         raise CheckpointError(str(source), f"has no {BLOCK}", "use `qserve quantize`")
     config = QuantConfig.from_dict(block)
     check_holds_kv_scales(layout, config.kv_cache)
+    warnings += _left_in_floats(source, reader, layout)
     if config.unrounded_inputs:
         raise CheckpointError(
             str(source),
@@ -143,6 +144,34 @@ def _check_sound(source: str | Path) -> tuple[str, ...]:
         if problem.severity == "error" and not problem.read_here:
             raise CheckpointError(problem.subject, problem.text, problem.remedy)
     return tuple(str(problem) for problem in problems)
+
+
+def _left_in_floats(
+    source: str | Path, reader: CheckpointReader, layout: Layout
+) -> tuple[str, ...]:
+    """Return a warning that names linears of a GGUF file whose blocks have no form elsewhere.
+
+    Raises CheckpointError if no linear has another form.
+    """
+    if not reader.gguf_summary:
+        return ()
+    coded = set(quantized_modules(reader.entries))
+    whole = quantized_modules(CheckpointReader(source, rounded=True).entries)
+    in_blocks = [name for name in whole if name not in coded]
+    if not in_blocks:
+        return ()
+    if not coded:
+        raise CheckpointError(
+            str(source),
+            f"no linear has codes that {layout.name} can store: the file has Q4_1, Q5_1, K-quants"
+            " or IQ4_XS",
+            "serve the file as it is, or round its weights again with `qserve quantize`",
+        )
+    dtype = str(reader.entries[f"{in_blocks[0]}.weight"].dtype).removeprefix("torch.")
+    return (
+        f"warning: {names_text(in_blocks)}: written as {dtype} numbers: {layout.name} cannot store"
+        " the blocks of the GGUF file",
+    )
 
 
 def _schemes(

@@ -175,6 +175,14 @@ def test_unknown_scheme_lists_the_known_ones(capsys, docs_5m, tmp_path):
     fails_with(capsys, arguments, "w5a16", "w4a16-sym")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "remedy"), [("Q4_K_M", "use q4_k_m"), ("IQ2_XS", "known: q4_0, q4_1, ")]
+)
+def test_types_of_llama_cpp_are_known_by_their_names(capsys, docs_5m, tmp_path, scheme, remedy):
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x.gguf"), "--scheme", scheme]
+    fails_with(capsys, arguments, f"--scheme {scheme}: is no type of GGUF files", remedy)
+
+
 def test_truncated_weights(capsys, docs_5m, tmp_path):
     (tmp_path / "config.json").write_bytes((docs_5m / "config.json").read_bytes())
     data = (docs_5m / "model.safetensors").read_bytes()
