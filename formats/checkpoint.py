@@ -183,8 +183,14 @@ class CheckpointReader:
 
 
 def check_is_free(folder: str | Path) -> None:
-    """Raise CheckpointError if the folder to write exists and is not empty."""
+    """Raise CheckpointError if the folder to write exists and is not empty, or is named *.gguf."""
     path = Path(folder)
+    if path.suffix.lower() == ".gguf":
+        raise CheckpointError(
+            str(path),
+            "is the name of a GGUF file, and a folder would be written",
+            "give a name without .gguf; with --format gguf `quantize` and `convert` write a file",
+        )
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(
             str(path), "already exists and is not empty", "give a new folder or empty it"

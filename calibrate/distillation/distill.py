@@ -50,6 +50,9 @@ from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
 
+# keys of config.json that the checkpoint and its float model have in common -> noun
+COMPARED = {"vocab_size": "tokens", "num_hidden_layers": "layers", "hidden_size": "channels"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
@@ -206,14 +209,15 @@ def _only(device: str) -> str:
 
 
 def _check_pair(reader: CheckpointReader, model: FloatModel) -> None:
-    """Raise InputError unless both models have vocabularies of the same size."""
-    own, other = reader.config.get("vocab_size"), model.config.get("vocab_size")
-    if own != other:
-        raise InputError(
-            str(model.folder),
-            f"has {other} tokens, and {reader.folder} has {own}",
-            "give the float model that the checkpoint was made from",
-        )
+    """Raise InputError unless both models have the same numbers of tokens, layers and channels."""
+    for key, noun in COMPARED.items():
+        own, other = reader.config.get(key), model.config.get(key)
+        if own != other:
+            raise InputError(
+                str(model.folder),
+                f"has {other} {noun}, and {reader.folder} has {own}",
+                "give the float model that the checkpoint was made from",
+            )
 
 
 def _write(

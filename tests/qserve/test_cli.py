@@ -32,7 +32,7 @@ def test_names_are_those_of_the_tables():
     assert tuple(CODE_DTYPES) == tuple(names.KV_CACHES)
 
 
-def test_chat_without_a_template_is_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
+def test_prompts_that_cannot_run_are_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     for path in docs_5m.iterdir():
@@ -40,6 +40,8 @@ def test_chat_without_a_template_is_refused_before_the_model_loads(docs_5m, tmp_
             (folder / path.name).write_bytes(path.read_bytes())
     command = ["generate", str(folder), "--prompt", "a", "--chat"]
     fails_with(capsys, command, "chat template: the model has none")
+    command = ["generate", str(folder), "--prompt", ""]
+    fails_with(capsys, command, "--prompt: has no tokens (give a text to complete)")
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
@@ -122,6 +124,14 @@ def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
     keep.write_text("mine")
     fails_with(capsys, ["quantize", str(docs_5m), "-o", str(tmp_path)], "not empty")
     assert keep.read_text() == "mine" and os.listdir(tmp_path) == ["keep.txt"]
+
+
+def test_a_folder_is_not_named_like_a_gguf_file(capsys, docs_5m, quantized_5m, tmp_path):
+    file = str(tmp_path / "model.gguf")
+    fails_with(capsys, ["quantize", str(docs_5m), "-o", file], "--format gguf")
+    arguments = ["convert", str(quantized_5m), file, "--format", "compressed-tensors"]
+    fails_with(capsys, arguments, "model.gguf: is the name of a GGUF file", "--format gguf")
+    assert os.listdir(tmp_path) == []
 
 
 def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):

@@ -300,4 +300,8 @@ def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 500}))
     with pytest.raises(InputError, match=r"512|500"):
         distilled(source, other, target)
+    fewer = {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (other / "config.json").write_text(json.dumps({**config, **fewer}))
+    with pytest.raises(InputError, match="other: has 1 layers, and .*give the float model that"):
+        distilled(source, other, target)
     assert not target.exists()
