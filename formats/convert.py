@@ -12,8 +12,10 @@ from pathlib import Path
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
 from formats.errors import CheckpointError
+from formats.files.model_path import is_gguf_folder
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
+from formats.gguf.folder import read_index
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight, same_weight
 from formats.inspection.inspect import inspect_checkpoint
@@ -21,6 +23,7 @@ from formats.layouts import (
     Layout,
     check_holds_embedding,
     check_holds_kv_scales,
+    check_shape_writable,
     check_writable,
     decode_linear,
     encode_linear,
@@ -30,7 +33,6 @@ from formats.layouts import (
     quantized_modules,
     tensor_names,
     why_no_scheme,
-    why_not,
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
@@ -149,28 +151,32 @@ def _check_sound(source: str | Path) -> tuple[str, ...]:
 def _left_in_floats(
     source: str | Path, reader: CheckpointReader, layout: Layout
 ) -> tuple[str, ...]:
-    """Return a warning that names linears of a GGUF file whose blocks have no form elsewhere.
+    """Return a warning that names matrices of a GGUF file whose blocks have no form elsewhere.
 
     Raises CheckpointError if no linear has another form.
     """
-    if not reader.gguf_summary:
+    if not is_gguf_folder(reader.folder):
         return ()
     coded = set(quantized_modules(reader.entries))
-    whole = quantized_modules(CheckpointReader(source, rounded=True).entries)
-    in_blocks = [name for name in whole if name not in coded]
-    if not in_blocks:
-        return ()
-    if not coded:
+    types = {
+        name.removesuffix(".weight"): each.stored.type.name
+        for name, each in read_index(reader.folder).presented.items()
+        if not each.stored.type.float_dtype
+    }
+    if types and not coded:
         raise CheckpointError(
             str(source),
-            f"no linear has codes that {layout.name} can store: the file has Q4_1, Q5_1, K-quants"
-            " or IQ4_XS",
+            f"no linear has codes that {layout.name} can store, but blocks of"
+            f" {', '.join(sorted(set(types.values())))}",
             "serve the file as it is, or round its weights again with `qserve quantize`",
         )
-    dtype = str(reader.entries[f"{in_blocks[0]}.weight"].dtype).removeprefix("torch.")
+    lost = [module for module in types if module not in coded]
+    if not lost:
+        return ()
+    dtype = str(reader.entries[f"{lost[0]}.weight"].dtype).removeprefix("torch.")
     return (
-        f"warning: {names_text(in_blocks)}: written as {dtype} numbers: {layout.name} cannot store"
-        " the blocks of the GGUF file",
+        f"warning: {names_text(lost)}: written as {dtype} numbers: {layout.name} cannot store their"
+        f" blocks of {', '.join(sorted({types[module] for module in lost}))}",
     )
 
 
@@ -242,9 +248,7 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
             f" as {layout.name}, since servers refuse it",
             "requantize without act-order",
         )
-    reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
-    if reason is not None:
-        raise CheckpointError(module, f"cannot be written as {layout.name}: {reason}")
+    check_shape_writable(layout, weight.scheme, module, weight.out_features, weight.in_features)
     if isinstance(weight, Fp4Weight):
         weight = weight.with_divisor(module)
     tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)

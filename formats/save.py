@@ -19,7 +19,7 @@ from formats.checkpoint import (
 )
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import OTHERS, loads_in
-from formats.errors import CheckpointError, InputError, SchemeError, one_line
+from formats.errors import CheckpointError, InputError, one_line
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
 from formats.in_memory.packed import PackedWeight
@@ -31,6 +31,7 @@ from formats.inspection.linear_summary import LinearSummary
 from formats.layouts import (
     LAYOUTS,
     Layout,
+    check_shape_writable,
     check_writable,
     decode_linear,
     default_format,
@@ -119,9 +120,7 @@ def save_quantized(
     layout = _usual_layout(weights, schemes) if format is None else find_layout(format)
     for name, weight in weights.items():
         check_writable(layout, weight.scheme, name)
-        reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
-        if reason is not None:
-            raise SchemeError(name, f"cannot be written as {layout.name}: {reason}")
+        check_shape_writable(layout, weight.scheme, name, weight.out_features, weight.in_features)
     config = QuantConfig.of_modules(layout.name, schemes, quantizer)
     verdicts = _verdicts(config, schemes, reader)
     _check_readers(readers, verdicts, layout, schemes, reader)
