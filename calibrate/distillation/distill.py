@@ -35,6 +35,7 @@ from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
+    check_has_space,
     check_is_free,
     read_json,
 )
@@ -118,6 +119,8 @@ def distill_checkpoint(
     if is_gguf_folder(reader.folder):
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
     find_side_files(reader.folder)  # raises now, not after the work
+    entries = (*reader.entries.values(), *reader.other_parts.values())
+    check_has_space(target, sum(entry.num_bytes for entry in entries))
     _check_pair(reader, model)
     device = _only(device)
     data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
