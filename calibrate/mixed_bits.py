@@ -1,9 +1,9 @@
 """Choose the bits of each linear within a budget of mean bits, to minimize the loss.
 
-One matrix at a time (linears that servers fuse count as one) is rounded to each number of bits, and
-its layer runs on some of the data. The change of the model's predictions, estimated with the
-gradient of the loss, is the cost of this number of bits. Costs of different matrices are assumed to
-add up; under this assumption the choice is optimal (a knapsack).
+One matrix at a time (linears that servers fuse count as one, and so do all experts of a layer) is
+rounded to each number of bits, and its layer runs on some of the data. The change of the model's
+predictions, estimated with the gradient of the loss, is the cost of this number of bits. Costs of
+different matrices are assumed to add up; under this assumption the choice is optimal (a knapsack).
 
 Legend: W windows, S tokens, D hidden size.
 """
@@ -31,7 +31,7 @@ MAX_UNITS = 200_000  # resolution of the budget; beyond it, sizes are rounded up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One matrix, made of one or more fused linears, with the cost of each number of bits."""
+    """One matrix, or all experts of a layer, with the cost of each number of bits."""
 
     names: tuple[str, ...]
     weights: int  # number of weights
@@ -138,7 +138,7 @@ def measure(
         for group in layer_map.inputs(model.config, found.layer):
             for local in group:
                 if f"{prefix}.{local}" in schemes:
-                    matrices.setdefault(fused_name(local), []).append(local)
+                    matrices.setdefault(_matrix(local), []).append(local)
         for locals_ in matrices.values():
             costs = {
                 b: _cost(runner, found, locals_, replace(spec, bits=b), media)
@@ -148,6 +148,12 @@ def measure(
             names = tuple(f"{prefix}.{local}" for local in locals_)
             choices.append(Choice(names=names, weights=weights, costs=costs))
     return choices
+
+
+def _matrix(local: str) -> str:
+    """Return the name of what servers load in one scheme: a fused matrix, or a layer's experts."""
+    module, is_expert, _ = f".{local}".partition(".experts.")
+    return f"{module}.experts" if is_expert else fused_name(local)
 
 
 def _cost(

@@ -31,6 +31,7 @@ from formats.files.model_path import is_gguf_folder, model_folder
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.tensor_entry import TensorEntry
+from formats.table import size_text
 
 __all__ = [
     "CONFIG",
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "TensorEntry",
+    "check_has_space",
     "check_is_free",
     "read_header",
     "read_json",
@@ -183,14 +185,37 @@ class CheckpointReader:
 
 
 def check_is_free(folder: str | Path) -> None:
-    """Raise CheckpointError if the folder to write exists and is not empty."""
+    """Raise CheckpointError if the folder to write exists and is not empty, or is named *.gguf."""
     path = Path(folder)
+    if path.suffix.lower() == ".gguf":
+        raise CheckpointError(
+            str(path),
+            "is the name of a GGUF file, and a folder would be written",
+            "give a name without .gguf; with --format gguf `quantize` and `convert` write a file",
+        )
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(
             str(path), "already exists and is not empty", "give a new folder or empty it"
         )
     if path.exists() and not path.is_dir():
         raise CheckpointError(str(path), "is not a folder", "give a new folder")
+
+
+def check_has_space(folder: str | Path, num_bytes: int) -> None:
+    """Raise DiskError unless `folder` can be made on a disk with so many free bytes.
+
+    For work that is lost if its result cannot be written.
+    """
+    place = next(each for each in Path(folder).resolve().parents if each.is_dir())
+    if not os.access(place, os.W_OK):
+        raise DiskError(str(folder), f"{place} is not writable", "give another folder")
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise DiskError(
+            str(folder),
+            f"needs {size_text(num_bytes)}, but {place} has {size_text(free)} free",
+            "free some, or give a folder on another disk",
+        )
 
 
 class CheckpointWriter:

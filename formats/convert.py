@@ -9,11 +9,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from formats.checkpoint import CheckpointReader
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
 from formats.errors import CheckpointError
+from formats.files.model_path import is_gguf_folder
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
+from formats.gguf.folder import read_index
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight, same_weight
 from formats.inspection.inspect import inspect_checkpoint
@@ -21,6 +23,7 @@ from formats.layouts import (
     Layout,
     check_holds_embedding,
     check_holds_kv_scales,
+    check_shape_writable,
     check_writable,
     decode_linear,
     encode_linear,
@@ -30,13 +33,10 @@ from formats.layouts import (
     quantized_modules,
     tensor_names,
     why_no_scheme,
-    why_not,
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
-from formats.table import count_text, size_text
-
-DEFAULT_MAX_SHARD_BYTES = 10**9
+from formats.table import count_text, names_text, size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Conversion:
     bytes_before: int  # bytes of all tensors of the source
     bytes_after: int
     seconds: float
-    warnings: tuple[str, ...] = ()  # findings of the inspection of the source
+    warnings: tuple[str, ...] = ()  # findings of the inspection, and linears without codes
 
     def to_text(self) -> str:
         return (
@@ -86,11 +86,14 @@ def convert_checkpoint(
         raise CheckpointError(str(source), f"has no {BLOCK}", "use `qserve quantize`")
     config = QuantConfig.from_dict(block)
     check_holds_kv_scales(layout, config.kv_cache)
+    warnings += _left_in_floats(source, reader, layout)
     if config.unrounded_inputs:
         raise CheckpointError(
             str(source),
-            f"its inputs are {config.unrounded_inputs}, which cannot be written as {layout.name}",
-            "quantize the float model",
+            f"its inputs are {config.unrounded_inputs}, which a conversion cannot keep",
+            f"the folder is {layout.name} already: use it as it is"
+            if config.method == layout.name
+            else "quantize the float model",
         )
     schemes = _schemes(reader, config, layout)
     new_config = QuantConfig.of_modules(
@@ -143,6 +146,38 @@ def _check_sound(source: str | Path) -> tuple[str, ...]:
         if problem.severity == "error" and not problem.read_here:
             raise CheckpointError(problem.subject, problem.text, problem.remedy)
     return tuple(str(problem) for problem in problems)
+
+
+def _left_in_floats(
+    source: str | Path, reader: CheckpointReader, layout: Layout
+) -> tuple[str, ...]:
+    """Return a warning that names matrices of a GGUF file whose blocks have no form elsewhere.
+
+    Raises CheckpointError if no linear has another form.
+    """
+    if not is_gguf_folder(reader.folder):
+        return ()
+    coded = set(quantized_modules(reader.entries))
+    types = {
+        name.removesuffix(".weight"): each.stored.type.name
+        for name, each in read_index(reader.folder).presented.items()
+        if not each.stored.type.float_dtype
+    }
+    if types and not coded:
+        raise CheckpointError(
+            str(source),
+            f"no linear has codes that {layout.name} can store, but blocks of"
+            f" {', '.join(sorted(set(types.values())))}",
+            "serve the file as it is, or round its weights again with `qserve quantize`",
+        )
+    lost = [module for module in types if module not in coded]
+    if not lost:
+        return ()
+    dtype = str(reader.entries[f"{lost[0]}.weight"].dtype).removeprefix("torch.")
+    return (
+        f"warning: {names_text(lost)}: written as {dtype} numbers: {layout.name} cannot store their"
+        f" blocks of {', '.join(sorted({types[module] for module in lost}))}",
+    )
 
 
 def _schemes(
@@ -213,9 +248,7 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
             f" as {layout.name}, since servers refuse it",
             "requantize without act-order",
         )
-    reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
-    if reason is not None:
-        raise CheckpointError(module, f"cannot be written as {layout.name}: {reason}")
+    check_shape_writable(layout, weight.scheme, module, weight.out_features, weight.in_features)
     if isinstance(weight, Fp4Weight):
         weight = weight.with_divisor(module)
     tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)

@@ -378,6 +378,23 @@ def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int)
     return layout.refuses_shape(scheme, out_features, in_features)
 
 
+def check_shape_writable(
+    layout: Layout, scheme: Scheme, module: str, out_features: int, in_features: int
+) -> None:
+    """Raise SchemeError if a layout cannot store a linear of this shape in a scheme."""
+    shape = out_features, in_features
+    reason = why_not(layout, scheme, *shape)
+    if reason is None:
+        return
+    rows = [row for row in LAYOUTS.values() if row.refuses(scheme) is None]
+    able = [row.name for row in rows if why_not(row, scheme, *shape) is None]
+    raise SchemeError(
+        module,
+        f"cannot be written as {layout.name}: {reason}",
+        f"formats that can: {', '.join(able)}" if able else "leave it in float",
+    )
+
+
 def is_quantized(module: str, entries: Mapping[str, TensorEntry]) -> bool:
     """Return True if a module's tensors hold codes, in any layout."""
     if any(f"{module}.{marker}" in entries for marker in MARKERS):

@@ -19,7 +19,7 @@ from formats.checkpoint import (
 )
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import OTHERS, loads_in
-from formats.errors import CheckpointError, InputError, SchemeError, one_line
+from formats.errors import CheckpointError, InputError, one_line
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
 from formats.in_memory.packed import PackedWeight
@@ -31,6 +31,7 @@ from formats.inspection.linear_summary import LinearSummary
 from formats.layouts import (
     LAYOUTS,
     Layout,
+    check_shape_writable,
     check_writable,
     decode_linear,
     default_format,
@@ -119,9 +120,7 @@ def save_quantized(
     layout = _usual_layout(weights, schemes) if format is None else find_layout(format)
     for name, weight in weights.items():
         check_writable(layout, weight.scheme, name)
-        reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
-        if reason is not None:
-            raise SchemeError(name, f"cannot be written as {layout.name}: {reason}")
+        check_shape_writable(layout, weight.scheme, name, weight.out_features, weight.in_features)
     config = QuantConfig.of_modules(layout.name, schemes, quantizer)
     verdicts = _verdicts(config, schemes, reader)
     _check_readers(readers, verdicts, layout, schemes, reader)
@@ -169,12 +168,13 @@ def _weights(
         for name, value in linears.items()
     }
     codes = [value[0] for value in linears.values() if isinstance(value, tuple) and value]
-    largest = max(
-        (int(each.max()) for each in codes if each is not None and each.numel()), default=0
-    )
+    integers = [each for each in codes if each is not None and not each.is_floating_point()]
+    largest = max((int(each.max()) for each in integers if each.numel()), default=0)
     bits = next((b for b in BITS if largest < 2**b), BITS[-1])
     weights = {}
     for name, value in linears.items():
+        if not isinstance(name, str):
+            raise InputError("linears", f"expected names of linears as keys, found {name!r:.80}")
         entry = reader.entries.get(f"{name}.weight")
         if entry is None:
             raise InputError(name, f"{reader.folder} has no {name}.weight", _nearest(name, reader))
@@ -232,19 +232,24 @@ def _from_codes(
     if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
         raise InputError(name, "expected codes [N, K] and scales [N, G]")
     _check_shape(name, tuple(codes_NK.shape), shape)
+    if len(scales_NG) != len(codes_NK):
+        found = f"expected [{len(codes_NK)}, groups], found {list(scales_NG.shape)}"
+        raise InputError(f"{name} scales", found, f"codes are {list(codes_NK.shape)}")
     groups, in_features = scales_NG.shape[1], codes_NK.shape[1]
     if groups < 1 or in_features % groups:
         raise InputError(name, f"its {in_features} inputs do not make {groups} equal groups")
     if scheme is None:
         middle = 2 ** (bits - 1)
         symmetric = zeros_NG is None or bool((zeros_NG == middle).all())
-        largest = int(codes_NK.max()) if codes_NK.numel() else middle
+        is_known = codes_NK.numel() and not codes_NK.is_floating_point()  # floats are refused below
+        largest = int(codes_NK.max()) if is_known else middle
         if zeros_NG is None and largest < middle:
             raise InputError(
                 name,
                 f"its largest code is {largest}: with the {bits} bits that the largest code of all"
                 f" linears needs, codes below {middle} are negative weights",
-                "state the scheme, such as scheme='w4a16-sym', or give zeros",
+                "state the scheme, such as scheme='w4a16-sym'; if linears differ in bits, give"
+                " QuantLinear.from_codes(codes, scales, scheme=...) for each",
             )
         size = CHANNEL if groups == 1 else in_features // groups
         stated = Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=size))
@@ -303,6 +308,8 @@ def _other_tensors(
     linears: Mapping[str, Any], given: Mapping[str, torch.Tensor], reader: CheckpointReader
 ) -> dict[str, torch.Tensor]:
     """Return replacements of the source's tensors: those given, and biases of QuantLinears."""
+    if not isinstance(given, Mapping):
+        raise InputError("tensors", f"expected a mapping by name, found {type(given).__name__}")
     found = dict(given)
     for name, value in linears.items():
         bias = getattr(value, "bias", None)
@@ -386,6 +393,8 @@ def _check_readers(
 ) -> None:
     """Raise InputError if a named reader would not load the folder."""
     known = {verdict.program: verdict for verdict in verdicts}
+    if isinstance(readers, str):
+        raise InputError("readers", f"expected a list of names, found {readers!r}", "use [name]")
     for program in readers:
         if program not in known:
             raise InputError(

@@ -110,6 +110,8 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
     if config.chat:
         messages = [{"role": "user", "content": config.prompt}]
         tokenizer.chat_prompt(messages)  # raises TextError if there is no chat template
+    elif not tokenizer.encode(config.prompt):
+        raise InputError("--prompt", "has no tokens", "give a text to complete")
     llm = LLM.from_engine_args(engine)
     if config.chat:
         output = llm.chat(messages, params, use_tqdm=False)[0]

@@ -35,6 +35,7 @@ from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
+    check_has_space,
     check_is_free,
     read_json,
 )
@@ -49,6 +50,9 @@ from formats.layouts import decode_linear, layout_of
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
+
+# keys of config.json that the checkpoint and its float model have in common -> noun
+COMPARED = {"vocab_size": "tokens", "num_hidden_layers": "layers", "hidden_size": "channels"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,8 @@ def distill_checkpoint(
     if is_gguf_folder(reader.folder):
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
     find_side_files(reader.folder)  # raises now, not after the work
+    entries = (*reader.entries.values(), *reader.other_parts.values())
+    check_has_space(target, sum(entry.num_bytes for entry in entries))
     _check_pair(reader, model)
     device = _only(device)
     data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
@@ -206,14 +212,15 @@ def _only(device: str) -> str:
 
 
 def _check_pair(reader: CheckpointReader, model: FloatModel) -> None:
-    """Raise InputError unless both models have vocabularies of the same size."""
-    own, other = reader.config.get("vocab_size"), model.config.get("vocab_size")
-    if own != other:
-        raise InputError(
-            str(model.folder),
-            f"has {other} tokens, and {reader.folder} has {own}",
-            "give the float model that the checkpoint was made from",
-        )
+    """Raise InputError unless both models have the same numbers of tokens, layers and channels."""
+    for key, noun in COMPARED.items():
+        own, other = reader.config.get(key), model.config.get(key)
+        if own != other:
+            raise InputError(
+                str(model.folder),
+                f"has {other} {noun}, and {reader.folder} has {own}",
+                "give the float model that the checkpoint was made from",
+            )
 
 
 def _write(

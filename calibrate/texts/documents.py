@@ -39,7 +39,11 @@ def read_texts(path: str | Path) -> list[str]:
     texts = []
     for where, document in _documents_of(Path(path)):
         if not isinstance(document, str):
-            raise InputError(where, 'expected a JSON object with a string "text", found a chat')
+            raise InputError(
+                where,
+                'expected a JSON object with a string "text", found a chat',
+                "render chats as texts; chats without images are only data of --calibration",
+            )
         texts.append(document)
     return texts
 
@@ -79,6 +83,9 @@ def _document(row: Any, where: str) -> Any:
         written = json.dumps(messages, ensure_ascii=False, default=str)
         return _checked(messages, written, where)
     found = f"an object with {', '.join(map(repr, list(keys)[:6]))}" if keys else repr(row)[:60]
+    for key in ("text", "messages"):
+        if key in keys:
+            found = f"{key!r}: {keys[key]!r:.60}"
     raise InputError(
         where, f'expected an object with a string "text" or a list of "messages", found {found}'
     )

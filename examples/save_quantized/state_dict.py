@@ -15,9 +15,9 @@ if len(sys.argv) != 4:
 source, file, target = sys.argv[1:]
 state, linears = load_file(file), {}
 for name in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
-    own = {field: state[f"{name}.{field}"] for field in ("qweight", "qzeros", "scales", "g_idx")}
+    own = {key.rpartition(".")[2]: state[key] for key in state if key.startswith(f"{name}.")}
     (groups, outputs), inputs = own["scales"].shape, len(own["g_idx"])
-    layer = QuantLinear(inputs, outputs, f"w4a16-sym-g{inputs // groups}")
+    layer = QuantLinear(inputs, outputs, f"w4a16-sym-g{inputs // groups}", bias="bias" in own)
     layer.load_state_dict(own)
     linears[name] = layer
 print(qserve.save_quantized(target, source, linears).to_text())

@@ -91,10 +91,18 @@ def factors_not_finite(config: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def check_factors(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a factor that is not finite, by the name of its key."""
+def check_factors(config: Mapping[str, Any], applied: Sequence[str] = ()) -> None:
+    """Raise CheckpointError for a factor that is not finite, by the name of its key.
+
+    `applied`: keys of factors that the family always applies; null is refused for these, and for
+    every multiplier except the one of attention scores, whose default follows from the head's size.
+    """
     for key, value in factors_not_finite(config).items():
         raise config_error(key, "a finite number", value)
+    for key, value in config.items():
+        is_multiplier = key.endswith("_multiplier") and key != "attention_multiplier"
+        if value is None and (is_multiplier or key in applied):
+            raise config_error(key, "a finite number", value)
 
 
 def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:

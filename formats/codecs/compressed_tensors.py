@@ -16,6 +16,7 @@ from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
+from formats.numerics.activation import one_scale
 from formats.numerics.bits import code_multiple, pack, packed_length, unpack
 from formats.scheme import CHANNEL, MXFP8, Scheme, microscaled_inputs
 
@@ -93,8 +94,8 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
             f"expected int8 or float8_e4m3fn with a weight_scale, found {tensors['weight'].dtype}",
         )
     scale = tensors.get("input_scale")
-    if scale is not None and scale.numel() == 1:
-        scale = scale.float().reshape(())
+    if scale is not None:
+        scale = one_scale(scale, f"{name}.input_scale")
     weight = replace(weight, activation=scheme.activation, input_scale=scale)
     weight.check(name)
     return weight
@@ -185,14 +186,12 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
     if "weight_packed" not in tensors:
         raise CheckpointError(f"{name}.weight_packed", "is missing")
     scales, whole = tensors["weight_scale"], tensors.get("weight_global_scale")
-    if whole is not None and whole.numel() != 1:
-        raise CheckpointError(
-            f"{name}.weight_global_scale", f"expected one number, found {list(whole.shape)}"
-        )
+    if whole is not None:
+        whole = one_scale(whole, f"{name}.weight_global_scale")
     weight = Fp4Weight(
         bytes_NB=tensors["weight_packed"],
         scales_NG=scales,
-        global_scale=None if whole is None else whole.float().reshape(()),
+        global_scale=whole,
         spec=scheme.weight,
     )
     weight.check(name)

@@ -323,6 +323,27 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "ct-experts-mixed",
+        TRANSFORMERS,
+        "no",
+        lambda f: (
+            f.mixed_experts(in_all_layers=True)
+            and "reads all experts of the model in one scheme: fails on others, or fills experts"
+            " in float with random numbers"
+        ),
+        "transformers 5.23.0 with compressed-tensors 0.20.0, Qwen3-MoE, run; get_experts_scheme of"
+        " transformers/integrations/compressed_tensors.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-experts-mxfp8",
+        TRANSFORMERS,
+        "no",
+        any_expert(lambda s: s.weight == MXFP8, "fails to dequantize experts in MXFP8"),
+        "transformers 5.23.0 with compressed-tensors 0.20.0, Qwen3-MoE, run",
+        "compressed-tensors",
+    ),
+    row(
         "ct-experts-nvfp4",
         TRANSFORMERS,
         "no",

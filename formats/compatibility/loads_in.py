@@ -58,6 +58,22 @@ class Facts:
     def has_quantized_experts(self) -> bool:
         return any(".experts." in each.name and "float" not in each.traits for each in self.linears)
 
+    def mixed_experts(self, *, in_all_layers: bool = False) -> str:
+        """Return a module with experts whose schemes differ, such as model.layers.0.mlp; or "".
+
+        `in_all_layers`: experts of all layers must agree, and be quantized.
+        """
+        found: dict[str, set[str]] = {}
+        for linear in self.linears:
+            module, is_expert, _ = linear.name.partition(".experts.")
+            if not is_expert:
+                continue
+            schemes = found.setdefault("" if in_all_layers else module, set())
+            schemes.add("float" if "float" in linear.traits else linear.scheme)
+            if len(schemes) > 1 or (in_all_layers and "float" in schemes):
+                return module
+        return ""
+
     @property
     def schemes(self) -> list[Scheme]:
         return [] if self.config is None else self.config.schemes

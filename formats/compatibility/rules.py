@@ -181,6 +181,22 @@ RULES: tuple[Rule, ...] = (
         "fp8",
     ),
     row(
+        "mixed-experts",
+        SERVERS,
+        "no",
+        lambda f: (
+            (module := f.mixed_experts())
+            and f"loads all experts of {module} in one scheme, which theirs are not"
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py"
+        " get_moe_method; SGLang, too, has one tensor for the codes of all experts of a layer",
+        "gptq",
+        "awq",
+        "compressed-tensors",
+        "auto-round",
+        "fp8",
+    ),
+    row(
         "renamed-experts",
         TRANSFORMERS,
         "no",

@@ -63,7 +63,9 @@ def read_text(path: Path) -> str:
         problem = getattr(error, "strerror", None) or f"cannot be read: {error}"
         raise InputError(str(path), problem) from None
     except UnicodeDecodeError as error:
-        raise InputError(str(path), f"is not UTF-8 text: {error.reason}") from None
+        raise InputError(
+            str(path), f"is not UTF-8 text: {error.reason}", "save the file in UTF-8"
+        ) from None
 
 
 def holds_json(path: Path, content: str) -> bool:

@@ -52,6 +52,8 @@ def local_path(
     `download_dir` replaces the hub's cache. Raises InputError.
     """
     text = str(model)
+    if not text:
+        raise InputError("MODEL", "is empty", "give a folder, a .gguf file or a hub name ORG/NAME")
     if is_local(text):
         if revision is not None:
             raise InputError(

@@ -63,6 +63,7 @@ class PackedWeight:
             raise CheckpointError(
                 name,
                 f"expected integer codes [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}",
+                "convert rounded codes with .to(torch.uint8); `from_float` rounds float weights",
             )
         codes_NK, scales_NG = _comparable(codes_NK), scales_NG.detach()
         if codes_NK.numel() and (codes_NK.min() < 0 or codes_NK.max() > spec.max_code):

@@ -41,6 +41,17 @@ def check_input_scale(
         )
 
 
+def one_scale(stored: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a scale of a file as float32 []. Raises CheckpointError unless it is one float."""
+    if stored.numel() != 1 or not stored.is_floating_point():
+        raise CheckpointError(
+            name,
+            f"expected one floating point number, found {stored.dtype} {list(stored.shape)}",
+            "copy the tensor from the original checkpoint, or store it in float32",
+        )
+    return stored.float().reshape(())
+
+
 def same_activation(left: HasActivation, right: HasActivation) -> bool:
     """Return True if both linears round the same input to the same codes."""
     if left.activation != right.activation:

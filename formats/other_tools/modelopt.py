@@ -14,6 +14,7 @@ from formats.errors import CheckpointError
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
+from formats.numerics.activation import one_scale
 from formats.scheme import Scheme
 
 PRE_SCALE = "pre_quant_scale"
@@ -63,15 +64,13 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
     factor = tensors.get("weight_scale_2")
     if scheme.weight.type == "nvfp4" and factor is None:
         raise CheckpointError(f"{name}.weight_scale_2", "is missing")
-    if factor is not None and factor.numel() != 1:
-        raise CheckpointError(
-            f"{name}.weight_scale_2", f"expected one number, found {list(factor.shape)}"
-        )
+    if factor is not None:
+        factor = one_scale(factor, f"{name}.weight_scale_2")
     return Fp4Weight(
         bytes_NB=tensors["weight"],
         scales_NG=tensors["weight_scale"],
         global_scale=None,
-        global_factor=None if factor is None else factor.float().reshape(()),
+        global_factor=factor,
         spec=scheme.weight,
     )
 

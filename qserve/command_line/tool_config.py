@@ -163,7 +163,7 @@ class ConvertConfig(HubSettings):
         positional=True,
     )
     format: str = setting(REQUIRED, "checkpoint format", (*FORMATS, GGUF))
-    max_shard_size: str = setting("1GB", "maximum size of one weight file, such as 500MB")
+    max_shard_size: str = setting("2GB", "maximum size of one weight file, such as 500MB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

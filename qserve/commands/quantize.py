@@ -1,5 +1,6 @@
 """`qserve quantize`: write a quantized copy of a float model, or of a draft head."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ class _Asked:
         if is_type and config.group_size is not None and not is_auto:
             raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
         scheme = config.scheme
+        if not is_type and re.match(r"i?q\d", scheme.lower()):  # of llama.cpp, such as Q4_K_M
+            is_case = scheme.lower() in GGUF_TYPES
+            remedy = f"use {scheme.lower()}" if is_case else f"known: {', '.join(GGUF_TYPES)}"
+            problem = "is no type of GGUF files that is written"
+            raise InputError(f"--scheme {scheme}", problem, remedy)
         if not is_type:
             scheme = Scheme.parse(scheme, None if is_auto else config.group_size)
         if is_auto and config.scheme not in SCHEMES:

@@ -236,7 +236,8 @@ class ModelConfig:
             check_eps(family.norm_eps_key, family.norm_eps(vars(config)))
         num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         check_heads(config.num_attention_heads, num_kv_heads)
-        check_factors(vars(config))
+        applied = (family.embedding_factor_key, family.logits_divisor_key, family.logits_factor_key)
+        check_factors(vars(config), applied)
         windows = _windows(config, family.window)
         ropes = _ropes(config, family, rotated, windows)
         return cls(

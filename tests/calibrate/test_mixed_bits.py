@@ -92,6 +92,28 @@ def test_a_run_keeps_to_its_budget_and_to_fused_matrices(tiny_model, tmp_path):
     assert json.loads((tmp_path / "out" / "quantization_report.json").read_text())["linears"]
 
 
+def test_experts_of_a_layer_have_the_same_bits(tiny_model, tmp_path):
+    """Servers keep the codes of all experts of a layer in one tensor."""
+    ids = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(0))
+    quantize_checkpoint(
+        tiny_model("qwen3_moe"),
+        tmp_path / "out",
+        scheme=Scheme.parse("w4a16-sym-g32"),
+        recipe="rtn",
+        bits=4.5,
+        calibration=CalibrationData(ids_WS=ids, source="test", seed=0),
+        progress=False,
+    )
+    found = inspect_checkpoint(tmp_path / "out")
+    by_layer = {}
+    for linear in found.linears:
+        if ".experts." in linear.name:
+            by_layer.setdefault(linear.name.split(".experts.")[0], set()).add(linear.scheme)
+    assert by_layer and all(len(schemes) == 1 for schemes in by_layer.values())
+    assert found.scheme.startswith("mixed: ")
+    assert {v.program: v.answer for v in found.loads_in}["vLLM"] == "yes"
+
+
 def test_a_scheme_without_other_bits_is_refused(tiny_model, tmp_path):
     with pytest.raises(InputError, match="w8a8.*one number of bits only"):
         quantize_checkpoint(

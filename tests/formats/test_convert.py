@@ -14,7 +14,14 @@ from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.in_memory.weights import same_weight
 from formats.inspection.inspect import inspect_checkpoint
-from formats.layouts import LAYOUTS, decode_linear, default_format, encode_linear, tensor_names
+from formats.layouts import (
+    LAYOUTS,
+    check_shape_writable,
+    decode_linear,
+    default_format,
+    encode_linear,
+    tensor_names,
+)
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 
@@ -236,6 +243,23 @@ def test_overrides_and_ignored_linears_survive_every_chain(written, tmp_path):
     assert files(tmp_path / "back") == files(start)
     with pytest.raises(SchemeError, match="o_proj: cannot be written as awq"):
         convert_checkpoint(start, tmp_path / "awq", "awq")
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [((48, 96), "formats that can: awq, compressed-tensors"), ((48, 100), "leave it in float")],
+)
+def test_a_shape_that_does_not_fit_names_formats_that_it_fits(shape, remedy):
+    scheme = Scheme.parse("w4a16-asym-g32")
+    with pytest.raises(SchemeError, match=f"^p: cannot be written as gptq: .* .{remedy}.$"):
+        check_shape_writable(LAYOUTS["gptq"], scheme, "p", *shape)
+    check_shape_writable(LAYOUTS["gptq"], scheme, "p", 64, 96)
+
+
+def test_rounded_inputs_in_the_target_format_need_no_conversion(written, tmp_path):
+    folder = written("w8a8-mxfp8", "compressed-tensors", recipe="rtn")
+    with pytest.raises(CheckpointError, match="cannot keep .the folder is compressed-tensors alre"):
+        convert_checkpoint(folder, tmp_path / "out", "compressed-tensors")
 
 
 def test_float_model_is_refused(source, tmp_path):

@@ -238,6 +238,13 @@ WRONG = [
     (lambda g: {f"{Q0}.weight": g[Q0]}, "give names without .weight"),
     (lambda g: {Q0.removeprefix("model."): g[Q0]}, f"one of its linears is {Q0}"),
     (lambda g: {Q0: ([[1, 2]], [[1.0]], None)}, rf"{Q0}: has \[1, 2\] codes"),
+    (lambda g: {Q0: (g[Q0][0].float(), g[Q0][1])}, "convert rounded codes with .to.torch.uint8"),
+    (lambda g: {Q0: (g[Q0][0].float() * torch.nan, g[Q0][1])}, "expected integer codes .*float32"),
+    (
+        lambda g: {Q0: (g[Q0][0], g[Q0][1].t())},
+        rf"{Q0} scales: expected .64, groups., found .2, 64",
+    ),
+    (lambda g: {0: g[Q0]}, "linears: expected names of linears as keys, found 0"),
 ]
 
 
@@ -248,6 +255,11 @@ def test_what_does_not_fit_the_model_is_refused(source, tmp_path, change, text):
     assert not (tmp_path / "out").exists()
 
 
+def test_readers_in_one_text(source, tmp_path):
+    with pytest.raises(InputError, match="readers: expected a list of names, found 'vLLM'"):
+        save_quantized(tmp_path / "out", source, codes_of(source), readers="vLLM")
+
+
 def test_model_in_place_of_its_folder(source, tmp_path):
     with pytest.raises(InputError, match="source_model: expected the folder .* found Linear"):
         save_quantized(tmp_path / "out", torch.nn.Linear(64, 64), codes_of(source))
@@ -256,6 +268,7 @@ def test_model_in_place_of_its_folder(source, tmp_path):
 TENSORS = [
     ({f"{Q0}.weight": torch.zeros(64, 64)}, "is given twice"),
     ({"model.norm.weight": [1.0] * 64}, "expected a tensor, found list"),
+    ([torch.ones(64)], "tensors: expected a mapping by name, found list"),
     # finite, but not in what the model stores
     ({"model.norm.weight": torch.full((64,), 1e39, dtype=torch.float64)}, "NaN or infinity in"),
 ]
@@ -381,8 +394,44 @@ def odd_model(tmp_path_factory):
 def test_an_example_takes_sizes_that_128_does_not_divide(name, odd_model, tmp_path):
     inputs = [] if name == "own_solver.py" else [tmp_path / "none.safetensors"]
     if inputs:
-        save_file({"none": torch.ones(1)}, inputs[0])
+        module = "model.layers.0.self_attn.o_proj"
+        lora = {f"{module}.lora_{key}.weight": torch.zeros(576, 576) for key in "AB"}
+        save_file(lora, inputs[0])
     run_example(name, odd_model, *inputs, tmp_path / "out")
     found = inspect_checkpoint(tmp_path / "out")
     assert found.scheme == "w4a16-sym-g64"
     assert all(verdict.answer in ("yes", "slow") for verdict in found.loads_in)
+
+
+def test_the_lora_example_takes_names_and_factors_of_peft(odd_model, tmp_path):
+    module, generator = "model.layers.0.self_attn.o_proj", torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((4, 576), (576, 4)))
+    file, prefix = tmp_path / "adapter_model.safetensors", f"base_model.model.{module}.lora_"
+    save_file({f"{prefix}A.weight": a, f"{prefix}B.weight": b}, file)
+    run_example("lora_corrected.py", odd_model, file, tmp_path / "out", 2)
+    corrected = CheckpointReader(odd_model).get(f"{module}.weight").float() + 2 * (b @ a)
+    right = QuantLinear.from_float(corrected, "w4a16-sym-g64").packed()
+    written = CheckpointReader(tmp_path / "out").get(f"{module}.weight_packed")
+    assert torch.equal(written, right.words_NW)
+
+
+def test_the_lora_example_refuses_an_adapter_that_it_would_not_use(odd_model, tmp_path):
+    save_file({"layers.0.self_attn.o_proj.lora_A.weight": torch.ones(4, 576)}, tmp_path / "lora")
+    with pytest.raises(SystemExit, match="layers.0.self_attn.o_proj.lora_A.weight is no lora_A or"):
+        run_example("lora_corrected.py", odd_model, tmp_path / "lora", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_state_dict_example_keeps_corrected_biases(tiny_model, tmp_path):
+    source, module = tiny_model("qwen2"), "model.layers.0.self_attn.q_proj"
+    state = {}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own = f"model.layers.0.self_attn.{name}"
+        weight = CheckpointReader(source).get(f"{own}.weight")
+        bias = torch.arange(float(len(weight)))
+        layer = QuantLinear.from_float(weight, "w4a16-sym-g32", bias=bias)
+        state |= {f"{own}.{key}": value for key, value in layer.state_dict().items()}
+    save_file(state, tmp_path / "layers.safetensors")
+    run_example("state_dict.py", source, tmp_path / "layers.safetensors", tmp_path / "out")
+    written = CheckpointReader(tmp_path / "out").get(f"{module}.bias")
+    assert torch.equal(written.float(), torch.arange(float(len(written))))

@@ -32,7 +32,7 @@ def test_names_are_those_of_the_tables():
     assert tuple(CODE_DTYPES) == tuple(names.KV_CACHES)
 
 
-def test_chat_without_a_template_is_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
+def test_prompts_that_cannot_run_are_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     for path in docs_5m.iterdir():
@@ -40,6 +40,8 @@ def test_chat_without_a_template_is_refused_before_the_model_loads(docs_5m, tmp_
             (folder / path.name).write_bytes(path.read_bytes())
     command = ["generate", str(folder), "--prompt", "a", "--chat"]
     fails_with(capsys, command, "chat template: the model has none")
+    command = ["generate", str(folder), "--prompt", ""]
+    fails_with(capsys, command, "--prompt: has no tokens (give a text to complete)")
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
@@ -124,6 +126,14 @@ def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
     assert keep.read_text() == "mine" and os.listdir(tmp_path) == ["keep.txt"]
 
 
+def test_a_folder_is_not_named_like_a_gguf_file(capsys, docs_5m, quantized_5m, tmp_path):
+    file = str(tmp_path / "model.gguf")
+    fails_with(capsys, ["quantize", str(docs_5m), "-o", file], "--format gguf")
+    arguments = ["convert", str(quantized_5m), file, "--format", "compressed-tensors"]
+    fails_with(capsys, arguments, "model.gguf: is the name of a GGUF file", "--format gguf")
+    assert os.listdir(tmp_path) == []
+
+
 def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "512"]
     fails_with(capsys, arguments, "model.layers.0.self_attn", "256", "512")
@@ -173,6 +183,14 @@ def test_errors_name_the_flag_of_an_argument(argument, flag):
 def test_unknown_scheme_lists_the_known_ones(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--scheme", "w5a16"]
     fails_with(capsys, arguments, "w5a16", "w4a16-sym")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "remedy"), [("Q4_K_M", "use q4_k_m"), ("IQ2_XS", "known: q4_0, q4_1, ")]
+)
+def test_types_of_llama_cpp_are_known_by_their_names(capsys, docs_5m, tmp_path, scheme, remedy):
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x.gguf"), "--scheme", scheme]
+    fails_with(capsys, arguments, f"--scheme {scheme}: is no type of GGUF files", remedy)
 
 
 def test_truncated_weights(capsys, docs_5m, tmp_path):

@@ -11,10 +11,26 @@ from collections.abc import Iterator
 
 import pytest
 
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES
+from formats.table import parse_size
 from qserve.cli import COMMANDS, build_parser, main
 from qserve.command_line.vllm_settings import ENGINE_SETTINGS, SERVER_SETTINGS
 from qserve.config import EngineConfig
 from tests.qserve.command_line import fails_with
+
+
+def test_shards_have_the_same_size_in_every_command():
+    """A folder that one command wrote and another converts or merges keeps its number of files."""
+    fields = [
+        field
+        for command in COMMANDS.values()
+        for cls in command.settings
+        for field in dataclasses.fields(cls)
+        if field.name == "max_shard_size"
+    ]
+    assert len(fields) == 4  # quantize, convert, merge, distill
+    assert {parse_size(field.default) for field in fields} == {DEFAULT_MAX_SHARD_BYTES}
+
 
 HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
 

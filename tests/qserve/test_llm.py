@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from formats.errors import InputError
-from qserve import LLM, SamplingParams
+from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.engine.engine import Engine
 from qserve.params.sampling_params import ParameterError
 
@@ -180,6 +180,18 @@ def test_request_larger_than_the_pool_is_refused(quantized_5m):
     llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=4, admission="fits")
     with pytest.raises(InputError, match="needs 5 KV pages for 66 tokens, and there are 4"):
         llm.generate([[5] * 50], SamplingParams(max_tokens=16), use_tqdm=False)
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_missing_model_is_named(owner):
+    with pytest.raises(InputError, match=rf"model: is missing .such as {owner.__name__}\("):
+        owner(trust_remote_code=True)
+
+
+def test_an_empty_model_is_not_the_current_folder():
+    """An unset variable of a script."""
+    with pytest.raises(InputError, match="MODEL: is empty"):
+        LLM("")
 
 
 def test_unknown_setting_is_named(quantized_5m):

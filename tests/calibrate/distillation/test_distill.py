@@ -1,6 +1,7 @@
 """`qserve distill`: less divergence from the float model; only scales and norms change."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
-from formats.errors import InputError
+from formats.errors import DiskError, InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quality.checksums import damaged
 from formats.quality.record import read_quality
@@ -300,4 +301,24 @@ def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 500}))
     with pytest.raises(InputError, match=r"512|500"):
         distilled(source, other, target)
+    fewer = {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (other / "config.json").write_text(json.dumps({**config, **fewer}))
+    with pytest.raises(InputError, match="other: has 1 layers, and .*give the float model that"):
+        distilled(source, other, target)
     assert not target.exists()
+
+
+def test_a_result_that_does_not_fit_on_the_disk_is_found_before_the_training(
+    quantized, tiny_model, tmp_path, monkeypatch
+):
+    source, reference = quantized("qwen3", "w4a16-sym-g32", "gptq"), tiny_model("qwen3")
+    size = sum(entry.num_bytes for entry in CheckpointReader(source).entries.values())
+    monkeypatch.setattr(Training, "run", None)  # a training would fail
+    usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskError, match="out: needs .* free .free some, or give a folder on anoth"):
+        distilled(source, reference, tmp_path / "deep" / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(DiskError, match="is not writable"):
+        distilled(source, reference, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -83,6 +83,8 @@ def test_prose_that_begins_with_a_bracket_is_one_text(tmp_path, text):
         ("a.json", '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "'train', 'test'"),
         ("a.json", '[{"text": "a"}, {"body": "b"}]', "row 2: .*'body'"),
         ("a.json", "[1, 2]", "row 1: expected an object"),
+        ("a.json", '[{"text": null}]', "row 1: expected .*, found 'text': None"),
+        ("a.json", '[{"messages": "Hi", "id": 1}]', "row 1: expected .*, found 'messages': 'Hi'"),
         ("a.csv", "text\nhello\n", "is a table"),
         ("a.TSV", "text\nhello\n", "is a table"),
     ],

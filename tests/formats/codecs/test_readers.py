@@ -7,12 +7,12 @@ from formats.checkpoint import CheckpointReader
 from formats.codecs import awq_gemv, compressed_tensors, gptq
 from formats.codecs.kv_cache import write_kv_scheme
 from formats.convert import convert_checkpoint
-from formats.errors import InputError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import round_to_nearest
 from formats.inspection.inspect import inspect_checkpoint
-from formats.layouts import decode_linear, layout_of, tensor_names
+from formats.layouts import decode_linear, encode_linear, find_layout, layout_of, tensor_names
 from formats.numerics.bits import pack
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import QuantSpec, Scheme
@@ -54,6 +54,20 @@ def test_fp4_decodes_as_the_library_does(kind):
     assert torch.equal(weight.as_codes().dequantize(), weight.dequantize())
     decoded = compressed_tensors.decode(tensors, scheme)
     assert torch.equal(decoded.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field"), [("w4a16-nvfp4", "weight_global_scale"), ("w8a8-static", "input_scale")]
+)
+def test_an_integer_is_no_scale(scheme, field):
+    """Truncated to int32, a scale would be accepted and shift every weight or input."""
+    scheme = Scheme.parse(scheme)
+    weight = round_to_nearest(random(32, 64), scheme.weight)
+    tensors = encode_linear(weight, scheme, find_layout("compressed-tensors"), "p", 2.5)
+    compressed_tensors.decode(tensors, scheme, "p")
+    tensors[field] = tensors[field].int()
+    with pytest.raises(CheckpointError, match=f"p.{field}: expected one floating point number, fo"):
+        compressed_tensors.decode(tensors, scheme, "p")
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])

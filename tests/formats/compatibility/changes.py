@@ -307,6 +307,32 @@ def experts(tensors, config):
     config.update(num_local_experts=1, num_experts_per_tok=1)
 
 
+def mixed_experts(tensors, config):
+    """The second projection of the experts of the first layer is in float."""
+    experts(tensors, config)
+    name = "model.layers.0.block_sparse_moe.experts.0.w2"
+    for field in ("weight_packed", "weight_scale", "weight_shape"):
+        del tensors[f"{name}.{field}"]
+    tensors[f"{name}.weight"] = torch.ones(64, 96)
+    config[BLOCK]["ignore"].append(name)
+
+
+def mixed_layers_of_experts(tensors, config):
+    """All experts of the first layer are in float."""
+    experts(tensors, config)
+    for local, shape in (("w1", (96, 64)), ("w2", (64, 96)), ("w3", (96, 64))):
+        name = f"model.layers.0.block_sparse_moe.experts.0.{local}"
+        for field in ("weight_packed", "weight_scale", "weight_shape"):
+            del tensors[f"{name}.{field}"]
+        tensors[f"{name}.weight"] = torch.ones(shape)
+        config[BLOCK]["ignore"].append(name)
+
+
+def mxfp8_experts(tensors, config):
+    mxfp8(tensors, config)
+    experts(tensors, config)
+
+
 def stacked_experts(tensors, config):
     """One expert in a layer, its gate above up in one tensor."""
     experts(tensors, config)

@@ -130,6 +130,9 @@ CASES = {
     "ct-bfloat16": made_by("llmcompressor-nvfp4a16"),
     "ct-w4a8-bytes": made_by("llmcompressor-w4a8"),
     "ct-block-input-groups": (CT, "w8a8-fp8-block", changes.other_input_groups),
+    "mixed-experts": (CT, "w4a16-sym-g32", changes.mixed_experts),
+    "ct-experts-mixed": (CT, "w4a16-sym-g32", changes.mixed_layers_of_experts),
+    "ct-experts-mxfp8": (CT, "w8a16-fp8", changes.mxfp8_experts),
     "ct-experts-w8a8": (CT, "w8a8", changes.experts),
     "ct-experts-nvfp4": (CT, "w4a16-nvfp4", changes.experts),
     "ct-experts-asymmetric": (CT, "w4a16-asym-g32", changes.experts),
@@ -196,6 +199,14 @@ def test_experts_that_transformers_loads_are_not_refused(scheme, folder_of):
     found = inspect.inspect_checkpoint(folder_of(CT, scheme, changes.experts))
     assert not [problem for problem in found.problems if problem.severity == "error"]
     assert {v.program: v.answer for v in found.loads_in}["transformers"] == "yes"
+
+
+def test_servers_load_layers_of_experts_in_different_schemes(folder_of):
+    found = inspect.inspect_checkpoint(
+        folder_of(CT, "w4a16-sym-g32", changes.mixed_layers_of_experts)
+    )
+    answers = {verdict.program: verdict.answer for verdict in found.loads_in}
+    assert answers["vLLM"] == answers["SGLang"] == "yes"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

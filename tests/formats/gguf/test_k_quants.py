@@ -197,6 +197,23 @@ def test_mix_in_a_file_and_back_through_convert(docs_5m, tmp_path):
         assert data[0] == data[1], name
 
 
+def test_convert_names_what_it_writes_as_floats(docs_5m, tmp_path, capsys):
+    """K-quants have no form in other formats, so the folder is larger than the file."""
+    file, folder = tmp_path / "mix.gguf", tmp_path / "folder"
+    quantize(docs_5m, file, "q4_0", "--override", "layers.0.mlp.up_proj=q6_k")
+    assert main(["convert", str(file), str(folder), "--format", "compressed-tensors"]) == 0
+    written = "model.embed_tokens, model.layers.0.mlp.up_proj: written as float16 numbers"
+    told = capsys.readouterr().out
+    assert written in told and "cannot store their blocks of Q6_K, Q8_0" in told
+    file, folder = tmp_path / "all.gguf", tmp_path / "none"
+    quantize(docs_5m, file, "q4_k")
+    assert main(["convert", str(file), str(folder), "--format", "gptq"]) == 1
+    assert (
+        f"{file}: no linear has codes that gptq can store, but blocks of Q4_K"
+        in capsys.readouterr().err
+    )
+
+
 def test_transformers_reads_the_same_model(docs_5m, tmp_path):
     pytest.importorskip("gguf", reason="gguf-py is not installed")
     file = tmp_path / "mix.gguf"

@@ -6,6 +6,7 @@ without bias is applied to its output instead.
 
 import torch
 
+from formats.errors import config_error
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import BranchEnd
@@ -27,7 +28,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     values = config.values
     into = values["attention_in_multiplier"]  # multiplies queries, keys and values
     scale = config.head_dim**-0.5 * into**2 * values["key_multiplier"]
-    _, of_mlp = values["mlp_multipliers"]
+    _, of_mlp = _factors(config, "mlp_multipliers", 2)
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=SideBySide(
@@ -46,7 +47,8 @@ def build_mamba(config: ModelConfig, weights: LayerWeights) -> Mamba2:
     values, shape = config.values, granite.mamba_shape(config, weights)
     of_groups = shape.groups * shape.state
     sizes = torch.tensor([shape.inner, shape.inner, of_groups, of_groups, shape.heads])
-    of_parts = torch.tensor(values["ssm_multipliers"]) * values["ssm_in_multiplier"]
+    of_parts = torch.tensor(_factors(config, "ssm_multipliers", len(sizes)))
+    of_parts = of_parts * values["ssm_in_multiplier"]
     factors = None
     if not (of_parts == 1).all():
         factors = weights.constant(of_parts.repeat_interleave(sizes))
@@ -56,10 +58,18 @@ def build_mamba(config: ModelConfig, weights: LayerWeights) -> Mamba2:
 
 
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> Mlp:
-    family, (of_gate, _) = config.family, config.values["mlp_multipliers"]
+    family, (of_gate, _) = config.family, _factors(config, "mlp_multipliers", 2)
     return Mlp(
         up_proj=weights.linear(family.gate_up, down=family.down),
         down_proj=weights.linear(family.down),
         activation=config.activation,
         gate_factor=of_gate,
     )
+
+
+def _factors(config: ModelConfig, key: str, count: int) -> list[float]:
+    """Return a list of factors of config.json. Raises CheckpointError for another length."""
+    found = config.values[key]
+    if len(found) != count:
+        raise config_error(key, f"{count} numbers", found)
+    return found

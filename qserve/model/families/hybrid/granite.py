@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from formats.architecture.sizes import stated_size
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd
 from qserve.model.blocks.states.mamba2 import Mamba2, MambaShape
@@ -65,7 +66,7 @@ def mamba_shape(
         heads=shard.num_heads,
         head_dim=values["mamba_d_head"],
         groups=shard.num_groups,
-        state=values["mamba_d_state"],
-        taps=values["mamba_d_conv"],
+        state=stated_size(values, "mamba_d_state"),
+        taps=stated_size(values, "mamba_d_conv"),
         step_limits=(least, most),
     )
