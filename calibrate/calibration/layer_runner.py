@@ -165,8 +165,8 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-            modules = dict(module.named_modules(remove_duplicate=False))
             for name, theirs in self.layer_map.family.names_in_transformers.items():
+                modules = dict(module.named_modules(remove_duplicate=False))
                 if theirs in modules:
                     parent, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(parent), leaf, modules[theirs])

@@ -35,6 +35,32 @@ def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def ling_3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, the sizes of mixers, and rotations of whole latents."""
+    count, every = config.get("num_hidden_layers"), config.get("layer_group_size", 6)
+    first = config.get("first_k_dense_replace", 2)
+    heads = config.get("linear_num_heads", config.get("num_attention_heads"))
+    found: dict[str, Any] = {
+        **query_rank(None)(config),
+        "linear_num_heads": heads,
+        "linear_head_dim": config.get("linear_head_dim", config.get("head_dim", 128)),
+        "linear_conv_kernel_dim": config.get("short_conv_kernel_size", 4),
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), Mapping):
+            # published files state a part, but all rotated channels of a latent's key rotate
+            found[key] = {k: value for k, value in rope.items() if k != "partial_rotary_factor"}
+    if not is_size(count):
+        return found
+    layers = range(min(count, MAX_LAYERS))
+    if config.get("layer_types") is None and is_size(every):
+        kinds = ("linear_attention", "full_attention")
+        found["layer_types"] = [kinds[(layer + 1) % every == 0] for layer in layers]
+    if config.get("mlp_layer_types") is None and type(first) is int:
+        found["mlp_layer_types"] = [("sparse", "dense")[layer < first] for layer in layers]
+    return found
+
+
 def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers and the sizes of the nets, where config.json states none."""
     found: dict[str, Any] = {}
