@@ -36,6 +36,7 @@ WRAPPERS = (
     "GlmOcrForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
@@ -78,6 +79,8 @@ _SAME_LAYERS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
+    "intern_s2_preview_text": "qwen3_5_moe_text",
+    "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
     "paddleocr_vl": "llama",
     "paddleocr_vl_text": "llama",
@@ -102,7 +105,7 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
-_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector")
+_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {"mlp_AR": "projector"}
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
