@@ -36,8 +36,11 @@ from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
 # Family.defaults_of -> transformers' class whose rotary embedding RowLayer uses: one for parts of
-# heads, and one with a rotation for each kind of layer
-ROTARY_CLASSES = {"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+# heads, one with a rotation for each kind of layer, and one for latents
+ROTARY_CLASSES = {
+    **{"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"},
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
