@@ -66,6 +66,7 @@ WRAPPERS = (
     "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
+    "MiMoV2ForCausalLM",
     "MiniCPMV4_6ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
@@ -83,6 +84,7 @@ _SAME_LAYERS = {
     "intern_s2_preview_text": "qwen3_5_moe_text",
     "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
+    "mimo_v2": "mimo_v2_flash",
     "paddleocr_vl": "llama",
     "paddleocr_vl_text": "llama",
     "phi4_multimodal": "phi3",
@@ -107,14 +109,14 @@ _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "m
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
-_PART_NAMES += ("vision_adapter",)
+_PART_NAMES += ("vision_adapter", "audio_encoder", "speech_embeddings")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {"mlp_AR": "projector"}
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
 # model types without a text_config
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl")
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl", "mimo_v2")
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
 _ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from formats.architecture.stored_form.config import replaced_keys
+from formats.architecture.stored_form.fused_qkv import APART, FUSED, LAYOUT
 from formats.architecture.text_part import (
     LLM_CONFIG,
     TEXT_CONFIG,
@@ -77,4 +78,6 @@ class WholeWriter(CheckpointWriter):
                 text[key] = value
                 if key == TIED:
                     whole[key] = value
+        if whole.get(LAYOUT) == FUSED:  # the reader presents them apart
+            whole[LAYOUT] = APART
         return whole
