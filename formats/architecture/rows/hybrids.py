@@ -90,7 +90,7 @@ HYBRIDS = (
     family_row("BailingHybridForCausalLM", "Ling 3", "bailing_hybrid", **LING_3),
     family_row(
         "BailingMoeV2_5ForCausalLM",
-        "Ling 2.5 and 2.6, Ring 2.5 and 2.6",
+        "Ling/Ring 2.5 to 2.6",
         "bailing_hybrid",
         **LING_2_6,
     ),
