@@ -211,6 +211,10 @@ def _register(config_class: str) -> None:
         from tests import step_for_causal_lm
 
         step_for_causal_lm.register()
+    if config_class == "MuseGlimmerTextConfig":
+        from tests import muse_for_causal_lm
+
+        muse_for_causal_lm.register()
 
 
 def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
@@ -230,10 +234,11 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
             adds_one = config_class.startswith(
-                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC", "Step3p7")
+                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC", "Step3p7", "Muse")
             )
             adds_one &= not config_class.startswith(("Gemma4", "Gemma3n"))
             is_norm = "norm" in name and "bias" not in name
+            adds_one &= not (config_class.startswith("Muse") and name == "model.norm.weight")
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")

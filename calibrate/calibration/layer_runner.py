@@ -36,8 +36,11 @@ from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
 # Family.defaults_of -> transformers' class whose rotary embedding RowLayer uses: one for parts of
-# heads, and one with a rotation for each kind of layer
-ROTARY_CLASSES = {"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+# heads, one with a rotation for each kind of layer, and one for latents
+ROTARY_CLASSES = {
+    **{"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"},
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
@@ -123,7 +126,9 @@ class LayerRunner:
                 table = sinusoids(sizes["positions"], sizes["hidden_size"], zero)
             self.positions_SD = table[row.positions.offset :].to(device, self.dtype)
         self._embedding_norm: nn.Module | None = None
-        if row.embedding_norm:
+        if row.plain_embedding_norm:
+            self._embedding_norm = self._norm(None, None)
+        elif row.embedding_norm:
             bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
             weight = reader.get(row.embedding_norm) if row.norm_weights else None
             self._embedding_norm = self._norm(weight, bias)
@@ -165,8 +170,8 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-            modules = dict(module.named_modules(remove_duplicate=False))
             for name, theirs in self.layer_map.family.names_in_transformers.items():
+                modules = dict(module.named_modules(remove_duplicate=False))
                 if theirs in modules:
                     parent, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(parent), leaf, modules[theirs])
@@ -370,6 +375,11 @@ class LayerRunner:
     def _norm(self, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None) -> nn.Module:
         """Return a norm of the class that layers use, with the given weight and bias."""
         family, config = self.layer_map.family, self.raw_config
+        if family.plain_embedding_norm:  # norms outside of layers are of another class than theirs
+            plain = nn.RMSNorm(config["hidden_size"], family.norm_eps(config), device=self.device)
+            if weight_D is not None:
+                plain.weight.data = weight_D.to(self.device, self.dtype)
+            return plain.requires_grad_(False)
         blocks = family.blocks(config, 0)
         with torch.device("meta"):
             name = next(

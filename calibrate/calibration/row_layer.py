@@ -15,6 +15,12 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from calibrate.calibration.row_mixers import (
+    check_lightning,
+    latent_attention,
+    lightning_attention,
+    rotated_halves,
+)
 from formats.architecture.experts import Router
 from formats.architecture.family import Family
 from formats.architecture.flags import is_set
@@ -54,10 +60,18 @@ class RowLayer(nn.Module):
                 N, K = (size(names, sizes) for names in linear.shape)
                 self._add(linear.name, nn.Linear(K, N, bias=is_set(linear.bias, config)))
         assert family.norm_kind == "rms"
-        self.norms = [norm for norm in family.norms if is_set(norm.present, config)]
+        self.norms = [
+            norm for norm in family.norms if is_set(norm.present, config) and norm.is_in(blocks)
+        ]
         for norm in self.norms:
             offset = family.norm_offset if norm.offset is None else norm.offset
             self._add(norm.name, OffsetNorm(sizes[norm.size], eps, offset))
+        self.has_state = blocks.state
+        if blocks.state:
+            check_lightning(config, family)
+            for name, shape in family.state_mixer.tensors(config).items():
+                values = torch.empty([size(names, sizes) for names in shape])
+                self._add(name, nn.Parameter(values))
         self.mixture = family.experts if blocks.experts else None
         if self.mixture is not None:
             for name, shape in self.mixture.tensors(config).items():
@@ -86,13 +100,37 @@ class RowLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         before, after, before_mlp, after_mlp = self._stream_norms()
-        queries, keys, values = self._heads(before(hidden_BSD))
+        x_BSD, o = before(hidden_BSD), self.family.o
+        if self.has_state:
+            o = self.family.state_mixer.out
+            made_BSN = lightning_attention(
+                self, self.family, self.config, x_BSD, position_embeddings
+            )
+        elif self.family.latent:
+            made_BSN = latent_attention(
+                *(self, self.family, self.config, x_BSD),
+                *(position_embeddings, attention_mask, past_key_values),
+            )
+        else:
+            made_BSN = self._attended(x_BSD, attention_mask, position_embeddings, past_key_values)
+        hidden_BSD = hidden_BSD + after(self._linear(o)(made_BSN))
+        return hidden_BSD + after_mlp(self._feed_forward(before_mlp(hidden_BSD)))
+
+    def _attended(
+        self,
+        x_BSD: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+        past_key_values: Any,
+    ) -> torch.Tensor:
+        """Return attention before its last linear, [B, S, N]."""
+        queries, keys, values = self._heads(x_BSD)
         of_heads = [norm.name for norm in self.norms if norm.size == "head_dim"]
         if of_heads:
             norm_q, norm_k = map(self.get_submodule, of_heads)
             queries, keys = norm_q(queries), norm_k(keys)
         if position_embeddings is not None:
-            queries, keys = (rotated(x, *position_embeddings) for x in (queries, keys))
+            queries, keys = (rotated_halves(x, *position_embeddings) for x in (queries, keys))
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer)
         if self.family.alibi:
@@ -105,9 +143,7 @@ class RowLayer(nn.Module):
             is_causal=attention_mask is None,
             enable_gqa=self.heads != self.kv_heads,
         )
-        attended_BSN = attended_BHSd.transpose(1, 2).flatten(2)
-        hidden_BSD = hidden_BSD + after(self._linear(self.family.o)(attended_BSN))
-        return hidden_BSD + after_mlp(self._feed_forward(before_mlp(hidden_BSD)))
+        return attended_BHSd.transpose(1, 2).flatten(2)
 
     def _stream_norms(self) -> list[nn.Module]:
         """Return the norms before and after attention, and before and after the MLP."""
@@ -167,15 +203,6 @@ class RowLayer(nn.Module):
 def _is_routed(name: str, family: Family) -> bool:
     """Return True for a linear of a routed expert, which calibration adds (modules.Experts)."""
     return family.experts is not None and name.startswith(f"{family.experts.stem}.")
-
-
-def rotated(x_BHSd: torch.Tensor, cos_1Sr: torch.Tensor, sin_1Sr: torch.Tensor) -> torch.Tensor:
-    """Rotate the first r channels of each head; channel i forms a pair with i + r/2."""
-    width = cos_1Sr.shape[-1]
-    turned, rest = x_BHSd[..., :width], x_BHSd[..., width:]
-    left, right = turned.chunk(2, -1)
-    cos, sin = cos_1Sr[:, None], sin_1Sr[:, None]
-    return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, rest], -1)
 
 
 def routes(

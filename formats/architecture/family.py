@@ -132,6 +132,7 @@ class Family:
     alibi: bool = False  # attention has ALiBi biases (numerics/alibi.py)
     scaled_alibi: bool = False  # ALiBi biases are multiplied by the scale of scores
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
+    plain_embedding_norm: bool = False  # embeddings have a norm without weights
     embedding_times_root: Flag = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
     positions: Positions | None = None  # position table added to embeddings; None: none

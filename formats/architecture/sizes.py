@@ -219,6 +219,10 @@ def named_sizes(
     found |= _latent_sizes(found)
     found["lightning_qkv"] = found["q"] and 3 * found["q"]
     found["kda"] = _product(found, "linear_num_heads", "linear_head_dim")
+    found["kda_qkv"] = found["kda"] and 3 * found["kda"]
+    # groups of heads of a norm; one group: its sum is over all heads
+    groups = config.get("group_norm_size")
+    found["norm_groups"] = groups if is_size(groups) and groups > 1 else heads
     found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

@@ -15,11 +15,13 @@ from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
 LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
+THINKER_CONFIG = "thinker_config"  # Qwen-Omni's part that contains the text model
 _BLOCK = "quantization_config"
 _HEAD_MODULE = "lm_head"
 _HEAD = f"{_HEAD_MODULE}."
 _HEADS = (_HEAD, "output.")  # the second is InternLM2's
 _NESTED = "language_model."  # prefix of files in which the head is part of the text model
+_THINKER = "thinker."
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that contain a text model
@@ -36,6 +38,7 @@ WRAPPERS = (
     "GlmOcrForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
@@ -65,10 +68,17 @@ WRAPPERS = (
     "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
+    "MiMoV2ForCausalLM",
     "MiniCPMV4_6ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
 )
@@ -78,7 +88,10 @@ _SAME_LAYERS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
+    "intern_s2_preview_text": "qwen3_5_moe_text",
+    "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
+    "mimo_v2": "mimo_v2_flash",
     "paddleocr_vl": "llama",
     "paddleocr_vl_text": "llama",
     "phi4_multimodal": "phi3",
@@ -87,6 +100,8 @@ _SAME_LAYERS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
@@ -95,6 +110,8 @@ _PREFIXES = {
     "language_model.model.": "model.",
     **{f"language_model.{head}": head for head in _HEADS},
     "language_model.backbone.": _BACKBONE,
+    f"{_THINKER}model.": "model.",
+    f"{_THINKER}{_HEAD}": _HEAD,
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -102,14 +119,18 @@ _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connect
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
-_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector")
+_PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
+_PART_NAMES += ("vision_adapter", "audio_encoder", "speech_embeddings")
+_PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {"mlp_AR": "projector"}
 _LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
 # prefixes of the other parts
-_OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
+_OTHER_PARTS = tuple(
+    f"{parent}{part}." for parent in ("", "model.", _THINKER) for part in _PART_NAMES
+)
 # model types without a text_config
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl")
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl", "mimo_v2")
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
 _ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."
@@ -140,6 +161,7 @@ _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
+    "qwen3_omni_moe_text": {"norm_topk_prob": True},
     "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
     "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from
@@ -229,7 +251,7 @@ def text_prefix(names: Iterable[str]) -> str:
 def stored_name(name: str, prefix: str) -> str:
     """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
     if name.startswith(_HEADS):
-        return f"{_NESTED}{name}" if prefix.startswith(_NESTED) else name
+        return f"{_parent(prefix)}{name}"
     own = _PREFIXES.get(prefix, "model.")
     return prefix + name.removeprefix(own) if name.startswith(own) else name
 
@@ -248,7 +270,7 @@ def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> di
     found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?={_WITH_LINEARS})", stored)
     if "ignore" in found:
         ignored = list(found["ignore"] or ())
-        if prefix.startswith(_NESTED) and _HEAD_MODULE in ignored:
+        if _parent(prefix) and _HEAD_MODULE in ignored:
             # transformers names the head of some of these models as the file does (Llama 4)
             ignored.insert(ignored.index(_HEAD_MODULE) + 1, f"re:.*{_HEAD_MODULE}")
         found["ignore"] = [*ignored, *(f"re:.*{part}.*" for part in parts)]
@@ -270,6 +292,11 @@ def text_block(block: Any) -> Any:
     return block
 
 
+def _parent(prefix: str) -> str:
+    """Return the prefix of the head in files whose text model has this prefix."""
+    return next((each for each in (_NESTED, _THINKER) if prefix.startswith(each)), "")
+
+
 def _renamed(value: Any, pattern: str, by: str) -> Any:
     if isinstance(value, str):
         return re.sub(pattern, by, value)
@@ -284,6 +311,9 @@ def _renamed(value: Any, pattern: str, by: str) -> Any:
 
 def _stated_text(config: Mapping[str, Any]) -> Any:
     """Return the text model's config; some models have its keys next to `vision_config`."""
+    thinker = config.get(THINKER_CONFIG)
+    if isinstance(thinker, dict):
+        return thinker.get(TEXT_CONFIG)
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
     if text is None and config.get("model_type") in _FLAT:
         return {key: value for key, value in config.items() if key not in _OTHER_CONFIGS}

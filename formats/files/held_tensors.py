@@ -6,6 +6,7 @@ Names become the names of the family's row, as in `CheckpointReader`.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from formats.architecture.bare_model import bare_names
 from formats.architecture.expert_names import canonical_names
 from formats.architecture.stored_form.entries import usual_entries
+from formats.architecture.stored_form.fused_qkv import rows_of_shards
 from formats.architecture.text_part import has_text_part, text_name
 from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError
@@ -45,6 +47,11 @@ class HeldTensor:
         """Return the matrix divided by its norms along a dim."""
         made = torch.nn.functional.normalize(self.tensor.float(), dim=dim)
         return replace(self, tensor=made.to(self.dtype))
+
+    def of_shards(self, **part: Any) -> "HeldTensor":
+        """Return some rows of each shard of a fused matrix (stored_form/fused_qkv.py)."""
+        made = rows_of_shards(self, part["scales"], SimpleNamespace(**part))
+        return HeldTensor(name=part["name"], tensor=made)
 
     def matrix(self, name: str, number: int, start: int, stop: int) -> "HeldTensor":
         """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""

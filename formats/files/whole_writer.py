@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from formats.architecture.stored_form.config import replaced_keys
+from formats.architecture.stored_form.fused_qkv import APART, FUSED, LAYOUT
 from formats.architecture.text_part import (
     LLM_CONFIG,
     TEXT_CONFIG,
+    THINKER_CONFIG,
     other_part_names,
     stored_block,
     stored_name,
@@ -69,7 +71,8 @@ class WholeWriter(CheckpointWriter):
 
     def _whole(self, config: dict[str, Any]) -> dict[str, Any]:
         whole, before = copy.deepcopy(self._source.whole_config), self._source.config
-        text = whole.get(TEXT_CONFIG, whole.get(LLM_CONFIG, whole))
+        holder = whole.get(THINKER_CONFIG, whole)
+        text = holder.get(TEXT_CONFIG, holder.get(LLM_CONFIG, holder))
         for key, value in config.items():
             if key == BLOCK:
                 whole[BLOCK] = self._block(value)
@@ -77,4 +80,6 @@ class WholeWriter(CheckpointWriter):
                 text[key] = value
                 if key == TIED:
                     whole[key] = value
+        if whole.get(LAYOUT) == FUSED:  # the reader presents them apart
+            whole[LAYOUT] = APART
         return whole

@@ -25,8 +25,8 @@ HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
         ("heads of Kimi delta attention", "key heads"),
     ),
     "lightning attention": (
-        *("num_attention_heads", "num_attention_heads"),
-        ("heads of lightning attention", "key heads"),
+        *("num_attention_heads", "norm_groups"),
+        ("heads of lightning attention", "groups"),
     ),
 }
 
@@ -49,6 +49,12 @@ def share_states(
         shares = share_features(name, inputs, size, scheme)
         return tuple(HeadShare(heads=share, kv_heads=share) for share in shares)
     heads, groups, words = HEADS[mixer.kind]
+    if mixer.kind == "lightning attention" and sizes[groups] % size and size % sizes[groups] == 0:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"the norm of {name} has {sizes[groups]} groups, and a rank needs whole ones",
+            f"use {sizes[groups]} or fewer",
+        )
     width = inputs // sizes[heads]
     return share_heads(sizes[heads], sizes[groups], width, size, [scheme], words)
 

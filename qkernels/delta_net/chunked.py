@@ -27,9 +27,10 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_ like reference.delta_rule_."""
-    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
+    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor, decay_bound
     q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v)
     split = SplitStep.of(step, mixed_TC.device)

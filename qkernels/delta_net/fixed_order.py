@@ -23,6 +23,7 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     if gpu_device.arch(mixed_TC.device) != "cpu":
@@ -30,11 +31,12 @@ def delta_rule_(
 
         return triton_recurrence.delta_rule_(
             *(mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV),
-            *(step, recent_PNI, write_factor),
+            *(step, recent_PNI, write_factor, decay_bound),
         )
 
     def run(rows, states, row):
-        return reference.delta_rule_(*rows, a_log_H, dt_bias_A, states, row, None, write_factor)
+        numbers = write_factor, decay_bound
+        return reference.delta_rule_(*rows, a_log_H, dt_bias_A, states, row, None, *numbers)
 
     _, H, _, V = memory_PHKV.shape
     o_THV = mixed_TC.new_zeros(mixed_TC.shape[0], H, V)

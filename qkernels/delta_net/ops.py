@@ -20,6 +20,8 @@ from qkernels.delta_net import rows
 from qkernels.delta_net.reference import recent_width
 from qkernels.errors import KernelError
 
+MAX_DECAY = 50  # the log of a decay is at least -50 in the kernels, too (triton_gates.py)
+
 
 def delta_rule_(
     mixed_TC: torch.Tensor,
@@ -33,6 +35,7 @@ def delta_rule_(
     kernel: str | None = None,
     *,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Update the states by the gated delta rule, and return outputs [T, H, V].
 
@@ -41,7 +44,8 @@ def delta_rule_(
     length 1. `write_factor` sigmoid(b) scales a token's update; OLMo-Hybrid has a factor of 2, with
     which an update may reverse what the state returns for the token's key. The state decays by
     exp(-exp(a_log) softplus(a + dt_bias)): one factor per head (A = H), or one per key channel
-    (A = H K, Kimi Delta Attention).
+    (A = H K, Kimi Delta Attention). `decay_bound` below 0 needs a factor per key channel: the state
+    decays by exp(decay_bound sigmoid(exp(a_log) (a + dt_bias))). Ling 3 has a bound of -5.
 
     `memory_PHKV`, float32, holds the states and is changed in place. `recent_PNI` holds keys,
     values, b and a of rows that a state may not include yet (StateStep); None: states include all
@@ -71,12 +75,18 @@ def delta_rule_(
         raise KernelError(
             f"{op} write_factor", f"expected above 0, at most 2, found {write_factor}"
         )
+    if not -MAX_DECAY <= decay_bound <= 0 or (decay_bound and A == H):
+        raise KernelError(
+            f"{op} decay_bound",
+            f"expected 0, or at least -{MAX_DECAY} with decays of {H * K} key channels, found"
+            f" {decay_bound} with {A} decays",
+        )
     check_step(op, step, mixed_TC)
     inputs = recent_width(heads * K, H * V, H, A)
     check_recent(op, recent_PNI, inputs, step, mixed_TC)
     run = _run(rows.DELTA_RULE, mixed_TC, kernel, in_features=K, head_dim=V)
     rule = mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV
-    return run(*rule, step, recent_PNI, write_factor)
+    return run(*rule, step, recent_PNI, write_factor, decay_bound)
 
 
 def gated_rms_norm(

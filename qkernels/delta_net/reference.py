@@ -23,12 +23,13 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Reference of ops.delta_rule_.
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q, computed in the state's dtype.
     """
-    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
+    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor, decay_bound
     q_THK, k_THK, v_THV, g_THX, beta_TH = split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v_THV)
     for own in requests_of(step):
@@ -91,11 +92,13 @@ def split_mixed(
     dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """Return q, k [T, H, K], v [T, H, V], g [T, H, X] and beta [T, H] in the state's dtype.
 
     Queries and keys have length 1, apart from the factor K^-0.5 of queries. Each key head is
-    repeated for its value heads, which are adjacent. beta is write_factor sigmoid(b).
+    repeated for its value heads, which are adjacent. beta is write_factor sigmoid(b). g, the log of
+    the decay, is decay_bound sigmoid(exp(a_log) (a + dt_bias)) if decay_bound is below 0.
     """
     _, H, K, V = memory_PHKV.shape
     wide = memory_PHKV.dtype
@@ -110,8 +113,10 @@ def split_mixed(
         )
         for x in (q, k)
     )
-    steps_TA = F.softplus(a_TA.to(wide) + dt_bias_A.to(wide))
-    g_THX = -a_log_H.to(wide).exp()[:, None] * steps_TA.unflatten(1, (H, -1))
+    a_THX = (a_TA.to(wide) + dt_bias_A.to(wide)).unflatten(1, (H, -1))
+    rates_H1 = a_log_H.to(wide).exp()[:, None]
+    bounded = decay_bound < 0
+    g_THX = decay_bound * (rates_H1 * a_THX).sigmoid() if bounded else -rates_H1 * F.softplus(a_THX)
     beta_TH = write_factor * b_TH.to(wide).sigmoid()
     return q * K**-0.5, k, v_THV, g_THX, beta_TH
 
@@ -141,11 +146,12 @@ def split_recent(
     dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """Return k [n, H, K], v [n, H, V], g [n, H, X] and beta [n, H] of kept row inputs."""
     H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
     rows = rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A))
-    return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV, write_factor)[1:]
+    return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV, write_factor, decay_bound)[1:]
 
 
 def rows_of_inputs(

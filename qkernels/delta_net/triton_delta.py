@@ -30,6 +30,7 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     if a_TH.shape[1] != b_TH.shape[1]:  # each key channel has its own decay
@@ -37,7 +38,7 @@ def delta_rule_(
 
         return triton_recurrence.delta_rule_(
             *(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV),
-            *(step, recent_PNI, write_factor),
+            *(step, recent_PNI, write_factor, decay_bound),
         )
     mixed_TC, b_TH, a_TH = (
         x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TH)
@@ -98,13 +99,14 @@ def updated(
     EPS: tl.constexpr,
     CHANNELS: tl.constexpr = False,
     WRITE_FACTOR: tl.constexpr = 1.0,
+    DECAY_BOUND: tl.constexpr = 0.0,
 ):
     """Return the state's columns after a token.
 
     CHANNELS: `a` and `dt_bias` have one number per key channel.
     """
     key = key * tl.rsqrt(tl.sum(key * key, 0) + EPS)
-    left = tl.exp(decay_log(a, a_log, dt_bias))
+    left = tl.exp(decay_log(a, a_log, dt_bias, DECAY_BOUND))
     if CHANNELS:
         state *= left[:, None]
     else:

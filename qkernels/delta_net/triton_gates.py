@@ -12,11 +12,17 @@ LEAST_DECAY_LOG = tl.constexpr(-50.0)
 
 
 @triton.jit
-def decay_log(a, a_log, dt_bias):
-    """Return the log of the state's decay: -exp(a_log) softplus(a + dt_bias), at least -50."""
+def decay_log(a, a_log, dt_bias, BOUND: tl.constexpr = 0.0):
+    """Return the log of the state's decay: -exp(a_log) softplus(a + dt_bias), at least -50.
+
+    With BOUND below 0 it is BOUND sigmoid(exp(a_log) (a + dt_bias)).
+    """
     x = a + dt_bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return tl.maximum(-tl.exp(a_log) * softplus, LEAST_DECAY_LOG)
+    if BOUND < 0.0:
+        return BOUND / (1.0 + tl.exp(-tl.exp(a_log) * x))
+    else:
+        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+        return tl.maximum(-tl.exp(a_log) * softplus, LEAST_DECAY_LOG)
 
 
 @triton.jit

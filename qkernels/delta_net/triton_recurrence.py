@@ -29,6 +29,7 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     write_factor: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     mixed_TC, b_TH, a_TA = (
@@ -70,6 +71,7 @@ def delta_rule_(
             BV=config.columns,
             CHANNELS=a_TA.shape[1] != H,
             WRITE_FACTOR=write_factor,
+            DECAY_BOUND=decay_bound,
             num_warps=config.warps,
         )
     return o_THV
@@ -137,6 +139,7 @@ def _delta_rows(
     BV: tl.constexpr,
     CHANNELS: tl.constexpr,
     WRITE_FACTOR: tl.constexpr,
+    DECAY_BOUND: tl.constexpr,
 ):
     h, r = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + r).to(tl.int64)
@@ -240,7 +243,7 @@ def _delta_rows(
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
             wide_value, wide_b, wide_a = value.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
             wide = p, wide_value, wide_b, wide_a
-            state = updated(state, *wide, a_log, dt_bias, EPS, CHANNELS, WRITE_FACTOR)
+            state = updated(state, *wide, a_log, dt_bias, EPS, CHANNELS, WRITE_FACTOR, DECAY_BOUND)
             out = tl.sum(q[:, None] * state, 0)
             o_ptrs = o_ptr + tl.cast(t, tl.int64) * (H * V) + v
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=v < tl.where(t >= 0, V, 0))

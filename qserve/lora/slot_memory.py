@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from formats.architecture.rows.latent_parts import KEYS_VALUES, QUERIES
+from formats.architecture.rows.latent_parts import queries_of
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
@@ -43,7 +43,7 @@ class SlotMemory:
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
         for number, place in enumerate(layout.places):
-            if place.projection == KEYS_VALUES:
+            if place.projection in decoder.config.family.latent[-1:]:
                 attention = decoder.layers[decoder.layer_numbers.index(place.layer)].attention
                 attention.adapters = LatentAdapters(
                     self._weights(number, place),
@@ -107,7 +107,7 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
     if place.projection == family.head_gates:
         return layer.attention, "gates"
-    if place.projection == QUERIES:
+    if place.projection == queries_of(family):
         return layer.attention, "q_b_proj"
     inputs = family.layer_inputs
     if inputs is not None and place.projection in (inputs.gate, inputs.projection):

@@ -41,6 +41,7 @@ _BLOCKS = {
     "mamba_channels_in": ((HEAD, "one"),) * 2,
     "linear_num_heads": ((HEAD, "one"),),
     "kda": ((HEAD, "linear_head_dim"),),
+    "kda_qkv": ((HEAD, "linear_head_dim"),) * 3,
     # lightning attention
     "q": ((HEAD, "head_dim"),),
     "lightning_qkv": ((HEAD, "head_dim"),) * 3,

@@ -13,6 +13,7 @@ from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
+from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
 from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
 from qserve.multimodal.stored_forms.prefixes import (
@@ -312,9 +313,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen3",
+                config=config,
                 prefixes=QWEN,
             )
-            for name in ("Qwen3_5", "Qwen3_5Moe")
+            for name, config in (
+                ("Qwen3_5", None),
+                ("Qwen3_5Moe", None),
+                ("InternS2Preview", as_qwen3_5_moe),
+            )
         ),
     )
 }

@@ -121,6 +121,8 @@ def test_what_other_modules_make_of_the_rows():
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
         ("qkv_proj", "output_gate"): "qkv_gate_proj",
+        ("f_proj", "b_proj"): "kda_fb_proj",
+        ("query_key_value", "g_proj"): "qkv_g_proj",
         ("w1", "w3"): "w13",
         ("c_fc_0", "c_fc_1"): "gate_up_proj",
     }

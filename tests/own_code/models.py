@@ -210,6 +210,47 @@ def bailing(second=False, **different):
     return config, {**tensors, **ends("model.word_embeddings", "model.norm")}
 
 
+LATENT = {
+    **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12},
+    "v_head_dim": 40,
+}
+
+
+def lightning_ling(latent=True, **different):
+    """Ling 2.6, or Ring-linear: the last layer of each group has attention, and a tail, too."""
+    name, own = ("BailingMoeV2_5", "bailing_hybrid") if latent else ("BailingMoeLinearV2", "")
+    config, tensors = bailing(second=True)
+    config |= {
+        **{"architectures": [f"{name}ForCausalLM"], "model_type": own or "bailing_moe_linear"},
+        **{"layer_group_size": 3, "group_norm_size": 2, "linear_silu": False, "rms_norm_eps": 1e-6},
+        **({**LATENT, "num_key_value_heads": 4} if latent else {}),
+        **different,
+    }
+    stem, inner, every = "model.layers.{}.attention.", 96, config["layer_group_size"]
+    for i in range(L):
+        p = stem.format(i)
+        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(p)}
+        if (i + 1) % every and i < L // every * every:
+            own[f"{p}query_key_value.weight"] = (3 * inner, C)
+            own |= {f"{p}g_proj.weight": (inner, C), f"{p}g_norm.weight": (inner,)}
+        elif latent:
+            keys, rank, up = 36 * 4, config["q_lora_rank"], {}
+            if rank:
+                up = {f"{p}q_a_proj.weight": (rank, C), f"{p}q_a_layernorm.weight": (rank,)}
+            own = {
+                **up,
+                f"{p}q_b_proj.weight" if rank else f"{p}q_proj.weight": (keys, rank or C),
+                f"{p}kv_a_proj_with_mqa.weight": (44, C),
+                f"{p}kv_a_layernorm.weight": (32,),
+                f"{p}kv_b_proj.weight": (4 * 64, 32),
+                f"{p}dense.weight": (C, 160),
+            }
+        if not config["use_qk_norm"]:
+            own = {name: shape for name, shape in own.items() if "y_layernorm" not in name}
+        tensors |= own
+    return config, tensors
+
+
 SECOND = {"architectures": ["BaichuanForCausalLM"], "norm_head": True}
 TINY_MODELS = {
     "exaone": lambda: exaone(),
@@ -222,12 +263,20 @@ TINY_MODELS = {
     "plamo3": lambda: plamo3(),
     "ling": lambda: bailing(),
     "ling_2": lambda: bailing(second=True),
+    "ling_2_6": lambda: lightning_ling(),
+    "ring_linear": lambda: lightning_ling(latent=False),
 }
 VARIANTS = {
     "exaone, tied": lambda: exaone(tie_word_embeddings=True),
     "internlm2 without biases": lambda: internlm2(bias=False),
     "ling without biases": lambda: bailing(use_qkv_bias=False, norm_head=False),
     "ling 2, one group": lambda: bailing(second=True, n_group=1, topk_group=1),
+    "ling 2.6 without query latents": lambda: lightning_ling(
+        q_lora_rank=None, group_norm_size=1, linear_silu=True, partial_rotary_factor=1.0
+    ),
+    "ring-linear, a tail of attention": lambda: lightning_ling(
+        latent=False, layer_group_size=2, use_qk_norm=False, linear_rope=False
+    ),
 }
 
 

@@ -54,4 +54,4 @@ ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS, *new
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
 # four linears in one matrix
-WITHOUT_ADAPTERS = ("afmoe", *STATES)
+WITHOUT_ADAPTERS = ("afmoe", "muse_glimmer", *STATES)

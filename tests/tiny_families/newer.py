@@ -24,3 +24,13 @@ FAMILIES = {
 }
 # of what other families have, too: a few tests run them
 ROWS = tuple(FAMILIES)
+# three layers with a window, which rotate, and one that sees all keys and does not
+FAMILIES["muse_glimmer"] = (
+    "MuseGlimmerTextConfig",
+    {
+        **{"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 9, "pad_token_id": 0},
+        **{"qk_scale_factor": 2.5, "output_multiplier": 0.6, "post_norm_eps": 0.3},
+        **{"final_logit_softcapping": 5.0, "rms_norm_eps": 1e-3},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+)

@@ -159,6 +159,17 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES["ling_3"] = (
+    "BailingHybridConfig",
+    {
+        **{"kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
+        **{"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"moe_intermediate_size": 32, "n_shared_experts": 2, "pad_token_id": 0},
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8, "head_dim": 32},
+        **{"layer_group_size": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+        **{"rope_theta": 100.0, "kda_lower_bound": -3.0},
+    },
+)
 FAMILIES["lfm3"] = (
     "Lfm3Config",
     {

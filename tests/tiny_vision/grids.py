@@ -188,6 +188,7 @@ FAMILIES = {
     "glm4v_moe": GLM_4V_MOE,
     "glm_ocr": GLM_OCR,
     "glm46v": {**GLM_4V, "config": "Glm46VConfig", "image_processor": "Glm46VImageProcessor"},
+    "glmga": {**GLM_4V, "config": "GlmgaConfig", "image_processor": "GlmgaImageProcessor"},
     "qwen3_5": QWEN_3_5,
     "qwen3_5_moe": QWEN_3_5_MOE,
 }

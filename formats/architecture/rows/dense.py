@@ -15,6 +15,7 @@ from formats.architecture.rows.classic_parts import (
 )
 from formats.architecture.rows.gemma3n import GEMMA_3N
 from formats.architecture.rows.gemma4 import GEMMA_4
+from formats.architecture.rows.muse import MUSE_GLIMMER
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
@@ -315,5 +316,8 @@ DENSE = (
             Norm(name="feedforward_layernorm", feeds="mlp.up_proj"),
             *HEAD_NORMS,
         ),
+    ),
+    family_row(
+        "MuseGlimmerForCausalLM", "Muse Glimmer (text)", "muse_glimmer_text", **MUSE_GLIMMER
     ),
 )

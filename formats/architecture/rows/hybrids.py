@@ -16,6 +16,8 @@ from formats.architecture.rows.parts import (
 )
 from formats.architecture.rows.usual import family_row
 from formats.architecture.states.kimi import KIMI_LINEAR
+from formats.architecture.states.lightning_ling import LING_2_6, RING_LINEAR
+from formats.architecture.states.ling import LING_3
 from formats.architecture.states.mamba import JAMBA, MAMBA, MAMBA_2
 from formats.architecture.states.minimax import MINIMAX
 from formats.architecture.states.olmo import OLMO_HYBRID
@@ -85,6 +87,16 @@ HYBRIDS = (
     ),
     family_row("OlmoHybridForCausalLM", "OLMo-Hybrid", "olmo_hybrid", **OLMO_HYBRID),
     family_row("KimiLinearForCausalLM", "Kimi Linear", "kimi_linear", **KIMI_LINEAR),
+    family_row("BailingHybridForCausalLM", "Ling 3", "bailing_hybrid", **LING_3),
+    family_row(
+        "BailingMoeV2_5ForCausalLM",
+        "Ling/Ring 2.5 to 2.6",
+        "bailing_hybrid",
+        **LING_2_6,
+    ),
+    family_row(
+        "BailingMoeLinearV2ForCausalLM", "Ring-linear 2", "bailing_moe_linear", **RING_LINEAR
+    ),
     family_row("MiniMaxForCausalLM", "MiniMax-Text-01 and M1", "minimax", **MINIMAX),
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
     family_row("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),

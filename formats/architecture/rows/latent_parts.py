@@ -6,11 +6,13 @@ first the rows of its key (W_UK), then the rows of its value (W_UV). Queries com
 from a separate latent (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.columns import Indexer, Norm
+from formats.architecture.columns import ATTENTION, Indexer, Norm
 from formats.architecture.experts import Router, SharedExpert
+from formats.architecture.family import Family
 from formats.architecture.flags import Equals, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
@@ -28,7 +30,7 @@ _Q, _Q_A, _Q_B, _KV_A, _KV_B = (
     f"self_attn.{name}"
     for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 )
-Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
+_Q_NORM, _KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 LATENTS = Projection(
     name="self_attn.fused_qkv_a_proj",
     members=((_Q_A, "q_lora_rank"), (_KV_A, "latent")),
@@ -43,8 +45,8 @@ DIRECT = replace(
 
 def _norms(latents: Projection, feed_forward: str = "mlp") -> tuple[Norm, ...]:
     first, second = norms_before(feed_forward)
-    of_values = Norm(name=KV_NORM, size="kv_lora_rank", feeds=_KV_B)
-    of_queries = Norm(name=Q_NORM, size="q_lora_rank", feeds=_Q_B)
+    of_values = Norm(name=_KV_NORM, size="kv_lora_rank", feeds=_KV_B)
+    of_queries = Norm(name=_Q_NORM, size="q_lora_rank", feeds=_Q_B)
     both = (of_queries, of_values) if latents is LATENTS else (of_values,)
     return (replace(first, feeds=latents.name), second, *both)
 
@@ -65,6 +67,39 @@ LATENT: dict[str, Any] = {
         ),
     ),
 }
+
+
+def below(module: str, values: Any) -> Any:
+    """Return values of a row, whose attention is below another module than `self_attn`."""
+    if isinstance(values, Mapping):
+        return {key: below(module, value) for key, value in values.items()}
+    if type(values) is tuple:  # flags of variants are named tuples
+        return tuple(below(module, value) for value in values)
+    if isinstance(values, Projection):
+        members = tuple((_moved(module, name), size) for name, size in values.members)
+        return replace(values, name=_moved(module, values.name), members=members)
+    if isinstance(values, Norm):
+        layers = "attention" if values.of_attention else values.layers
+        name, feeds = _moved(module, values.name), _moved(module, values.feeds)
+        return replace(values, name=name, feeds=feeds, layers=layers)
+    return values
+
+
+def _moved(module: str, name: str) -> str:
+    own = f"{ATTENTION}."
+    return f"{module}.{name.removeprefix(own)}" if name.startswith(own) else name
+
+
+def queries_of(family: Family) -> Projection | None:
+    """Return the projection from query latents to queries; None: queries have no latents."""
+    return family.latent[0] if len(family.latent) == 2 else None
+
+
+def norm_of(family: Family, latents: str) -> str:
+    """Return the name of the norm of latents with this size."""
+    return next(norm.name for norm in family.norms if norm.size == latents)
+
+
 _SHARED = SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts"))
 # Biases of latents, and experts only in every n-th layer: no published model has them.
 _FIXED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}

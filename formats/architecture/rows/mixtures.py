@@ -278,7 +278,11 @@ MIXTURES = (
     ),
     family_row("LagunaForCausalLM", "Laguna", "laguna", builder="uneven", **LAGUNA),
     family_row(
-        "MiMoV2FlashForCausalLM", "MiMo-V2-Flash", "mimo_v2_flash", builder="uneven", **MIMO
+        "MiMoV2FlashForCausalLM",
+        "MiMo-V2-Flash and V2.5 (text)",
+        "mimo_v2_flash",
+        builder="uneven",
+        **MIMO,
     ),
     family_row("Step3p5ForCausalLM", "Step-3.5", "step3p5", builder="uneven", **STEP),
 )

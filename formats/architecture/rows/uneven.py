@@ -145,40 +145,6 @@ def laguna_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **_known(head_dim=head_dim, global_head_dim=head_dim)}
 
 
-def mimo_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults: layers with a window have twice as many KV heads."""
-    count = config.get("num_hidden_layers")
-    if not is_size(count):
-        return {}
-    layers = range(min(count, MAX_LAYERS))
-    found: dict[str, Any] = {}
-    if config.get("layer_types") is None:
-        found["layer_types"] = [
-            "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in layers
-        ]
-    if config.get("mlp_layer_types") is None:
-        found["mlp_layer_types"] = ["sparse" if i else "dense" for i in layers]
-    before = config.get("sliding_window_size")
-    if is_size(before):
-        # Tokens before the query, which is not among them, as in SGLang and transformers. vLLM
-        # and llama.cpp's converter count the query among them: one token fewer.
-        found["sliding_window"] = before + 1
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads", 4)
-    head_dim = config.get("head_dim", 192)
-    return {
-        **found,
-        **_known(
-            num_local_attention_heads=heads,
-            num_global_attention_heads=heads,
-            num_local_key_value_heads=2 * kv_heads if is_size(kv_heads) else None,
-            num_global_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            global_head_dim=head_dim,
-            v_head_dim=config.get("v_head_dim", 128),
-        ),
-    }
-
-
 def _known(**values: Any) -> dict[str, Any]:
     """Return only the values that are sizes; others are config errors, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}

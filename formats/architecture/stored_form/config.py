@@ -5,7 +5,7 @@ from typing import Any
 
 from formats.architecture.family import architecture_of
 from formats.architecture.rows.step import step_keys
-from formats.architecture.rows.uneven import laguna_heads, mimo_heads
+from formats.architecture.rows.uneven import laguna_heads
 from formats.architecture.stored_form import (
     classics,
     gemma,
@@ -16,13 +16,14 @@ from formats.architecture.stored_form import (
     own_code,
     parts,
 )
+from formats.architecture.stored_form.mimo import mimo_v2
 from formats.families import family_of
 
 # model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
-    **{"mimo": "qwen2", "orion": "stablelm"},
+    **{"mimo": "qwen2", "orion": "stablelm", "mimo_v2": "mimo_v2_flash"},
     **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
@@ -34,6 +35,8 @@ _SAME_FILES = {
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
@@ -58,6 +61,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "glm_moe_dsa": latent.selecting(2048, 32),
     "olmo_hybrid": hybrids.olmo_hybrid,
     "kimi_linear": hybrids.kimi_linear,
+    "bailing_hybrid": hybrids.bailing_hybrid,
+    "bailing_moe_linear": hybrids.lightning_ling,
     "minimax": hybrids.minimax,
     "glm4_moe_lite": latent.glm_lite,
     "exaone_moe": parts.expert_layers,
@@ -79,7 +84,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "jamba": mamba.jamba,
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "laguna": laguna_heads,
-    "mimo_v2_flash": mimo_heads,
+    "mimo_v2_flash": mimo_v2,
     "step3p5": step_keys,
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,

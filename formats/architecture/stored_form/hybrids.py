@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from formats.architecture.family import MAX_LAYERS
+from formats.architecture.family import MAX_LAYERS, architecture_of
 from formats.architecture.sizes import NOT_FINITE, is_size, layer_numbers
 from formats.architecture.stored_form.latent import query_rank
+from formats.architecture.stored_form.own_code import bailing
 from formats.architecture.stored_form.parts import known_sizes
 
 
@@ -33,6 +34,65 @@ def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
         dense = first if type(first) is int else 0
         found["mlp_layer_types"] = [("sparse", "dense")[layer < dense] for layer in layers]
     return found
+
+
+def ling_3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, the sizes of mixers, and rotations of whole latents."""
+    count, every = config.get("num_hidden_layers"), config.get("layer_group_size", 6)
+    first = config.get("first_k_dense_replace", 2)
+    heads = config.get("linear_num_heads", config.get("num_attention_heads"))
+    found: dict[str, Any] = {
+        **query_rank(None)(config),
+        "linear_num_heads": heads,
+        "linear_head_dim": config.get("linear_head_dim", config.get("head_dim", 128)),
+        "linear_conv_kernel_dim": config.get("short_conv_kernel_size", 4),
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), Mapping):
+            # published files state a part, but all rotated channels of a latent's key rotate
+            found[key] = {k: value for k, value in rope.items() if k != "partial_rotary_factor"}
+    if not is_size(count):
+        return found
+    layers = range(min(count, MAX_LAYERS))
+    if config.get("layer_types") is None and is_size(every):
+        kinds = ("linear_attention", "full_attention")
+        found["layer_types"] = [kinds[(layer + 1) % every == 0] for layer in layers]
+    if config.get("mlp_layer_types") is None and type(first) is int:
+        found["mlp_layer_types"] = [("sparse", "dense")[layer < first] for layer in layers]
+    return found
+
+
+def lightning_ling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and the sizes and rotations of lightning attention."""
+    count, every = config.get("num_hidden_layers"), config.get("layer_group_size")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    width = config.get("linear_head_dim", config.get("head_dim"))
+    if width is None and is_size(hidden) and is_size(heads):
+        width = hidden // heads
+    rope, factor = config.get("rope_parameters"), config.get("lightning_rotary_factor")
+    if factor is None:
+        rope = rope if isinstance(rope, Mapping) else {}
+        factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    found = {
+        **bailing(config),
+        "linear_num_heads": heads,
+        "linear_head_dim": width,
+        "lightning_rotary_factor": factor,
+    }
+    if not (is_size(count) and is_size(every)):
+        return found
+    # layers after the last whole group have attention, too
+    kinds, tail = ("linear_attention", "full_attention"), count // every * every
+    layers = range(min(count, MAX_LAYERS))
+    full = [(layer + 1) % every == 0 or layer >= tail for layer in layers]
+    return {**found, "layer_types": [kinds[each] for each in full]}
+
+
+def bailing_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of Ling 2.6 or of Ling 3, which have one model_type."""
+    if architecture_of(config) == "BailingMoeV2_5ForCausalLM":
+        return {**query_rank(None)(config), **lightning_ling(config)}
+    return ling_3(config)
 
 
 def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:

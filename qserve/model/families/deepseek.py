@@ -9,7 +9,7 @@ indexer selects.
 
 import torch
 
-from formats.architecture.rows.latent_parts import KV_NORM, Q_NORM, QUERIES
+from formats.architecture.rows.latent_parts import norm_of, queries_of
 from formats.errors import InputError
 from qserve.model.blocks.latent.attention import LatentAttention, LatentShape
 from qserve.model.blocks.latent.indexer import Selection
@@ -80,22 +80,23 @@ def build_attention(
         value=values["v_head_dim"],
         latent=values["kv_lora_rank"],
     )
-    has_query_latents = QUERIES in family.latent
+    queries = queries_of(family)
     key_up, value_up = weights.absorbed(shape)
     return LatentAttention(
         shape,
         rotary=weights.rotary,
         qkv_proj=weights.linear(family.qkv),
-        q_b_proj=weights.linear(QUERIES) if has_query_latents else None,
+        q_b_proj=None if queries is None else weights.linear(queries),
         o_proj=weights.linear(family.o),
-        q_norm=weights.norm(Q_NORM) if has_query_latents else None,
-        kv_norm=weights.norm(KV_NORM),
+        q_norm=None if queries is None else weights.norm(norm_of(family, "q_lora_rank")),
+        kv_norm=weights.norm(norm_of(family, "kv_lora_rank")),
         key_up=key_up,
         value_up=value_up,
         scale=(shape.nope + shape.rope) ** -0.5 * score_factor(config.ropes[weights.number]),
         query_scales=query_scales,
         indexer=weights.indexer(),
         selection=selection if weights.selects_keys else None,
+        gates=None if family.head_gates is None else weights.linear(family.head_gates),
         kernel=weights.kernels.get("attention"),
     )
 

@@ -10,7 +10,6 @@ import torch
 
 from formats.architecture.columns import Indexer as IndexerRow
 from formats.architecture.projection import Projection
-from formats.architecture.rows.latent_parts import KEYS_VALUES
 from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.latent.indexer import Indexer
 from qserve.model.blocks.linear import FloatLinear, Linear
@@ -25,7 +24,7 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
     outputs of kv_b_proj, which kernels for packed weights do not support. `weights`:
     qserve.model.loading.weights.Weights.
     """
-    (linear,) = KEYS_VALUES.linears
+    (linear,) = weights.family.latent[-1].linears
     name, stored = f"{prefix}.{linear.name}", weights.shape(linear.shape)
     if weights.source.is_quantized(name):
         whole_NL = weights.source.weight(name, stored).dequantize()

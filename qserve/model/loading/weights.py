@@ -128,6 +128,9 @@ class Weights:
     def embedding_norm(self) -> Norm | None:
         """Return the norm of embeddings; None if the model has none."""
         family, shape = self.family, (self.config.hidden_size,)
+        if family.plain_embedding_norm:
+            weight = torch.ones(shape, dtype=self.dtype, device=self.device)
+            return Norm(weight, self.config.norm_eps)
         if not family.embedding_norm:
             return None
         bias = self.tensor(family.embedding_norm_bias, shape) if family.norm_bias else None

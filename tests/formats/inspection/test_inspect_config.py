@@ -203,7 +203,8 @@ def test_transformers_knows_the_family_by_its_model_type(family):
         assert layers.config_class.model_type == family.model_type
         assert family.model_type not in names
     elif family.defaults_of:
-        assert family.model_type not in names
+        # Ling 3, which has a class, and Ling 2.6 have one model_type
+        assert names.get(family.model_type) != family.architecture
         assert family.defaults_of in names
     else:
         assert names[family.model_type] == theirs

@@ -20,6 +20,7 @@ SIZES = {
     "delta": {"J": 2, "H": 4, "K": 12, "V": 20},
     "twice": {"J": 2, "H": 4, "K": 12, "V": 20},
     "channels": {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": True},
+    "bounded": {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": True},
     "mamba": {"G": 2, "H": 4, "N": 12, "D": 20},
 }
 
@@ -30,17 +31,24 @@ def run_delta(case, states, module=delta):
 
 def run_twice(case, states, module=delta):
     """Tokens write up to twice their value."""
-    return module.delta_rule_(*case.rule, states, case.step, write_factor=2.0)
+    return module.delta_rule_(*case.rule, states, case.step, **GIVEN["twice"])
+
+
+def run_bounded(case, states, module=delta):
+    """The log of a decay is at least -5."""
+    return module.delta_rule_(*case.rule, states, case.step, **GIVEN["bounded"])
 
 
 def run_mamba(case, states, module=mamba):
     return case.run(module.selective_scan_, states)
 
 
+GIVEN = {"twice": {"write_factor": 2.0}, "bounded": {"decay_bound": -5.0}}
 RUNS = {
     "delta": (run_delta, delta_reference),
     "channels": (run_delta, delta_reference),
     "twice": (run_twice, delta_reference),
+    "bounded": (run_bounded, delta_reference),
     "mamba": (run_mamba, mamba_reference),
 }
 
@@ -94,18 +102,16 @@ def test_every_cut_gives_the_same_bits(device, half, poison, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.exhaustive] if kind == "twice" else [])
-        for kind in SIZES
-    ],
+    [pytest.param(kind, marks=[pytest.mark.exhaustive] if kind in GIVEN else []) for kind in SIZES],
 )
 def test_rejected_rows_change_no_bit(device, half, poison, kind):
     """A text with drafts, some of them rejected: the rows of the same text without."""
     run, reference = RUNS[kind]
     case = make(kind, (NUM_ROWS,), (0,)).to(half, device)
     want = run(case, states_of(case))
-    sizes = {"channels": (24, 80, 4, 48), "mamba": (80, 24, 4)}.get(kind, (24, 80, 4))
-    given = {"write_factor": 2.0} if kind == "twice" else {}
+    by_channel = dict.fromkeys(("channels", "bounded"), (24, 80, 4, 48))
+    sizes = {**by_channel, "mamba": (80, 24, 4)}.get(kind, (24, 80, 4))
+    given = GIVEN.get(kind, {})
     states = torch.full_like(states_of(case), torch.nan)
     shape = len(states), 2 * MOST_ROWS, reference.recent_width(*sizes)
     recent = torch.full(shape, torch.nan, dtype=half, device=device)

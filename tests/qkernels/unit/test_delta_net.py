@@ -45,16 +45,22 @@ def test_reference_is_transformers_recurrence(factor):
     assert_close("state", last[0], memory[case.slots[0]], 1e-6)
 
 
-def test_decay_by_channel_is_transformers_recurrence():
+@pytest.mark.parametrize("bound", [0.0, -5.0])
+def test_decay_by_channel_is_transformers_recurrence(bound):
+    """Also where the log of a decay is bounded (Ling 3)."""
     sizes = {"J": 3, "H": 3, "K": 12, "V": 20, "by_channel": True}
     case = DeltaCase(counts=(67,), before=(0,), dtype=torch.float64, **sizes)
     memory = case.memory_PHKV.clone()
-    o_THV = reference.delta_rule_(*case.rule, memory, case.step)
+    o_THV = reference.delta_rule_(*case.rule, memory, case.step, decay_bound=bound)
     q, k, v = case.mixed_TC.split([36, 36, 60], 1)
-    steps = torch.nn.functional.softplus(case.a_TH + case.dt_bias_H).unflatten(1, (3, 12))
+    inputs = (case.a_TH + case.dt_bias_H).unflatten(1, (3, 12))
+    rates = case.a_log_H.exp()[:, None]
+    g = bound * (rates * inputs).sigmoid()
+    if not bound:
+        g = -rates * torch.nn.functional.softplus(inputs)
     o, last = recurrent_kimi_delta_attention(
         *(x.unflatten(1, (-1, size))[None].float() for x, size in ((q, 12), (k, 12), (v, 20))),
-        g=(-case.a_log_H.exp()[:, None] * steps)[None],
+        g=g[None],
         beta=case.b_TH.sigmoid()[None],
         initial_state=None,
         output_final_state=True,
@@ -83,16 +89,18 @@ def test_reference_norm_is_transformers():
         assert_close("norm", norm(x, z), ops.gated_rms_norm(x, z, norm.weight, 1e-3), 1e-6)
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize(
+    "given", [{}, {"write_factor": 2.0}, {"decay_bound": -5.0}], ids=["plain", "twice", "bounded"]
+)
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_chunks_are_the_recurrence(case, by_channel, factor):
+def test_chunks_are_the_recurrence(case, by_channel, given):
     """Also for requests that continue within a chunk, and next to decode rows."""
     if by_channel:
         case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
     wide = case.to(torch.float64)
     want, got = wide.memory_PHKV.clone(), wide.memory_PHKV.clone()
-    o_want = reference.delta_rule_(*wide.rule, want, wide.step, write_factor=factor)
-    o_got = chunked.delta_rule_(*wide.rule, got, wide.step, write_factor=factor)
+    o_want = reference.delta_rule_(*wide.rule, want, wide.step, **given)
+    o_got = chunked.delta_rule_(*wide.rule, got, wide.step, **given)
     assert_close("o", o_want, o_got, 1e-11)
     assert_close("states", want, got, 1e-11)
 
@@ -163,6 +171,13 @@ def test_a_factor_that_lets_states_grow_is_refused(factor):
     case = DeltaCase(counts=(3,), before=(0,), **SIZES)
     with pytest.raises(KernelError, match="write_factor: expected above 0, at most 2, found"):
         ops.delta_rule_(*case.rule, case.memory_PHKV, case.step, write_factor=factor)
+
+
+@pytest.mark.parametrize(("bound", "by_channel"), [(-5.0, False), (1.0, True), (-51.0, True)])
+def test_a_bound_that_kernels_do_not_compute_is_refused(bound, by_channel):
+    case = DeltaCase(counts=(3,), before=(0,), **SIZES, by_channel=by_channel)
+    with pytest.raises(KernelError, match="decay_bound: expected 0, or at least -50 with decays"):
+        ops.delta_rule_(*case.rule, case.memory_PHKV, case.step, decay_bound=bound)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])

@@ -13,7 +13,7 @@ from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 PROMPT = list(range(5, 46))  # 10 pages and a token
 exhaustive = pytest.mark.exhaustive
 FAMILIES = ["granite_hybrid", "lfm2", "falcon_h1", "nemotron_h", "qwen3_next"]
-FAMILIES += ["kimi_linear", "minimax", "olmo_hybrid", "jamba"]
+FAMILIES += ["kimi_linear", "ling_3", "minimax", "olmo_hybrid", "jamba"]
 
 
 @pytest.fixture(autouse=True)

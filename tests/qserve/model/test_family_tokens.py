@@ -24,7 +24,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("granite_moe", "bloom", "mpt", "llama4", "gemma4"),
+    *("granite_moe", "bloom", "mpt", "llama4", "gemma4", "muse_glimmer"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -177,6 +177,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
         *(("step", "gptq"), ("step", "awq")),
+        *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),
         *(("granite_swa", "awq"), ("granite_moe_swa", "gptq"), ("olmo", "awq")),
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
         *(("codegen", "gptq"), ("codegen", "awq"), ("gpt_neo", "gptq"), ("biogpt", "awq")),

@@ -17,6 +17,7 @@ from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
+FAMILIES += ["ling_3"]
 FAMILIES += ["olmo_hybrid", "mamba", "falcon_mamba", "mamba2", "jamba"]
 WITHOUT_PAGES = ("mamba", "falcon_mamba", "mamba2")  # no layer has attention
 MODES = {

@@ -33,6 +33,7 @@ FAMILIES = [
     "lfm3",
     *MAMBAS,
     "kimi_linear",
+    "ling_3",
     "minimax",
 ]
 # what real checkpoints have that the usual tiny models have not
@@ -185,6 +186,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("nemotron_h_latent", "w4a16-sym-g32", "compressed-tensors"),
         ("bamba", "w4a16-sym-g32", "gptq"),
         ("kimi_linear", "w4a16-sym-g32", "compressed-tensors"),
+        ("ling_3", "w4a16-sym-g32", "gptq"),
         ("minimax", "w4a16-sym-g32", "compressed-tensors"),
         ("lfm3", "w4a16-sym-g32", "gptq"),
         ("falcon_mamba", "w4a16-sym-g32", "compressed-tensors"),

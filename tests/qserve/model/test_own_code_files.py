@@ -20,7 +20,7 @@ from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
-from tests.own_code.models import TINY_MODELS, baichuan, solar, write
+from tests.own_code.models import TINY_MODELS, baichuan, lightning_ling, solar, write
 from tests.own_code.references import Reference
 from tests.qserve.model.test_own_code_tokens import check_greedy
 from tests.qserve.model.test_transformers import dense
@@ -33,7 +33,7 @@ MOST = [name if name in FEW else pytest.param(name, marks=exhaustive) for name i
 
 
 # layer norms, routers and norms of branches do not commute with rotations
-NOT_ROTATED = ("orion", "plamo3", "ling", "ling_2")
+NOT_ROTATED = ("orion", "plamo3", "ling", "ling_2", "ling_2_6", "ring_linear")
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +119,38 @@ def test_two_ranks_compute_what_one_does(own_code, solved, name, four_bits):
     assert_shared_out(folder, 2)
 
 
+def test_ranks_have_whole_groups_of_a_norm(own_code):
+    """Two groups of two heads; four ranks would have half a group each."""
+    decoders = assert_shared_out(own_code("ling_2_6"), 2)
+    mixers = [decoder.layers[0].attention for decoder in decoders]
+    assert [(mixer.heads, mixer.norm_groups) for mixer in mixers] == [(2, 1), (2, 1)]
+    folder = own_code("ling_2_6")
+    with pytest.raises(InputError, match="-size 4: the norm of .* has 2 groups, and a rank needs"):
+        check_ranks(ModelConfig.from_folder(folder), 4, 1)
+    assert "2 groups" in inspect_checkpoint(folder).parallel[4]
+
+
+def test_one_norm_for_all_heads_is_summed_over_ranks(tmp_path):
+    made = lightning_ling(group_norm_size=1)
+    decoders = assert_shared_out(write(tmp_path / "x", made), 2)
+    assert all(decoder.layers[0].attention.norm_over_ranks for decoder in decoders)
+
+
+def test_other_numbers_of_rotated_channels_are_not_calibrated(tmp_path):
+    folder = write(tmp_path / "x", lightning_ling(partial_rotary_factor=1.0))
+    assert relative(logits(folder), Reference(folder).logits(TOKENS)) < 1e-5
+    data = CalibrationData(ids_WS=torch.full((2, 8), 5), source="test", seed=0)
+    with pytest.raises(InputError, match="rotates 24 channels of a head, latent attention 12"):
+        quantize_checkpoint(
+            folder,
+            tmp_path / "y",
+            scheme=Scheme.parse("w4a16-sym-g32"),
+            recipe="gptq",
+            calibration=data,
+            progress=False,
+        )
+
+
 def test_layers_that_mix_inputs_are_on_one_stage(own_code):
     config = ModelConfig.from_folder(own_code("solar"))
     with pytest.raises(InputError, match="pipeline-parallel-size 2: .*skip connections"):
@@ -189,6 +221,8 @@ def test_lengths_beyond_which_keys_would_change_are_refused(own_code):
         ("plamo3", {"scale_embedding": True}, "scale_embedding"),
         ("ling_2", {"score_function": "softmax"}, "score_function"),
         ("ling_2", {"router_type": "MultiRouter"}, "router_type"),
+        ("ling_2_6", {"use_qkv_bias": True}, "use_qkv_bias"),
+        ("ring_linear", {"norm_head": True}, "norm_head"),
     ],
 )
 def test_variants_that_nothing_computes_are_refused(own_code, tmp_path, name, stated, key):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
 from tests.own_code.models import TINY_MODELS, VARIANTS
@@ -47,7 +48,9 @@ def test_tokens_in_chunks_and_after_preemption(own_code, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_tokens_after_a_prefix_hit(own_code, name):
+def test_tokens_after_a_prefix_hit(own_code, monkeypatch, name):
+    monkeypatch.setattr(state_snapshots, "SPACING", 8)  # copies of states at short distances
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
     rng = random.Random(4)
     start = [rng.randrange(3, 512) for _ in range(17)]
     prompts = [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 7, 20)]
@@ -57,6 +60,18 @@ def test_tokens_after_a_prefix_hit(own_code, name):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.num_cached_tokens for output in outputs] == [16, 16, 16]
     check_greedy(Reference(own_code(name)), prompts, outputs)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_drafts_change_no_token(own_code, batch_invariant):
+    """Rejected rows are left out of the states of lightning attention."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    settings = {"max_model_len": 64, "batch_invariant": batch_invariant}
+    llm = LLM(own_code("ling_2_6"), device="cpu", speculative_config=drafts, **settings)
+    prompts = [[5, 9, 77, 5, 9, 77, 5, 9], [8] * 12, [3, 4, 5, 6, 3, 4, 5, 6, 3]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    check_greedy(Reference(own_code("ling_2_6")), prompts, outputs)
 
 
 def attention(**values):
@@ -147,7 +162,59 @@ def half_shared(decoder):
     decoder.layers[1].mlp.shared.mlp.down_proj.weight.mul_(0.5)
 
 
+def of_lightning(change):
+    """Plant in the first two layers, which have lightning attention."""
+
+    def plant(decoder):
+        for layer in decoder.layers[:2]:
+            change(layer.attention)
+
+    return plant
+
+
+def slopes_of_layer_numbers(decoder):
+    """Decays of vLLM and SGLang, which count layers from 0."""
+    for layer, wrong in zip(decoder.layers[:2], (1.0, 0.5), strict=True):
+        factor = (wrong + 1e-5) / (wrong + 0.5 + 1e-5)
+        layer.attention.a_log.add_(torch.tensor(factor).log())
+
+
+def one_norm_for_all_heads(mixer):
+    mixer.norm_groups = 1
+
+
+def exchanged_parts(mixer):
+    """Queries for values: the order on disk."""
+    inner = mixer.heads * mixer.head_dim
+    v, k, q, gates = mixer.in_proj.weight.split([inner] * 4)
+    mixer.in_proj.weight.copy_(torch.cat([q, k, v, gates]))
+
+
+def halves_rotate(decoder):
+    decoder.layers[2].attention.rotary.interleaved = False
+
+
 WRONG = {
+    "layers counted from 0": ("ring_linear", slopes_of_layer_numbers),
+    "slopes of other heads": (
+        "ring_linear",
+        of_lightning(lambda m: m.a_log.copy_(m.a_log.flip(0))),
+    ),
+    "one norm for all heads": ("ling_2_6", of_lightning(one_norm_for_all_heads)),
+    "queries taken for values": ("ling_2_6", of_lightning(exchanged_parts)),
+    "lightning attention through SiLU": (
+        "ling_2_6",
+        of_lightning(lambda mixer: setattr(mixer, "is_activated", True)),
+    ),
+    "queries without norms": (
+        "ring_linear",
+        of_lightning(lambda mixer: setattr(mixer, "q_norm", None)),
+    ),
+    "states without rotation": (
+        "ring_linear",
+        of_lightning(lambda mixer: setattr(mixer, "rotary", None)),
+    ),
+    "halves rotate in latent attention": ("ling_2_6", halves_rotate),
     "no biases of scores": ("baichuan_13b", attention(slopes=None)),
     "head that is not normalized": ("baichuan_13b", plain_head),
     "gate and up exchanged": ("qwen", exchanged_gates),

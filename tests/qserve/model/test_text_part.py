@@ -159,6 +159,12 @@ TEXT_ALONE = {
         )
         for name in ("LlavaNextVideo", "VideoLlava", "VipLlava")
     },
+    "muse glimmer": with_text(
+        "MuseGlimmerConfig",
+        "muse_glimmer",
+        "muse_glimmer_text",
+        {**VISION, "pos_emb_height": 2, "pos_emb_width": 2},
+    ),
     "paligemma 2": with_text("PaliGemmaConfig", "gemma2", vision=SIGLIP),
     "idefics 2": with_text("Idefics2Config", "mistral"),
     "llava-onevision": with_text("LlavaOnevisionConfig", "qwen2", vision=SIGLIP),

@@ -7,6 +7,7 @@ import torch
 from qkernels.moe.routing import SILU
 from qkernels.rowwise.spec import ActSpec
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.blocks.shared_attention import SharedAttention
 
@@ -174,6 +175,12 @@ def exchanged_slopes(layer):
 
 def unscaled_slopes(layer):
     layer.attention.slopes *= layer.attention.head_dim**0.5
+
+
+def usual_epsilon(layer):
+    """Norms after branches take the epsilon of the norms before them."""
+    for end in (layer.attention_end, layer.mlp_end):
+        end.norm = Norm(end.norm.weight, layer.attention_norm.eps)
 
 
 def open_gates(layer):

@@ -125,7 +125,7 @@ PROMPTS = [list(range(start, start + 9 + 3 * start)) for start in range(3, 9)]
             for family, size in (
                 *(("deepseek_v3", 4), ("qwen2_moe", 2), ("gpt_oss", 2), ("mixtral", 4)),
                 *(("glm4_moe", 2), ("llama4", 2)),
-                *(("kimi_linear", 2), ("minimax", 2)),
+                *(("kimi_linear", 2), ("minimax", 2), ("ling_3", 2)),
             )
         ),
     ],

@@ -58,6 +58,9 @@ def test_heads_that_keep_their_keys_are_divided(tiny_model):
     mixers = [decoder.layers[0].attention for decoder in decoders]
     assert [mixer.shape.heads for mixer in mixers] == [2, 2, 1, 1]
     assert [mixer.cache_spec(None, 16).memory[0] for mixer in mixers] == [2, 2, 1, 1]
+    decoders = assert_shared_out(tiny_model("ling_3"), 2)
+    assert [decoder.layers[0].attention.dt_bias.shape for decoder in decoders] == [(64,)] * 2
+    assert [decoder.layers[1].attention.gates.weight.shape for decoder in decoders] == [(2, 64)] * 2
     decoders = assert_shared_out(tiny_model("minimax"), 2)
     mixers = [decoder.layers[0].attention for decoder in decoders]
     assert [mixer.cache_spec(None, 16).memory for mixer in mixers] == [(2, 32, 32)] * 2
@@ -151,6 +154,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
                 ("falcon_h1", "few copies", 2, False),
                 ("nemotron_h_moe", "pushed out", 4, False),
                 ("kimi_linear", "chunked", 2, False),
+                ("ling_3", "pushed out", 2, False),
                 ("minimax", "pushed out", 2, False),
                 ("olmo_hybrid", "pushed out", 2, False),
                 ("qwen3_next", "pushed out", 4, False),

@@ -120,7 +120,8 @@ def test_heads_of_one_kind_that_cannot_be_divided_are_named(family, changed, mes
 
 
 @pytest.mark.parametrize(
-    "family", ["laguna", "step", "mimo_v2", "gemma4", "kimi_linear", "minimax", "olmo_hybrid"]
+    "family",
+    ["laguna", "step", "mimo_v2", "gemma4", "kimi_linear", "minimax", "olmo_hybrid", "ling_3"],
 )
 def test_inspect_says_what_the_loader_does(family, tiny_model):
     folder = tiny_model(family)

@@ -191,10 +191,11 @@ class LatentAttention(torch.nn.Module):
         query_scales: torch.Tensor | None = None,  # float32 [positions]
         indexer: Indexer | None = None,  # None: the layer has no indexer
         selection: Selection | None = None,  # None: queries attend to all keys
+        gates: Linear | None = None,  # outputs one gate per head; None: results are not gated
         kernel: str | None = None,  # selected or excluded by name
     ) -> None:
         super().__init__()
-        self.indexer, self.selection = indexer, selection
+        self.indexer, self.selection, self.gates = indexer, selection, gates
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
         # A table without rotation: one row with cosines 1 and sines 0, for all positions.
         self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
@@ -236,14 +237,21 @@ class LatentAttention(torch.nn.Module):
         if self.indexer is not None:
             yield from products_of(self.indexer.wq_b, None)
             yield from products_of(self.indexer.wk, None)
+        if self.gates is not None:
+            yield from products_of(self.gates, None)
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
         """Return the plan of the first linear, which sets the output form of the norm before it.
 
-        With an indexer the norm outputs a plain tensor, because the indexer reads it too.
+        With an indexer or gates the norm outputs a plain tensor, because they read it too.
         """
-        return self.qkv_proj.plan(rows) if self.indexer is None else FLOAT_PLAN
+        return FLOAT_PLAN if self._has_other_readers else self.qkv_proj.plan(rows)
+
+    @property
+    def _has_other_readers(self) -> bool:
+        """True if not only qkv_proj reads the norm before it."""
+        return self.indexer is not None or self.gates is not None
 
     def forward(
         self,
@@ -258,7 +266,9 @@ class LatentAttention(torch.nn.Module):
         """
         shape, read_TC, indexed = self.shape, x_TC, cache
         if self.indexer is not None:
-            plan, cache = self.qkv_proj.plan(x_TC.shape[0]), indexed.latents
+            cache = indexed.latents
+        if self._has_other_readers:
+            plan = self.qkv_proj.plan(x_TC.shape[0])
             x_TC = ops.in_form(x_TC, plan.input)
         made = reduced(self.qkv_proj(x_TC, plan))
         q, made_TE = made.split([made.shape[1] - shape.entry, shape.entry], dim=1)
@@ -298,6 +308,9 @@ class LatentAttention(torch.nn.Module):
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step, selected)
         else:
             out_THV = self._split(q_n_THP, q_THE, cache, step.split)
+        if self.gates is not None:
+            gates_TH = reduced(self.gates(read_TC))
+            out_THV = out_THV * gates_TH.float().sigmoid().to(out_THV.dtype)[..., None]
         output = self.o_proj.plan(made.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)
 

@@ -1,4 +1,8 @@
-"""Kimi Linear: Kimi Delta Attention layers, and some latent attention layers without rope."""
+"""Kimi Linear and Ling 3: Kimi Delta Attention layers, and some latent attention layers.
+
+In Ling 3 latent attention rotates and has a gate per head, the logarithm of decays has a bound, and
+decays and gates come from one matrix each.
+"""
 
 import torch
 
@@ -29,7 +33,12 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 def build_mixer(config: ModelConfig, weights: LayerWeights) -> KimiDelta:
     family, values = config.family.state_mixer, config.values
     tensors = weights.state_tensors()
-    first = [tensors.pop(key) for key in ("f_a", "g_a", "b")]
+    if family.gates is None:
+        first = [tensors.pop(key) for key in ("f_a", "g_a", "b")]
+        low = weights.float_linear(torch.cat(first))
+        f_b, g_b = (weights.float_linear(tensors.pop(key)) for key in ("f_b", "g_b"))
+    else:
+        low, f_b, g_b = weights.state_linear(family.gates), None, None
     return KimiDelta(
         KimiShape(
             heads=weights.state_shard.num_heads,
@@ -38,11 +47,12 @@ def build_mixer(config: ModelConfig, weights: LayerWeights) -> KimiDelta:
         ),
         in_proj=weights.state_linear(family.inputs),
         out_proj=weights.state_linear(family.out),
-        low=weights.float_linear(torch.cat(first)),
-        f_b=weights.float_linear(tensors.pop("f_b")),
-        g_b=weights.float_linear(tensors.pop("g_b")),
+        low=low,
+        f_b=f_b,
+        g_b=g_b,
         a_log=tensors.pop("a_log").flatten(),
         **tensors,
         eps=config.norm_eps,
+        decay_bound=values["kda_lower_bound"] if values.get("kda_safe_gate") else 0.0,
         kernel=weights.kernels.get("states"),
     )

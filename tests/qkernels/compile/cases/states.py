@@ -61,8 +61,10 @@ def delta_net(
     ops.gated_rms_norm(out, z, empty(V, dtype=dtype), 1e-6, kernel)
 
 
-def kimi_delta(R: int, count: int, most_rows: int = 0, kernel: str | None = None) -> None:
-    """As delta_net, with a decay of each key channel: sizes of Kimi Linear."""
+def kimi_delta(
+    R: int, count: int, most_rows: int = 0, kernel: str | None = None, bound: float = 0.0
+) -> None:
+    """As delta_net, with a decay of each key channel: sizes of Kimi Linear and of Ling 3."""
     heads, width = 32, 128
     inner, T, step = heads * width, R * count, make_step(R, count, most_rows)
     states = StateSlots.zeros(
@@ -78,7 +80,8 @@ def kimi_delta(R: int, count: int, most_rows: int = 0, kernel: str | None = None
     kept = states.memory_PHKV, step, states.recent_PNI
     gates = torch.zeros(heads), torch.zeros(inner)
     out = ops.delta_rule_(
-        empty(T, 3 * inner), empty(T, heads), empty(T, inner), *gates, *kept, kernel
+        *(empty(T, 3 * inner), empty(T, heads), empty(T, inner), *gates, *kept, kernel),
+        decay_bound=bound,
     )
     z = empty(T, heads, width)
     ops.gated_rms_norm(out, z, empty(width), 1e-6, kernel, sigmoid=True)
@@ -212,6 +215,7 @@ STATES: dict[str, Case] = {
     "olmo delta, a prompt": Case(run=lambda: olmo_delta(1, 200), product="wgmma"),
     "kimi delta, 8 requests of one token": Case(run=lambda: kimi_delta(8, 1), quick=SM90),
     "kimi delta, verifications": Case(run=lambda: kimi_delta(8, 4, most_rows=4)),
+    "kimi delta, bounded decays": Case(run=lambda: kimi_delta(8, 1, bound=-5.0)),
     "kimi delta, a prompt": Case(run=lambda: kimi_delta(1, 200)),
     "lightning attention, 8 requests of one token": Case(run=lambda: lightning(8, 1)),
     "lightning attention, verifications": Case(run=lambda: lightning(8, 4, most_rows=4)),
