@@ -176,10 +176,14 @@ def test_the_models_own_parameters_are_the_default(llm, monkeypatch, tmp_path):
     assert seen == [SamplingParams(temperature=0.5, top_k=3), SamplingParams()]
 
 
-def test_request_larger_than_the_pool_is_refused(quantized_5m):
+def test_request_larger_than_the_pool_is_cut_or_refused(quantized_5m):
+    """As if the pool's 64 tokens were the model's context."""
     llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=4, admission="fits")
-    with pytest.raises(InputError, match="needs 5 KV pages for 66 tokens, and there are 4"):
-        llm.generate([[5] * 50], SamplingParams(max_tokens=16), use_tqdm=False)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    (output,) = llm.generate([[5] * 50], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 14
+    with pytest.raises(InputError, match="expected a prompt of 1 to 63 tokens, found 64"):
+        llm.generate([[5] * 64], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("owner", [LLM, AsyncLLM])

@@ -93,7 +93,7 @@ class WorkerClient:
         message = Prepare(route=route, arrival=arrival, adapters=dict(adapters), seconds=seconds)
         child = None
         try:
-            child = await asyncio.shield(self._current)
+            child = await self._living()
             async with asyncio.timeout(PREPARE_SECONDS):
                 child.writer.write(encode(message))
                 await frames.write(child.writer, body)
@@ -103,6 +103,8 @@ class WorkerClient:
                     content = await frames.read(child.reader)
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
+            if is_late:
+                seconds = PREPARE_SECONDS
             if child is not None:
                 # The exit code of a process that ended by itself comes after its socket closes.
                 with contextlib.suppress(TimeoutError):
@@ -111,7 +113,7 @@ class WorkerClient:
             self._current = asyncio.create_task(self._start())
             if is_late and child is not None:
                 logger.warning(
-                    "Refusing a body of %s: preparing it took more than %.0f s", route, seconds
+                    "Refusing a body of %s: preparing it took more than %.3g s", route, seconds
                 )
                 remedy = (
                     "Shorten it; if it is short, the model's chat template does not terminate."
@@ -119,7 +121,7 @@ class WorkerClient:
                     else "Send fewer or smaller images or videos."
                 )
                 raise ApiError(
-                    400, f"The body took more than {seconds:.0f} s to prepare. {remedy}"
+                    400, f"The body took more than {seconds:.3g} s to prepare. {remedy}"
                 ) from None
             logger.error("The worker process died: %s", error or type(error).__name__)
             raise ApiError(503, "The body could not be prepared. Try again later.") from None
@@ -128,6 +130,16 @@ class WorkerClient:
         if isinstance(answer, Failed):
             raise ApiError(answer.status, answer.message, answer.param)
         return content if isinstance(answer, Answered) else answer.job
+
+    async def _living(self) -> _Child:
+        """Return the process, or a new one if it has ended since the last body."""
+        child = await asyncio.shield(self._current)
+        if child.process.returncode is None:
+            return child
+        logger.warning("An idle worker process died (exit code %d)", child.process.returncode)
+        child.writer.close()
+        self._current = asyncio.create_task(self._start())
+        return await asyncio.shield(self._current)
 
     async def close(self) -> None:
         """Kill the process. It has no state to save."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -59,11 +60,8 @@ def test_template_without_end_is_a_refusal(hostile, text, words):
     assert tokenizer.render_chat(messages("hello")) == "hello"
 
 
-@pytest.mark.exhaustive
-def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
-    monkeypatch.setattr(module, "CPU_SECONDS", 0.5)
-    load = LoadTokenizer(folder=str(hostile))
-    facts = Setup(
+def facts() -> Setup:
+    return Setup(
         names=("m",),
         defaults={},
         max_model_len=256,
@@ -74,13 +72,45 @@ def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
         structured_output_strict=False,
     )
 
+
+@pytest.mark.exhaustive
+def test_process_that_ended_or_hangs_harms_one_body_at_most(docs_5m, monkeypatch):
+    asked = ("tokenize", b'{"prompt": "a b"}', Arrival(time=0.0), {})
+
+    async def scenario():
+        setup = asyncio.get_running_loop().create_future()
+        setup.set_result(facts())
+        client = WorkerClient(LoadTokenizer(folder=str(docs_5m)), setup)
+        try:
+            answer = await client.prepare(*asked)
+            process = client._current.result().process
+            process.kill()
+            await process.wait()
+            assert await client.prepare(*asked) == answer  # as if nothing had happened
+            process = client._current.result().process
+            process.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(module, "PREPARE_SECONDS", 0.25)
+            with pytest.raises(ApiError, match="took more than 0.25 s") as late:
+                await client.prepare(*asked)
+            assert late.value.status == 400
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.exhaustive
+def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
+    monkeypatch.setattr(module, "CPU_SECONDS", 0.5)
+    load = LoadTokenizer(folder=str(hostile))
+
     async def scenario():
         setup = asyncio.get_running_loop().create_future()
         client = WorkerClient(load, setup)
         try:
             with pytest.raises(TimeoutError):  # the engine is still loading its model
                 await asyncio.wait_for(client.ready(), 0.5)
-            setup.set_result(facts)
+            setup.set_result(facts())
             await client.ready()
             pids = [client._current.result().process.pid]
             for text in ("hello", "loop", "hello", "memory", "hello"):
