@@ -15,6 +15,12 @@ from qserve.model.filled_config import filled_config
 from qserve.multimodal.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
+from qserve.multimodal.stored_forms.omni_config import (
+    OMNI_2_5,
+    OMNI_AUDIO,
+    as_omni,
+    as_qwen3_vl_moe,
+)
 from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
 from qserve.multimodal.stored_forms.prefixes import (
     DEEPSEEK,
@@ -26,6 +32,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     LLAMA_4,
     LLAVA,
     NEWLINE,
+    OMNI,
     PADDLE,
     PHI_4,
     QWEN,
@@ -89,31 +96,24 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="resampled",
             prefixes=IDEFICS,
         ),
-        VisionFamily(
-            architecture="Idefics3ForConditionalGeneration",
-            layout="tiles",
-            encoder="tiles",
-            prefixes=IDEFICS,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                layout="tiles",
+                encoder="tiles",
+                prefixes=IDEFICS,
+            )
+            for name in ("Idefics3", "SmolVLM")
         ),
-        VisionFamily(
-            architecture="SmolVLMForConditionalGeneration",
-            layout="tiles",
-            encoder="tiles",
-            prefixes=IDEFICS,
-        ),
-        VisionFamily(
-            architecture="LlavaForConditionalGeneration",
-            image_token_keys=("image_token_id", "image_token_index"),
-            layout="square",
-            encoder="square",
-            prefixes=LLAVA,
-        ),
-        VisionFamily(
-            architecture="VipLlavaForConditionalGeneration",
-            image_token_keys=("image_token_id", "image_token_index"),
-            layout="square",
-            encoder="square",
-            prefixes=LLAVA,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                image_token_keys=("image_token_id", "image_token_index"),
+                layout="square",
+                encoder="square",
+                prefixes=LLAVA,
+            )
+            for name in ("Llava", "VipLlava")
         ),
         VisionFamily(
             architecture="DeepseekVLForConditionalGeneration",
@@ -292,6 +292,35 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 prefixes=QWEN,
             )
             for name in ("Qwen3VL", "Qwen3VLMoe")
+        ),
+        *(
+            VisionFamily(
+                architecture=name,
+                image_token_keys=("image_token_id", "image_token_index"),
+                axis_pairs=(16, 24, 24),
+                layout="grid",
+                encoder="patches",
+                config=as_omni,
+                states_tower=False,
+                audio=OMNI_AUDIO,
+                prefixes=OMNI,
+            )
+            for name in OMNI_2_5
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(24, 20, 20),
+                has_interleaved_axes=True,
+                layout="grid",
+                kinds_argument="mm_token_type_ids",
+                encoder="grid",
+                config=as_qwen3_vl_moe,
+                states_tower=False,
+                tensors="omni",
+                prefixes=OMNI,
+            )
+            for name in ("Qwen3OmniMoe", "Qwen3OmniMoeThinker")
         ),
         *(
             VisionFamily(

@@ -48,6 +48,15 @@ _PHI_4_PARTS = {
 }
 
 
+# names in Qwen3-Omni's mergers -> in Qwen3-VL's
+_OMNI_PARTS = {
+    "merger_list.": "deepstack_merger_list.",
+    "ln_q.": "norm.",
+    "mlp.0.": "linear_fc1.",
+    "mlp.2.": "linear_fc2.",
+}
+
+
 # tensors of PaddleOCR-VL's tower that no code uses
 _UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
 
@@ -102,6 +111,14 @@ def _paddle(
         yield name, tensor
 
 
+def _omni(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for stored, own in _OMNI_PARTS.items():
+        name = name.replace(f".{stored}", f".{own}")
+    yield name, tensor
+
+
 def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Move the even channels of each head before the odd ones, in a weight [Q, K] or bias [Q]."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
@@ -113,4 +130,5 @@ CONVERSIONS: dict[str, Convert] = {
     "internvl": internvl_tensors,
     "phi4": _phi4,
     "paddle": _paddle,
+    "omni": _omni,
 }

@@ -53,3 +53,4 @@ PADDLE = {
 }
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
+OMNI = {f"{parent}visual.": "visual." for parent in ("thinker.", "thinker.model.", "", "model.")}

@@ -63,7 +63,8 @@ def made(request, tmp_path_factory):
     state = {f"thinker.{name}": tensor for name, tensor in state.items()} | OTHERS
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     stated = json.loads((alone / "config.json").read_text())
-    whole = {"architectures": [architecture], "model_type": "x", "thinker_config": stated}
+    whole = {"architectures": [architecture], "thinker_config": stated}
+    whole["model_type"] = stated["model_type"].removesuffix("_thinker")
     (folder / "config.json").write_text(json.dumps(whole))
     return folder, alone, model
 
