@@ -198,7 +198,22 @@ def _weights(
             weight.check_range(name)
         _check_shape(name, (weight.out_features, weight.in_features), tuple(entry.shape))
         weights[name] = weight.to("cpu")
-    return weights
+    from_codes = [name for name, value in linears.items() if isinstance(value, tuple)]
+    return {**weights, **_in_equal_groups({name: weights[name] for name in from_codes})}
+
+
+def _in_equal_groups(weights: Mapping[str, PackedWeight]) -> dict[str, PackedWeight]:
+    """Return weights whose only group has the length of the others' groups as of this length.
+
+    Their scales say "one group of all inputs" as well, which would be another scheme.
+    """
+    sizes = {weight.spec.group_size for weight in weights.values()}
+    return {
+        name: replace(weight, spec=replace(weight.spec, group_size=weight.in_features))
+        if weight.spec.group_size == CHANNEL and weight.in_features in sizes
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 def _nearest(name: str, reader: CheckpointReader) -> str:
