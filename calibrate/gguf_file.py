@@ -69,8 +69,9 @@ def quantize_to_gguf(
     """Quantize `source` with the arguments of quantize_checkpoint and write one GGUF file.
 
     `scheme`: a scheme that GGUF has blocks for, or one of GGUF_TYPES, such as "q4_k_m". A hidden
-    folder next to the file holds the quantized checkpoint until the file is complete. Minima of
-    asymmetric blocks are rounded to float16.
+    folder next to the file holds the quantized checkpoint until the file is complete; if the file
+    cannot be written, the folder is kept as FILE-quantized. Minima of asymmetric blocks are rounded
+    to float16.
 
     Raises InputError, before the model is read, for settings that GGUF cannot represent.
     """
@@ -87,7 +88,10 @@ def quantize_to_gguf(
         types = _types(source, scheme, overrides)
         settings["output_format"] = staged.METHOD
     else:
-        check_exports(source, scheme)
+        if settings.get("bits"):
+            raise InputError("`bits`", "GGUF has no blocks of 2, 3 and 6 bits", "write q4_k_m")
+        for each in (scheme, *(own for _, own in overrides)):
+            check_exports(source, each)
         embedding, head = OUTER_TYPES
         types = _Types(scheme=scheme, overrides=overrides, embedding=embedding, head=head, notes=())
         settings["output_format"] = "compressed-tensors"
@@ -97,9 +101,12 @@ def quantize_to_gguf(
         report = quantize_checkpoint(
             source, folder, scheme=types.scheme, overrides=types.overrides, **settings
         )
-        written = export_gguf(
-            folder, target, embedding_type=types.embedding, head_type=types.head, exact=False
-        )
+        try:
+            written = export_gguf(
+                folder, target, embedding_type=types.embedding, head_type=types.head, exact=False
+            )
+        except InputError as error:
+            raise _with_kept(error, folder, target) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     inspection = inspect_checkpoint(target)
@@ -112,6 +119,19 @@ def quantize_to_gguf(
         bytes_after=written.num_bytes,
         loads_in={each.program: each[1:] for each in inspection.loads_in},
         warnings=(*report.warnings, *types.notes),
+    )
+
+
+def _with_kept(error: InputError, folder: Path, target: Path) -> InputError:
+    """Give the quantized folder, hours of work, a name of its own; return the error with it."""
+    kept = target.with_name(f"{target.stem}-quantized")
+    if kept.exists():
+        return error
+    folder.rename(kept)
+    return InputError(
+        error.subject,
+        error.problem,
+        f"{error.remedy or 'fix this'}; the quantized model is kept as the folder {kept}",
     )
 
 

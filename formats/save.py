@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from formats.architecture.float_linears import routing_names
 from formats.architecture.tied_head import says_tied
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -20,6 +21,7 @@ from formats.checkpoint import (
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import OTHERS, loads_in
 from formats.errors import CheckpointError, InputError, one_line
+from formats.families import known_family
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
 from formats.in_memory.packed import PackedWeight
@@ -196,7 +198,22 @@ def _weights(
             weight.check_range(name)
         _check_shape(name, (weight.out_features, weight.in_features), tuple(entry.shape))
         weights[name] = weight.to("cpu")
-    return weights
+    from_codes = [name for name, value in linears.items() if isinstance(value, tuple)]
+    return {**weights, **_in_equal_groups({name: weights[name] for name in from_codes})}
+
+
+def _in_equal_groups(weights: Mapping[str, PackedWeight]) -> dict[str, PackedWeight]:
+    """Return weights whose only group has the length of the others' groups as of this length.
+
+    Their scales say "one group of all inputs" as well, which would be another scheme.
+    """
+    sizes = {weight.spec.group_size for weight in weights.values()}
+    return {
+        name: replace(weight, spec=replace(weight.spec, group_size=weight.in_features))
+        if weight.spec.group_size == CHANNEL and weight.in_features in sizes
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 def _nearest(name: str, reader: CheckpointReader) -> str:
@@ -284,6 +301,8 @@ def _check_place(name: str, reader: CheckpointReader) -> None:
     """Raise InputError if readers do not support a quantized matrix of that name."""
     if name == HEAD and says_tied(reader.config):
         raise InputError(name, "is the embedding (tie_word_embeddings), which stays in float")
+    if name.endswith(routing_names(known_family(reader.config), reader.config)):
+        raise InputError(name, "routes tokens: no reader loads it quantized", "leave it in float")
     if name != HEAD and not LAYER_NUMBER.search(name):
         raise InputError(
             name, "is not a linear of a layer: no reader loads it quantized", "leave it in float"

@@ -71,3 +71,15 @@ def of_routing(experts: Experts) -> dict[str, str]:
     if experts.shared is not None and experts.shared.gate:
         found[experts.shared.gate] = "one output, which weighs the shared expert"
     return found
+
+
+def routing_names(family: Family | None, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ends of names of routers and gates of shared experts.
+
+    Programs load these matrices in float only.
+    """
+    experts = None if family is None else family.variant(config).experts
+    if experts is None:
+        return ()
+    gate = "" if experts.shared is None else experts.shared.gate
+    return tuple(f".{name}" for name in (experts.router, gate) if name)

@@ -5,6 +5,7 @@ Versions as in rules.py.
 
 from formats.compatibility.loads_in import Rule
 from formats.compatibility.terms import (
+    OTHERS,
     OURS,
     OWN_SOURCE,
     SGLANG,
@@ -30,6 +31,14 @@ OTHER_RULES: tuple[Rule, ...] = (
             "no kernel takes its codes: weights are dequantized to 16 bits at load",
         ),
         OWN_SOURCE,
+    ),
+    row(
+        "staged-gguf",
+        OTHERS,
+        "no",
+        lambda f: "does not know gguf-blocks: `qserve convert` writes other formats",
+        "formats/gguf/staged.py: a format of this project alone, for what becomes a GGUF file",
+        "gguf-blocks",
     ),
     row(
         "bitsandbytes-vllm",

@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "no",
         lambda f: (
             (module := f.mixed_experts())
-            and f"loads all experts of {module} in one scheme, which theirs are not"
+            and f"loads all experts of {module} in one scheme, and they differ"
         ),
         f"{VLLM_SOURCE}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py"
         " get_moe_method; SGLang, too, has one tensor for the codes of all experts of a layer",

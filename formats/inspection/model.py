@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from formats.architecture.columns import Blocks, LayerKind
 from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family
+from formats.architecture.float_linears import routing_names
 from formats.architecture.projection import Shape
 from formats.architecture.sizes import size
 from formats.checkpoint import CONFIG, TensorEntry
@@ -16,9 +17,10 @@ from formats.inspection.files import Shards
 from formats.inspection.findings import Findings
 from formats.inspection.kv import is_kv_scale
 from formats.inspection.linear_summary import LinearSummary
-from formats.layouts import ALL_LAYOUTS, is_quantized
+from formats.layouts import ALL_LAYOUTS, is_quantized, quantized_modules
 from formats.rules import LAYER_NUMBER
 
+KEEP_FLOAT = "copy it from the float model, and list it as float in the quantization block"
 _FIELDS = sorted({f for row in ALL_LAYOUTS.values() for f in row.fields}, key=len, reverse=True)
 _IN_LAYER = re.compile(r"model\.layers\.\d{1,9}\.")
 _QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
@@ -79,9 +81,14 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
 
 
 def check_experts(config: Mapping[str, Any], shards: Shards, findings: Findings) -> None:
-    """Report experts that are missing or have unknown names."""
+    """Report experts that are missing or have unknown names, and quantized routers."""
     if shards.damaged:
         return
+    in_float = routing_names(known_family(config), config)
+    for module in quantized_modules(shards.entries):
+        if module.endswith(in_float):
+            findings.error(module, "is quantized, and programs load it in float", KEEP_FLOAT)
+            break
     missing = missing_experts(config, {*shards.entries, *shards.lost})
     if missing is not None:
         name, found = missing

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
+from formats.files.json_file import read_json
 from formats.files.model_path import model_folder, origin
 from formats.files.side_files import TOKENIZER_FILES
 from qserve.params.sampling_params import ParameterError, SamplingParams
@@ -40,7 +41,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path, files: str | Path | None = None) -> None:
         """Load the tokenizer from the folder `files`, by default from the model's `folder`.
 
-        Raises TextError.
+        Raises TextError, or CheckpointError for a config.json that is not JSON.
         """
         self.folder = str(model_folder(folder))
         self.files = str(model_folder(files or folder))
@@ -51,6 +52,9 @@ class Tokenizer:
             self._tokenizer = load_tokenizer(folder)
         # A broken file raises any exception of its parser, even a bare Exception from Rust.
         except Exception as error:
+            config = Path(folder) / "config.json"
+            if config.is_file():
+                read_json(config)  # raises if this file is the broken one
             # For a folder without a tokenizer, transformers' message has several pages.
             has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
             raise TextError(

@@ -291,6 +291,36 @@ def test_a_tied_head_is_refused(tmp_path, float_model, write_folder):
         save_quantized(tmp_path / "out", write_folder(tensors, config), head, readers=())
 
 
+def test_one_group_of_the_others_length_is_no_other_scheme(tiny_model, tmp_path):
+    """Experts with 32 inner channels, all matrices in groups of 32."""
+    source = tiny_model("qwen3_moe")
+    reader = CheckpointReader(source)
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    given = {}
+    for name in [name for name in reader.entries if name.endswith("_proj.weight")]:
+        weight = PackedWeight.from_float(reader.get(name), spec)
+        given[name.removesuffix(".weight")] = (weight.codes(), weight.scales_NG)
+    saved = save_quantized(tmp_path / "out", source, given)
+    assert {scales.shape[1] for _, scales in given.values()} >= {1, 2}
+    assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
+
+
+def test_a_quantized_router_is_refused(tiny_model, tmp_path):
+    """A solver that rounds every matrix of a layer; the folder would not load anywhere."""
+    source, router = tiny_model("qwen3_moe"), "model.layers.0.mlp.gate"
+    reader = CheckpointReader(source)
+    names = [
+        name.removesuffix(".weight")
+        for name, entry in reader.entries.items()
+        if ".layers.0." in name and len(entry.shape) == 2
+    ]
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    given = {name: PackedWeight.from_float(reader.get(f"{name}.weight"), spec) for name in names}
+    with pytest.raises(InputError, match=f"^{router}: routes tokens: no reader loads it quantized"):
+        save_quantized(tmp_path / "out", source, given, readers=())
+    assert router in given and not (tmp_path / "out").exists()
+
+
 def test_codes_of_wide_unsigned_numbers(source, tmp_path):
     given = codes_of(source)
     wide = {n: (c.numpy().astype("uint16"), s, *rest) for n, (c, s, *rest) in given.items()}

@@ -126,6 +126,14 @@ def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
         assert shown.err.count("\n") == 1  # loading the model would print more lines
 
 
+def test_a_broken_config_is_not_the_tokenizers_fault(capsys, docs_5m, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(docs_5m / name)
+    (tmp_path / "config.json").write_text('{"architectures":')
+    words = "config.json: is not valid JSON"
+    fails_with(capsys, ["generate", str(tmp_path), "--prompt", "a"], words)
+
+
 def test_inspect_deep_looks_for_the_other_model_first(capsys, quantized_5m):
     fails_with(
         capsys, ["inspect", str(quantized_5m), "--deep", "nowhere"], "nowhere: no such folder"

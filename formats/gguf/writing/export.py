@@ -117,8 +117,10 @@ def check_exports(source: str | Path, scheme: Scheme) -> None:
             "has no lossless form in GGUF",
             f"use {', '.join(GGUF_TYPES)}",
         )
-    config = CheckpointReader(source, as_floats=True).config
-    metadata_of(config, *family_of(config), "")
+    reader = CheckpointReader(source, as_floats=True)
+    family, row = family_of(reader.config)
+    metadata_of(reader.config, family, row, "")
+    tokenizer_metadata(reader.folder, reader.config["vocab_size"], row.name)
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:

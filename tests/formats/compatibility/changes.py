@@ -328,6 +328,10 @@ def mixed_layers_of_experts(tensors, config):
         config[BLOCK]["ignore"].append(name)
 
 
+def staged_gguf(tensors, config):
+    config[BLOCK] = {"quant_method": "gguf-blocks", "type": "q4_0", "modules": []}
+
+
 def mxfp8_experts(tensors, config):
     mxfp8(tensors, config)
     experts(tensors, config)

@@ -136,6 +136,7 @@ CASES = {
     "ct-experts-w8a8": (CT, "w8a8", changes.experts),
     "ct-experts-nvfp4": (CT, "w4a16-nvfp4", changes.experts),
     "ct-experts-asymmetric": (CT, "w4a16-asym-g32", changes.experts),
+    "staged-gguf": (CT, "w4a16-sym-g32", changes.staged_gguf),
     "own-dense": made_by("bitsandbytes-nf4"),
     "bitsandbytes-vllm": made_by("bitsandbytes-nf4"),
     "bitsandbytes-sglang": made_by("bitsandbytes-nf4"),

@@ -1,12 +1,14 @@
 """K-quants: blocks that decode to their grid, errors below plain rounding's, files and mixes."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calibrate import gguf_file
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, RangeError, SchemeError
 from formats.gguf.blocks import decode_rows
@@ -16,6 +18,7 @@ from formats.gguf.schemes import BLOCK_SCHEMES, gets_more_bits
 from formats.gguf.writing.export import export_gguf
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.weights import round_to_nearest
+from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import K_TYPES
 from qserve.cli import main
 from qserve.llm import LLM
@@ -263,6 +266,8 @@ def test_settings_without_a_meaning_are_refused_early(docs_5m, tmp_path, capsys)
     for flags, words in (
         (["--scheme", "q4_k", "--act-order"], "--act-order: has no place"),
         (["--scheme", "q4_k", "--bits", "4.5"], "--bits: chooses integer codes"),
+        (["--format", "gguf", "--bits", "4.5"], "--bits: GGUF has no blocks of 2, 3 and 6 bits"),
+        (["--format", "gguf", "--override", "v_proj=w3a16-sym"], "w3a16-sym: has no lossless form"),
         (["--scheme", "q4_k", "--kv-cache-scheme", "fp8"], "has no place in GGUF"),
         (["--scheme", "q4_k", "--group-size", "64"], "blocks of q4_k are fixed"),
         (["--scheme", "q6_k", "--override", "v_proj=w8a8"], "w8a8: is no type of GGUF's blocks"),
@@ -271,6 +276,36 @@ def test_settings_without_a_meaning_are_refused_early(docs_5m, tmp_path, capsys)
         error_line = capsys.readouterr().err
         assert re.search(words, error_line), error_line
     assert [each.name for each in tmp_path.iterdir() if each.name != "home"] == []
+
+
+def test_a_model_that_gguf_cannot_state_is_kept_as_a_folder(docs_5m, tmp_path, monkeypatch, capsys):
+    """Quantization may take hours, and some contents are compared when the file is written."""
+
+    def refuse(*arguments, **options):
+        raise CheckpointError("config.json x", "has no key in GGUF", "write another format")
+
+    monkeypatch.setattr(gguf_file, "export_gguf", refuse)
+    command = ["quantize", str(docs_5m), "--scheme", "q4_0", "--recipe", "rtn"]
+    assert main([*command, "-o", str(tmp_path / "a.gguf"), "--quality-windows", "0"]) == 1
+    kept = tmp_path / "a-quantized"
+    assert f"quantized model is kept as the folder {kept}" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir() if each.name != "home"] == ["a-quantized"]
+    folder = tmp_path / "converted"
+    assert main(["convert", str(kept), str(folder), "--format", "gptq"]) == 0
+    assert inspect_checkpoint(folder).scheme == "w4a16-sym-g32"
+
+
+def test_a_tokenizer_without_a_place_is_refused_before_the_work(
+    docs_5m, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gguf_file, "quantize_checkpoint", None)  # the work would fail
+    source = tmp_path / "source"
+    shutil.copytree(docs_5m, source)
+    (source / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
+    file = tmp_path / "a.gguf"
+    flags = ["--scheme", "q4_0", "--recipe", "rtn", "--quality-windows", "0"]
+    assert main(["quantize", str(source), "-o", str(file), *flags]) == 1
+    assert "source" in capsys.readouterr().err and not file.exists()
 
 
 def test_k_quant_is_a_scheme_of_gguf_alone(docs_5m, tmp_path, capsys):

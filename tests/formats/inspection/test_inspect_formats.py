@@ -13,6 +13,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
+from tests.formats.compatibility.changes import experts
 
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -411,3 +412,18 @@ def test_kv_scales_in_a_damaged_shard_are_not_missing(model, write_folder):
         path = folder / f"model-{number:05d}-of-00003.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
     assert {p.text.partition(":")[0] for p in inspect_checkpoint(folder).problems} == {"truncated"}
+
+
+def test_a_quantized_router_is_an_error(model, write_folder):
+    """No program has a place for its codes, this one neither."""
+    tensors, config = model("compressed-tensors", "w4a16-sym-g32")
+    experts(tensors, config)
+    router = "model.layers.0.block_sparse_moe.gate"
+    del tensors[f"{router}.weight"]
+    for field, like in (("weight_packed", "q_proj"), ("weight_scale", "q_proj")):
+        tensors[f"{router}.{field}"] = tensors[f"model.layers.0.self_attn.{like}.{field}"].clone()
+    tensors[f"{router}.weight_shape"] = torch.tensor([64, 64])
+    found = inspect_checkpoint(write_folder(tensors, config))
+    errors = [str(each) for each in found.problems if each.severity == "error"]
+    assert errors[0].startswith(f"error: {router}: is quantized, and programs load it in float")
+    assert {verdict.answer for verdict in found.loads_in} == {"no"}
