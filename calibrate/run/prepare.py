@@ -148,6 +148,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
             activation_bits=integer_activations(scheme),
             activation=scheme.activation,
             seed=settings.seed,
+            quantized=frozenset(plan.quantized),
         ),
         identity=identity(
             model.config,

@@ -5,7 +5,7 @@ the pipeline then rounds that linear to nearest and says so in the report. A *tr
 float weights so that rounding changes the model less; the float model's function stays the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +69,25 @@ class LayerContext:
     seed: int = 0
     layer: int = 0
     prefix: str = ""  # prefix of the layer's tensor names
+    quantized: Collection[str] | None = None  # full names of quantized linears; None: all
     notes: list[str] = field(default_factory=list)  # warnings, for the report
 
     @property
     def scale_pairs(self) -> tuple[ScalePair, ...]:
         """Scale pairs of the layer."""
         return self.layer_map.scale_pairs(self.config, self.layer)
+
+    @property
+    def rounded_pairs(self) -> Iterator[tuple[ScalePair, tuple[str, ...]]]:
+        """Scale pairs of the layer with their quantized linears, of which there is at least one."""
+        for pair in self.scale_pairs:
+            names = tuple(name for name in pair.linears if self.is_quantized(name))
+            if names:
+                yield pair, names
+
+    def is_quantized(self, linear: str) -> bool:
+        """Return whether a linear of the layer, by its name in the layer, is quantized."""
+        return self.quantized is None or f"{self.prefix}.{linear}" in self.quantized
 
     @property
     def is_static(self) -> bool:

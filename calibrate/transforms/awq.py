@@ -38,10 +38,10 @@ def scale_layer(
 ) -> LayerState:
     """Search the factors of every scale pair of the layer, and fold them into the weights."""
     changed: LayerState = {}
-    for pair in context.scale_pairs:
+    for pair, names in context.rounded_pairs:
         current = {**state, **changed}
-        stats = statistics[pair.linears[0]]
-        weights = [current[f"{name}.weight"].float() for name in pair.linears]
+        stats = statistics[names[0]]
+        weights = [current[f"{name}.weight"].float() for name in names]
         if stats.num_tokens == 0:
             continue
         best_K, best_error = (

@@ -46,14 +46,14 @@ def smooth_layer(
     for each input, then fit the factors.
     """
     changed: LayerState = {}
-    for pair in context.scale_pairs:
-        stats = statistics[pair.linears[0]]
+    for pair, names in context.rounded_pairs:
+        stats = statistics[names[0]]
         rounds = context.is_static or context.activation_bits is not None
         kinds = ("norm", "values", "up") if rounds else ("norm",)
         if pair.kind not in kinds or stats.num_tokens == 0:
             continue
         current = {**state, **changed}
-        weights = [current[f"{name}.weight"].float() for name in pair.linears]
+        weights = [current[f"{name}.weight"].float() for name in names]
         absmax_K = shared_by_heads(stats.absmax_K, pair, context)
         if alpha is None:
             chosen_K = search(weights, absmax_K, stats, pair, context)

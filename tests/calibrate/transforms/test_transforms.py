@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -287,6 +288,29 @@ def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, wind
             after = changed[f"{name}.weight"].float() * changed[norm].float()
             torch.testing.assert_close(after, before, rtol=1e-6, atol=0)
     assert moved
+
+
+def of_first_layer(folder, windows, **changes):
+    """The first layer's tensors, statistics of its inputs, and its context."""
+    reader = CheckpointReader(folder)
+    layer_map = find_layer_map(reader.config)
+    runner = LayerRunner(reader, layer_map, "cpu")
+    hidden = HiddenStates(windows[:2], reader.get("model.embed_tokens.weight"), runner)
+    state = {n: reader.get(f"model.layers.0.{n}") for n in reader.children("model.layers.0")}
+    statistics = collect_statistics(runner, runner.build(0, state), 0, hidden)
+    context = LayerContext(layer_map=layer_map, config=reader.config, spec=W4, activation_bits=8)
+    return state, statistics, replace(context, prefix="model.layers.0", **changes)
+
+
+@pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
+def test_inputs_of_float_linears_are_not_scaled(docs_5m, windows, transform):
+    """A float linear may have no whole groups, and its rounding error is no reason for factors."""
+    quantized = frozenset({"model.layers.0.mlp.up_proj"})
+    state, statistics, context = of_first_layer(docs_5m, windows, quantized=quantized)
+    assert [names for _, names in context.rounded_pairs] == [("mlp.up_proj",)]
+    changed = transform.on_statistics(state, statistics, context)
+    assert "mlp.up_proj.weight" in changed and "mlp.gate_proj.weight" in changed  # share a norm
+    assert not any(name.startswith(("self_attn.", "mlp.down_proj")) for name in changed)
 
 
 @pytest.mark.parametrize("factor", [1e9, 1e-9])
