@@ -73,6 +73,8 @@ class LayerRunner:
                 f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
+        if row.defaults_of == "deepseek_v3":  # its rotary embedding has head_dim channels
+            config.head_dim = config.qk_rope_head_dim
         # Soft caps, sinks, ALiBi and GPT-J's rotation need transformers' "eager" attention.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         plain = row.sinks or row.rotary_dim_key or row.alibi or not model_class._supports_sdpa

@@ -27,6 +27,9 @@ MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id")
 Inputs = Mapping[str, torch.Tensor]  # arguments of transformers' model for one window
 
 
+MUTUAL_PROMPTS = ("paligemma",)  # model types whose prompts see themselves in both directions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """Hidden states and logits of a target for a batch of windows."""
@@ -49,7 +52,14 @@ class Target:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         self.folder, self.device = Path(folder), torch.device(device)
-        self.has_vision = has_text_part(read_json(self.folder / CONFIG))
+        config = read_json(self.folder / CONFIG)
+        self.has_vision = has_text_part(config)
+        if config.get("model_type") in MUTUAL_PROMPTS:
+            raise InputError(
+                str(folder),
+                "attends to its whole prompt in both directions, and training texts have no prompt",
+                "draft without a head: a draft model, or ngram",
+            )
         loader = AutoModelForImageTextToText if self.has_vision else AutoModelForCausalLM
         # A CPU computes in float32, a GPU in the model's 16-bit dtype.
         dtype = "auto" if self.device.type == "cuda" else torch.float32

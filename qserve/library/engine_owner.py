@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
-from formats.errors import InputError
 from qserve.command_line.vllm_settings import VllmSettings, check_keywords
 from qserve.config import EngineConfig, engine_config
 
@@ -16,7 +15,7 @@ class EngineOwner(ABC):
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path,
         *,
         tokenizer: str | Path | None = None,
         revision: str | None = None,
@@ -86,12 +85,8 @@ class EngineOwner(ABC):
 
         The settings are the fields of EngineConfig. `qserve serve --help` explains them: each is a
         flag of the same name. `others`: keywords of vLLM's `LLM` that change nothing here.
-        `model` is required.
         """
         settings = {name: value for name, value in locals().items() if name != "self"}
-        if model is None:
-            example = f"such as {type(self).__name__}('./model') or a hub name ORG/NAME"
-            raise InputError("model", "is missing", example)
         for note in check_keywords(settings.pop("others"), settings):
             logging.getLogger(__name__).info(note)
         self._start_on(engine_config(settings))

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from formats.errors import InputError
-from qserve import LLM, AsyncLLM, SamplingParams
+from qserve import LLM, SamplingParams
 from qserve.engine.engine import Engine
 from qserve.params.sampling_params import ParameterError
 
@@ -184,12 +184,6 @@ def test_request_larger_than_the_pool_is_cut_or_refused(quantized_5m):
     assert len(output.outputs[0].token_ids) == 14
     with pytest.raises(InputError, match="expected a prompt of 1 to 63 tokens, found 64"):
         llm.generate([[5] * 64], params, use_tqdm=False)
-
-
-@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
-def test_missing_model_is_named(owner):
-    with pytest.raises(InputError, match=rf"model: is missing .such as {owner.__name__}\("):
-        owner(trust_remote_code=True)
 
 
 def test_an_empty_model_is_not_the_current_folder():
