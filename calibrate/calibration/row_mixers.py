@@ -14,7 +14,7 @@ from torch.nn import functional
 from formats.architecture.family import Family
 from formats.architecture.rows.latent_parts import norm_of, queries_of
 from formats.errors import InputError
-from formats.numerics.alibi import alibi_slopes
+from formats.numerics.alibi import alibi_slopes, ling_decay_factor
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [1, S, R]
 
@@ -98,9 +98,8 @@ def lightning_attention(
         q, k = (_of_heads(layer, config, x, n) for x, n in ((q, "query"), (k, "key")))
     if config.get("linear_rope", True):
         q, k = (rotated_halves(x, *rotation) for x in (q, k))
-    rates_H = torch.tensor(alibi_slopes(H), device=x_BSD.device)
-    count = max(config["num_hidden_layers"] - 1, 1)
-    rates_H = rates_H * (1 - (layer.layer - 1) / count + 1e-5)
+    slopes_H = torch.tensor(alibi_slopes(H), device=x_BSD.device)
+    rates_H = slopes_H * ling_decay_factor(layer.layer, config["num_hidden_layers"])
     ids_S = torch.arange(x_BSD.shape[1], device=x_BSD.device)
     back_SS = ids_S[:, None] - ids_S
     left_HSS = torch.exp(-rates_H[:, None, None] * back_SS.clamp_min(0)) * (back_SS >= 0)

@@ -8,6 +8,7 @@ Suffixes of tensor names: Q rows of queries, K inputs.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,21 +40,21 @@ _OTHER_PARTS = {
 }
 
 
-# names in Microsoft's files of Phi-4-multimodal, below image_embed -> in transformers
+# names in Microsoft's files of Phi-4-multimodal -> in transformers
 _PHI_4_PARTS = {
-    "img_projection.0.": "img_projection_up.",
-    "img_projection.2.": "img_projection_down.",
-    "glb_GN": "global_img_feature_extensor",
-    "sub_GN": "sub_img_feature_extensor",
+    ".image_embed.img_projection.0.": ".image_embed.img_projection_up.",
+    ".image_embed.img_projection.2.": ".image_embed.img_projection_down.",
+    ".image_embed.glb_GN": ".image_embed.global_img_feature_extensor",
+    ".image_embed.sub_GN": ".image_embed.sub_img_feature_extensor",
 }
 
 
 # names in Qwen3-Omni's mergers -> in Qwen3-VL's
 _OMNI_PARTS = {
-    "merger_list.": "deepstack_merger_list.",
-    "ln_q.": "norm.",
-    "mlp.0.": "linear_fc1.",
-    "mlp.2.": "linear_fc2.",
+    ".merger_list.": ".deepstack_merger_list.",
+    ".ln_q.": ".norm.",
+    ".mlp.0.": ".linear_fc1.",
+    ".mlp.2.": ".linear_fc2.",
 }
 
 
@@ -96,11 +97,12 @@ def _kimi(
     yield f"{stem}.attn.v_proj.{field}", own_values
 
 
-def _phi4(
-    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+def _renamed(
+    parts: Mapping[str, str], name: str, tensor: torch.Tensor, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for stored, own in _PHI_4_PARTS.items():
-        name = name.replace(f".image_embed.{stored}", f".image_embed.{own}")
+    """Replace parts of the name."""
+    for stored, own in parts.items():
+        name = name.replace(stored, own)
     yield name, tensor
 
 
@@ -109,14 +111,6 @@ def _paddle(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if not any(part in name for part in _UNUSED_BY_PADDLE):
         yield name, tensor
-
-
-def _omni(
-    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for stored, own in _OMNI_PARTS.items():
-        name = name.replace(f".{stored}", f".{own}")
-    yield name, tensor
 
 
 def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -128,7 +122,7 @@ CONVERSIONS: dict[str, Convert] = {
     "": _as_stored,
     "kimi": _kimi,
     "internvl": internvl_tensors,
-    "phi4": _phi4,
+    "phi4": partial(_renamed, _PHI_4_PARTS),
     "paddle": _paddle,
-    "omni": _omni,
+    "omni": partial(_renamed, _OMNI_PARTS),
 }

@@ -1,4 +1,4 @@
-"""Intern-S2-Preview: Qwen3.5-MoE under other names, with tensors of time series beside it."""
+"""Intern-S2-Preview: Qwen3.5-MoE under other names, with additional tensors of time series."""
 
 import json
 import shutil

@@ -5,7 +5,7 @@ The attention of the other layers is latent attention, or Ling 2's.
 
 import torch
 
-from formats.numerics.alibi import alibi_slopes
+from formats.numerics.alibi import alibi_slopes, ling_decay_factor
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.blocks.states.lightning import LightningAttention
@@ -80,9 +80,6 @@ def build_lightning(
 
 
 def slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
-    """Return -log of each head's decay, float32 [H]: ALiBi slopes, smaller in later layers.
-
-    The published code counts layers from -1 here, vLLM and SGLang from 0.
-    """
-    rates_H = torch.tensor(alibi_slopes(heads), dtype=torch.float32)
-    return rates_H * (1 - (layer - 1) / max(num_layers - 1, 1) + 1e-5)
+    """Return -log of each head's decay, float32 [H]: ALiBi slopes, smaller in later layers."""
+    slopes_H = torch.tensor(alibi_slopes(heads), dtype=torch.float32)
+    return slopes_H * ling_decay_factor(layer, num_layers)
