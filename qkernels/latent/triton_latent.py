@@ -95,6 +95,18 @@ def latent_attention(
     return merge_splits(partials, sums, step.query_starts_R1, out_THL, None)
 
 
+@triton.jit
+def entry_starts(slot, page, offset, B: tl.constexpr, E: tl.constexpr):
+    """Return the index of the first number of each entry, [keys, 1]. A slot is page * B + offset.
+
+    Triton 3.6 takes a slot for a multiple of B, and so 44 times that for a multiple of 8, which
+    begins at a multiple of 16 bytes.
+    """
+    if E % 16 == 0:
+        return slot[:, None] * E
+    return page[:, None] * (B * E) + offset[:, None] * E
+
+
 @triton.jit(do_not_specialize=["R", "T"])
 def _latent_attention(
     q_ptr,  # [T, H, E]
@@ -166,7 +178,7 @@ def _latent_attention(
         exists = key < end  # pages beyond may be freed or never written
         page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
         slot = page * B + key % B
-        entries = pages_ptr + slot[:, None] * E
+        entries = pages_ptr + entry_starts(slot, page, key % B, B, E)
         inside = exists[:, None] & (c < L)[None, :]
         latent = tl.load(entries + c[None, :], mask=inside, other=0.0).to(DTYPE)
         rope = tl.load(entries + L + r[None, :], mask=exists[:, None] & of_rope, other=0.0)

@@ -34,7 +34,7 @@ from qkernels.latent.fixed_order.config import (
     segment_config,
     segment_splits,
 )
-from qkernels.latent.triton_latent import CODE_FACTOR
+from qkernels.latent.triton_latent import CODE_FACTOR, entry_starts
 
 
 def latent_attention(
@@ -187,7 +187,7 @@ def _latent_segments(
             exists = key < end  # pages beyond may be freed or never written
             page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
             slot = page * B + key % B
-            entries = pages_ptr + slot[:, None] * E
+            entries = pages_ptr + entry_starts(slot, page, key % B, B, E)
             inside = exists[:, None] & (c < L)[None, :]
             latent = tl.load(entries + c[None, :], mask=inside, other=0.0).to(DTYPE)
             rope = tl.load(entries + L + r[None, :], mask=exists[:, None] & of_rope, other=0.0)

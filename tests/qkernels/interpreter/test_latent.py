@@ -11,6 +11,7 @@ from qkernels.latent import triton_latent
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import default_latent_config
 from qkernels.latent.expanded import ExpandedChunks, expanded_attention
+from qkernels.latent.fixed_order import triton_segments
 from tests.qkernels.latent_case import latent_case
 
 # counts and lengths: decode rows; chunks that begin and go on; both, and a request without rows
@@ -50,6 +51,15 @@ def test_rows_see_their_entries(
         config=replace(config, split=split),
     )
     assert_close("out", case.exact(), got, tolerance(dtype))
+
+
+def test_entries_begin_between_multiples_of_16_bytes(device, half, assert_close, tolerance):
+    """As in a model with rotated keys of 12 numbers."""
+    sizes = {"H": 4, "L": 32, "rope": 12, "B": 16}
+    case = latent_case(*STEPS["mixed"], **sizes, dtype=half, device=device)
+    for attend in (triton_latent.latent_attention, triton_segments.latent_attention):
+        got = attend(case.q_THE, case.cache, case.step, latent_width=32, scale=case.scale)
+        assert_close(attend.__module__, case.exact(), got, tolerance(half))
 
 
 def test_padding_rows_after_the_last_request_change_nothing(device, assert_close, tolerance):
