@@ -31,6 +31,9 @@ CLOSE_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # interval at which rank 0 checks for the others
 FILE = "file://"
 
+# Two threads that abort or destroy process groups at the same time corrupt the heap.
+_ENDING = threading.Lock()
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +62,7 @@ class Ranks:
         """
         if not self.are_many or not dist.is_initialized():
             return
-        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread = threading.Thread(target=_destroy_process_groups, daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
         if thread.is_alive():
@@ -74,12 +77,24 @@ class Ranks:
 
     def abort(self) -> None:
         """Stop NCCL kernels that wait for a rank that has exited. Thread-safe."""
-        if not dist.is_initialized() or dist.get_backend() != "nccl":
-            return  # gloo notices a closed connection itself
-        if self.communicator is not None:
-            self.communicator.abort()
-        with contextlib.suppress(RuntimeError):
-            dist.distributed_c10d._abort_process_group()
+        # A `leave` that waits for the rank that has exited is aborted all the same.
+        is_ours = _ENDING.acquire(timeout=CLOSE_SECONDS)
+        try:
+            if not dist.is_initialized() or dist.get_backend() != "nccl":
+                return  # gloo notices a closed connection itself
+            if self.communicator is not None:
+                self.communicator.abort()
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
+        finally:
+            if is_ours:
+                _ENDING.release()
+
+
+def _destroy_process_groups() -> None:
+    with _ENDING:
+        if dist.is_initialized():  # no other thread has aborted them
+            dist.destroy_process_group()
 
 
 ALONE = Ranks()

@@ -4,16 +4,19 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.distributed import executors
 from qserve.engine.distributed.rank_channel import RankDiedError
+from qserve.parallel.ranks import Ranks
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_sharing import SCHEMES
 from tests.qserve.speculation.docs_heads import write_docs_head
@@ -264,3 +267,28 @@ def test_meeting_file_stays_until_the_ranks_have_ended(tmp_path):
     assert folder.is_dir()
     end()
     assert not folder.exists()
+
+
+def test_two_threads_never_end_process_groups_at_once(monkeypatch):
+    """A dead rank's watcher aborts while the leader, which saw the same error, closes."""
+    group = {"exists": True, "inside": 0, "most": 0, "aborted": 0}
+
+    def end():
+        group["inside"] += 1
+        group["most"] = max(group["most"], group["inside"])
+        time.sleep(0.05)
+        group["inside"] -= 1
+        group["exists"] = False
+        group["aborted"] += 1
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: group["exists"])
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", end)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", end)
+    ranks = Ranks(size=2)
+    threads = [threading.Thread(target=work) for work in (ranks.abort, ranks.leave, ranks.close)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (group["most"], group["aborted"]) == (1, 1)
