@@ -212,6 +212,7 @@ class ModelRunner:
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
         """Create the CUDA graphs of steps. KV pages must be at their final addresses."""
         longest, speculator = self.config.max_seq_len_to_capture, self.speculator
+        pipeline = self._ranks.pipeline  # ranks without a head have no whole steps
         self.graphs = StepGraphs(
             self._captured,
             warm_up=self.sample().forward_logits,
@@ -230,14 +231,16 @@ class ModelRunner:
             chunk_sizes=self.chunk_sizes,
             media=self.media_buffers(),
             in_step=self._ranks.are_many,
-            with_whole=speculator is None and self.device.type == "cuda",
+            with_whole=speculator is None and pipeline is None and self.device.type == "cuda",
         )
-        if speculator is not None:
+        if speculator is not None and pipeline is None:
             speculator.use_graphs(self.graphs)
 
     def media_buffers(self) -> MediaBuffers | None:
         """Create input buffers for graphs of steps with media. None: such steps use no graph."""
         if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
+            return None
+        if self._ranks.pipeline is not None:
             return None
         most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)
         return self.encoder.make_buffers(self.decoder, most)
@@ -307,6 +310,8 @@ class ModelRunner:
             if key.has_media:
                 self.encoder.fill_(self.graphs.media, batch, step)
             outputs = self.graphs.replay(key)
+            if outputs is None:
+                return
             logits_SV = outputs.logits_SV
             if not key.is_chunk and step.num_sampled < step.num_requests:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
@@ -382,9 +387,11 @@ class ModelRunner:
         token_ids = [each.token_ids_T for each in batches]
         return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
 
-    def _captured(self, batch: Batch) -> StepOutputs:
+    def _captured(self, batch: Batch) -> StepOutputs | None:
         """`forward_logits` without unused outputs, since a graph keeps its outputs allocated."""
         outputs = self.forward_logits(batch)
+        if outputs is None:
+            return None
         if self.speculator is None or not self.speculator.drafting.runs_drafter:
             return replace(outputs, hidden_TC=None)
         return outputs

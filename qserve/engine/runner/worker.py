@@ -81,7 +81,7 @@ class Worker:
         self._write_loads: Callable[[], object] | None = None
         # Steps in graphs have padding rows, which expert loads must not count.
         is_eager = config.enforce_eager or config.record_expert_loads is not None
-        self._uses_graphs = not is_eager and ranks.pipeline is None and ranks.exchange is None
+        self._uses_graphs = not is_eager and ranks.exchange is None
         self._kernels: PlannedKernels | None = None
         self.adapters: RankAdapters | None = None  # set below with --enable-lora
         self.replay: Replay | None = None  # set by prepare_replay

@@ -364,24 +364,27 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):
-    """In bfloat16, a prompt and decode steps: a wrong reading differs by far more."""
+    """In 16 bits, a prompt and decode steps: a wrong reading differs by far more."""
     folder = written("w4a16-sym-g32", "gptq", name)
     on_cpu = LLM(folder, device="cpu", max_model_len=64)
+    family = on_cpu.engine.model_config.family
     on_gpu = LLM(
         folder,
         device="cuda",
-        dtype="bfloat16",
+        dtype="float16" if family.float16 else "bfloat16",
         max_model_len=64,
         max_num_seqs=2,
         num_gpu_blocks_override=64,  # others may use the GPU as well
         enforce_eager=True,
     )
-    # A tiny random model turns a last bit of 8 into up to 4 percent. A router's choice may differ
-    # for one token: laguna's sixth one is nearly a tie, which noise of 2^-8 decides.
+    # A tiny random model turns a last bit of bfloat16 into up to 5 percent, gemma4's into 20 (on a
+    # CPU, too). A router's choice may differ for one token: laguna's sixth one is nearly a tie.
     found_TV, wanted_TV = on_gpu.logits(TOKENS).cpu(), on_cpu.logits(TOKENS)
     errors = sorted(map(relative, found_TV, wanted_TV))
-    assert errors[-2] < 0.1
-    assert errors[-1] < 0.1 or on_cpu.engine.model_config.family.experts is not None
+    limit = 0.1 if family.float16 else 0.3
+    assert errors[len(errors) // 2] < limit / 2
+    assert errors[-2] < limit
+    assert errors[-1] < limit or family.experts is not None
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     (output,) = on_gpu.generate([TOKENS], params, use_tqdm=False)
     tokens = output.outputs[0].token_ids

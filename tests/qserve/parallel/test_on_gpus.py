@@ -14,7 +14,10 @@ from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
+from tests.conftest import make_tiny
+from tests.qserve.model.test_hybrid_on_gpu import WITH_EXPERTS
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
+from tests.tiny_families import TINY_FAMILIES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +84,27 @@ def test_two_gpus_say_what_one_says(quantized_5m, many, settings):
     assert (found - want).norm() / want.norm() < 0.02
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_stages_run_in_graphs(drafts, quantized_5m, many):
+    settings = {}
+    if drafts:
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+    alone, two = many(quantized_5m, **settings), many(quantized_5m, 1, 2, **settings)
+    graphs = two.engine.workers.runner.graphs
+    replayed, replay = [], graphs.replay
+    graphs.replay = lambda key: replayed.append(key) or replay(key)
+    want, found = answers(alone), answers(two)
+    assert any(key.is_chunk for key in replayed) and not all(key.is_chunk for key in replayed)
+    assert_same_up_to_ties(want, found)
+    while two.engine.use_idle_time():
+        pass  # the other graphs
+    assert graphs.num_captured == graphs.num_keys
+    assert [each.token_ids for each in answers(two)] == [each.token_ids for each in found]
+    ids = list(range(3, 703))  # in microbatches
+    want, found = alone.logits(ids).float(), two.logits(ids).float()
+    assert (found - want).norm() / want.norm() < 0.02
+
+
 def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
     """Graphs are captured again: all ranks sum at the same time."""
     llm = many(quantized_5m, 2)
@@ -104,11 +128,16 @@ def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
 @pytest.mark.parametrize(
     "family", ["qwen3_next", "qwen3_5_moe", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h_moe"]
 )
-def test_states(family, tiny_model, many, monkeypatch):
+def test_states(family, tiny_model, many, monkeypatch, tmp_path):
     """Granite's norm of one group is over both GPUs, within the graphs."""
     monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
     settings = {"dtype": "bfloat16", "max_model_len": 256}
-    alone, two = (many(tiny_model(family), ranks, **settings) for ranks in (1, 2))
+    folder = tiny_model(family)
+    if family in WITH_EXPERTS:
+        config_class, extra = TINY_FAMILIES[family]
+        extra = extra | {"moe_intermediate_size": 128}  # kernels take 64 on each rank
+        folder = make_tiny(tmp_path / family, config_class, extra)
+    alone, two = (many(folder, ranks, **settings) for ranks in (1, 2))
     ids = [(7 * j) % 500 + 3 for j in range(200)]
     want, found = alone.logits(ids).float(), two.logits(ids).float()
     # a tiny random model turns a last bit of 8 into some percent

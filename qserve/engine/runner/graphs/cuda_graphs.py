@@ -156,7 +156,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: Callable[[Batch], StepOutputs],
+        step: Callable[[Batch], StepOutputs | None],
         *,
         warm_up: Callable[[Batch], object],
         max_num_seqs: int,
@@ -175,6 +175,8 @@ class StepGraphs:
         media: MediaBuffers | None = None,
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
+
+        On a rank without logits, `step` returns None.
 
         `warm_up` launches every kernel of `step`, but for fewer layers.
         `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a context longer
@@ -213,7 +215,7 @@ class StepGraphs:
             words = [self._buffers.num_words(key) for key in self._keys if key.is_whole]
             self.whole = WholeSteps(max(words), device)
         self._batches: dict[GraphKey, Batch] = {}
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs | None]] = {}
         self._pool: tuple[int, int] | None = None
         for key in first_keys(self._keys):
             self._capture(key)
@@ -284,8 +286,8 @@ class StepGraphs:
         self._batches[key] = batch
 
     def _run(
-        self, key: GraphKey, batch: Batch, step: Callable[[Batch], StepOutputs]
-    ) -> StepOutputs:
+        self, key: GraphKey, batch: Batch, step: Callable[[Batch], StepOutputs | None]
+    ) -> StepOutputs | None:
         return step(batch)
 
     def _run_whole(
@@ -356,11 +358,11 @@ class StepGraphs:
         self._graphs[key][0].replay()
         return self.whole.launched(step.num_sampled)
 
-    def replay(self, key: GraphKey) -> StepOutputs:
+    def replay(self, key: GraphKey) -> StepOutputs | None:
         """Run the graph on the buffers. The results are valid until the next replay.
 
         For a decode step they have one row per request, for a chunk step one row per entry of
-        logits_rows_S. Rows beyond these are padding.
+        logits_rows_S. Rows beyond these are padding. Returns None on a rank without logits.
         """
         self.expect(key)
         graph, outputs = self._graphs[key]
