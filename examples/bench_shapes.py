@@ -32,8 +32,9 @@ GPT_OSS = {
     "max_position_embeddings": 131072,
 }
 
-# `quantize` leaves MTP layers in float.
-FLOAT = Rule(kind="regex", text=r"^mtp\.", scheme=None)
+# `quantize` leaves MTP layers in float, and linears whose inputs the groups do not divide.
+MTP_IN_FLOAT = Rule(kind="regex", text=r"^mtp\.", scheme=None)
+DENSE_DOWN_IN_FLOAT = Rule(kind="regex", text=r"^model\.layers\.0\.mlp\.down_proj$", scheme=None)
 
 SHAPES = {
     "llama-3-8b": {
@@ -358,7 +359,10 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
         parsed = Scheme.parse(scheme)
         is_gptq = parsed.activation is None and parsed.weight.type not in FP4_TYPES
         method = "gptq" if is_gptq else "compressed-tensors"
-        rules = (FLOAT,) if "linear_conv_kernel_dim" in config else ()
-        block = QuantConfig(method=method, scheme=parsed, rules=rules)
+        rules = [MTP_IN_FLOAT] if "linear_conv_kernel_dim" in config else []
+        has_dense = config.get("first_k_dense_replace") == 1
+        if has_dense and config["intermediate_size"] % parsed.weight.group_size:
+            rules.append(DENSE_DOWN_IN_FLOAT)
+        block = QuantConfig(method=method, scheme=parsed, rules=tuple(rules))
         config[BLOCK] = block.to_dict()
     (folder / "config.json").write_text(json.dumps(config))

@@ -71,9 +71,7 @@ MODELS: dict[str, Model] = {
     "8b": Model(shape="llama-3-8b", layouts=("tp4", "tp2", "tp1"), seconds=200),
     "qwen3-30b": Model(shape="qwen3-30b-a3b", layouts=EXPERTS, seconds=200),
     "gpt-oss-120b": Model(shape="gpt-oss-120b", layouts=EXPERTS, seconds=300, scheme="w4a16-mxfp4"),
-    "glm-4.5-air": Model(  # 128 does not divide the dense layer's 10944 channels
-        shape="glm-4.5-air", layouts=EXPERTS, seconds=300, scheme="w4a16-sym-g64"
-    ),
+    "glm-4.5-air": Model(shape="glm-4.5-air", layouts=EXPERTS, seconds=300),
     "8b-long": Model(
         shape="llama-3-8b",
         layouts=("cp8", "tp8", "cp4", "tp4", "cp2", "tp2", "tp1"),

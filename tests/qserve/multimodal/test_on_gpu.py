@@ -8,8 +8,10 @@ from tests.tiny_vision import VISION_FAMILIES
 
 # the least of KV pages: other tests may use the GPU as well
 ON_GPU = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 256}
-# In bfloat16, experts differ from transformers' where two are nearly equal.
-WITH_EXPERTS = {"llama4", "kimi_k25", "qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe"}
+# In bfloat16, experts differ from transformers' where two are nearly equal. Kimi's activations
+# exceed the range of float16.
+IN_FLOAT16 = {"llama4", "qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe"}
+BEHIND = {"kimi_k25": 0.5}
 
 
 def replayed_keys(graphs, monkeypatch):
@@ -28,7 +30,7 @@ def test_answers_are_near_transformers_best(vision, family, monkeypatch):
     """
     model = vision(family)
     requests = requests_of(model)
-    on_gpu = ON_GPU | ({"dtype": "float16"} if family in WITH_EXPERTS else {})
+    on_gpu = ON_GPU | ({"dtype": "float16"} if family in IN_FLOAT16 else {})
     for settings in ({}, {"max_num_batched_tokens": 23}):
         engine = model.engine(1, **on_gpu, **settings)
         keys = replayed_keys(engine.runner.graphs, monkeypatch)
@@ -39,6 +41,6 @@ def test_answers_are_near_transformers_best(vision, family, monkeypatch):
         assert all(map(len, answers))
         pairs = zip(requests, answers, strict=True)
         lags = torch.cat([model.lags(*request, tokens) for request, tokens in pairs])
-        assert lags.max() < 0.3
+        assert lags.max() < BEHIND.get(family, 0.3)
         assert (lags == 0).float().mean() > 0.8
         engine.close()
