@@ -403,7 +403,7 @@ def test_shadowed_sibling_is_named(tmp_path):
 
 @pytest.mark.parametrize("package", sorted(OURS))
 def test_progress_bars_end_before_an_error_is_told(package):
-    """A loop over a bar leaves it open when it raises, and the error then stands on its line."""
+    """A loop over a progress bar leaves it open when it raises, and the error shares its line."""
     for path in (ROOT / package).rglob("*.py"):
         tree = ast.parse(path.read_text())
         loops = (ast.For, ast.AsyncFor, ast.comprehension)

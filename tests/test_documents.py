@@ -1,4 +1,4 @@
-"""What the Markdown pages point at is there: files, headings, names in the developer's manual."""
+"""Targets of links in Markdown exist: files, headings, names in the developer's manual."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to headings of a page end with, as GitHub makes it of their text."""
+    """Return the anchors of a page's headings, as GitHub derives them from the text."""
     headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     texts = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.strip().replace(" ", "-") for text in texts}
@@ -67,7 +67,7 @@ def test_files_that_recipes_name():
 
 
 def test_tables_that_recipes_name():
-    """Upper-case names and classes stand in the code as they are written."""
+    """Constants and classes named in the manual exist in the code."""
     text = DEVELOPER.read_text()
     named = set(CODE.findall(text))
     named = {each for each in named if re.fullmatch(r"[A-Z][A-Z_]{2,}|([A-Z][a-z]+){2,}", each)}

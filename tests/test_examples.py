@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def numbers(found: object) -> list[float]:
-    """Of a result, however deep."""
+    """Return all values of a result, at any depth."""
     if isinstance(found, dict):
         found = list(found.values())
     if isinstance(found, list):

@@ -19,7 +19,7 @@ from setuptools import build_meta
 build_meta.build_sdist("dist")
 build_meta.build_wheel("dist")
 """
-# Files that the code opens beside its modules. -I: nothing but the wheel and installed libraries.
+# Data files that the code opens. -I: nothing but the wheel and installed libraries.
 USE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -44,7 +44,7 @@ def product_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """Folder of the sdist and the wheel, built from a copy, since a build writes beside sources."""
+    """Build the sdist and the wheel from a copy, since a build writes next to the sources."""
     source = tmp_path_factory.mktemp("release") / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

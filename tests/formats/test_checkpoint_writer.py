@@ -1,4 +1,4 @@
-"""The writer: nothing stands under the target's name before it is whole."""
+"""The checkpoint writer: the target's name does not exist before the checkpoint is complete."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Folders of draft heads: layouts told apart, defaults by layout, names that have no place."""
+"""Folders of draft heads: recognized layouts, defaults of each layout, unknown tensor names."""
 
 import json
 from dataclasses import replace

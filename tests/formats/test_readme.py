@@ -89,7 +89,7 @@ def test_awq_example():
 
 
 def compressed_example(scheme: str, tensors: dict[str, torch.Tensor], weights: list[float]) -> None:
-    """The tensors of one row mean the weights, which stand in the page, and are written again."""
+    """The tensors of a row decode to the weights on the page, which encode to the same tensors."""
     from formats.codecs import compressed_tensors
 
     decoded = compressed_tensors.decode(tensors, Scheme.parse(scheme))

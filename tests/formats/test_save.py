@@ -39,7 +39,7 @@ def names_of(folder):
 
 
 def codes_of(folder, spec=None, seed=0):
-    """name -> (codes, scales, zeros) of a solver that nobody knows."""
+    """Return name -> (codes, scales, zeros), as from a user's own solver."""
     spec = spec or QuantSpec(bits=4, symmetric=True, group_size=32)
     reader, generator = CheckpointReader(folder), torch.Generator().manual_seed(seed)
     found = {}
@@ -367,7 +367,7 @@ def run_example(name, *arguments):
 
 
 def example_input(name, docs_5m, tmp_path):
-    """What an example reads beside the model: a file that somebody else made."""
+    """Write the file that an example reads in addition to the model."""
     reader = CheckpointReader(docs_5m)
     names = [n.removesuffix(".weight") for n in reader.entries if n.endswith("_proj.weight")]
     spec = QuantSpec(bits=4, symmetric=name != "numpy_codes.py")

@@ -13,7 +13,7 @@ MOST_STEPS_WITHOUT_EVENTS = 1000
 
 @pytest.fixture(autouse=True)
 def step_limit(monkeypatch):
-    """An engine that emits nothing for so many steps stands still: the test fails, not hangs."""
+    """Fail the test if the engine emits nothing for so many steps, instead of hanging."""
     step, in_vain = Engine.step, 0
 
     def counted(engine):

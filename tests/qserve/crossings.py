@@ -91,7 +91,7 @@ class Draw:
 
 @dataclass(slots=True, kw_only=True)
 class Got:
-    """What a request was told."""
+    """Events that a request received."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -265,8 +265,10 @@ def make_engine(folder, settings, steps_in_flight, path, clock) -> Engine:
 
 
 def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str], list[str]]:
-    """What each request was told, who was aborted, and why others were refused. Checks the engine
-    after each step, and that in the end it holds nothing."""
+    """Return the events of each request, the aborted requests, and the reasons of refusals.
+
+    Checks the engine after each step, and that it holds nothing at the end.
+    """
     steps = 0
     engine = make_engine(
         folder, drawn.settings, drawn.steps_in_flight, path, lambda: steps * STEP_SECONDS

@@ -1,7 +1,7 @@
 """An engine without a model, for a real engine process: counts upwards from a prompt's last token.
 
-The model's name and a prompt's first token say what goes wrong. It writes what it was told to the
-file named by FAKE_ENGINE_JOURNAL.
+The model's name and a prompt's first token say what goes wrong. It writes the messages that it
+receives to the file named by FAKE_ENGINE_JOURNAL.
 """
 
 import os

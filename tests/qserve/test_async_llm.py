@@ -15,14 +15,14 @@ GUARD = 120.0  # seconds, against hanging
 
 @pytest.fixture
 def journal(monkeypatch, tmp_path):
-    """What the fake engine was told, line by line."""
+    """Return the messages that the fake engine received, line by line."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
     return lambda: (tmp_path / "journal").read_text().splitlines()
 
 
 def has(lines, start):
-    """Whether the engine was told this; its names of requests end with a number."""
+    """Return True if the engine received this; its names of requests end with a number."""
     return any(line.rpartition("-")[0] == start for line in lines)
 
 
@@ -73,7 +73,7 @@ def test_a_life(docs_5m, journal):
         await until(lambda: has(journal(), "abort leaver"))
 
     async def a_name_comes_again(llm):
-        """At once, while tokens of the request that had it are on their way."""
+        """Immediately, while tokens of the earlier request of that name are still arriving."""
         for start in range(200, 230):
             async for output in llm.generate([start], SamplingParams(max_tokens=1000), "again"):
                 if output.outputs[0].token_ids:
@@ -145,7 +145,7 @@ def test_a_life(docs_5m, journal):
 
 @pytest.mark.exhaustive
 def test_beams_are_those_of_the_offline_class(docs_5m):
-    """Of the real engine in its process: texts, ids, scores; three at once and one refused."""
+    """The real engine in its process: texts, ids, scores; three requests together, one refused."""
     settings = {"device": "cpu", "max_model_len": 64}
     prompts = ["Once upon a time", [5, 6, 7, 8], "A process is"]
     params = BeamSearchParams(beam_width=3, n=2, max_tokens=6, length_penalty=0.5, logprobs=1)

@@ -296,7 +296,7 @@ def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
 
 @pytest.mark.exhaustive
 def test_quantize_with_a_recipe_file(capsys, docs_5m, tmp_path):
-    """What a run writes makes the same folder again; a flag goes before the file."""
+    """The settings file that a run writes reproduces the folder; a flag has precedence over it."""
     arguments = ["quantize", str(docs_5m), "--recipe", "rtn", "--seed", "3"]
     assert main([*arguments, "-o", str(tmp_path / "a"), "--ignore", "layers.0"]) == 0
     recipe = str(tmp_path / "a" / "quantization_recipe.yaml")

@@ -1,9 +1,9 @@
-"""Where features meet: random crowds on random engines get what each request gets alone.
+"""Combinations of features: random requests on random engines get what each gets alone.
 
-A crossing has a model, and from a seed the engine's settings and its requests: drafts, adapters,
-grammars, beams, vectors, pages that run out, that come from the host or from elsewhere, aborts and
-deadlines, all at once. In float32, of pages and weights that nothing rounds again: where inputs are
-rounded to 8 bits, a step of another shape can round one of them otherwise.
+A crossing has a model. A seed gives the engine's settings and the requests, together: drafts,
+adapters, grammars, beams, embeddings, too few KV pages, pages from the host or other engines,
+aborts and deadlines. Everything is in float32 without 8-bit inputs: a step of another shape could
+round one of those differently.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def crossing(request, docs_5m, tiny_model, tmp_path_factory):
-    """model -> its folder, adapters, what `draw` is told of it, and the engine to compare with."""
+    """model -> its folder, adapters, arguments of `draw`, and the engine to compare with."""
     made = {}
 
     def make(model):
@@ -110,7 +110,7 @@ REFUSED_WITH_STATES = {"enable_lora"}
 REFUSED_WITHOUT_ATTENTION = {"kv_offload_gb", "kv_transfer_config"}
 REFUSALS = (
     "KV pages",
-    "expected at most",  # beams beside max_num_seqs
+    "expected at most",  # beams together with max_num_seqs
     "no token is allowed",
 )
 

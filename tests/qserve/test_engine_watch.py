@@ -21,7 +21,7 @@ GUARD = 60.0  # seconds, against hanging
 
 @pytest.fixture(autouse=True)
 def journal(monkeypatch, tmp_path):
-    """What the fake engine was told, line by line."""
+    """Return the messages that the fake engine received, line by line."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
     return lambda: (tmp_path / "journal").read_text().splitlines()

@@ -124,7 +124,7 @@ def test_written_with_scales_of_a_kv_cache(docs_5m, calibration, tmp_path, kv_ca
 
 
 def shuffled(width: int, length: int) -> torch.Tensor:
-    """Inputs of a group stand anywhere, as act-order leaves them."""
+    """Return the group of each input: any order, as act-order gives."""
     return torch.randperm(width, generator=torch.Generator().manual_seed(width)) // length
 
 

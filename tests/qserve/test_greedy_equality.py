@@ -10,10 +10,10 @@ from qserve.params.sampling_params import SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS = 20, 24
 
-# name -> engine settings, number of prompts at once, steps in flight
+# name -> engine settings, number of concurrent prompts, steps in flight
 MODES = {
     "alone": ({}, 1, 0),
-    "eight at once": ({}, 8, 0),
+    "eight together": ({}, 8, 0),
     "chunked prompts": ({"max_num_batched_tokens": 11, "max_num_seqs": 8}, 20, 0),
     "preempted": (
         {"num_gpu_blocks_override": 22, "admission": "fits", "block_size": 8, "max_num_seqs": 6},

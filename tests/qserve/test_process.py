@@ -45,7 +45,7 @@ REPORT = EngineReport(
 
 @pytest.fixture(autouse=True)
 def journal(monkeypatch, tmp_path):
-    """What the fake engine was told, line by line."""
+    """Return the messages that the fake engine received, line by line."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
     return lambda: (tmp_path / "journal").read_text().splitlines()
@@ -216,7 +216,7 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
 
 @pytest.mark.exhaustive
 def test_watches_see_everything_as_it_arrives():
-    """Also what nobody takes; and a dead engine holds nothing."""
+    """Reports that no caller reads are dropped, too; a dead engine holds none."""
     reports, seen = [], []
 
     async def scenario():

@@ -12,7 +12,7 @@ from tests.qserve.test_process import HERE, collect, start, until
 
 @pytest.fixture
 def journal(monkeypatch, tmp_path):
-    """What the fake engine was told, line by line."""
+    """Return the messages that the fake engine received, line by line."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
     return lambda: (tmp_path / "journal").read_text().splitlines()

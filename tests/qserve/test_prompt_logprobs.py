@@ -175,7 +175,7 @@ def request(length, prompt_logprobs=0):
 
 
 def test_rows_are_taken_once_though_the_prompt_is_computed_again():
-    """It gave its pages back in the middle of its prompt; another that asks stands behind it."""
+    """It was preempted in the middle of its prompt; another such request is next in the queue."""
     again, silent, short = request(10, 2), request(3, None), request(3)
     plan = module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 6),)))
     assert plan.rows.rows.tolist() == [0, 1, 2, 3, 4, 5]

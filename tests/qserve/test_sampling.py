@@ -66,7 +66,7 @@ def test_penalties_are_what_their_definition_says(llm, name):
 
 
 def test_a_step_in_flight_is_counted(llm):
-    """The host learns a token one step late; the penalties must know it at once."""
+    """The host gets a token one step late; penalties must include it immediately."""
     params = [greedy(), *(greedy(**fields) for fields in PENALTIES.values())]
     prompts = [PROMPTS[0]] * len(params)
     want = [completion.token_ids for completion in run(llm, params, prompts)]

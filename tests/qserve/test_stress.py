@@ -1,4 +1,4 @@
-"""Clients of every kind at once, most of which leave: nothing of theirs may stay in the engine."""
+"""Clients of every kind, most of which disconnect: the engine must release all their resources."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a wrong command line says, and when; what --help shows first; Ctrl-C."""
+"""Errors of wrong command lines; the first lines of --help; Ctrl-C."""
 
 import os
 import subprocess

@@ -62,7 +62,7 @@ def test_layout_equals_tensors_built_by_hand_both_ways(
 ):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
     codes, scales, zeros = random_parts(bits, symmetric, num_groups)
-    if not symmetric and version == "v1":  # 0 and 2^b cannot be told apart there
+    if not symmetric and version == "v1":  # it stores 0 and 2^b alike
         zeros.clamp_(2, 2**bits - 1)
     expected = by_hand(codes, scales, zeros, bits, version)
     encoded = gptq.encode(PackedWeight.from_codes(codes, scales, zeros, spec), zeros=version)

@@ -1,4 +1,4 @@
-"""What other tools write and this project only reads, against those tools' own arithmetic."""
+"""Formats that this project only reads: weights equal those of the tools that write them."""
 
 import pytest
 import torch

@@ -71,7 +71,7 @@ def test_blocks_are_the_files_bytes(file):
 
 @pytest.fixture(scope="module")
 def dequantized(file, docs_5m, tmp_path_factory) -> Path:
-    """The same model in float32."""
+    """Write the model of a GGUF file in float32, and return its folder."""
     folder = tmp_path_factory.mktemp("floats") / "model"
     shutil.copytree(docs_5m, folder)
     reader = CheckpointReader(file, as_floats=True)

@@ -34,7 +34,7 @@ IDS = list(range(5, 45))
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """The folders that stand for GGUF files are made below this home."""
+    """Return the cache folder of GGUF files, below a new home folder."""
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))
     return home / ".cache" / "qserve" / "gguf"

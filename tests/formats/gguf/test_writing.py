@@ -27,7 +27,7 @@ FAMILIES = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """The folders that stand for GGUF files are made below this home."""
+    """Use a new home folder, which holds the cache of GGUF files."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 

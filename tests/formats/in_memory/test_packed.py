@@ -34,7 +34,7 @@ def test_codes_come_back_untouched_and_mean_what_the_formula_says():
 
 def test_from_float_rounds_an_exact_grid_to_itself():
     codes, scales = random_codes()
-    codes[:, ::32] = 0  # the extreme weight of each group stands on the long side
+    codes[:, ::32] = 0  # the extreme weight of each group has the sign with the larger range
     packed = PackedWeight.from_codes(codes, scales.double().log2().round().exp2().half(), None, SYM)
     again = PackedWeight.from_float(packed.dequantize(), SYM)
     assert torch.equal(again.dequantize(), packed.dequantize())

@@ -1,4 +1,4 @@
-"""What an inspection found, as tests expect it."""
+"""Findings of an inspection, in the form that tests compare."""
 
 from formats.inspection.findings import Problem
 from formats.inspection.inspect import Inspection
@@ -16,5 +16,5 @@ def problem_of(inspection: Inspection, severity: str, subject: str, text: str) -
 
 
 def of_weights(inspection: Inspection) -> tuple[Problem, ...]:
-    """What was found, but for the tokenizer, which folders of random weights lack."""
+    """Return the problems, except the missing tokenizer of folders with random weights."""
     return tuple(each for each in inspection.problems if "has no tokenizer" not in each.text)

@@ -1,4 +1,4 @@
-"""The doctor reads every float value: one that is none is an error, wherever it stands."""
+"""`inspect` reads every float value: NaN and infinity are errors in any tensor."""
 
 import math
 

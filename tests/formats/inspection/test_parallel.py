@@ -1,4 +1,4 @@
-"""Which numbers of GPUs a checkpoint can be shared out over, as the doctor says it."""
+"""Numbers of GPUs over which a checkpoint can be divided, as `inspect` prints them."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""Write small checkpoints with other tools, and beside each the weights that its tool sees in it.
+"""Write small checkpoints with other tools, each with the weights that its tool reads from it.
 
     python tests/formats/made_by/make.py FOLDER... [--folder tests/formats/made_by]
 
-Each tool needs its own environment; the versions that wrote what is committed stand in made.json.
-Everything is random but seeded: a model has one layer of few features. Tables of folders are in
-makers/, a file a tool.
+Each tool needs its own environment; made.json has the versions that wrote the committed
+folders. Everything is random but seeded: a model has one layer of few features. Tables of folders
+are in makers/, one file per tool.
 """
 
 import argparse

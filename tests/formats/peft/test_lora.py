@@ -76,7 +76,7 @@ def test_which_modules_are_adapted(fields, adapted):
 
 @pytest.mark.exhaustive
 def test_matching_is_peft_s():
-    """The same answers as PEFT's own function, for every name above and some that look alike."""
+    """Names match as in PEFT's own function: every name above, and similar ones."""
     tuners = pytest.importorskip("peft.tuners.tuners_utils")
     from peft import LoraConfig as PeftConfig
 

@@ -20,7 +20,7 @@ NO_ENGINE = "no_such_module:Engine"
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Raised instead of ending the process."""
 
 
 def line(name, body, url="/v1/completions", **fields) -> str:
@@ -114,7 +114,7 @@ def test_a_wrong_line_stands_alone(tmp_path, text, name, code, words):
 
 
 def test_a_wrong_lines_name_is_taken(tmp_path):
-    """Two answers of one name could not be told apart."""
+    """Two answers with the same custom_id could not be distinguished."""
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join([line("a", {}, "/v1/models"), line("a", {})]))
     first, second = read_batch(path)[1]
@@ -125,7 +125,7 @@ def test_only_newlines_end_lines(tmp_path):
     path = tmp_path / "in.jsonl"
     text = "a\u2028b\x85c\x0bd"
     entry = {"custom_id": text, "method": "POST", "url": "/v1/completions", "body": {}}
-    # JSON escapes control characters alone; the separators stand in it as they are.
+    # JSON escapes only control characters, so the text contains the separators themselves.
     path.write_text("\ufeff" + json.dumps(entry, ensure_ascii=False), encoding="utf-8")
     (request,) = read_batch(path)[1]
     assert request.custom_id == text

@@ -1,6 +1,6 @@
 """Replicas on the real Ray Serve, on a CPU: prompts that begin alike, a kill under load, a drain.
 
-Minutes, and a gigabyte: exhaustive. What needs no Ray is tested beside this file.
+Minutes, and a gigabyte: exhaustive. Parts without Ray have tests in this folder.
 """
 
 import json

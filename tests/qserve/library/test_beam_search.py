@@ -173,7 +173,7 @@ def test_beams_equal_transformers(tiny_model, ends_of, name):
     ],
 )
 def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight):
-    """Chunks, pushed out rows, other requests beside them: the same beams."""
+    """Chunked prompts, preempted rows and concurrent requests give the same beams."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
     monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
     model, ends = ends_of(name)

@@ -266,7 +266,7 @@ def check_greedy(model, prompts, outputs):
 
 @pytest.mark.parametrize("name", ["mistral", "phi-3 mini 4k"])
 def test_a_text_in_a_window_holds_the_pages_of_the_window(model_of, name):
-    """Of 57 tokens a query sees 9; what others have written over is not read."""
+    """A query reads 9 of 57 tokens, and none whose page has been overwritten."""
     llm = LLM(
         model_of(name),
         device="cpu",

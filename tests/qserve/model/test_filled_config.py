@@ -1,4 +1,4 @@
-"""What transformers fills into a config.json is asked once, and is what it would say again."""
+"""transformers' defaults for a config.json are computed once, and equal a second computation."""
 
 import json
 

@@ -33,7 +33,7 @@ def decoded(folder, prompts, **options):
 
 
 def limbs_up_to(rows, monkeypatch):
-    """On a CPU no kernel is faster with limbs: a stand-in plans them, and the reference takes them.
+    """Plan limbs on a CPU, where no kernel is faster with them; the reference kernel accepts them.
 
     Returns the forms of all inputs of linears, as they come.
     """

@@ -86,7 +86,7 @@ def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_form
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2"])
 def test_fusion_behind_norms_and_factors_changes_no_logit(written, monkeypatch, family):
-    """Of what is added, and with GELU; OLMo's linears read the sum itself."""
+    """Rounding is fused with sums and with GELU; OLMo's linears read the sum itself."""
     folder = written("w8a8", "compressed-tensors", family)
     taken = []
     linear = ops.linear

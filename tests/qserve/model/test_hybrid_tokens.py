@@ -226,7 +226,7 @@ def test_greedy_tokens_equal_transformers(hybrid, monkeypatch, name, mode):
 
 
 def poison(llm):
-    """What no request has written is NaN."""
+    """Fill the caches with NaN, so that reading an unwritten value is visible."""
     for cache in llm.engine.runner.caches:
         for tensor in cache.slot_tensors:
             tensor.fill_(torch.nan)

@@ -57,7 +57,7 @@ def test_logits_move_a_little(docs_5m, float_logits, name):
 
 
 def largest_keys_and_values(docs_5m):
-    """Of each layer: the largest magnitudes of keys and values in a float cache."""
+    """Return the largest magnitudes of keys and values of each layer in a float cache."""
     llm = make(docs_5m)
     llm.logits(tokens(llm))
     caches = llm.engine.runner.caches

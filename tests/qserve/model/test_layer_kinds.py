@@ -1,4 +1,4 @@
-"""A few layers that stand for all: which they are, and that they leave the decoder alone."""
+"""A sample with one layer of each kind: its choice, and that the decoder is unchanged."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ TOKENS = [3, 17, 200, 5, 9, 77, 41, 300, 8, 1, 2, 500]
 
 
 def test_linears_of_a_layer_name_the_operation_after_them(quantized_5m, monkeypatch):
-    """On a CPU none leaves partials, so a stand-in does: the result, and a partial of zeros."""
+    """No CPU kernel returns partial sums, so a fake one returns the result and zeros."""
     llm = LLM(quantized_5m, device="cpu", max_model_len=64)
     want = llm.logits(TOKENS)
     asked = []

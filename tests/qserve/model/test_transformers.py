@@ -158,7 +158,7 @@ def test_packed_zeros_load_in_transformers_as_float_weights(
 def test_librarys_decompression_of_packed_zeros_gives_our_logits(
     written, in_transformers, tmp_path, scheme
 ):
-    """The same without the library's float16: its scales are given to it in float32."""
+    """Load the checkpoint with float32 scales instead of the library's float16."""
     from transformers import CompressedTensorsConfig
 
     def widen(state):

@@ -1,4 +1,4 @@
-"""What the tests of variants share: some tokens, their logits, a checkpoint with a change."""
+"""Helpers of the tests of variants: tokens, their logits, a changed checkpoint."""
 
 import json
 

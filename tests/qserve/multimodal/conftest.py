@@ -69,7 +69,7 @@ class Vision:
 
     @torch.no_grad()
     def _logits(self, ids, inputs, tokens):
-        """transformers' logits [len(tokens), vocabulary] of a prompt `ids` that goes on as text."""
+        """Return transformers' logits [len(tokens), vocabulary] of a prompt `ids` and more text."""
         more = len(tokens) - len(ids)
         changed = {"input_ids": torch.tensor([tokens])}
         changed["input_ids"][0, : len(ids)] = inputs["input_ids"][0]
@@ -84,7 +84,7 @@ class Vision:
         return self.model(**{**inputs, **changed}, use_cache=False).logits[0]
 
     def lags(self, text, images, tokens):
-        """How far behind transformers' largest logit each token of an answer is, 1: the mean's."""
+        """Return each token's distance from transformers' largest logit; 1: that of the mean."""
         ids, _ = self.prompt(text, images)
         tokens = list(tokens)
         logits_TV = self._logits(ids, self.inputs(ids, images), [*ids, *tokens])[len(ids) - 1 : -1]

@@ -100,7 +100,7 @@ def test_page_keys_differ_from_the_first_page_with_another_item():
 
 
 def test_page_inside_an_item_depends_on_its_place_in_the_item():
-    """The same tokens and keys before it, and the same item: its other rows are other values."""
+    """Two items with different rows have different keys after equal tokens."""
     tokens = [5] * len(PROMPT)
     a, b = keys([item(4, 16)], tokens), keys([item(4, 8), item(12, 8)], tokens)
     assert num_shared(a, b) == 3

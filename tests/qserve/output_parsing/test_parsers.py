@@ -146,7 +146,7 @@ def test_arguments_come_as_they_are_written():
 
 @pytest.mark.exhaustive
 def test_long_texts_that_are_no_calls():
-    """Of these a backtracking expression would take the square of the time."""
+    """A backtracking regular expression would take quadratic time on these texts."""
     for name, text in (
         ("pythonic", "[" + "f(" * 20_000),
         ("hermes", "<tool_call" * 10_000),

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of pooling, and what is refused."""
+"""Pooling settings in sentence-transformers' files, and settings that are refused."""
 
 import json
 import shutil

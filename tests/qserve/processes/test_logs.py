@@ -1,4 +1,4 @@
-"""Lines of a log beside progress bars."""
+"""Log lines while progress bars are shown."""
 
 import io
 import logging

@@ -44,7 +44,7 @@ class Chromium:
         for end in (theirs_in, theirs_out):
             os.close(end)
         self._in, self._out, self._rest, self._number = ours_in, ours_out, b"", 0
-        self.problems: list[str] = []  # what the page's console tells of errors
+        self.problems: list[str] = []  # errors in the page's console
         (page,) = [
             each
             for each in self._call("Target.getTargets")["targetInfos"]

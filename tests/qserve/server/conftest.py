@@ -31,7 +31,7 @@ def logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 def of_prompt(prompt: list[int], params) -> tuple[TokenLogprobs | None, ...] | None:
-    """What the script tells of a prompt, where it is asked."""
+    """Return the log probabilities of a prompt, if they were requested."""
     if params.prompt_logprobs is None:
         return None
     rest = [logprobs(token, params.prompt_logprobs)._replace(rank=2) for token in prompt[1:]]
@@ -39,7 +39,7 @@ def of_prompt(prompt: list[int], params) -> tuple[TokenLogprobs | None, ...] | N
 
 
 class ScriptedClient:
-    """Stands for EngineClient. Says `text`, or the words of the prompt's script if there is one."""
+    """A fake EngineClient that answers `text`, or the words of the prompt's script."""
 
     max_model_len = 256
     vocab_size = 8192

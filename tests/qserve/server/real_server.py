@@ -1,4 +1,4 @@
-"""What talks to a real server process: requests, waits, streams, refusals, its child processes."""
+"""Client of a real server process: requests, waits, streams, refusals, child processes."""
 
 import json
 import re

@@ -23,7 +23,7 @@ SEARCH = {"use_beam_search": True, "n": 3, "max_tokens": 8, "prompt": PROMPT}
 
 
 class EngineHere:
-    """Stands for EngineClient: the engine in this process, a step whenever somebody waits."""
+    """A fake EngineClient: the engine runs in this process and steps while a request waits."""
 
     is_alive, is_restarting = True, False
     state = EngineState()

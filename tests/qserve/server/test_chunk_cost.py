@@ -1,4 +1,4 @@
-"""What a chunk of a stream costs the event loop in Python: calls are counted, not seconds."""
+"""Cost of a chunk of a stream in the event loop, in Python calls."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ OURS = str(Path(qserve.__file__).parent)
 
 
 class OurCalls(Calls):
-    """Those of this package: what the event loop calls differs with Python's version."""
+    """Count calls in this package only: those of the event loop differ by Python version."""
 
     def watch(self, frame, event, argument):
         if frame.f_code.co_filename.startswith(OURS):

@@ -82,7 +82,7 @@ def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
 @pytest.mark.parametrize(
     ("limit", "held", "asked"),
     [
-        ({"max_num_queued_reqs": 4}, {"n": 12}, {"n": 1}),  # beside the 8 that run at once
+        ({"max_num_queued_reqs": 4}, {"n": 12}, {"n": 1}),  # in addition to the 8 that run
         ({"max_num_queued_reqs": 4}, {"n": 2}, {"n": 11}),
         ({"max_num_queued_tokens": 50}, {"prompt": [5] * 9, "n": 5}, {"prompt": [5] * 6}),
         ({"max_num_queued_tokens": 50}, {"prompt": [5] * 60}, {"prompt": [5]}),
@@ -107,7 +107,7 @@ def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, 
 
 @pytest.mark.exhaustive
 def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
-    """The engine's events merge behind it; here the script must stop being asked for more."""
+    """A real engine merges events; the script must not be asked for more."""
     server.client.endless = True
     server.client.max_model_len = 10**9
     connection = send(live, {**BODY, "stream": True, "max_tokens": 10**8})

@@ -144,7 +144,7 @@ def test_request_is_named_by_its_header_its_body_or_the_server(server, route):
         assert reply.json()["id"].partition("-")[2] == expected
     reply = call()
     assert reply.json()["id"].endswith(reply.headers["x-request-id"])
-    # Two requests of one name run beside each other: the engine knows them by names of its own.
+    # Two requests with the same name run together: the engine gives each its own name.
     assert len({request[0] for request in server.client.requests}) == 4
 
 

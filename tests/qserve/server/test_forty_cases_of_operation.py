@@ -1,6 +1,6 @@
-"""Of the forty cases (test_forty_cases.py) those of clients, limits and ends, from 31 on.
+"""Cases 31 to 40 of test_forty_cases.py: clients, limits, ends.
 
-Those that end the engine or the server stand last.
+The last cases end the engine or the server.
 """
 
 import json

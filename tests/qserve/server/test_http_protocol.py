@@ -93,7 +93,7 @@ def test_chunks_of_a_few_bytes_are_refused(server, live):
 
 
 def test_nothing_is_written_into_an_answer_that_has_begun(server, run_live):
-    """Bytes behind a request, which look like a body in small chunks, end its stream alone."""
+    """Bytes after a request that look like a chunked body end only that request's stream."""
     ended = threading.Event()
 
     async def pieces():

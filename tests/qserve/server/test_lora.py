@@ -1,4 +1,4 @@
-"""Adapters of a server: a model's name chooses one, clients load and unload, metrics tell."""
+"""Adapters of a server: selection by model name, loading and unloading by clients, metrics."""
 
 from threading import Thread
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def adapters(docs_5m, tmp_path_factory):
 
 
 class Engine:
-    """What a scripted client does with adapters: it remembers, and finds fault with one name."""
+    """A scripted client's calls for adapters: it records them and refuses one name."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}
@@ -272,7 +272,7 @@ def test_a_server_with_its_processes(ranks, docs_5m, adapters, start_server):
     reply = post(LOAD, lora_name="y", lora_path="too-large")
     assert reply.status_code == 400 and "raise --max-lora-rank" in reply.text
     assert str(adapters) not in reply.text
-    # prepared in another process, which is told of the adapters that there are now
+    # prepared in another process, which receives the present list of adapters
     cut = {"prompt": "word " * 7000, "extra_body": {"truncate_prompt_tokens": 9}}
     assert complete("x", **cut).choices[0].text == complete("poems", **cut).choices[0].text
     chunks = list(complete("poems", stream=True))

@@ -1,4 +1,4 @@
-"""What operators set: rate limits, deadlines, CORS, a proxy's path, TLS, Unix sockets, logs."""
+"""Operators' settings: rate limits, deadlines, CORS, a proxy's path, TLS, Unix sockets, logs."""
 
 import contextlib
 import json

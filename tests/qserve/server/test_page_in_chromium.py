@@ -33,7 +33,7 @@ def say(chromium, text):
 
 
 def is_in_view(chromium, element):
-    """Whether all of it can be seen, and nothing lies over it."""
+    """Return True if all of the element is visible, and nothing covers it."""
     return chromium.run(
         f"(() => {{ const e = {element}, box = e.getBoundingClientRect();"
         " const over = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);"

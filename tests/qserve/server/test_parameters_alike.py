@@ -37,8 +37,8 @@ class Row:
     # the chat's own name, and what else it needs
     chat_name: str = ""
     chat_fields: tuple[tuple[str, Any], ...] = ()
-    python: tuple[tuple[str, Any], ...] = ()  # what it needs beside, everywhere
-    server_limits: tuple[Any, ...] = ()  # values that the server alone refuses
+    python: tuple[tuple[str, Any], ...] = ()  # other parameters that it needs
+    server_limits: tuple[Any, ...] = ()  # values that only the server refuses
 
     def body(self, route: str, value: Any) -> dict[str, Any]:
         is_other = route == "chat" and self.chat_name
@@ -131,7 +131,7 @@ def post(server, route, body):
 
 
 def asked_of_the_engine(server, route, body):
-    """What the first output of a request has."""
+    """Return the first output of a request."""
     server.client.requests.clear()
     reply = post(server, route, body)
     assert reply.status_code == 200, reply.text
@@ -191,7 +191,7 @@ def test_what_python_alone_can_give():
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bad_values(server, error, name):
-    """The same words about the same field."""
+    """Every route refuses a bad value of a field with the same text."""
     row = BY_NAME[name]
     for value in row.bad:
         try:

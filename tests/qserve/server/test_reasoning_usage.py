@@ -10,7 +10,7 @@ THOUGHT, ANSWER = "Hmm, let me see.", "It is so."
 
 
 def counts(server, chunks, **fields):
-    """What each way of asking says."""
+    """Return the usage that each form of the request reports."""
     body = {"input": "Hi", **fields}
     if "max_tokens" in body:
         body["max_output_tokens"] = body.pop("max_tokens")

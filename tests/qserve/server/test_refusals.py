@@ -1,4 +1,4 @@
-"""Bad requests: each gets its status and the envelope, a small reply, and harms nobody else."""
+"""Bad requests: each gets its status and a small error reply, and affects no other request."""
 
 import json
 

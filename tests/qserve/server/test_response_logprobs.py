@@ -98,7 +98,7 @@ def test_tokens_of_reasoning_and_calls_are_no_messages(make_server, stream, text
         assert not told
         return
     joined = "".join(texts(told))
-    # The first and last token may reach into the marks beside the text.
+    # The first and last token may include part of the quotes around the text.
     assert content in joined
     assert len(joined) - len(content) < len(texts(told)[0]) + len(texts(told)[-1])
 

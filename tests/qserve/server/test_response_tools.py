@@ -211,7 +211,7 @@ def test_what_tool_choice_is_like_is_said_in_this_routes_form(server, error):
 
 
 def test_a_reference_says_how_clients_send_items(server, error):
-    """As Vercel's AI SDK sends an earlier answer unless it is told store: false."""
+    """Vercel's AI SDK sends an earlier answer like this unless it has store: false."""
     items = [*ASKED, {"type": "item_reference", "id": "msg_1"}, *ASKED]
     found = error(server.post("/v1/responses", {"input": items}), 400)
     assert found["param"] == "input.1" and "store: false" in found["message"]

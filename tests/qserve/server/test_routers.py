@@ -1,4 +1,4 @@
-"""What other people's routers ask of a server: routes, headers, fields, names of metrics.
+"""Requirements of other projects' routers: routes, headers, fields, names of metrics.
 
 Read from their sources and their requests in November 2026: llm-d's inference scheduler, vLLM's
 production stack, vllm-router 0.1.17, sglang-router 0.3.2.
@@ -53,7 +53,7 @@ MAY_LACK = ["/server_info", "/get_server_info", "/model_info", "/get_model_info"
 
 @pytest.fixture
 def samples(make_server):
-    """prefix -> name -> sample, of a server whose engine told REPORT."""
+    """prefix -> name -> sample, of a server whose engine sent REPORT."""
 
     def read(prefix):
         config = ServerConfig(served_model_name=["tiny"], metrics_prefix=prefix)

@@ -1,4 +1,4 @@
-"""The routes beside completions and chats: tokens, states, responses, and the server's own text."""
+"""Routes other than completions and chats: tokens, states, responses, the server's own text."""
 
 import json
 import re

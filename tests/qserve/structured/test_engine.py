@@ -1,4 +1,4 @@
-"""What the engine draws under a constraint has the form, and nobody else notices."""
+"""Output under a constraint has its form, and other requests are unaffected."""
 
 import json
 import re
@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused(llm):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_steps_in_flight_preemption_and_aborts(docs_5m, depth):
-    """Few pages: requests are pushed out and compute their tokens again, under the same form."""
+    """Few pages: requests are preempted and computed again, under the same constraint."""
     config = EngineConfig(
         model=str(docs_5m),
         max_model_len=128,

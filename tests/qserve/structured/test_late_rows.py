@@ -161,7 +161,7 @@ def test_a_row_is_late_once_for_each_token(docs_5m, monkeypatch, gate, mode):
     held, steps, since = gate(engine), 0, 0
     while "slow" not in run.ends:
         since = since + 1 if held.entered.is_set() else 0
-        if since == 3:  # this mask goes on; the next is held again
+        if since == 3:  # this mask is released; the next one is held again
             job = engine._requests["slow"].mask_job
             held.entered.clear()
             held.opened.set()
@@ -277,7 +277,7 @@ def test_a_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
 
 
 def test_a_mask_that_fails_in_its_thread_is_no_silence(docs_5m, monkeypatch):
-    """What the library raises reaches the engine, as it did without a thread."""
+    """An error of the library reaches the engine, as without a thread."""
 
     def raises(*_):
         raise RuntimeError("the library broke")

@@ -38,7 +38,7 @@ REQUESTS = [
 
 
 def run(docs_5m, depth, **mode):
-    """What each request ends as, and how many steps computed something."""
+    """Return the end of each request, and the number of steps that computed something."""
     settings = {"max_model_len": 80, "cpu_kv_cache_memory": 0.1} | mode
     engine = Engine(EngineConfig(model=str(docs_5m), **settings), steps_in_flight=depth)
     for number, fields in enumerate(REQUESTS):

@@ -9,7 +9,7 @@ FIRST, GAP, TOKENS = 0.12, 0.03, 5  # seconds to the first token, between tokens
 
 
 class ScriptedServer:
-    """What it was asked, and how it answers."""
+    """Requests that the server has received, and its answers."""
 
     def __init__(self):
         self.bodies: list[dict] = []

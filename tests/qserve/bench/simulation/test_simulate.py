@@ -213,7 +213,7 @@ def test_step_times_are_those_that_were_measured():
 
 
 def test_steps_take_as_long_as_the_graphs_that_they_run_in(tmp_path):
-    """Nine decodes as many as sixteen; a prompt beside them as the next graph of chunks."""
+    """Nine decodes take the time of sixteen; with a prompt, that of the next chunk graph."""
     rows = {"decode": [1, 8, 16], "chunk": [64, 128]}
     seen = {1: 1000, 8: 1500, 16: 2500, 64: 4000, 128: 7000, 300: 16_000}
     cases = [case(f"d{n}", 1, (n, 1, 0)) | {"step_us": seen[n]} for n in (1, 8, 16)]

@@ -1,4 +1,4 @@
-"""What is read ahead is what is read: each tensor once, errors where they belong."""
+"""Reading ahead: each tensor is read once, and its error is raised when it is requested."""
 
 import threading
 from types import SimpleNamespace
