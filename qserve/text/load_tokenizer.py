@@ -24,7 +24,18 @@ TEMPLATES = {
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
         "{% else %}{% for part in message.content %}"
         "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
-    )
+    ),
+    **dict.fromkeys(
+        (
+            "DeepseekOCRForCausalLM",
+            "DeepseekOCR2ForCausalLM",
+            "DeepseekOcr2ForConditionalGeneration",
+        ),
+        "{{ bos_token }}{% for message in messages %}{% if message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content %}"
+        "{{ '<image>\n' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+        "{% endfor %}",
+    ),
 }
 
 

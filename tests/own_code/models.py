@@ -210,6 +210,27 @@ def bailing(second=False, **different):
     return config, {**tensors, **ends("model.word_embeddings", "model.norm")}
 
 
+def deepseek_moe(**different):
+    config = {
+        **without("hidden_act"),
+        **{"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek"},
+        **{"hidden_act": "silu", "n_routed_experts": 8, "num_experts_per_tok": 3},
+        **{"n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        **{"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
+        **different,
+    }
+    names, own = ("gate_proj", "up_proj", "down_proj"), of_llama()
+    dense = {name: own.pop(name) for name in list(own) if name.startswith("mlp.")}
+    routed = {"mlp.gate.weight": (8, C), **mlp("mlp.shared_experts", *names, 64)}
+    for number in range(8):
+        routed |= mlp(f"mlp.experts.{number}", *names, 32)
+    tensors = ends("model.embed_tokens", "model.norm")
+    for i in range(L):
+        feed_forward = dense if i < config["first_k_dense_replace"] else routed
+        tensors |= {f"model.layers.{i}.{n}": s for n, s in {**own, **feed_forward}.items()}
+    return config, tensors
+
+
 LATENT = {
     **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12},
     "v_head_dim": 40,
@@ -265,6 +286,7 @@ TINY_MODELS = {
     "ling_2": lambda: bailing(second=True),
     "ling_2_6": lambda: lightning_ling(),
     "ring_linear": lambda: lightning_ling(latent=False),
+    "deepseek_moe": lambda: deepseek_moe(routed_scaling_factor=1.5),
 }
 VARIANTS = {
     "exaone, tied": lambda: exaone(tie_word_embeddings=True),

@@ -223,6 +223,38 @@ def solar(c, t, ids):
     return linear(norm(x, "model.norm"), t["lm_head.weight"])
 
 
+def deepseek_moe(c, t, ids):
+    """Llama with experts, whose shares are parts of a softmax over all of them."""
+
+    def norm(x, name):
+        return rms(x, t[f"{name}.weight"], c["rms_norm_eps"])
+
+    def mlp(x, stem):
+        names = ("gate_proj", "up_proj", "down_proj")
+        return swiglu(x, *(t[f"{stem}.{n}.weight"] for n in names))
+
+    def layer(i):
+        p = f"model.layers.{i}"
+        attention, dense = llama_layer(c, t, i, norm)
+
+        def routed(x):
+            x = norm(x, f"{p}.post_attention_layernorm")
+            scores = softmax(linear(x, t[f"{p}.mlp.gate.weight"]), -1)
+            shares, chosen = scores.topk(c["num_experts_per_tok"], -1)
+            shares = shares * c.get("routed_scaling_factor", 1.0)
+            out = mlp(x, f"{p}.mlp.shared_experts")
+            for row in range(len(x)):
+                for expert, share in zip(chosen[row].tolist(), shares[row], strict=True):
+                    out[row] += share * mlp(x[row], f"{p}.mlp.experts.{expert}")
+            return out
+
+        return attention, dense if i < c["first_k_dense_replace"] else routed
+
+    layers = [layer(i) for i in range(c["num_hidden_layers"])]
+    table, head = t["model.embed_tokens.weight"], t["lm_head.weight"]
+    return sequential(ids, table, layers, lambda x: norm(x, "model.norm"), head)
+
+
 def orion(c, t, ids):
     def norm(x, name):
         weight, bias = t[f"{name}.weight"], t[f"{name}.bias"]
@@ -403,6 +435,7 @@ REFERENCES = {
     "StableLmForCausalLM": orion,  # a file of Orion as the project's reader presents it
     "Plamo3ForCausalLM": plamo3,
     "BailingMoeForCausalLM": bailing,
+    "DeepseekForCausalLM": deepseek_moe,
     "BailingMoeV2ForCausalLM": bailing,
     "BailingMoeV2_5ForCausalLM": bailing,
     "BailingMoeLinearV2ForCausalLM": bailing,

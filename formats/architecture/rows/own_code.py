@@ -21,6 +21,7 @@ from formats.architecture.rows.parts import (
     QKV,
     experts,
     gated,
+    norms_before,
 )
 from formats.architecture.rows.usual import family_row
 
@@ -183,6 +184,26 @@ BAILING_2: dict[str, Any] = {
     },
     "unread_layers_key": "num_nextn_predict_layers",
 }
+DEEPSEEK_MOE: dict[str, Any] = {
+    "builder": "moe",
+    "defaults_of": "llama",
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(float32=True, factor_key="routed_scaling_factor"),
+        shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+        first_dense_key="first_k_dense_replace",
+        types_key="mlp_layer_types",
+    ),
+    "norms": norms_before("mlp"),
+    "float16": False,
+    "fixed": {
+        **{"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "use_mla": False},
+        **{"norm_topk_prob": False, "scoring_func": "softmax"},
+        "topk_method": ("greedy", None),
+    },
+}
 OWN_CODE_DENSE = (
     family_row("ExaoneForCausalLM", "EXAONE 3 and 3.5", "exaone", **EXAONE),
     family_row("InternLM2ForCausalLM", "InternLM2", "internlm2", **INTERNLM_2),
@@ -195,4 +216,7 @@ OWN_CODE_DENSE = (
 OWN_CODE_MIXTURES = (
     family_row("BailingMoeForCausalLM", "Ling (Bailing MoE)", "bailing_moe", **BAILING),
     family_row("BailingMoeV2ForCausalLM", "Ling 2 and Ring 2", "bailing_moe", **BAILING_2),
+    family_row(
+        "DeepseekForCausalLM", "DeepSeek-MoE and DeepSeek-OCR (text)", "deepseek", **DEEPSEEK_MOE
+    ),
 )

@@ -12,6 +12,7 @@ from qserve.multimodal.layouts import (
     rows,
     squares,
     tiles,
+    views,
     whole_image,
 )
 from qserve.multimodal.layouts.layout import Layout, Stated
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, Layout] = {
     "cohere2": cuts.COHERE_2,
     "kimi": cuts.KIMI,
     "phi4": whole_image.WHOLE_IMAGE,
+    "deepseek_ocr": views.ROWS_OF_VIEWS,
+    "deepseek_ocr_2": views.QUERIES_OF_VIEWS,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,
 }

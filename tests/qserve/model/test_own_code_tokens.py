@@ -232,6 +232,8 @@ WRONG = {
     "groups by their best expert": ("ling_2", of_router(group_score="max")),
     "all experts in one group": ("ling_2", of_router(num_groups=1, top_groups=1)),
     "experts chosen without the bias": ("ling_2", without_correction),
+    "shares that sum to 1": ("deepseek_moe", of_router(normalized=True)),
+    "shares without their factor, DeepSeek-MoE": ("deepseek_moe", of_router(factor=1.0)),
     "heads without norms": ("ling_2", attention(q_norm=None, k_norm=None, norms_heads=False)),
 }
 
