@@ -44,6 +44,8 @@ class Layout:
     takes_samples: bool = False
     # text of the token around an image that two adjacent images share; "": none
     shared_token: str = ""
+    # text before an image, with {} for the number of images before it in the prompt; "": none
+    number_text: str = ""
     # True: the tokens of an image are others where its prompt has several images
     sees_others: bool = False
 

@@ -34,6 +34,7 @@ LAYOUTS: dict[str, Layout] = {
     "lfm2": cuts.LFM_2,
     "llama4": cuts.LLAMA_4,
     "cohere2": cuts.COHERE_2,
+    "minicpm": cuts.MINICPM,
     "kimi": cuts.KIMI,
     "phi4": whole_image.WHOLE_IMAGE,
     "deepseek_ocr": views.ROWS_OF_VIEWS,

@@ -15,6 +15,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     LIGHT_ON,
     LLAMA_4,
     LLAVA,
+    MINICPM,
     NEWLINE,
     PHI_4,
 )
@@ -120,6 +121,12 @@ SQUARES: tuple[VisionFamily, ...] = (
             prefixes=PHI_4,
         )
         for name in ("Phi4Multimodal", "Phi4MM")
+    ),
+    VisionFamily(
+        architecture="MiniCPMV4_6ForConditionalGeneration",
+        layout="minicpm",
+        encoder="slices",
+        prefixes=MINICPM,
     ),
     VisionFamily(
         architecture="Cohere2VisionForConditionalGeneration",
