@@ -40,6 +40,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
@@ -94,6 +95,8 @@ _SAME_LAYERS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
+    "hunyuan_vl": "hunyuan_v1_dense",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
     "intern_s2_preview_text": "qwen3_5_moe_text",
     "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
@@ -133,8 +136,9 @@ _IN_TRANSFORMERS = {
     "mlp_AR": "projector",
     "sam_model": "vision_tower",
     "qwen2_model": "vision_tower",
+    "vit": "vision_tower",
 }
-_PART_NAMES += ("sam_model", "qwen2_model")
+_PART_NAMES += ("sam_model", "qwen2_model", "vit")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
 _LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
 # prefixes of the other parts
@@ -142,7 +146,15 @@ _OTHER_PARTS = tuple(
     f"{parent}{part}." for parent in ("", "model.", _THINKER) for part in _PART_NAMES
 )
 # model types without a text_config
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl", "mimo_v2")
+_FLAT = (
+    "hunyuan_vl",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "phi4_multimodal",
+    "phi4mm",
+    "paddleocr_vl",
+    "mimo_v2",
+)
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
 _ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."

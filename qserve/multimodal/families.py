@@ -13,6 +13,7 @@ from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.family import VisionFamily
+from qserve.multimodal.positions import Axes
 from qserve.multimodal.rows.grids import GRIDS
 from qserve.multimodal.rows.squares import SQUARES
 
@@ -73,6 +74,12 @@ class VisionConfig:
             return ()
         ropes = self.text.get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
+
+    @property
+    def axes(self) -> Axes | None:
+        """Axes of a position; None: one."""
+        count = len(self.axis_pairs)
+        return Axes(count, self.family.counts_images) if count else None
 
     @property
     def is_mutual(self) -> bool:

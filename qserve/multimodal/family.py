@@ -22,9 +22,12 @@ class VisionFamily:
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos
-    # number of channel pairs of each axis, where the text model's positions have three axes and
+    # number of channel pairs of each axis, where the text model's positions have several axes and
     # config.json does not state it; (): positions have one axis
     axis_pairs: tuple[int, ...] = ()
+    # True: positions of an image are columns, rows and its number, and `axis_pairs` divide the
+    # channels of a head in order, so that both channels of a pair may have different axes (Hunyuan)
+    counts_images: bool = False
     has_interleaved_axes: bool = False  # True: the axes alternate over the channel pairs
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
     # True: all tokens of a prompt with images attend to each other in both directions

@@ -179,6 +179,7 @@ class MediaProcessor:
                     is_embed=is_embed,
                     is_mutual=self.config.is_mutual,
                     grid=piece.grid,
+                    num_outer=piece.num_outer,
                     frame_step=piece.frame_step,
                     features=piece.features,
                 )

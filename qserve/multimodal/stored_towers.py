@@ -58,6 +58,18 @@ _OMNI_PARTS = {
 }
 
 
+# names in Tencent's files of HunyuanOCR -> in transformers
+_HUNYUAN_PARTS = {
+    ".mlp.dense_h_to_4h.": ".mlp.fc1.",
+    ".mlp.dense_4h_to_h.": ".mlp.fc2.",
+    ".input_layernorm.": ".layer_norm1.",
+    ".post_attention_layernorm.": ".layer_norm2.",
+    ".perceive.proj.0.": ".perceive.proj_conv.",
+    ".perceive.proj.2.": ".perceive.proj_out.",
+    ".perceive.": ".patch_merger.",
+}
+
+
 # tensors of PaddleOCR-VL's tower that no code uses
 _UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
 
@@ -165,4 +177,5 @@ CONVERSIONS: dict[str, Convert] = {
     "paddle": _paddle,
     "deepseek_ocr": _deepseek_ocr,
     "omni": partial(_renamed, _OMNI_PARTS),
+    "hunyuan": partial(_renamed, _HUNYUAN_PARTS),
 }

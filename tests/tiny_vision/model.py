@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import ChainMap
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ VISION_FAMILIES = {
     **grids.FAMILIES,
 }
 # and those whose files transformers does not load as they are
-ALL_FAMILIES = {**VISION_FAMILIES, **views.FAMILIES}
+ALL_FAMILIES = ChainMap(VISION_FAMILIES, views.FAMILIES)
 
 
 def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:

@@ -322,7 +322,7 @@ class Attention(torch.nn.Module):
         if step.row_ropes is not None:
             cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
         if self.rotates_first:
-            q, k = ops.apply_rope(q, k, cos_sin, positions_T, self.rotary.interleaved)
+            q, k = self._rotated(q, k, cos_sin, positions_T)
             cos_sin = cos_sin[:, :0]  # the operation below only norms and writes, without rope
         q = ops.rope_write_kv_(
             q,
@@ -344,6 +344,23 @@ class Attention(torch.nn.Module):
         if step.on_written is not None:
             step.on_written(cache)
         return self._attended(q, gate[0] if gate else None, step, cache)
+
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rotated queries and keys. With two tables each one rotates a half of a head."""
+        width = self.rotary.cos_sin.shape[1]
+        found = [
+            ops.apply_rope(q, k, table.contiguous(), positions_T, self.rotary.interleaved)
+            for table in cos_sin.split(width, 1)
+        ]
+        if len(found) == 1:
+            return found[0]
+        first, second = (
+            torch.cat([low[..., : width // 2], high[..., width // 2 :]], -1)
+            for low, high in zip(*found, strict=True)
+        )
+        return first, second
 
     def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:
         """Return queries, gates (if is_gated), keys and values, each [T, heads, D]."""

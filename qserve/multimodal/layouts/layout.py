@@ -10,11 +10,12 @@ from qserve.multimodal.media import Feature, MediaItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The tokens of one item. See MediaItem for `features`, `grid` and `frame_step`."""
+    """The tokens of one item. See MediaItem for the fields that have its names."""
 
     length: int  # number of tokens
     features: tuple[Feature, ...]
     grid: tuple[int, ...] = ()
+    num_outer: int = 0
     frame_step: float = 1.0
     # place among the tokens -> text of a token that has no embedding
     other_tokens: Mapping[int, str] = field(default_factory=dict)

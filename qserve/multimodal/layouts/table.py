@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,
+    "lines": grids.LINES,
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,
     "pooled": pooled.POOLED,
@@ -64,6 +65,9 @@ def check_features(item: MediaItem, vision: VisionConfig) -> str:
             return f"expected {name} as {_text(stated)}, found {_text(found[name])}"
     if item.frame_step != 1.0 and vision.family.video != "qwen2":
         return f"expected frame_step 1, found {item.frame_step}"
+    num_outer = int(vision.axes.counts_images) if vision.axes else 0
+    if item.num_outer != num_outer:
+        return f"expected num_outer {num_outer}, found {item.num_outer}"
     if item.is_mutual != vision.is_mutual:
         return f"expected is_mutual {vision.is_mutual}, found {item.is_mutual}"
     if item.num_embeds != num_embeds:

@@ -8,7 +8,7 @@ from qserve.multimodal.stored_forms.omni_config import (
     as_omni,
     as_qwen3_vl_moe,
 )
-from qserve.multimodal.stored_forms.prefixes import OMNI, PADDLE, QWEN
+from qserve.multimodal.stored_forms.prefixes import HUNYUAN, OMNI, PADDLE, QWEN
 
 GRIDS: tuple[VisionFamily, ...] = (
     VisionFamily(
@@ -25,6 +25,16 @@ GRIDS: tuple[VisionFamily, ...] = (
         encoder="square_patches",
         tensors="paddle",
         prefixes=PADDLE,
+    ),
+    VisionFamily(
+        architecture="HunYuanVLForConditionalGeneration",
+        axis_pairs=(16, 16, 16, 16),
+        counts_images=True,
+        layout="lines",
+        kinds_argument="mm_token_type_ids",
+        encoder="patches",
+        tensors="hunyuan",
+        prefixes=HUNYUAN,
     ),
     *(
         VisionFamily(

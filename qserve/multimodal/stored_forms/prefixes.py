@@ -54,6 +54,7 @@ PADDLE = {
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 OMNI = {f"{parent}visual.": "visual." for parent in ("thinker.", "thinker.model.", "", "model.")}
+HUNYUAN = dict.fromkeys(("vit.", "model.vit.", "model.vision_tower."), "vision_tower.")
 MINICPM = {"model.vision_tower.": "vision_tower.", "model.merger.": "merger."}
 # The first names are those of published files, the others those of transformers' modules.
 DEEPSEEK_OCR = {
