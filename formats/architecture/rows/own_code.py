@@ -24,6 +24,7 @@ from formats.architecture.rows.parts import (
     norms_before,
 )
 from formats.architecture.rows.usual import family_row
+from formats.architecture.states.plamo import PLAMO_MAMBA
 
 _LLAMA: dict[str, Any] = {"builder": "llama", "defaults_of": "llama"}
 
@@ -136,6 +137,19 @@ PLAMO_3: dict[str, Any] = {
     "config_keys": {"sliding_window": "window_size"},
     "layer": "model.layers.layers.{i}",
 }
+_HEAD_COUNTS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+PLAMO_2: dict[str, Any] = {
+    **PLAMO_3,
+    "builder": "hybrid.plamo",
+    "state_mixer": PLAMO_MAMBA,
+    "norms": PLAMO_3["norms"][:4],
+    "head_norms": {
+        f"{x}_norm": (f"mixer.{x}_weight", ((count,), ("head_dim",)))
+        for x, count in _HEAD_COUNTS.items()
+    },
+    "fixed": {"rms_norm_eps": 1e-6},  # norms of heads have it in any case
+    "config_keys": {"head_dim": "hidden_size_per_head", "mamba_n_heads": "mamba_num_heads"},
+}
 SOLAR: dict[str, Any] = {
     **ATTENTION_BIAS,
     **MLP_BIAS,
@@ -211,6 +225,7 @@ OWN_CODE_DENSE = (
     family_row("BaichuanForCausalLM", "Baichuan 13B and Baichuan 2", "baichuan", **BAICHUAN),
     family_row("QWenLMHeadModel", "Qwen 1", "qwen", **QWEN_1),
     family_row("SolarForCausalLM", "Solar Pro", "solar", **SOLAR),
+    family_row("Plamo2ForCausalLM", "PLaMo 2", "plamo2", **PLAMO_2),
     family_row("Plamo3ForCausalLM", "PLaMo 3", "plamo3", **PLAMO_3),
 )
 OWN_CODE_MIXTURES = (
