@@ -29,6 +29,7 @@ from calibrate.calibration.vision import (
 )
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
+from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError, one_line
@@ -109,7 +110,8 @@ class LayerRunner:
             # In vision-language models the class has another name.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
-            self._rotary = rotary(config).to(device)
+            own = _without_states(config, row) if row.defaults_of else config
+            self._rotary = rotary(own).to(device)
             if row.theta_key:
                 self._by_theta = _rotations(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's 16-bit dtype, with float32 statistics.
@@ -439,6 +441,16 @@ class LayerRunner:
             seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
+
+
+def _without_states(config: Any, row: Family) -> Any:
+    """Return the config without the kind of layers that have a state, and no rotation."""
+    kinds = getattr(config, "layer_types", None)
+    if row.state_mixer is None or kinds is None:
+        return config
+    found = copy.deepcopy(config)
+    found.layer_types = [kind for kind in kinds if kind != row.state_mixer.layer_type]
+    return found
 
 
 def _rotations(

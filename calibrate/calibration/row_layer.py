@@ -19,6 +19,7 @@ from calibrate.calibration.row_mixers import (
     check_lightning,
     latent_attention,
     lightning_attention,
+    mamba_2,
     rotated_halves,
 )
 from formats.architecture.experts import Router
@@ -27,6 +28,8 @@ from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.architecture.sizes import size
 from formats.numerics.alibi import alibi_slopes
+
+STATES = {"lightning attention": lightning_attention, "Mamba-2": mamba_2}
 
 
 class OffsetNorm(nn.Module):
@@ -72,6 +75,10 @@ class RowLayer(nn.Module):
             for name, shape in family.state_mixer.tensors(config).items():
                 values = torch.empty([size(names, sizes) for names in shape])
                 self._add(name, nn.Parameter(values))
+        if blocks.attention:
+            for name, shape in family.head_norms.values():
+                values = torch.empty([size(names, sizes) for names in shape])
+                self._add(name, nn.Parameter(values))
         self.mixture = family.experts if blocks.experts else None
         if self.mixture is not None:
             for name, shape in self.mixture.tensors(config).items():
@@ -103,9 +110,8 @@ class RowLayer(nn.Module):
         x_BSD, o = before(hidden_BSD), self.family.o
         if self.has_state:
             o = self.family.state_mixer.out
-            made_BSN = lightning_attention(
-                self, self.family, self.config, x_BSD, position_embeddings
-            )
+            mixer = STATES[self.family.state_mixer.kind]
+            made_BSN = mixer(self, self.family, self.config, x_BSD, position_embeddings)
         elif self.family.latent:
             made_BSN = latent_attention(
                 *(self, self.family, self.config, x_BSD),
@@ -129,6 +135,11 @@ class RowLayer(nn.Module):
         if of_heads:
             norm_q, norm_k = map(self.get_submodule, of_heads)
             queries, keys = norm_q(queries), norm_k(keys)
+        elif self.family.head_norms:
+            queries, keys = (
+                self._normed_heads(queries, "q_norm"),
+                self._normed_heads(keys, "k_norm"),
+            )
         if position_embeddings is not None:
             queries, keys = (rotated_halves(x, *position_embeddings) for x in (queries, keys))
         if past_key_values is not None:
@@ -144,6 +155,13 @@ class RowLayer(nn.Module):
             enable_gqa=self.heads != self.kv_heads,
         )
         return attended_BHSd.transpose(1, 2).flatten(2)
+
+    def _normed_heads(self, x_BHSd: torch.Tensor, name: str) -> torch.Tensor:
+        """Norm each head, then multiply it by its own weights."""
+        weight_Hd = self.get_parameter(self.family.head_norms[name][0])
+        eps = self.family.norm_eps(self.config)
+        normed = functional.rms_norm(x_BHSd, weight_Hd.shape[1:], eps=eps)
+        return normed * weight_Hd[:, None]
 
     def _stream_norms(self) -> list[nn.Module]:
         """Return the norms before and after attention, and before and after the MLP."""

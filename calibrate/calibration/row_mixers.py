@@ -1,7 +1,7 @@
-"""Mixers of RowLayer besides plain attention: latent attention, and lightning attention of Ling.
+"""Mixers of RowLayer: latent attention, Ling's lightning attention and PLaMo 2's Mamba-2.
 
-Legend: B windows, S tokens of a window, H heads, d head size, K channels of a key, P of a key's
-part without rotation, R rotated channels.
+Legend: B windows, S tokens of a window, H heads, d head size, N state size of a channel.
+K channels of a key, P of a key's part without rotation, R rotated channels.
 """
 
 from collections.abc import Mapping
@@ -109,6 +109,49 @@ def lightning_attention(
     normed = functional.rms_norm(grouped, grouped.shape[-1:], eps=config["rms_norm_eps"])
     weight = layer.get_parameter(f"{mixer.module}.g_norm.weight")
     return (normed.flatten(2) * weight).to(x_BSD.dtype) * second(x_BSD).sigmoid()
+
+
+def mamba_2(
+    layer: nn.Module,
+    family: Family,
+    config: Mapping[str, Any],
+    x_BSD: torch.Tensor,
+    _: Rotation | None,
+) -> torch.Tensor:
+    """Return PLaMo 2's Mamba-2 before its last linear, [B, S, H d]. Heads share B and C."""
+    mixer, H, N = family.state_mixer, config["mamba_n_heads"], config["mamba_d_state"]
+    make_controls, make_dt = (layer.get_submodule(each.name) for each in mixer.controls)
+
+    def tensor(name: str) -> torch.Tensor:
+        return layer.get_parameter(f"{mixer.module}.{name}")
+
+    z_BSHd, x_BSHd = (
+        layer.get_submodule(mixer.inputs.name)(x_BSD).unflatten(-1, (H, 2, -1)).unbind(3)
+    )
+    taps_I1K = tensor("conv1d.weight")
+    padded = functional.pad(x_BSHd.flatten(2).mT, (taps_I1K.shape[-1] - 1, 0))
+    x_BSI = functional.silu(functional.conv1d(padded, taps_I1K, groups=len(taps_I1K)).mT)
+    made = make_controls(x_BSI)
+    b_BSN, c_BSN, dt = (
+        functional.rms_norm(part, part.shape[-1:], tensor(f"{name}_norm_weight"), eps)
+        for eps in (config["rms_norm_eps"],)
+        for part, name in zip(
+            made.split((N, N, made.shape[-1] - 2 * N), -1), ("B", "C", "dt"), strict=True
+        )
+    )
+    dt_BSH = functional.softplus(make_dt(dt).float() + tensor("dt_bias").float())
+    decays_BSH = (-tensor("A_log").float().exp() * dt_BSH).cumsum(1)
+    x_BSHd = x_BSI.float().unflatten(-1, (H, -1))
+    shares_BSS = c_BSN.float() @ b_BSN.float().mT
+    ahead_SS = torch.ones_like(shares_BSS[0], dtype=torch.bool).triu(1)
+    heads = []
+    for head in range(H):  # one after the other: the matrices [S, S] of all heads are large
+        decay_BS = decays_BSH[..., head]
+        left = (decay_BS[:, :, None] - decay_BS[:, None]).masked_fill(ahead_SS, -torch.inf).exp()
+        written_BSd = dt_BSH[:, :, head, None] * x_BSHd[:, :, head]
+        heads.append((shares_BSS * left) @ written_BSd)
+    out_BSHd = torch.stack(heads, 2) + tensor("D").float()[:, None] * x_BSHd
+    return (out_BSHd * functional.silu(z_BSHd.float())).flatten(2).to(x_BSD.dtype)
 
 
 def _of_heads(

@@ -31,7 +31,7 @@ class WindowMedia:
     is_image_S: torch.Tensor  # bool
     rows_RD: torch.Tensor  # embeddings of the image tokens
     added_RD: tuple[torch.Tensor, ...]  # deepstack rows of the first layers, one tensor per layer
-    positions_3S: torch.Tensor | None  # None: plain positions 0, 1, ...
+    positions_AS: torch.Tensor | None  # None: plain positions 0, 1, ...
     is_mutual: bool  # the tokens of an image attend to each other in both directions
     in_windows: bool = False  # ... only in layers with a sliding window
 
@@ -95,16 +95,17 @@ def _plain_media(
         is_image_S=window.is_image_S,
         rows_RD=encode(window.images).cpu(),
         added_RD=(),
-        positions_3S=None,
+        positions_AS=None,
         is_mutual=False,
     )
 
 
 def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
-    """Return the positions of a batch on three axes, [3, B, S]."""
-    plain_3S = torch.arange(length).expand(3, -1)
+    """Return the positions of a batch on the model's axes, [A, B, S]."""
+    counts = {len(each.positions_AS) for each in media if each and each.positions_AS is not None}
+    plain_AS = torch.arange(length).expand(max(counts, default=3), -1)
     found = [
-        plain_3S if each is None or each.positions_3S is None else each.positions_3S
+        plain_AS if each is None or each.positions_AS is None else each.positions_AS
         for each in media
     ]
     return torch.stack(found, dim=1).to(device)
@@ -225,7 +226,7 @@ class VisionModel:
 
     @property
     def rotary(self) -> nn.Module | None:
-        """Rotary embedding for positions with three axes, or None if the model has plain ones."""
+        """Rotary embedding for positions with several axes; None: the model has plain ones."""
         found = getattr(self._text, "rotary_emb", None)
         if not hasattr(found, "mrope_section"):
             return None
@@ -246,12 +247,16 @@ class VisionModel:
         ids_1S = inputs["input_ids"].clone()
         ids_1S[0, is_image_S] = self.image_token_id
         found = self._arguments({**inputs, "input_ids": ids_1S})
-        positions = found.get("position_ids") if self.rotary is not None else None
+        positions, positions_AS = found.get("position_ids"), None
+        sections = getattr(getattr(self._text, "rotary_emb", None), "mrope_section", None)
+        if positions is not None and sections is not None:
+            # Qwen's have the indices of tokens before those of the axes.
+            positions_AS = positions[-len(sections) :, 0].cpu()
         return WindowMedia(
             is_image_S=is_image_S,
             rows_RD=found["inputs_embeds"][0][is_image_S.to(self.device)].cpu(),
             added_RD=tuple(each.cpu() for each in found.get("deepstack_visual_embeds") or ()),
-            positions_3S=None if positions is None else positions[-3:, 0].cpu(),
+            positions_AS=positions_AS,
             is_mutual=self._is_mutual,
             in_windows=self._in_windows,
         )

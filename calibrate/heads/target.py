@@ -24,6 +24,7 @@ from formats.heads.config import usual_taps
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
 # Config keys of the placeholder tokens of media, which are never generated
 MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id")
+NUM_AXES = 3  # of positions that heads read
 Inputs = Mapping[str, torch.Tensor]  # arguments of transformers' model for one window
 
 
@@ -107,7 +108,7 @@ class Target:
         """Rope parameters for positions with three axes, or {} if positions are plain numbers."""
         rotary = getattr(self._decoder, "rotary_emb", None)
         sections = getattr(rotary, "mrope_section", None)
-        if not sections:
+        if not sections or len(sections) != NUM_AXES:  # Hunyuan has four
             return {}
         positions_311 = torch.tensor([0, 1, 0], device=self.device).view(3, 1, 1)
         _, sin = rotary(self.embedding[:1, None], positions_311)

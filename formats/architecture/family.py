@@ -78,6 +78,9 @@ class Family:
     # that the block uses.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_factor_key: str = ""  # key of config.json: factor of the values
+    # Tensors of a layer, by the name that attention uses: weights of norms of queries and keys, if
+    # each head has its own.
+    head_norms: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_norm: bool = False  # values are normalized per head, without weights
     # Fields that differ in layers with full attention (`layer_types`). The size of their heads is
     # "global_head_dim".
@@ -407,6 +410,8 @@ class Family:
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
         shapes |= dict(self.activation_tensors.values())
+        if blocks.attention:
+            shapes |= dict(self.head_norms.values())
         if (sinks := self.of_layer(layer, config).sinks) and blocks.attention:
             shapes[sinks] = (("num_attention_heads",),)
         if blocks.experts:

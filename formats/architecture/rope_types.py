@@ -23,14 +23,18 @@ ROPE_TYPES: dict[str, RopeType] = {
     "longrope": RopeType(lists=("short_factor", "long_factor")),
     "proportional": RopeType(),
 }
+# prefixes of keys about axes
+_OF_AXES = ("mrope_", "xdrope_")
+# types of a rotation with axes -> types without
+_PLAIN = {"mrope": ROPE_DEFAULT, "xdrope": "dynamic"}
 
 
 def one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope parameters without the axes of images, which are equal for text."""
-    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    kept = {key: value for key, value in rope.items() if not key.startswith(_OF_AXES)}
     for key in ("type", "rope_type"):
-        if kept.get(key) == "mrope":
-            kept[key] = ROPE_DEFAULT
+        if kept.get(key) in _PLAIN:
+            kept[key] = _PLAIN[kept[key]]
     return kept
 
 
@@ -49,3 +53,19 @@ def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bo
         for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
             axes[pair] = axis
     return axes
+
+
+def axes_of_halves(sections: Sequence[int], num_pairs: int) -> tuple[list[int], list[int]]:
+    """Return the axis of each channel in the first and in the second half of a head (Hunyuan).
+
+    Each section counts half of the channels of its axis, which follow each other. Raises InputError
+    if the sections do not fit.
+    """
+    if len(sections) < 3 or sum(sections) != num_pairs:
+        raise InputError(
+            "config.json mrope_section",
+            f"expected three numbers or more of sum {num_pairs}, found {list(sections)}",
+            "copy config.json from the original model",
+        )
+    axes = [axis for axis, count in enumerate(sections) for _ in range(2 * count)]
+    return axes[:num_pairs], axes[num_pairs:]

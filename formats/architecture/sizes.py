@@ -166,10 +166,11 @@ def _mamba_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     inner = _product(sizes, "mamba_n_heads", "mamba_d_head")
     of_groups = _product(sizes, "mamba_n_groups", "mamba_d_state")
     if not inner or not of_groups:
-        return dict.fromkeys(("mamba_inner", "mamba_conv", "mamba_in"))
+        return dict.fromkeys(("mamba_inner", "mamba_gated", "mamba_conv", "mamba_in"))
     channels = inner + 2 * of_groups
     return {
         "mamba_inner": inner,
+        "mamba_gated": 2 * inner,  # z and x
         "mamba_conv": channels,  # x, B and C
         "mamba_in": inner + channels + sizes["mamba_n_heads"],  # z, then channels, then time steps
     }
@@ -182,7 +183,7 @@ def _mamba_1_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     )
     return {
         "mamba_channels_in": channels and 2 * channels,  # x, then z
-        "mamba_controls": rank + 2 * state if rank and state else None,  # dt, B, C
+        "mamba_controls": rank + 2 * state if rank and state else None,  # dt, B and C
     }
 
 

@@ -15,6 +15,7 @@ from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
 LLM_CONFIG = "llm_config"  # the same key, used by code in a model's folder
+LANGUAGE_CONFIG = "language_config"  # the same key in DeepSeek-OCR, without a model_type
 THINKER_CONFIG = "thinker_config"  # Qwen-Omni's part that contains the text model
 _BLOCK = "quantization_config"
 _HEAD_MODULE = "lm_head"
@@ -28,6 +29,9 @@ HEAD_WEIGHT = "lm_head.weight"
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "DeepseekOCR2ForCausalLM",
+    "DeepseekOcr2ForConditionalGeneration",
+    "DeepseekOCRForCausalLM",
     "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
@@ -36,6 +40,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
@@ -50,6 +55,7 @@ WRAPPERS = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
@@ -74,7 +80,6 @@ WRAPPERS = (
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
-    "MiniCPMV4_6ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
@@ -82,12 +87,16 @@ WRAPPERS = (
     "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
 )
+_DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
+    "deepseek_ocr2_text": "deepseek",
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
+    "hunyuan_vl": "hunyuan_v1_dense",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
     "intern_s2_preview_text": "qwen3_5_moe_text",
     "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
@@ -123,14 +132,29 @@ _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_s
 _PART_NAMES += ("vision_adapter", "audio_encoder", "speech_embeddings")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
-_IN_TRANSFORMERS = {"mlp_AR": "projector"}
-_LONE_TENSOR = "image_newline"  # tensor of LLaVA-NeXT
+_IN_TRANSFORMERS = {
+    "mlp_AR": "projector",
+    "sam_model": "vision_tower",
+    "qwen2_model": "vision_tower",
+    "vit": "vision_tower",
+}
+_PART_NAMES += ("sam_model", "qwen2_model", "vit")
+# tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
+_LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
 # prefixes of the other parts
 _OTHER_PARTS = tuple(
     f"{parent}{part}." for parent in ("", "model.", _THINKER) for part in _PART_NAMES
 )
 # model types without a text_config
-_FLAT = ("qwen2_5_vl", "qwen2_vl", "phi4_multimodal", "phi4mm", "paddleocr_vl", "mimo_v2")
+_FLAT = (
+    "hunyuan_vl",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "phi4_multimodal",
+    "phi4mm",
+    "paddleocr_vl",
+    "mimo_v2",
+)
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights
 _ADAPTERS, _ADAPTED = (".lora_A.", ".lora_B."), ".base_layer."
@@ -228,7 +252,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
 
 def text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None: it belongs to another part."""
-    if name.startswith(_OTHER_PARTS) or name.removeprefix("model.") == _LONE_TENSOR:
+    if name.startswith(_OTHER_PARTS) or name.removeprefix("model.") in _LONE_TENSORS:
         return None
     if any(part in name for part in _ADAPTERS):
         return None
@@ -315,6 +339,9 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
     if isinstance(thinker, dict):
         return thinker.get(TEXT_CONFIG)
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
+    language = config.get(LANGUAGE_CONFIG)
+    if text is None and isinstance(language, dict):
+        return {"model_type": _DEEPSEEK, **language} if language.get("use_mla") is False else None
     if text is None and config.get("model_type") in _FLAT:
         return {key: value for key, value in config.items() if key not in _OTHER_CONFIGS}
     return text

@@ -281,7 +281,8 @@ RULES: tuple[Rule, ...] = (
         "no",
         lambda f: _lacks_class(f.architecture),
         "transformers/models of 5.23.0: step3p7 has Step3p7TextModel, without a class of a text"
-        " model with a head; none of exaone, internlm2, baichuan, qwen, solar, plamo3, bailing_moe",
+        " model with a head; none of exaone, internlm2, baichuan, qwen, solar, plamo2, plamo3,"
+        " bailing_moe",
     ),
     row(
         "delta-net",

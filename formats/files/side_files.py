@@ -17,6 +17,7 @@ SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "tokenizer.jsonl",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -32,7 +33,7 @@ SIDE_FILES = (
     "sentence_bert_config.json",
 )
 # A folder without any of these has no tokenizer.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl", "vocab.json")
 # Files in the folders of modules. Pickles are not copied, because they are not read.
 MODULE_SUFFIXES = (".json", ".safetensors")
 

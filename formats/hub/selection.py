@@ -19,6 +19,7 @@ NAMES_SHOWN = 6
 # Configs of the model, its quantization, tokenizer, processors and pooling; chat templates.
 SIDE_PATTERNS = (
     *("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+    "tokenizer.jsonl",
     "additional_chat_templates/*.jinja",
 )
 NOT_NEEDED = ("*.bin.index.json", "trainer_state.json", "*.msgpack.index.json", "*.ckpt.index.json")

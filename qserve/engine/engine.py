@@ -340,7 +340,7 @@ class Engine:
                 page_size=page_size,
                 params=SamplingParams(),
                 media=tuple(media),
-                has_axes=self._input_processor.has_axes,
+                axes=self._input_processor.axes,
             )
             return self.workers.logits(replace(step, page_moves=moves))
         except BaseException:

@@ -18,7 +18,7 @@ from qserve.lora.adapter_table import AdapterTable, adapters_of
 from qserve.model.model_config import ModelConfig
 from qserve.multimodal.layouts.table import check_features
 from qserve.multimodal.media import MediaItem, check_media
-from qserve.multimodal.positions import positions_of
+from qserve.multimodal.positions import Axes, positions_of
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling.params import KINDS_OF_LAST_ROW
@@ -101,8 +101,9 @@ class InputProcessor:
             pooled=None if pooling is None else Pooled(params=pooling),
             adapter=handling.lora and adapters_of(self._adapters).find(handling.lora),
         )
-        if handling.media and self.has_axes:
-            request.rope_positions, request.rope_shift = positions_of(handling.media)
+        axes = self.axes
+        if handling.media and axes is not None:
+            request.rope_positions, request.rope_shift = positions_of(handling.media, axes)
             self._check_positions(subject, int(request.rope_positions.max()))
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
@@ -144,9 +145,9 @@ class InputProcessor:
             )
 
     @property
-    def has_axes(self) -> bool:
-        """True if media tokens have positions on three axes (M-RoPE)."""
-        return self._model.vision is not None and bool(self._model.vision.axis_pairs)
+    def axes(self) -> Axes | None:
+        """Axes of the positions of media tokens (M-RoPE); None: one."""
+        return None if self._model.vision is None else self._model.vision.axes
 
     def check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
         """Raise InputError for media that the model does not take, or at invalid positions."""

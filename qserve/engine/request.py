@@ -59,7 +59,7 @@ class Request:
     group: str = ""  # the API request that this output belongs to
     priority: int = 0  # lower values run first with the scheduling policy "priority"
     media: tuple[MediaItem, ...] = ()  # media items of the prompt, in order of position
-    # int64 [3, N]: positions on three axes (M-RoPE) up to the end of the last media item; None: no
+    # int64 [A, N]: positions on A axes (M-RoPE) up to the end of the last media item; None: no
     # such positions
     rope_positions: np.ndarray | None = None
     rope_shift: int = 0  # offset from index to position of tokens after these

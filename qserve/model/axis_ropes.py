@@ -1,9 +1,11 @@
-"""AxisRopes: rotary embedding for rows whose positions have three axes (M-RoPE).
+"""AxisRopes: rotary embedding for rows whose positions have several axes (M-RoPE).
 
-Each pair of channels is rotated by the position on one axis. Each step gets a rotary table with one
+Each pair of channels is rotated by the position on one axis. In Hunyuan's models both channels of a
+pair may have different axes: a step's table has two parts of D columns, one for the first halves of
+heads and one for the second. Each step gets a rotary table with one
 row per row of the step; the rotation kernel reads it with the row number as the position.
 
-T: rows of the step. D: rotated channels.
+A: axes. T: rows of the step. D: rotated channels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.architecture.rope_types import axes_of_pairs
+from formats.architecture.rope_types import axes_of_halves, axes_of_pairs
 from qserve.model.blocks.rotary import Rotary
 
 
@@ -19,7 +21,7 @@ from qserve.model.blocks.rotary import Rotary
 class RowRopes:
     """Rotary tables for the rows of one step."""
 
-    tables: dict[Rotary, torch.Tensor]  # float32 [T, D]
+    tables: dict[Rotary, torch.Tensor]  # float32 [T, D], or [T, 2 D]
     rows_T: torch.Tensor  # int64, 0 to T - 1
 
     def of_rows(self, rows: slice) -> "RowRopes":
@@ -32,27 +34,39 @@ class AxisRopes:
     """Makes the rotary tables of steps, for all rotary embeddings of a decoder."""
 
     def __init__(
-        self, rotaries: Iterable[Rotary], sections: Sequence[int], *, is_interleaved: bool
+        self,
+        rotaries: Iterable[Rotary],
+        sections: Sequence[int],
+        *,
+        is_interleaved: bool,
+        divides_channels: bool = False,
     ) -> None:
-        """`sections`: number of channel pairs per axis. Raises InputError if they do not fit."""
+        """Raises InputError if `sections`, the number of channel pairs per axis, do not fit.
+
+        `divides_channels`: sections divide the channels in order, not the pairs (Hunyuan).
+        """
+        self.num_axes = len(sections)
         # for each Rotary: axis and source column of each column of the step's table
         self._columns: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         for rotary in dict.fromkeys(rotaries):
             num_pairs = rotary.cos_sin.shape[1] // 2
             if not num_pairs:
                 continue
-            axes = axes_of_pairs(sections, num_pairs, is_interleaved=is_interleaved)
+            if divides_channels:
+                parts = axes_of_halves(sections, num_pairs)
+            else:
+                parts = (axes_of_pairs(sections, num_pairs, is_interleaved=is_interleaved),)
             device = rotary.cos_sin.device
             self._columns[rotary] = (
-                torch.tensor(axes * 2, device=device),
-                torch.arange(2 * num_pairs, device=device),
+                torch.tensor([axis for axes in parts for axis in axes * 2], device=device),
+                torch.arange(2 * num_pairs, device=device).repeat(len(parts)),
             )
 
-    def of(self, positions_3T: torch.Tensor) -> RowRopes:
+    def of(self, positions_AT: torch.Tensor) -> RowRopes:
         """Return the tables for rows at these positions."""
-        rows_T = torch.arange(positions_3T.shape[1], device=positions_3T.device)
+        rows_T = torch.arange(positions_AT.shape[1], device=positions_AT.device)
         tables = {
-            rotary: rotary.cos_sin[positions_3T[axes_D].T, columns_D]
+            rotary: rotary.cos_sin[positions_AT[axes_D].T, columns_D]
             for rotary, (axes_D, columns_D) in self._columns.items()
         }
         return RowRopes(tables=tables, rows_T=rows_T)

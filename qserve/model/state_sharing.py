@@ -28,6 +28,7 @@ _BLOCKS = {
     ),
     "mamba_n_heads": ((HEAD, "one"),),
     "mamba_inner": ((HEAD, "mamba_d_head"),),
+    "mamba_gated": ((HEAD, "mamba_d_head"),) * 2,
     "mamba_conv": ((HEAD, "mamba_d_head"), (GROUP, "mamba_d_state"), (GROUP, "mamba_d_state")),
     "mamba_in": (
         (HEAD, "mamba_d_head"),

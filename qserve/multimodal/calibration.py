@@ -36,6 +36,7 @@ IMAGE_FIELDS = {
 # Values that an image processor returns only for its own multimodal processor: they are no
 # arguments of the model.
 NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
+NO_ARGUMENTS += ("grids", "num_patches_per_image")
 MAX_PATH_CHARS = 4096
 MAX_BYTES, MAX_PIXELS = 2**28, 2**28
 

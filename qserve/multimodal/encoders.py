@@ -175,6 +175,26 @@ def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return found
 
 
+def _encode_slices(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the slices of MiniCPM-V, whose patches are side by side in one row."""
+    pixels_NCHW = torch.stack(inputs["pixel_values"])
+    patches, rows, columns = _patches(pixels_NCHW, model.config.vision_config.patch_size)
+    row_CHW = patches.permute(2, 3, 0, 1, 4).flatten(2)
+    sizes_N2 = torch.tensor([[rows, columns]] * len(patches), device=patches.device)
+    return model.get_image_features(row_CHW[None], sizes_N2).pooler_output
+
+
+def _encode_views(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the overview and the tiles of DeepSeek-OCR's images."""
+    tiles, others = inputs["pixel_values_local"], {}
+    if len(tiles[0]):
+        counts = [len(each) for each in tiles]
+        others = {"pixel_values_local": torch.cat(tiles), "num_local_patches": counts}
+    if hasattr(model, "image_newline"):
+        others["patches_grid"] = [each.tolist()[::-1] for each in inputs["image_grid"]]
+    return model.get_image_features(torch.stack(inputs["pixel_values"]), **others).pooler_output
+
+
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "resampled": _encode_resampled,
@@ -189,4 +209,6 @@ ENCODERS: dict[str, Encode] = {
     "llama4": _encode_llama4,
     "kimi": _encode_kimi,
     "phi4": _encode_phi4,
+    "views": _encode_views,
+    "slices": _encode_slices,
 }

@@ -72,6 +72,8 @@ class MediaItem:
     is_mutual: bool = False  # True: the positions attend to each other in both directions
     # numbers of frames, rows and columns of embeddings, where positions have three axes; else ()
     grid: tuple[int, ...] = ()
+    # number of embeddings before those of `grid`, and of those after
+    num_outer: int = 0
     frame_step: float = 1.0  # distance between two frames on the first axis
     # inputs of the encoder; empty only where no encoder runs
     features: tuple[Feature, ...] = field(default=(), compare=False, repr=False)
@@ -94,9 +96,12 @@ class MediaItem:
                 "media is_embed", f"expected {self.length} bytes of 0 or 1, not all of them 0"
             )
 
-        if self.grid and (len(self.grid) != 3 or math.prod(self.grid) != self.length):
+        inner = self.length - 2 * self.num_outer
+        if self.num_outer < 0 or self.num_outer and not self.grid:
+            raise ParameterError("media num_outer", f"expected 0, found {self.num_outer}")
+        if self.grid and (len(self.grid) != 3 or math.prod(self.grid) != inner):
             raise ParameterError(
-                "media grid", f"expected 3 numbers of product {self.length}, found {self.grid}"
+                "media grid", f"expected 3 numbers of product {inner}, found {self.grid}"
             )
         if not 0 <= self.frame_step < MAX_FRAME_STEP:
             raise ParameterError(

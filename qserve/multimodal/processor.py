@@ -61,6 +61,8 @@ class MediaProcessor:
         self._layout = layout_of(config)
         self._image_processor = load_image_processor(folder)
         self._options = _options(self._image_processor)
+        numbers_images = getattr(self._image_processor, "use_image_id", True)
+        self._number_text = self._layout.number_text if numbers_images else ""
         kind, self._video_limits = config.family.video, video_limits
         self._video_processor = VideoProcessor(folder, kind) if kind else None
         # token -> number of newlines in it, for models that join them with those of an image
@@ -102,10 +104,12 @@ class MediaProcessor:
         items: list[MediaItem] = []
         # part of the digest of an image whose layout depends on the other images of its prompt
         several = "several" if self._layout.sees_others and len(images) > 1 else ""
-        pairs, clips = zip(images, digests, strict=True), iter(videos)
+        pairs, clips = enumerate(zip(images, digests, strict=True)), iter(videos)
         for token in ids:
             if token == self._placeholder_id:
-                self._expand_image(*next(pairs), several, found, items)
+                number, (image, digest) = next(pairs)
+                self._append_text(self._number_text.format(number), found)
+                self._expand_image(image, digest, several, found, items)
             elif token == config.video_token_id:
                 self._expand_video(next(clips), found, items)
             elif self._newlines.get(token) and found and found[-1] in self._newlines and items:
@@ -175,6 +179,7 @@ class MediaProcessor:
                     is_embed=is_embed,
                     is_mutual=self.config.is_mutual,
                     grid=piece.grid,
+                    num_outer=piece.num_outer,
                     frame_step=piece.frame_step,
                     features=piece.features,
                 )

@@ -58,8 +58,35 @@ _OMNI_PARTS = {
 }
 
 
+# names in Tencent's files of HunyuanOCR -> in transformers
+_HUNYUAN_PARTS = {
+    ".mlp.dense_h_to_4h.": ".mlp.fc1.",
+    ".mlp.dense_4h_to_h.": ".mlp.fc2.",
+    ".input_layernorm.": ".layer_norm1.",
+    ".post_attention_layernorm.": ".layer_norm2.",
+    ".perceive.proj.0.": ".perceive.proj_conv.",
+    ".perceive.proj.2.": ".perceive.proj_out.",
+    ".perceive.": ".patch_merger.",
+}
+
+
 # tensors of PaddleOCR-VL's tower that no code uses
 _UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
+
+
+_SAM_LAYER = re.compile(r"blocks\.(\d+)\.(norm(?=[12]))?")
+# names in SAM's part of DeepSeek-OCR -> in transformers
+_SAM_PARTS = {
+    "patch_embed.proj.": "patch_embed.projection.",
+    "neck.0.": "neck.conv1.",
+    "neck.1.": "neck.layer_norm1.",
+    "neck.2.": "neck.conv2.",
+    "neck.3.": "neck.layer_norm2.",
+    "net_2.": "proj.conv1.",
+    "net_3.": "proj.conv2.",
+}
+_SAM, _ENCODER = "vision_tower.sam_encoder.", "vision_tower.vision_encoder."
+_UNUSED_BY_DEEPSEEK = "embeddings.patch_embedding."
 
 
 def _as_stored(
@@ -106,6 +133,30 @@ def _renamed(
     yield name, tensor
 
 
+def _deepseek_ocr(
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rename SAM's tensors, and split queries, keys and values of CLIP's layers."""
+    if name.startswith(_SAM):
+        part = name.removeprefix(_SAM)
+        part = next(
+            (o + part.removeprefix(s) for s, o in _SAM_PARTS.items() if part.startswith(s)), part
+        )
+        part = _SAM_LAYER.sub(lambda m: f"layers.{m[1]}.{'layer_norm' if m[2] else ''}", part)
+        yield _SAM + part, tensor
+        return
+    part = name.removeprefix(_ENCODER)
+    if part.startswith(_UNUSED_BY_DEEPSEEK):
+        return
+    if part.startswith("transformer."):
+        name = f"{_ENCODER}encoder.{part.removeprefix('transformer.')}"
+    if ".qkv_proj." not in name:
+        yield name, tensor
+        return
+    for own, rows in zip("qkv", tensor.chunk(3), strict=True):
+        yield name.replace(".qkv_proj.", f".{own}_proj."), rows
+
+
 def _paddle(
     name: str, tensor: torch.Tensor, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,5 +175,7 @@ CONVERSIONS: dict[str, Convert] = {
     "internvl": internvl_tensors,
     "phi4": partial(_renamed, _PHI_4_PARTS),
     "paddle": _paddle,
+    "deepseek_ocr": _deepseek_ocr,
     "omni": partial(_renamed, _OMNI_PARTS),
+    "hunyuan": partial(_renamed, _HUNYUAN_PARTS),
 }

@@ -34,6 +34,7 @@ from qserve.multimodal.video_processor import VideoProcessor
 # Limit of the pixel values of one call, which limits the memory of activations: 21 tiles of 512 x
 # 512, or 5 images of 1024 x 1024. A single item may have more.
 MAX_VALUES = 2**24
+SAM_CONFIG = "sam_config"  # key of vision_config in DeepSeek-OCR
 # keys of vision_config in which transformers accepts numbers below 1
 SIZES = {"hidden_size", "num_attention_heads", "num_heads", "num_hidden_layers", "depth"}
 
@@ -111,17 +112,27 @@ class Tower(torch.nn.Module):
         return self.activation_bytes(num_patches) + pixels
 
     @property
-    def _values_of_patch(self) -> int:
+    def _vision(self) -> Mapping[str, Any]:
+        """Sizes of the part of the tower that reads the pixels."""
         vision = self.config.values["vision_config"]
+        return vision.get(SAM_CONFIG, vision)
+
+    @property
+    def _values_of_patch(self) -> int:
+        vision = self._vision
         return 3 * side_of(vision, "patch_size") ** 2 * vision.get("temporal_patch_size", 1)
 
     def activation_bytes(self, num_patches: int) -> int:
         """Return the estimated memory of the activations of a layer."""
-        vision = self.config.values["vision_config"]
+        vision = self._vision
         hidden = vision.get("embed_dim", vision["hidden_size"])
         # residual stream, norm, queries, keys and values, rotated queries and keys, output; and the
         # feed-forward twice
         of_patch = 10 * hidden + 2 * vision.get("intermediate_size", 4 * hidden)
+        if SAM_CONFIG in self.config.values["vision_config"]:
+            # a bias for each pair of patches of an image, in each head
+            patches = (side_of(vision, "image_size") // side_of(vision, "patch_size")) ** 2
+            of_patch += vision["num_attention_heads"] * patches
         return self.dtype.itemsize * num_patches * of_patch
 
     @property
@@ -220,9 +231,11 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     for key in ("layer_types", "mlp_only_layers", "moe_layers"):
         if text.get(key):
             text[key] = text[key][-1:] if key == "layer_types" else []
+    if text.get("mlp_layer_types"):
+        text["mlp_layer_types"] = ["dense"]  # a layer without experts is smaller
     text.pop("per_layer_config", None)  # it describes layers that are left out
     if "first_k_dense_replace" in text:
-        text["first_k_dense_replace"] = 1  # a layer without experts is smaller
+        text["first_k_dense_replace"] = 1
     for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if text.get(key):
             text[key] = 0

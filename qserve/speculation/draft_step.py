@@ -59,8 +59,8 @@ class DraftStep:
             batch = replace(batch, embeds=media.next_embeds)
         if self.ropes is None:
             return batch
-        if media is not None and media.positions_3T is not None:
-            return replace(batch, row_ropes=self.ropes.of(media.positions_3T))
+        if media is not None and media.positions_AT is not None:
+            return replace(batch, row_ropes=self.ropes.of(media.positions_AT))
         return batch.with_rope_positions()
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.files.model_path import model_folder
+from qserve.text.plamo_tokenizer import FILE, load_plamo_tokenizer
 from qserve.text.tokenizer_record import read_record, record_path, write_record
 
 # Once it is imported, programs may have registered classes of their own in it.
@@ -24,7 +25,18 @@ TEMPLATES = {
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
         "{% else %}{% for part in message.content %}"
         "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
-    )
+    ),
+    **dict.fromkeys(
+        (
+            "DeepseekOCRForCausalLM",
+            "DeepseekOCR2ForCausalLM",
+            "DeepseekOcr2ForConditionalGeneration",
+        ),
+        "{{ bos_token }}{% for message in messages %}{% if message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content %}"
+        "{{ '<image>\n' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+        "{% endfor %}",
+    ),
 }
 
 
@@ -53,7 +65,10 @@ def _by_transformers(folder: Path) -> Any:
     given = {"trust_remote_code": False, "local_files_only": True}
     if _names_its_class(folder):
         given["config"] = _bare_config(folder)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
+    if (folder / FILE).is_file() and not (folder / "tokenizer.json").is_file():
+        tokenizer = load_plamo_tokenizer(folder, _read(folder, "tokenizer_config.json"))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
     # A vision-language model's processor has its own template, which renders image parts.
     template = _read(folder, "chat_template.json").get("chat_template")
     if isinstance(template, str):

@@ -29,7 +29,7 @@ MAX_BYTES = 2**28  # the largest tokenizer.json have about 35 MB
 MAX_RECORDS = 32  # the oldest are deleted; one takes up to 30 MB
 TOKENIZER = "tokenizer.json"
 # Suffixes of the files that transformers makes a tokenizer of, or a choice by.
-SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".jsonl")
 TENSOR_INDEX = ".index.json"
 TEMPLATES = "additional_chat_templates"
 # Packages that transformers reads other files with, if they are installed.

@@ -168,6 +168,41 @@ def plamo3(**different):
     return config, {**layered("model.layers.layers", shapes), **outside}
 
 
+def plamo2(**different):
+    config = {
+        **without("hidden_act", "tie_word_embeddings", "rope_theta"),
+        **{"architectures": ["Plamo2ForCausalLM"], "model_type": "plamo2", "rms_norm_eps": 1e-6},
+        **{"num_hidden_layers": 4, "hidden_size_per_head": 24, "mamba_num_heads": 4},
+        **{"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_step": 2, "mamba_enabled": True},
+        **{"attention_window_size": 6, "full_attention_idx": [3]},
+        **{"rope_theta": 1000, "rope_local_theta": 100},
+        **different,
+    }
+    tensors = {}
+    for i in range(config["num_hidden_layers"]):
+        shapes = {
+            **norms("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
+            **{"mlp.gate_up_proj.weight": (2 * INNER, C), "mlp.down_proj.weight": (C, INNER)},
+        }
+        if i % config["mamba_step"] == config["mamba_step"] // 2 or not config["mamba_enabled"]:
+            shapes |= {
+                **{"mixer.qkv_proj.weight": (192, C), "mixer.o_proj.weight": (C, 96)},
+                **{"mixer.q_weight": (4, 24), "mixer.k_weight": (2, 24)},
+            }
+        else:
+            shapes |= {
+                **{"mixer.in_proj.weight": (192, C), "mixer.conv1d.weight": (96, 1, 4)},
+                **{"mixer.bcdt_proj.weight": (96, 96), "mixer.dt_proj.weight": (4, 64)},
+                **{f"mixer.{name}": (4,) for name in ("A_log", "D", "dt_bias")},
+                **{"mixer.B_norm_weight": (16,), "mixer.C_norm_weight": (16,)},
+                **{"mixer.dt_norm_weight": (64,), "mixer.out_proj.weight": (C, 96)},
+            }
+        tensors |= {f"model.layers.layers.{i}.{n}": shape for n, shape in shapes.items()}
+    outside = ends("model.embed_tokens", "model.norm")
+    del outside["lm_head.weight"]
+    return config, {**tensors, **outside}
+
+
 def bailing(second=False, **different):
     config = {
         **without("hidden_act"),
@@ -208,6 +243,27 @@ def bailing(second=False, **different):
     if second:  # an MTP layer, which is not read
         tensors["model.layers.3.eh_proj.weight"] = (C, 2 * C)
     return config, {**tensors, **ends("model.word_embeddings", "model.norm")}
+
+
+def deepseek_moe(**different):
+    config = {
+        **without("hidden_act"),
+        **{"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek"},
+        **{"hidden_act": "silu", "n_routed_experts": 8, "num_experts_per_tok": 3},
+        **{"n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        **{"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
+        **different,
+    }
+    names, own = ("gate_proj", "up_proj", "down_proj"), of_llama()
+    dense = {name: own.pop(name) for name in list(own) if name.startswith("mlp.")}
+    routed = {"mlp.gate.weight": (8, C), **mlp("mlp.shared_experts", *names, 64)}
+    for number in range(8):
+        routed |= mlp(f"mlp.experts.{number}", *names, 32)
+    tensors = ends("model.embed_tokens", "model.norm")
+    for i in range(L):
+        feed_forward = dense if i < config["first_k_dense_replace"] else routed
+        tensors |= {f"model.layers.{i}.{n}": s for n, s in {**own, **feed_forward}.items()}
+    return config, tensors
 
 
 LATENT = {
@@ -260,15 +316,18 @@ TINY_MODELS = {
     "qwen": lambda: qwen(),
     "solar": lambda: solar(),
     "orion": lambda: orion(),
+    "plamo2": lambda: plamo2(),
     "plamo3": lambda: plamo3(),
     "ling": lambda: bailing(),
     "ling_2": lambda: bailing(second=True),
     "ling_2_6": lambda: lightning_ling(),
     "ring_linear": lambda: lightning_ling(latent=False),
+    "deepseek_moe": lambda: deepseek_moe(routed_scaling_factor=1.5),
 }
 VARIANTS = {
     "exaone, tied": lambda: exaone(tie_word_embeddings=True),
     "internlm2 without biases": lambda: internlm2(bias=False),
+    "plamo2 without states": lambda: plamo2(mamba_enabled=False, full_attention_idx=None),
     "ling without biases": lambda: bailing(use_qkv_bias=False, norm_head=False),
     "ling 2, one group": lambda: bailing(second=True, n_group=1, topk_group=1),
     "ling 2.6 without query latents": lambda: lightning_ling(

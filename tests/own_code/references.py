@@ -8,7 +8,7 @@ import json
 
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import layer_norm, linear, normalize, silu, softmax
+from torch.nn.functional import layer_norm, linear, normalize, silu, softmax, softplus
 
 
 def rms(x, weight, eps):
@@ -223,6 +223,38 @@ def solar(c, t, ids):
     return linear(norm(x, "model.norm"), t["lm_head.weight"])
 
 
+def deepseek_moe(c, t, ids):
+    """Llama with experts, whose shares are parts of a softmax over all of them."""
+
+    def norm(x, name):
+        return rms(x, t[f"{name}.weight"], c["rms_norm_eps"])
+
+    def mlp(x, stem):
+        names = ("gate_proj", "up_proj", "down_proj")
+        return swiglu(x, *(t[f"{stem}.{n}.weight"] for n in names))
+
+    def layer(i):
+        p = f"model.layers.{i}"
+        attention, dense = llama_layer(c, t, i, norm)
+
+        def routed(x):
+            x = norm(x, f"{p}.post_attention_layernorm")
+            scores = softmax(linear(x, t[f"{p}.mlp.gate.weight"]), -1)
+            shares, chosen = scores.topk(c["num_experts_per_tok"], -1)
+            shares = shares * c.get("routed_scaling_factor", 1.0)
+            out = mlp(x, f"{p}.mlp.shared_experts")
+            for row in range(len(x)):
+                for expert, share in zip(chosen[row].tolist(), shares[row], strict=True):
+                    out[row] += share * mlp(x[row], f"{p}.mlp.experts.{expert}")
+            return out
+
+        return attention, dense if i < c["first_k_dense_replace"] else routed
+
+    layers = [layer(i) for i in range(c["num_hidden_layers"])]
+    table, head = t["model.embed_tokens.weight"], t["lm_head.weight"]
+    return sequential(ids, table, layers, lambda x: norm(x, "model.norm"), head)
+
+
 def orion(c, t, ids):
     def norm(x, name):
         weight, bias = t[f"{name}.weight"], t[f"{name}.bias"]
@@ -261,6 +293,73 @@ def plamo3(c, t, ids):
         x = x + norm(out, "post_mixer_norm", 1 / 5)
         both = linear(norm(x, "pre_mlp_norm", 1), t[f"{p}.mlp.gate_up_proj.weight"])
         gate, up = both.chunk(2, -1)
+        made = linear(silu(gate) * up, t[f"{p}.mlp.down_proj.weight"])
+        x = x + norm(made, "post_mlp_norm", 1 / 5**1.5)
+    return linear(rms(x, t["model.norm.weight"] + 1, eps), t["model.embed_tokens.weight"])
+
+
+def plamo2(c, t, ids):
+    """Layers of PLaMo 3. Heads have norms of their own, and most layers a state."""
+    H, J, d, N = (
+        c[key]
+        for key in (
+            *("num_attention_heads", "num_key_value_heads"),
+            *("hidden_size_per_head", "mamba_d_state"),
+        )
+    )
+    x, eps = t["model.embed_tokens.weight"][torch.tensor(ids)], c["rms_norm_eps"]
+    T, step, full = len(ids), c["mamba_step"], c["full_attention_idx"] or ()
+
+    def attention(x, p, i):
+        qkv = linear(x, t[f"{p}.qkv_proj.weight"]).view(T, -1, d)
+        q, k, v = qkv.split((H, J, J), 1)
+        theta = c["rope_theta"] if i in full else c["rope_local_theta"]
+        q, k = (
+            rotate(rms(each, torch.ones(d), 1e-6) * t[f"{p}.{name}_weight"], theta)
+            for each, name in ((q, "q"), (k, "k"))
+        )
+        k, v = (each.repeat_interleave(H // J, 1) for each in (k, v))
+        scores = torch.einsum("thd,shd->hts", q, k) * d**-0.5
+        back = torch.arange(T)[:, None] - torch.arange(T)
+        hidden = (back < 0) | ((back > c["attention_window_size"]) & (i not in full))
+        shares = softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        out = torch.einsum("hts,shd->thd", shares, v).flatten(1)
+        return linear(out, t[f"{p}.o_proj.weight"])
+
+    def mamba(x, p):
+        heads, taps = c["mamba_num_heads"], t[f"{p}.conv1d.weight"][:, 0]
+        z, x = linear(x, t[f"{p}.in_proj.weight"]).view(T, heads, 2 * d).chunk(2, -1)
+        before = torch.cat([torch.zeros(taps.shape[1] - 1, heads * d), x.flatten(1)])
+        x = silu(torch.stack([(before[i : i + taps.shape[1]] * taps.T).sum(0) for i in range(T)]))
+        made = linear(x, t[f"{p}.bcdt_proj.weight"])
+        b, c_, dt = (
+            rms(part, t[f"{p}.{name}_norm_weight"], eps)
+            for part, name in zip(
+                made.split((N, N, made.shape[1] - 2 * N), 1), ("B", "C", "dt"), strict=True
+            )
+        )
+        dt = softplus(linear(dt, t[f"{p}.dt_proj.weight"]) + t[f"{p}.dt_bias"])
+        state, out, x = torch.zeros(heads, d, N), [], x.view(T, heads, d)
+        for i in range(T):
+            left = torch.exp(-dt[i] * t[f"{p}.A_log"].exp())
+            written = dt[i][:, None, None] * x[i][:, :, None] * b[i]
+            state = left[:, None, None] * state + written
+            out.append((state @ c_[i] + t[f"{p}.D"][:, None] * x[i]) * silu(z[i]))
+        return linear(torch.stack(out).flatten(1), t[f"{p}.out_proj.weight"])
+
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.layers.{i}"
+
+        def norm(x, name, offset, p=p):
+            return rms(x, t[f"{p}.{name}.weight"] + offset, eps)
+
+        attends, inner = not c["mamba_enabled"] or i % step == step // 2, f"{p}.mixer"
+        read = norm(x, "pre_mixer_norm", 1)
+        made = attention(read, inner, i) if attends else mamba(read, inner)
+        x = x + norm(made, "post_mixer_norm", 1 / 5)
+        gate, up = linear(norm(x, "pre_mlp_norm", 1), t[f"{p}.mlp.gate_up_proj.weight"]).chunk(
+            2, -1
+        )
         made = linear(silu(gate) * up, t[f"{p}.mlp.down_proj.weight"])
         x = x + norm(made, "post_mlp_norm", 1 / 5**1.5)
     return linear(rms(x, t["model.norm.weight"] + 1, eps), t["model.embed_tokens.weight"])
@@ -401,8 +500,10 @@ REFERENCES = {
     "SolarForCausalLM": solar,
     "OrionForCausalLM": orion,
     "StableLmForCausalLM": orion,  # a file of Orion as the project's reader presents it
+    "Plamo2ForCausalLM": plamo2,
     "Plamo3ForCausalLM": plamo3,
     "BailingMoeForCausalLM": bailing,
+    "DeepseekForCausalLM": deepseek_moe,
     "BailingMoeV2ForCausalLM": bailing,
     "BailingMoeV2_5ForCausalLM": bailing,
     "BailingMoeLinearV2ForCausalLM": bailing,

@@ -1,6 +1,7 @@
 """Tiny random vision-language models: their configs, by family group, and their files."""
 
 from tests.tiny_vision.model import (
+    ALL_FAMILIES,
     VISION_FAMILIES,
     loaded,
     rename_tensors,
@@ -11,6 +12,7 @@ from tests.tiny_vision.pictures import film, picture
 from tests.tiny_vision.tiles import INTERNVL
 
 __all__ = [
+    "ALL_FAMILIES",
     "INTERNVL",
     "VISION_FAMILIES",
     "film",

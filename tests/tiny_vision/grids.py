@@ -177,7 +177,26 @@ PADDLE_OCR_VL = {
     "vision": {**TOWER, "image_size": 32, "patch_size": 8, "spatial_merge_size": 2},
 }
 del PADDLE_OCR_VL["video"]
+# Images of 256 to 2048 pixels: 1 to 8 embeddings, one for each row, and two around them.
+HUNYUAN_OCR = {
+    **PADDLE_OCR_VL,
+    "config": "HunYuanVLConfig",
+    "image_processor": "HunYuanVLImageProcessor",
+    "text_type": "hunyuan_vl_text",
+    "text": {
+        "rope_parameters": {
+            **{"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 3.0},
+            "mrope_section": [1, 2, 3, 2],
+        },
+    },
+    "vision": {
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "patch_size": 8, "max_image_size": 64},
+        **{"out_hidden_size": 64, "text_hidden_size": 64, "initializer_range": 0.2},
+    },
+}
 FAMILIES = {
+    "hunyuan_ocr": HUNYUAN_OCR,
     "paddleocr_vl": PADDLE_OCR_VL,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,

@@ -1,12 +1,16 @@
 """Tiny random vision-language models with a tokenizer, an image processor and a chat template."""
 
 import json
+import shutil
+from collections import ChainMap
 from pathlib import Path
 
 import torch
 
-from tests.tiny_vision import flat, gemma, grids, rows, squares, tiles
+from tests.tiny_vision import flat, gemma, grids, rows, squares, tiles, views
 
+# config.json in transformers' form, of a folder whose own is in the form of published files
+TRANSFORMERS_CONFIG = "transformers_config.json"
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS_5M = ROOT / "examples" / "models" / "docs-5m"
 TEXT = {
@@ -42,6 +46,8 @@ VISION_FAMILIES = {
     **flat.FAMILIES,
     **grids.FAMILIES,
 }
+# and those whose files transformers does not load as they are
+ALL_FAMILIES = ChainMap(VISION_FAMILIES, views.FAMILIES)
 
 
 def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
@@ -51,7 +57,7 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     """
     import transformers
 
-    row = VISION_FAMILIES[family]
+    row = ALL_FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"], num_words)
     vocab_size = 64 * -(-(max(ids.values()) + 1) // 64)
@@ -87,6 +93,10 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     model.save_pretrained(folder)
     if "names" in row:
         rename_tensors(folder, row["names"])
+    if "published" in row:
+        stated = folder / "config.json"
+        shutil.copy(stated, folder / TRANSFORMERS_CONFIG)
+        stated.write_text(json.dumps(row["published"](json.loads(stated.read_text()))))
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     if "video" in row:
@@ -98,15 +108,18 @@ def auto_class(family: str):
     """Return transformers' class that makes the model of a family."""
     import transformers
 
-    return getattr(
-        transformers, VISION_FAMILIES[family].get("model", "AutoModelForImageTextToText")
-    )
+    return getattr(transformers, ALL_FAMILIES[family].get("model", "AutoModelForImageTextToText"))
 
 
 def loaded(folder: Path, family: str):
     """Return transformers' model of a folder, in float32."""
-    row = VISION_FAMILIES[family]
+    import transformers
+
+    row = ALL_FAMILIES[family]
     others = {"attn_implementation": row["attention"]} if "attention" in row else {}
+    if "published" in row:
+        given = getattr(transformers, row["config"]).from_json_file(folder / TRANSFORMERS_CONFIG)
+        others["config"] = given
     model = auto_class(family).from_pretrained(folder, dtype=torch.float32, **others)
     text = model.config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) is not None:

@@ -147,6 +147,28 @@ IDEFICS_2 = {
         "do_image_splitting": True,
     },
 }
+# At most 4 slices and the whole image: 1 to 8 embeddings each, of 16 x 16 pixels.
+MINICPM_V = {
+    "config": "MiniCPMV4_6Config",
+    "tokens": [
+        *("<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>"),
+        *("<image_id>", "</image_id>", "<|video_pad|>"),
+    ],
+    "placeholder": "<|image_pad|>",
+    "text_type": "qwen3_5_text",
+    "text": {
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "vision": {**TOWER, "num_hidden_layers": 3, "image_size": 32, "patch_size": 4},
+    "whole": {"insert_layer_id": 1, "video_token_id": "<|video_pad|>"},
+    "image_processor": "MiniCPMV4_6ImageProcessor",
+    "processor": {**PIXELS, "scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4},
+}
 FAMILIES = {
     "idefics2": IDEFICS_2,
     "idefics3": {
@@ -159,5 +181,6 @@ FAMILIES = {
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
+    "minicpm_v": MINICPM_V,
     "aya_vision": AYA_VISION,
 }

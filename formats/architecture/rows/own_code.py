@@ -21,8 +21,10 @@ from formats.architecture.rows.parts import (
     QKV,
     experts,
     gated,
+    norms_before,
 )
 from formats.architecture.rows.usual import family_row
+from formats.architecture.states.plamo import PLAMO_MAMBA
 
 _LLAMA: dict[str, Any] = {"builder": "llama", "defaults_of": "llama"}
 
@@ -135,6 +137,19 @@ PLAMO_3: dict[str, Any] = {
     "config_keys": {"sliding_window": "window_size"},
     "layer": "model.layers.layers.{i}",
 }
+_HEAD_COUNTS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+PLAMO_2: dict[str, Any] = {
+    **PLAMO_3,
+    "builder": "hybrid.plamo",
+    "state_mixer": PLAMO_MAMBA,
+    "norms": PLAMO_3["norms"][:4],
+    "head_norms": {
+        f"{x}_norm": (f"mixer.{x}_weight", ((count,), ("head_dim",)))
+        for x, count in _HEAD_COUNTS.items()
+    },
+    "fixed": {"rms_norm_eps": 1e-6},  # norms of heads have it in any case
+    "config_keys": {"head_dim": "hidden_size_per_head", "mamba_n_heads": "mamba_num_heads"},
+}
 SOLAR: dict[str, Any] = {
     **ATTENTION_BIAS,
     **MLP_BIAS,
@@ -183,6 +198,26 @@ BAILING_2: dict[str, Any] = {
     },
     "unread_layers_key": "num_nextn_predict_layers",
 }
+DEEPSEEK_MOE: dict[str, Any] = {
+    "builder": "moe",
+    "defaults_of": "llama",
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(float32=True, factor_key="routed_scaling_factor"),
+        shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+        first_dense_key="first_k_dense_replace",
+        types_key="mlp_layer_types",
+    ),
+    "norms": norms_before("mlp"),
+    "float16": False,
+    "fixed": {
+        **{"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "use_mla": False},
+        **{"norm_topk_prob": False, "scoring_func": "softmax"},
+        "topk_method": ("greedy", None),
+    },
+}
 OWN_CODE_DENSE = (
     family_row("ExaoneForCausalLM", "EXAONE 3 and 3.5", "exaone", **EXAONE),
     family_row("InternLM2ForCausalLM", "InternLM2", "internlm2", **INTERNLM_2),
@@ -190,9 +225,13 @@ OWN_CODE_DENSE = (
     family_row("BaichuanForCausalLM", "Baichuan 13B and Baichuan 2", "baichuan", **BAICHUAN),
     family_row("QWenLMHeadModel", "Qwen 1", "qwen", **QWEN_1),
     family_row("SolarForCausalLM", "Solar Pro", "solar", **SOLAR),
+    family_row("Plamo2ForCausalLM", "PLaMo 2", "plamo2", **PLAMO_2),
     family_row("Plamo3ForCausalLM", "PLaMo 3", "plamo3", **PLAMO_3),
 )
 OWN_CODE_MIXTURES = (
     family_row("BailingMoeForCausalLM", "Ling (Bailing MoE)", "bailing_moe", **BAILING),
     family_row("BailingMoeV2ForCausalLM", "Ling 2 and Ring 2", "bailing_moe", **BAILING_2),
+    family_row(
+        "DeepseekForCausalLM", "DeepSeek-MoE and DeepSeek-OCR (text)", "deepseek", **DEEPSEEK_MOE
+    ),
 )

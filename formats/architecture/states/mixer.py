@@ -42,7 +42,7 @@ class StateMixer:
     kind: Kind
     module: str
     # In a delta net: queries, keys and values, and the gate of the output norm. With `grouped`,
-    # the outputs of this projection and of `gates` are grouped by key head.
+    # the outputs of this projection and of `gates` are grouped by key head, or by group.
     inputs: Projection
     gates: Projection | None = None  # reads the same input; stays in float
     # Projections after the convolution, each reading the output of the last; they stay in float.

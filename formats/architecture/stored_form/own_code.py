@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
-from formats.architecture.sizes import is_size
+from formats.architecture.sizes import is_size, layer_numbers
 from formats.architecture.stored_form.parts import inner_width, known_sizes
 from formats.errors import config_error
 
@@ -113,3 +113,45 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
     rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
     return {**found, "rope_parameters": rotations}
+
+
+def plamo_2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, the sizes of mixers, and a rotation for each kind of attention.
+
+    Of `mamba_step` layers one has attention. It has a window unless `full_attention_idx` names it.
+    """
+    heads, width = config.get("mamba_n_heads", 64), config.get("head_dim", 128)
+    found: dict[str, Any] = {
+        **{"head_dim": width, "mamba_d_head": width, "mamba_n_heads": heads},
+        "mamba_n_groups": heads,  # of rows in the first matrix; all heads share B and C
+        "mamba_d_state": config.get("mamba_d_state", 64),
+        "mamba_d_conv": config.get("mamba_d_conv", 4),
+    }
+    if is_size(hidden := config.get("hidden_size")):
+        found["mamba_dt_rank"] = max(64, hidden // 16)
+    if is_size(window := config.get("attention_window_size", 2048)):
+        found["sliding_window"] = window + 1  # keys before a query, and its own
+    if is_size(count := config.get("num_hidden_layers", 32)):
+        found["layer_types"] = _layers_of_plamo_2(config, count)
+    stated = config.get("rope_parameters")
+    stated = stated if isinstance(stated, Mapping) else {}
+    if "full_attention" in stated:
+        return found
+    theta = config.get("rope_theta", stated.get("rope_theta", 10_000))
+    kinds = {"full_attention": theta, "sliding_attention": config.get("rope_local_theta", theta)}
+    rotations = {k: {"rope_type": "default", "rope_theta": value} for k, value in kinds.items()}
+    return {**found, "rope_parameters": rotations}
+
+
+def _layers_of_plamo_2(config: Mapping[str, Any], count: int) -> list[str]:
+    """Return the kind of each layer. Raises CheckpointError if config.json states no period."""
+    full = layer_numbers(config, "full_attention_idx")
+    step = config.get("mamba_step", 2)
+    if not is_size(step):
+        raise config_error("mamba_step", "a number above 0", step)
+    layers = range(min(count, MAX_LAYERS))
+    attends = {i for i in layers if i % step == step // 2} or {count - 1}
+    if not config.get("mamba_enabled", True):
+        attends = {*layers}
+    kinds = ("sliding_attention", "full_attention")
+    return [kinds[i in full] if i in attends else "linear_attention" for i in layers]

@@ -69,7 +69,12 @@ class Encoder:
         if vision.axis_pairs:
             rotaries = [each for each in decoder.modules() if isinstance(each, Rotary)]
             is_interleaved = vision.family.has_interleaved_axes
-            ropes = AxisRopes(rotaries, vision.axis_pairs, is_interleaved=is_interleaved)
+            ropes = AxisRopes(
+                rotaries,
+                vision.axis_pairs,
+                is_interleaved=is_interleaved,
+                divides_channels=vision.family.counts_images,
+            )
         if decoder.pipeline is not None and not decoder.pipeline.is_first:
             return cls(None, ropes, vision, 0)
         is_dummy = config.load_format == "dummy"
@@ -108,7 +113,7 @@ class Encoder:
 
     @property
     def has_axes(self) -> bool:
-        """True if positions have three axes."""
+        """True if positions have several axes."""
         return self._ropes is not None
 
     @property
@@ -121,7 +126,7 @@ class Encoder:
 
         Returns the step's tensors with them, and the media for a drafter.
         """
-        device, next_embeds, positions_3T = batch.token_ids_T.device, None, None
+        device, next_embeds, positions_AT = batch.token_ids_T.device, None, None
         if step.media is not None:
             if step.media.of_items:
                 batch = replace(batch, num_levels=self._num_levels)
@@ -137,13 +142,13 @@ class Encoder:
                 batch = replace(batch, last_keys_T=last_keys_T, sees_ahead_in_windows=in_windows)
             if step.media.unlimited_T is not None:
                 batch = replace(batch, unlimited_T=to_device(step.media.unlimited_T, device))
-        if step.axis_offsets_3T is not None:
-            positions_3T = batch.positions_T + to_device(step.axis_offsets_3T, device)
-            batch = replace(batch, row_ropes=self._ropes.of(positions_3T))
+        if step.axis_offsets_AT is not None:
+            positions_AT = batch.positions_T + to_device(step.axis_offsets_AT, device)
+            batch = replace(batch, row_ropes=self._ropes.of(positions_AT))
         shifts = step.text_shifts_T
         return batch, DraftMedia(
             next_embeds=next_embeds,
-            positions_3T=positions_3T,
+            positions_AT=positions_AT,
             text_shifts_T=None if shifts is None else to_device(shifts, device),
         )
 
@@ -167,7 +172,7 @@ class Encoder:
         batch, _ = self.with_media(batch, step)
         ropes = batch.row_ropes
         if ropes is None and self._ropes is not None:
-            ropes = self._ropes.of(batch.positions_T.expand(3, -1))
+            ropes = self._ropes.of(batch.positions_T.expand(self._ropes.num_axes, -1))
         buffers.fill_(batch, ropes, padded.num_tokens)
 
     @contextmanager

@@ -40,7 +40,7 @@ class DraftMedia:
     # Image embeddings of the tokens that follow the step's rows; None: no image token follows.
     # Embeddings of images that are not encoded yet are missing.
     next_embeds: InputEmbeds | None
-    positions_3T: torch.Tensor | None  # int64, rotary positions on three axes; None: one axis
+    positions_AT: torch.Tensor | None  # int64, rotary positions on several axes; None: one axis
     # int64: offset from position to rotary position for the request's later text; None: 0
     text_shifts_T: torch.Tensor | None
 

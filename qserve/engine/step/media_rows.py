@@ -88,7 +88,7 @@ class MediaRows:
 
 
 def axis_positions(plan: StepPlan, positions_T: np.ndarray) -> np.ndarray | None:
-    """Return int64 [3, T], the positions of a step's rows; None if all three axes are equal.
+    """Return int64 [A, T], the positions of a step's rows on A axes; None if all are equal.
 
     For rows before the end of a request's media, fills in `positions_T` with the first axis.
     """
@@ -96,13 +96,13 @@ def axis_positions(plan: StepPlan, positions_T: np.ndarray) -> np.ndarray | None
     first = 0  # row of the chunk's first token
     for request, start, count, _ in plan.chunks:
         if request.rope_positions is not None and start < request.media_end:
-            known_3N = request.rope_positions[:, start : start + count]
-            positions_T[first : first + known_3N.shape[1]] = known_3N[0]
-            pieces.append((first, known_3N))
+            known_AN = request.rope_positions[:, start : start + count]
+            positions_T[first : first + known_AN.shape[1]] = known_AN[0]
+            pieces.append((first, known_AN))
         first += count
-    if all((known_3N == known_3N[0]).all() for _, known_3N in pieces):
+    if all((known_AN == known_AN[0]).all() for _, known_AN in pieces):
         return None
-    found_3T = np.tile(positions_T, (3, 1))
-    for first, known_3N in pieces:
-        found_3T[:, first : first + known_3N.shape[1]] = known_3N
-    return found_3T
+    found_AT = np.tile(positions_T, (len(pieces[0][1]), 1))
+    for first, known_AN in pieces:
+        found_AT[:, first : first + known_AN.shape[1]] = known_AN
+    return found_AT

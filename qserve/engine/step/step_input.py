@@ -28,7 +28,7 @@ from qserve.engine.step.masks import allowed, dead_end
 from qserve.engine.step.media_rows import MediaRows, axis_positions
 from qserve.engine.step.request_rows import RequestRows, table_width
 from qserve.multimodal.media import MediaItem
-from qserve.multimodal.positions import positions_of
+from qserve.multimodal.positions import Axes, positions_of
 from qserve.params.sampling_params import SamplingParams
 
 FEW_DECODES = 8  # steps with up to so many plain decodes are built without numpy gathers
@@ -140,7 +140,7 @@ class StepInput:
     adapter_slots_T: np.ndarray | None = None  # int32, -1: no adapter; None: no row has one
     draft_rows: DraftRows | None = None  # None: no speculation
     # int64: offset from `positions_T` to rotary positions on each axis; None: axes do not differ
-    axis_offsets_3T: np.ndarray | None = None
+    axis_offsets_AT: np.ndarray | None = None
     # int64, with drafts: offset from `positions_T` to rotary positions on all axes; None: 0
     rope_shifts_T: np.ndarray | None = None
     # int64: offset from position to rotary position for the request's later text; None: 0
@@ -162,7 +162,7 @@ class StepInput:
     @property
     def has_media(self) -> bool:
         """True if the step has media embeddings, or rows whose positions differ between axes."""
-        return self.media is not None or self.axis_offsets_3T is not None
+        return self.media is not None or self.axis_offsets_AT is not None
 
     @property
     def rows_each(self) -> int:
@@ -205,16 +205,16 @@ class StepInput:
             chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
         pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
         slots_T = pages * page_size + positions % page_size
-        axes_3T = rope_shifts_T = text_shifts_T = None
+        axes_AT = rope_shifts_T = text_shifts_T = None
         if rows.has_rope_shifts:
             text_shifts_T = rows.rope_shifts_N[rows_R][chunk_of_T]
             shifted = positions + text_shifts_T
-            axes_3T = axis_positions(plan, shifted)
+            axes_AT = axis_positions(plan, shifted)
             if plan.drafting is None:
                 positions = shifted
             else:  # the device corrects `positions`, and slots follow from them
                 rope_shifts_T = shifted - positions
-            axes_3T = None if axes_3T is None else axes_3T - positions
+            axes_AT = None if axes_AT is None else axes_AT - positions
         token_ids, is_pending_R = _token_ids(plan.chunks)
         # Without drafts, at most one token of a request is in flight when a step is planned: its
         # last token. With drafts on the device there may be more, which DraftRows describes.
@@ -264,7 +264,7 @@ class StepInput:
             page_moves=plan.moves,
             state_moves=plan.state_moves,
             adapter_slots_T=slots_R[chunk_of_T] if slots_R.max() >= 0 else None,
-            axis_offsets_3T=axes_3T,
+            axis_offsets_AT=axes_AT,
             rope_shifts_T=rope_shifts_T,
             text_shifts_T=text_shifts_T,
             media=plan.media and MediaRows.build(plan, plan.media),
@@ -348,13 +348,13 @@ class StepInput:
         num_copies: int = 1,
         drafting: Drafting | None = None,
         media: tuple[MediaItem, ...] = (),
-        has_axes: bool = False,
+        axes: Axes | None = None,
     ) -> "StepInput":
         """Return a step that computes a whole sequence and samples its next token.
 
         No scheduler is involved. `num_copies`: number of copies of the sequence in the step, which
         share their pages and only enlarge the step. `media`: all items are encoded by the step.
-        `has_axes`: True if media tokens have positions on three axes.
+        `axes`: axes of positions of media tokens; None: one.
         """
         request = Request(
             request_id="unscheduled",
@@ -372,8 +372,8 @@ class StepInput:
         if media:
             unique = {item.digest: item for item in media}
             encoded = MediaPlan(tuple(unique.values()), dropped=(), for_drafts=frozenset())
-        if media and has_axes:
-            request.rope_positions, request.rope_shift = positions_of(media)
+        if media and axes is not None:
+            request.rope_positions, request.rope_shift = positions_of(media, axes)
         chunk = Chunk(request=request, start=0, count=len(token_ids), num_sampled=1)
         plan = StepPlan(chunks=(chunk,) * num_copies, drafting=drafting, media=encoded)
         return cls.build(plan, page_size=page_size, rows=RequestRows(1))

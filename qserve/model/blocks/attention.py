@@ -193,7 +193,8 @@ class Attention(torch.nn.Module):
         o_proj: Linear,
         scale: float | None = None,  # of attention scores; None: head_dim^-0.5
         soft_cap: float | None = None,  # of attention scores
-        q_norm: torch.Tensor | None = None,  # [D]: norm per head; [H D]: norm over all heads
+        # [D]: norm per head; [H, D]: each head has its own weights; [H D]: norm over all heads
+        q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
         slopes: torch.Tensor | None = None,  # float32 [H], for ALiBi
@@ -224,8 +225,10 @@ class Attention(torch.nn.Module):
         self.keys_are_values = keys_are_values
         self.whole_norms = norms_over_ranks or (_whole_norm, _whole_norm)
         self.norms_heads = (
-            q_norm is not None and q_norm.shape[0] == self.head_dim and norms_over_ranks is None
+            q_norm is not None and q_norm.shape == (self.head_dim,) and norms_over_ranks is None
         )
+        own = q_norm is not None and q_norm.ndim == 2
+        self.register_buffer("plain_norm", torch.ones_like(q_norm[0]) if own else None)
         self.register_buffer("query_scales", query_scales)
         self.register_buffer("sinks", sinks)
         self.register_buffer("slopes", slopes)
@@ -310,7 +313,9 @@ class Attention(torch.nn.Module):
         The result is the input of the next norm.
         """
         q, *gate, k, v = self._parts(x_TC, plan)
-        if self._norms_whole:
+        if self.plain_norm is not None:
+            q, k = (self._normed_heads(*each) for each in ((q, self.q_norm), (k, self.k_norm)))
+        elif self._norms_whole:
             norm_q, norm_k = self.whole_norms
             of_q, of_k = (
                 ops.NormSpec(weight_C=weight, eps=self.eps) for weight in (self.q_norm, self.k_norm)
@@ -322,7 +327,7 @@ class Attention(torch.nn.Module):
         if step.row_ropes is not None:
             cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
         if self.rotates_first:
-            q, k = ops.apply_rope(q, k, cos_sin, positions_T, self.rotary.interleaved)
+            q, k = self._rotated(q, k, cos_sin, positions_T)
             cos_sin = cos_sin[:, :0]  # the operation below only norms and writes, without rope
         q = ops.rope_write_kv_(
             q,
@@ -344,6 +349,29 @@ class Attention(torch.nn.Module):
         if step.on_written is not None:
             step.on_written(cache)
         return self._attended(q, gate[0] if gate else None, step, cache)
+
+    def _normed_heads(self, x_THD: torch.Tensor, weight_HD: torch.Tensor) -> torch.Tensor:
+        """Norm each head, then multiply it by its own weights."""
+        spec = ops.NormSpec(weight_C=self.plain_norm, eps=self.eps)
+        normed, _ = ops.norm(x_THD.reshape(-1, self.head_dim), None, spec)
+        return normed.view_as(x_THD) * weight_HD
+
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rotated queries and keys. With two tables each one rotates a half of a head."""
+        width = self.rotary.cos_sin.shape[1]
+        found = [
+            ops.apply_rope(q, k, table.contiguous(), positions_T, self.rotary.interleaved)
+            for table in cos_sin.split(width, 1)
+        ]
+        if len(found) == 1:
+            return found[0]
+        first, second = (
+            torch.cat([low[..., : width // 2], high[..., width // 2 :]], -1)
+            for low, high in zip(*found, strict=True)
+        )
+        return first, second
 
     def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:
         """Return queries, gates (if is_gated), keys and values, each [T, heads, D]."""

@@ -12,6 +12,7 @@ import torch
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd, Norm
+from qserve.model.blocks.states.state import StateBlock
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights
@@ -23,12 +24,17 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
     return llama.build_decoder(config, weights, build_layer)
 
 
-def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+def build_layer(
+    config: ModelConfig, weights: LayerWeights, mixer: StateBlock | None = None
+) -> Layer:
+    """Build a layer. `mixer`: a mixer with states instead of attention."""
     before, after, before_mlp, after_mlp, *of_heads = (norm.name for norm in config.family.norms)
+    if mixer is None:
+        mixer = llama.build_attention(config, weights, **_of_heads(config, weights, of_heads))
     build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
     return Layer(
         attention_norm=llama.build_norm(config, weights, before),
-        attention=llama.build_attention(config, weights, **_of_heads(config, weights, of_heads)),
+        attention=mixer,
         attention_end=_end(config, weights, after),
         mlp_norm=llama.build_norm(config, weights, before_mlp),
         mlp=build_mlp(config, weights),
@@ -38,6 +44,8 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 def _of_heads(config: ModelConfig, weights: LayerWeights, names: list[str]) -> dict[str, Any]:
     """Return the norms of queries and keys, and the scale of scores if the config states one."""
+    if config.family.head_norms:
+        return weights.head_norms()
     plain = weights.constant(torch.ones(config.head_dim))
     q_norm, k_norm = (weights.norm(name) for name in names) if names else (plain, plain)
     factor = config.values.get("qk_scale_factor")

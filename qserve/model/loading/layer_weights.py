@@ -92,7 +92,8 @@ class LayerWeights:
         `orders`: as in `linear`.
         """
         mixer, sharing, shard = self._family.state_mixer, self._weights.sharing, self.state_shard
-        has_order = bool(orders) or (mixer.grouped and projection is not mixer.out)
+        grouped = mixer.grouped and projection in mixer.readers
+        has_order = bool(orders) or grouped
         if sharing.is_whole and not has_order:
             cuts = [WHOLE for _ in projection.linears]
         elif projection.split == "outputs":
@@ -100,7 +101,7 @@ class LayerWeights:
                 Cut(
                     rows=orders[linear.name]
                     if orders and linear.name in orders
-                    else shard.rows(linear.outputs, grouped=mixer.grouped)
+                    else shard.rows(linear.outputs, grouped=grouped)
                 )
                 for linear in projection.linears
             ]
@@ -173,6 +174,15 @@ class LayerWeights:
         factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape, row.offset)
         part = self._weights.sharing.head_rows(row.size)
         return factors if part is None else factors[slice(*part)].clone()
+
+    def head_norms(self) -> dict[str, torch.Tensor]:
+        """Return norm weights [heads, D] of queries and keys as arguments; {} without them."""
+        weights, found = self._weights, {}
+        for name, (local, shape) in self._family.head_norms.items():
+            stored = weights.tensor(f"{self._prefix}.{local}", weights.shape(shape))
+            part = weights.sharing.head_rows(shape[0][0])
+            found[name] = stored if part is None else stored[slice(*part)].clone()
+        return found
 
     def norm_bias(self, name: str) -> torch.Tensor | None:
         """Return the bias of a norm that the family's row lists; None if norms have no bias."""

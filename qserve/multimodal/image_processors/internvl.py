@@ -24,29 +24,31 @@ from qserve.multimodal.stored_forms.internvl_config import tile_options
 
 def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
     side = side_of(options)
-    rows, columns = _shape(pixels_HWC.shape[:2], side, options)
-    tiles = split(_scaled(pixels_HWC, rows * side, columns * side), rows, columns)
+    rows, columns = closest_shape(
+        pixels_HWC.shape[:2], side, options["min_patches"], options["max_patches"]
+    )
+    tiles = split(stretched(pixels_HWC, rows * side, columns * side), rows, columns)
     if len(tiles) == 1 or not options["use_thumbnail"]:
         return Cut(tiles, (rows, columns), False)
-    whole = channels_first(_scaled(pixels_HWC, side, side))
+    whole = channels_first(stretched(pixels_HWC, side, side))
     return Cut((*tiles, whole), (rows, columns), True)
 
 
-def _scaled(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+def stretched(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Scale an image to a size, whatever its ratio."""
     from PIL import Image
 
     image = Image.fromarray(pixels_HWC)
     return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
 
-def _shape(sides: Sequence[int], side: int, options: Options) -> tuple[int, int]:
+def closest_shape(sides: Sequence[int], side: int, least: int, most: int) -> tuple[int, int]:
     """Return the rows and columns of tiles whose shape is nearest to the image's.
 
     Of shapes that are equally near, the largest one counts that has less than twice the pixels of
     the image.
     """
     height, width = sides
-    least, most = options["min_patches"], options["max_patches"]
     shapes = [
         (rows, columns)
         for columns in range(1, most + 1)

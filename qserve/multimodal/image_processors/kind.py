@@ -50,6 +50,7 @@ class Kind:
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = field(default=_no_renaming)
     # values of config.json -> options; None: the options are in a file of the image processor
     from_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    needs_options: bool = True  # False: a folder may have no file of the image processor
     rounds_to: str = ""  # dtype to which each step of the normalization rounds; "": float32
 
 

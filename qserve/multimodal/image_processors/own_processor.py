@@ -11,6 +11,7 @@ from formats.architecture.sizes import is_size
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
+from qserve.multimodal.image_processors.deepseek_ocr import DEEPSEEK_OCR, DEEPSEEK_OCR_2
 from qserve.multimodal.image_processors.internvl import INTERNVL_CHAT
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
@@ -33,6 +34,8 @@ KINDS: dict[str, Kind] = {
     "kimi_vl": KIMI_VL,
     "internvl": INTERNVL_CHAT,
     "phi4": PHI_4,
+    "deepseek_ocr": DEEPSEEK_OCR,
+    "deepseek_ocr_2": DEEPSEEK_OCR_2,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts
@@ -58,11 +61,11 @@ class OwnImageProcessor:
             stated = self.kind.from_config(read_json(Path(folder) / CONFIG))
         else:
             found = stated_options(Path(folder), FILES)
-            if found is None:
+            if found is None and self.kind.needs_options:
                 raise CheckpointError(
                     self.folder, "has no options of an image processor", COPY_OPTIONS
                 )
-            stated = self.kind.renamed(found)
+            stated = self.kind.renamed(found or {})
         self.options = {**COMMON, **self.kind.defaults, **stated}
         if not self.options.get("do_resize", True):
             raise CheckpointError(

@@ -1,9 +1,11 @@
-"""Layouts of images that OwnImageProcessor cuts into tiles, one item each. Loads no torch.
+"""Layouts of images that are cut into tiles, one item each. Loads no torch.
 
 The tokens between tiles say where a tile is. Tiles of some families have several sizes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,7 @@ def _run(tile_CHW: np.ndarray, unit: int) -> Run:
 
 
 def _layout(
-    pieces: Callable[[Cut, Callable[[np.ndarray], Run]], Iterator[Piece]],
+    pieces: Callable[[Any, Callable[[np.ndarray], Run]], Iterator[Piece]],
     unit_of: Unit,
     *,
     is_square: bool,
@@ -120,8 +122,44 @@ def _intern_unit(values: Values) -> int:
     return round(side_of(values["vision_config"], "patch_size") / values["downsample_ratio"])
 
 
+def _minicpm_pieces(found: Mapping[str, Any], run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the whole image and its slices, each between tokens; rows are on lines."""
+    ((_, columns),) = found["grids"]
+    for number, tile_CHW in enumerate(_unpacked(found)):
+        slices = number - 1  # slices before this tile
+        yield "\n" if slices > 0 and slices % columns == 0 else ""
+        yield "<slice>" if number else "<image>"
+        yield run(tile_CHW)
+        yield "</slice>" if number else "</image>"
+
+
+def _unpacked(found: Mapping[str, Any]) -> Iterator[np.ndarray]:
+    """Yield the tiles [C, H, W], whose patches transformers' processor puts side by side."""
+    packed_CHW = np.asarray(found["pixel_values"])[0].astype(np.uint8)  # whole numbers, as floats
+    channels, size, _ = packed_CHW.shape
+    start = 0
+    for rows, columns in np.asarray(found["target_sizes"]).tolist():
+        stop = start + rows * columns * size
+        patches = packed_CHW[..., start:stop].reshape(channels, size, rows, columns, size)
+        tile = patches.transpose(0, 2, 1, 3, 4).reshape(channels, rows * size, columns * size)
+        yield np.ascontiguousarray(tile)
+        start = stop
+
+
+def _minicpm_unit(values: Values) -> int:
+    vision = values["vision_config"]
+    merged = side_of(values, "merge_kernel_size") ** values["merger_times"]
+    before = 1 if values["downsample_mode"] == "4x" else side_of(vision, "window_kernel_size")
+    return vision["patch_size"] * merged * before
+
+
 LFM_2 = _layout(_lfm2_pieces, _downsampled_unit, is_square=False)
 LLAMA_4 = _layout(_llama4_pieces, _llama4_unit, is_square=True)
 COHERE_2 = _layout(_cohere2_pieces, _downsampled_unit, is_square=True)
 INTERN = _layout(_intern_pieces, _intern_unit, is_square=True)
 KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)
+MINICPM = replace(
+    _layout(_minicpm_pieces, _minicpm_unit, is_square=False),
+    number_text="<image_id>{}</image_id>",
+    options=lambda values: {"downsample_mode": values["downsample_mode"]},
+)

@@ -5,6 +5,7 @@ Each square of patches has one embedding.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
     if stated is None or not np.array_equal(stated.array(), grid):
         grid = np.zeros(3, np.int64)  # a shape that no feature has: the check fails
     values_of_patch = (
-        vision.get("in_channels", vision.get("in_chans", 3))
+        vision.get("in_channels", vision.get("in_chans", vision.get("num_channels", 3)))
         * vision.get("temporal_patch_size", 1)
         * vision["patch_size"] ** 2
     )
@@ -54,6 +55,30 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
 
 
 GRID = Layout(pieces=_pieces, inputs=_inputs)
+
+
+def _line_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield the item of an image, whose rows end with an embedding (Hunyuan).
+
+    One embedding precedes the rows, and one follows them.
+    """
+    (run,) = _pieces(found, values)
+    assert isinstance(run, Run)
+    frames, rows, columns = run.grid
+    grid = frames, rows, columns + 1
+    yield replace(run, length=math.prod(grid) + 2, grid=grid, num_outer=1)
+
+
+def _line_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    frames, rows, columns = item.grid or (0, 0, 0)
+    plain = replace(item, grid=(), num_outer=0)
+    if columns > 1:
+        inner = frames, rows, columns - 1
+        plain = replace(plain, length=math.prod(inner), is_embed=b"", grid=inner)
+    return _inputs(plain, values)[0], math.prod(item.grid) + 2
+
+
+LINES = Layout(pieces=_line_pieces, inputs=_line_inputs)
 
 
 def whole_clip(clip: Clip, values: Values) -> Iterator[Piece]:

@@ -10,11 +10,12 @@ from qserve.multimodal.media import Feature, MediaItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The tokens of one item. See MediaItem for `features`, `grid` and `frame_step`."""
+    """The tokens of one item. See MediaItem for the fields that have its names."""
 
     length: int  # number of tokens
     features: tuple[Feature, ...]
     grid: tuple[int, ...] = ()
+    num_outer: int = 0
     frame_step: float = 1.0
     # place among the tokens -> text of a token that has no embedding
     other_tokens: Mapping[int, str] = field(default_factory=dict)
@@ -44,6 +45,8 @@ class Layout:
     takes_samples: bool = False
     # text of the token around an image that two adjacent images share; "": none
     shared_token: str = ""
+    # text before an image, with {} for the number of images before it in the prompt; "": none
+    number_text: str = ""
     # True: the tokens of an image are others where its prompt has several images
     sees_others: bool = False
 

@@ -12,6 +12,7 @@ from qserve.multimodal.layouts import (
     rows,
     squares,
     tiles,
+    views,
     whole_image,
 )
 from qserve.multimodal.layouts.layout import Layout, Stated
@@ -27,14 +28,18 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,
+    "lines": grids.LINES,
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,
     "pooled": pooled.POOLED,
     "lfm2": cuts.LFM_2,
     "llama4": cuts.LLAMA_4,
     "cohere2": cuts.COHERE_2,
+    "minicpm": cuts.MINICPM,
     "kimi": cuts.KIMI,
     "phi4": whole_image.WHOLE_IMAGE,
+    "deepseek_ocr": views.ROWS_OF_VIEWS,
+    "deepseek_ocr_2": views.QUERIES_OF_VIEWS,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,
 }
@@ -60,6 +65,9 @@ def check_features(item: MediaItem, vision: VisionConfig) -> str:
             return f"expected {name} as {_text(stated)}, found {_text(found[name])}"
     if item.frame_step != 1.0 and vision.family.video != "qwen2":
         return f"expected frame_step 1, found {item.frame_step}"
+    num_outer = int(vision.axes.counts_images) if vision.axes else 0
+    if item.num_outer != num_outer:
+        return f"expected num_outer {num_outer}, found {item.num_outer}"
     if item.is_mutual != vision.is_mutual:
         return f"expected is_mutual {vision.is_mutual}, found {item.is_mutual}"
     if item.num_embeds != num_embeds:

@@ -54,3 +54,19 @@ PADDLE = {
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 OMNI = {f"{parent}visual.": "visual." for parent in ("thinker.", "thinker.model.", "", "model.")}
+HUNYUAN = dict.fromkeys(("vit.", "model.vit.", "model.vision_tower."), "vision_tower.")
+MINICPM = {"model.vision_tower.": "vision_tower.", "model.merger.": "merger."}
+# The first names are those of published files, the others those of transformers' modules.
+DEEPSEEK_OCR = {
+    "model.sam_model.": "vision_tower.sam_encoder.",
+    "model.vision_model.": "vision_tower.vision_encoder.",
+    "model.qwen2_model.model.model.": "vision_tower.vision_encoder.",
+    "model.qwen2_model.query_768.": "vision_tower.query_768_resolution.",
+    "model.qwen2_model.query_1024.": "vision_tower.query_1024_resolution.",
+    "model.projector.layers.": "multi_modal_projector.",
+    "model.view_seperator": "view_separator",
+    "model.image_newline": "image_newline",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.view_separator": "view_separator",
+}

@@ -218,7 +218,8 @@ class ImageInputs:
                 )
             reads_images = False
         ropes = None
-        if config.axis_pairs and target.vision.axis_pairs:
+        axes = target.vision.axes
+        if config.axis_pairs and axes is not None and not axes.counts_images:
             ropes = AxisRopes(
                 [rotary], config.axis_pairs, is_interleaved=config.has_interleaved_axes
             )

@@ -26,13 +26,14 @@ from qserve.cli import main
 from qserve.multimodal.calibration import CalibrationChats
 from qserve.multimodal.families import VisionConfig
 from tests.calibrate.statistics_of import collect_statistics
+from tests.qserve.multimodal.conftest import LISTS
 from tests.tiny_vision import VISION_FAMILIES, loaded, picture, write_tiny_vision
 
 # tiles; a mask in both directions; positions of three axes and deepstack
 DEFAULT = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
-    for name in VISION_FAMILIES
+    for name in (*VISION_FAMILIES, "deepseek_ocr")
     if not name.startswith(MUTUAL_PROMPTS)
 ]
 SCHEME = Scheme.parse("w4a16-sym-g32")
@@ -89,7 +90,9 @@ class Case:
             if window.images:
                 inputs = self.chats.inputs(window, ids_S)
                 is_image_1S = window.is_image_S[None]
+                inputs |= {name: inputs[name].tolist() for name in inputs.keys() & LISTS}
                 token = VisionConfig.of(self.model.reader.whole_config).image_token_id
+                token = model.config.image_token_id if token is None else token
                 ids_1S = inputs["input_ids"].masked_fill(is_image_1S, token)
                 inputs["input_ids"] = ids_1S
             with torch.set_grad_enabled(with_gradients):

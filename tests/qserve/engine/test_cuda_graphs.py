@@ -92,7 +92,7 @@ def test_steps_with_media_have_graphs_of_chunks_alone():
     keys = graph_keys(4, 100, with_media=True)
     assert {key.has_media for key in keys if not key.is_chunk} == {False}
     for counts, graph in (([20], (32, 4)), ([1], (16, 4)), ([1, 1, 40], (48, 4)), ([101], None)):
-        step = replace(make_step(counts), axis_offsets_3T=np.zeros((3, sum(counts)), np.int64))
+        step = replace(make_step(counts), axis_offsets_AT=np.zeros((3, sum(counts)), np.int64))
         key = smallest_key(keys, step)
         assert (key and (key.num_tokens, key.num_requests)) == graph
         assert key is None or (key.is_chunk and key.has_media)

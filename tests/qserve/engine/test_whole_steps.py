@@ -50,7 +50,7 @@ def test_steps_that_need_more_than_tokens_are_not_whole():
         replace(step, sample_bias_E=np.zeros(1, np.int64)),
         replace(step, history_fills=(fill,)),
         replace(step, adapter_slots_T=np.zeros(3, np.int32)),
-        replace(step, axis_offsets_3T=np.zeros((3, 3), np.int64)),
+        replace(step, axis_offsets_AT=np.zeros((3, 3), np.int64)),
         make_step([1], sample_words_SP=words(SampleRow(num_logprobs=0))),
         make_step([1], sample_words_SP=words(SampleRow(history_row=3))),
     ):

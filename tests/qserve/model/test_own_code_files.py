@@ -33,7 +33,7 @@ MOST = [name if name in FEW else pytest.param(name, marks=exhaustive) for name i
 
 
 # layer norms, routers and norms of branches do not commute with rotations
-NOT_ROTATED = ("orion", "plamo3", "ling", "ling_2", "ling_2_6", "ring_linear")
+NOT_ROTATED = ("orion", "plamo2", "plamo3", "ling", "ling_2", "ling_2_6", "ring_linear")
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +218,7 @@ def test_lengths_beyond_which_keys_would_change_are_refused(own_code):
         ("qwen", {"no_bias": False}, "no_bias"),
         ("ling", {"use_bias": True}, "use_bias"),
         ("ling", {"multi_gate": True}, "multi_gate"),
+        ("plamo2", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ("plamo3", {"scale_embedding": True}, "scale_embedding"),
         ("ling_2", {"score_function": "softmax"}, "score_function"),
         ("ling_2", {"router_type": "MultiRouter"}, "router_type"),
@@ -229,6 +230,34 @@ def test_variants_that_nothing_computes_are_refused(own_code, tmp_path, name, st
     folder = edited(own_code(name), tmp_path / "x", config=lambda config: config.update(stated))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)
+
+
+def test_other_keys_of_plamo_2(own_code, tmp_path):
+    """A rotation as transformers 5 writes it, another name of the class, and missing defaults."""
+
+    def change(config):
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+        config["architectures"] = ["PLaMo2ForCausalLM"]
+        for key in ("mamba_step", "mamba_d_conv", "mamba_enabled"):
+            del config[key]
+
+    folder = edited(own_code("plamo2"), tmp_path / "x", config=change)
+    assert torch.equal(logits(folder), logits(own_code("plamo2")))
+
+
+def test_rotations_and_windows_of_plamo_2(own_code, tmp_path):
+    """Published files of the first release state no theta, and no layer without a window."""
+
+    def change(config):
+        for key in ("rope_theta", "rope_local_theta", "full_attention_idx"):
+            del config[key]
+
+    folder = edited(own_code("plamo2"), tmp_path / "x", config=change)
+    config = ModelConfig.from_folder(folder)
+    assert config.windows == (None, 7, None, 7)
+    assert [rope and rope.theta for rope in config.ropes] == [None, 10000, None, 10000]
+    folder = edited(folder, tmp_path / "y", config=lambda config: config.update(rope_theta=500))
+    assert ModelConfig.from_folder(folder).ropes[1].theta == 500
 
 
 @pytest.mark.parametrize("windows", [7, [7, None, 7]])

@@ -63,15 +63,16 @@ def test_tokens_after_a_prefix_hit(own_code, monkeypatch, name):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_drafts_change_no_token(own_code, batch_invariant):
-    """Rejected rows are left out of the states of lightning attention."""
+@pytest.mark.parametrize("name", ["ling_2_6", "plamo2"])
+def test_drafts_change_no_token(own_code, name, batch_invariant):
+    """Rejected rows are left out of states."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = {"max_model_len": 64, "batch_invariant": batch_invariant}
-    llm = LLM(own_code("ling_2_6"), device="cpu", speculative_config=drafts, **settings)
+    llm = LLM(own_code(name), device="cpu", speculative_config=drafts, **settings)
     prompts = [[5, 9, 77, 5, 9, 77, 5, 9], [8] * 12, [3, 4, 5, 6, 3, 4, 5, 6, 3]]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    check_greedy(Reference(own_code("ling_2_6")), prompts, outputs)
+    check_greedy(Reference(own_code(name)), prompts, outputs)
 
 
 def attention(**values):
@@ -194,7 +195,51 @@ def halves_rotate(decoder):
     decoder.layers[2].attention.rotary.interleaved = False
 
 
+def of_states(change):
+    """Plant in the layers with a state of PLaMo 2."""
+
+    def plant(decoder):
+        for layer in decoder.layers[::2]:
+            change(layer.attention)
+
+    return plant
+
+
+def exchanged(mixer, name, parts, first, second):
+    """Exchange two parts of the rows of a matrix."""
+    rows = [*getattr(mixer, name).weight.clone().split(parts)]
+    rows[first], rows[second] = rows[second], rows[first]
+    getattr(mixer, name).weight.copy_(torch.cat(rows))
+
+
+def one_norm_of_heads(decoder):
+    """All heads with the weights of the first one."""
+    for layer in decoder.layers[1::2]:
+        layer.attention.q_norm.copy_(layer.attention.q_norm[:1].expand(4, -1))
+
+
 WRONG = {
+    "z and x exchanged": (
+        "plamo2",
+        of_states(lambda mixer: exchanged(mixer, "in_proj", [96, 96], 0, 1)),
+    ),
+    "B and C exchanged": (
+        "plamo2",
+        of_states(lambda mixer: exchanged(mixer, "x_proj", [16, 16, 64], 0, 1)),
+    ),
+    "dt without a norm": ("plamo2", of_states(lambda mixer: setattr(mixer, "dt_norm", None))),
+    "B without a norm": ("plamo2", of_states(lambda mixer: setattr(mixer, "b_norm", None))),
+    "dt without its bias": ("plamo2", of_states(lambda mixer: mixer.dt_bias.zero_())),
+    "no skip": ("plamo2", of_states(lambda mixer: mixer.skip.zero_())),
+    "one norm for heads": ("plamo2", one_norm_of_heads),
+    "window of PLaMo 2 one longer": (
+        "plamo2",
+        lambda decoder: setattr(decoder.layers[1].attention, "window", 8),
+    ),
+    "one rotation for all layers of PLaMo 2": (
+        "plamo2",
+        lambda d: setattr(d.layers[1].attention, "rotary", d.layers[3].attention.rotary),
+    ),
     "layers counted from 0": ("ring_linear", slopes_of_layer_numbers),
     "slopes of other heads": (
         "ring_linear",
@@ -232,6 +277,8 @@ WRONG = {
     "groups by their best expert": ("ling_2", of_router(group_score="max")),
     "all experts in one group": ("ling_2", of_router(num_groups=1, top_groups=1)),
     "experts chosen without the bias": ("ling_2", without_correction),
+    "shares that sum to 1": ("deepseek_moe", of_router(normalized=True)),
+    "shares without their factor, DeepSeek-MoE": ("deepseek_moe", of_router(factor=1.0)),
     "heads without norms": ("ling_2", attention(q_norm=None, k_norm=None, norms_heads=False)),
 }
 

@@ -17,9 +17,10 @@ from qserve.multimodal.video_processor import VideoProcessor
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer
-from tests.tiny_vision import VISION_FAMILIES, loaded, write_tiny_vision
+from tests.tiny_vision import ALL_FAMILIES, loaded, write_tiny_vision
 
 NUM_TOKENS = 8
+LISTS = {"num_local_patches", "patches_grid"}  # arguments that are no tensors
 
 
 class Vision:
@@ -39,7 +40,7 @@ class Vision:
     @property
     def mark(self):
         """Placeholder of an image in a prompt."""
-        return VISION_FAMILIES[self.folder.name]["placeholder"]
+        return ALL_FAMILIES[self.folder.name]["placeholder"]
 
     def prompt(self, text, images=(), videos=()):
         """Token ids and media items. `videos`: as video_of_frames takes them."""
@@ -100,7 +101,7 @@ class Vision:
             layout = layout_of(config)
             pixels = self._pixels(images=layout.given(images), **layout.options(config.values))
             found |= {
-                name: torch.from_numpy(np.array(value))
+                name: value if name in LISTS else torch.from_numpy(np.array(value))
                 for name, value in pixels.items()
                 if name not in NO_ARGUMENTS
             }
@@ -154,7 +155,7 @@ class Vision:
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
         common["model"] = str(self.folder)
-        if self.folder.name.startswith(("qwen3_5", "lfm2")):
+        if self.folder.name.startswith(("qwen3_5", "lfm2", "minicpm_v")):
             common["num_state_snapshots"] = 16  # or its pages are not reused
         config = EngineConfig(**{**common, **settings})
         return Engine(config, steps_in_flight=steps_in_flight)

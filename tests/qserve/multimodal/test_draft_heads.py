@@ -59,7 +59,7 @@ def head_config(model, kind="eagle3", **changes):
     else:
         config["architectures"] = ["LlamaForCausalLMEagle"]
     rope = getattr(text, "rope_parameters", None) or {}
-    if "mrope_section" in rope:
+    if len(rope.get("mrope_section", ())) == 3:  # Hunyuan's heads have one axis
         axes = {name: rope[name] for name in rope if name.startswith("mrope_")}
         config["rope_scaling"] = {"type": "mrope", "rope_type": "default", **axes}
         config["head_dim"] = 2 * sum(rope["mrope_section"])  # all of a head rotates

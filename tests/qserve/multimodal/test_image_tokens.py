@@ -15,7 +15,7 @@ from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.multimodal.conftest import Vision
 from tests.qserve.speculation.conftest import replayed
-from tests.tiny_vision import VISION_FAMILIES, picture
+from tests.tiny_vision import ALL_FAMILIES, picture
 
 __all__ = ["replayed"]
 
@@ -25,10 +25,11 @@ DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
 FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2", "phi4_multimodal")
-FEW += ("vip_llava", "deepseek_vl", "paddleocr_vl")
+FEW += ("vip_llava", "deepseek_vl", "paddleocr_vl", "deepseek_ocr", "deepseek_ocr_2")
+FEW += ("minicpm_v", "hunyuan_ocr")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
-    for name in VISION_FAMILIES
+    for name in ALL_FAMILIES
 ]
 # sizes of the smallest images; transformers fails at one embedding of Mistral 3, and at an empty
 # quarter of Idefics2

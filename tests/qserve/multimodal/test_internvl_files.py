@@ -278,7 +278,7 @@ def test_calibration_sees_the_images(pair, tmp_path):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one.is_image_S, other.is_image_S) and not one.rows_RD.is_inference()
         torch.testing.assert_close(one.rows_RD, other.rows_RD, atol=1e-5, rtol=1e-5)
-        assert (one.added_RD, one.positions_3S, one.is_mutual) == ((), None, other.is_mutual)
+        assert (one.added_RD, one.positions_AS, one.is_mutual) == ((), None, other.is_mutual)
 
     settings = {"scheme": Scheme.parse("w4a16-sym-g32"), "recipe": "gptq", "progress": False}
     quantize_checkpoint(

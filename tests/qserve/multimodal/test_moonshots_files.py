@@ -16,7 +16,7 @@ from formats.errors import CheckpointError
 from qserve import LLM
 from qserve.multimodal.calibration import CalibrationChats
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
-from qserve.multimodal.kimi_config import as_kimi_k25
+from qserve.multimodal.stored_forms.kimi_config import as_kimi_k25
 from tests.qserve.multimodal.conftest import Vision
 from tests.tiny_vision import picture, rename_tensors
 

@@ -24,12 +24,14 @@ from formats.scheme import Scheme
 from qkernels import QuantLinear
 from qserve import save_quantized
 from tests.qserve.multimodal.conftest import Vision
-from tests.tiny_vision import VISION_FAMILIES, loaded, picture
+from tests.tiny_vision import ALL_FAMILIES, loaded, picture
 
 SCHEME = Scheme.parse("w4a16-sym-g32")
 # transformers computes something else with quantized experts;
 # compressed-tensors loses the tower's output of a model that has a parameter of its own
 READ_AS_FLOAT = ("qwen3_vl_moe", "qwen3_5_moe", "llava_next", "llava_onevision")
+# config.json is not that of transformers' class
+READ_AS_FLOAT += ("deepseek_ocr", "deepseek_ocr_2")
 DOWN = "model.layers.1.mlp.down_proj"
 
 
@@ -104,7 +106,7 @@ def dequantized(source, folder, target):
     "family",
     [
         name if name == "smolvlm" else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in VISION_FAMILIES
+        for name in ALL_FAMILIES
     ],
 )
 def test_tokens_are_those_of_transformers(vision, quantized, tmp_path, family):

@@ -28,8 +28,10 @@ class MediaBuffers:
         self._rows_LTC = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self._ropes = None
         if ropes is not None:
-            zeros_3T = torch.zeros(3, max_tokens, dtype=torch.int64, device=decoder.device)
-            self._ropes = ropes.of(zeros_3T)
+            zeros_AT = torch.zeros(
+                ropes.num_axes, max_tokens, dtype=torch.int64, device=decoder.device
+            )
+            self._ropes = ropes.of(zeros_AT)
 
     @property
     def nbytes(self) -> int:

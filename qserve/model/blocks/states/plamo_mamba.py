@@ -1,0 +1,102 @@
+"""PLaMo 2's form of Mamba-2: dt, B and C are computed after the convolution, as in Mamba-1.
+
+All heads share B and C. T: tokens of the step. C: hidden size. I: channels. N: state size.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
+from qkernels.mamba2.reference import recent_width
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.states.controlled import ControlledBlock
+from qserve.model.blocks.states.state import StateSpec, state_step
+from qserve.model.cache_spec import CacheSpec, KvFormat
+
+ANY_STEP = (0.0, math.inf)  # limits of dt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlamoMambaShape:
+    """Sizes of one layer's mixer on this rank."""
+
+    heads: int
+    head_dim: int
+    state: int  # state size per channel of a head
+    rank: int  # number of inputs of dt_proj
+    taps: int  # of the convolution
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+
+class PlamoMamba(ControlledBlock):
+    """The mixer of one layer: projections, convolution, state update and readout."""
+
+    def __init__(
+        self,
+        shape: PlamoMambaShape,
+        *,
+        in_proj: Linear,  # outputs z of all heads, then x
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [I, taps]
+        a_log: torch.Tensor,  # float32 [heads]
+        skip: torch.Tensor,  # float32 [heads]
+        dt_bias: torch.Tensor,  # float32 [heads]
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
+        **controls: Any,  # arguments of ControlledBlock
+    ) -> None:
+        super().__init__(rank=shape.rank, state=shape.state, dt_last=True, **controls)
+        self.shape, self.kernel = shape, kernel
+        self.in_proj, self.out_proj = in_proj, out_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("a_log", a_log)
+        self.register_buffer("skip", skip)
+        self.register_buffer("dt_bias", dt_bias)
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states. The arguments are ignored."""
+        shape = self.shape
+        return StateSpec(
+            channels=shape.inner,
+            taps=shape.taps,
+            memory=(shape.heads, shape.state, shape.head_dim),
+            dtype=self.conv_weight.dtype,
+            inputs=recent_width(shape.inner, shape.state, shape.heads),
+        )
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """Update the requests' states with the step's tokens, and read the states.
+
+        The result is the input of the next norm.
+        """
+        rows, inner = state_step(step), self.shape.inner
+        z_TI, x_TI = reduced(self.in_proj(x_TC, plan)).split([inner, inner], 1)
+        x_TI = ops.causal_conv_(x_TI, self.conv_weight, None, cache.conv_PCL, rows, self.kernel)
+        dt_TH, b_TN, c_TN = self.controls(x_TI)
+        out_THD = ops.selective_scan_(
+            torch.cat([x_TI, b_TN, c_TN], 1),
+            dt_TH,
+            self.a_log,
+            self.skip,
+            self.dt_bias,
+            cache.memory_PHKV,
+            ANY_STEP,
+            rows,
+            cache.recent_PNI,
+            self.kernel,
+        )
+        out_TI = out_THD.flatten(1)
+        out_TI = ops.gated_group_norm(out_TI, z_TI, None, 1, self.eps, False, self.kernel)
+        output = self.out_proj.plan(out_TI.shape[0], "norm")
+        return self.out_proj(ops.in_form(out_TI, output.input), output)

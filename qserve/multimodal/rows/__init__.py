@@ -1,0 +1,1 @@
+"""Rows of the table of vision-language architectures, by how images become tokens."""

@@ -1,0 +1,122 @@
+"""Models that cut images of any size into patches: Qwen-VL, GLM and others."""
+
+from qserve.multimodal.family import VisionFamily
+from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
+from qserve.multimodal.stored_forms.omni_config import (
+    OMNI_2_5,
+    OMNI_AUDIO,
+    as_omni,
+    as_qwen3_vl_moe,
+)
+from qserve.multimodal.stored_forms.prefixes import HUNYUAN, OMNI, PADDLE, QWEN
+
+GRIDS: tuple[VisionFamily, ...] = (
+    VisionFamily(
+        architecture="Exaone4_5_ForConditionalGeneration",
+        layout="grid",
+        encoder="patches",
+        prefixes=QWEN,
+    ),
+    VisionFamily(
+        architecture="PaddleOCRVLForConditionalGeneration",
+        axis_pairs=(16, 24, 24),
+        layout="grid",
+        kinds_argument="mm_token_type_ids",
+        encoder="square_patches",
+        tensors="paddle",
+        prefixes=PADDLE,
+    ),
+    VisionFamily(
+        architecture="HunYuanVLForConditionalGeneration",
+        axis_pairs=(16, 16, 16, 16),
+        counts_images=True,
+        layout="lines",
+        kinds_argument="mm_token_type_ids",
+        encoder="patches",
+        tensors="hunyuan",
+        prefixes=HUNYUAN,
+    ),
+    *(
+        VisionFamily(
+            architecture=f"{name}ForConditionalGeneration",
+            axis_pairs=(16, 24, 24),
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="grid",
+            video="qwen2",
+            prefixes=QWEN,
+        )
+        for name in ("Qwen2VL", "Qwen2_5_VL")
+    ),
+    *(
+        VisionFamily(
+            architecture=f"{name}ForConditionalGeneration",
+            axis_pairs=(24, 20, 20),
+            has_interleaved_axes=True,
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="grid",
+            video="qwen3",
+            prefixes=QWEN,
+        )
+        for name in ("Qwen3VL", "Qwen3VLMoe")
+    ),
+    *(
+        VisionFamily(
+            architecture=name,
+            image_token_keys=("image_token_id", "image_token_index"),
+            axis_pairs=(16, 24, 24),
+            layout="grid",
+            encoder="patches",
+            config=as_omni,
+            states_tower=False,
+            audio=OMNI_AUDIO,
+            prefixes=OMNI,
+        )
+        for name in OMNI_2_5
+    ),
+    *(
+        VisionFamily(
+            architecture=f"{name}ForConditionalGeneration",
+            axis_pairs=(24, 20, 20),
+            has_interleaved_axes=True,
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="grid",
+            config=as_qwen3_vl_moe,
+            states_tower=False,
+            tensors="omni",
+            prefixes=OMNI,
+        )
+        for name in ("Qwen3OmniMoe", "Qwen3OmniMoeThinker")
+    ),
+    *(
+        VisionFamily(
+            architecture=f"{name}ForConditionalGeneration",
+            axis_pairs=(8, 12, 12),
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="patches",
+            prefixes=QWEN,
+        )
+        for name in ("Glm4v", "Glm4vMoe", "Glm46V", "GlmOcr")
+    ),
+    *(
+        VisionFamily(
+            architecture=f"{name}ForConditionalGeneration",
+            axis_pairs=(11, 11, 10),
+            has_interleaved_axes=True,
+            layout="grid",
+            kinds_argument="mm_token_type_ids",
+            encoder="grid",
+            video="qwen3",
+            config=config,
+            prefixes=QWEN,
+        )
+        for name, config in (
+            ("Qwen3_5", None),
+            ("Qwen3_5Moe", None),
+            ("InternS2Preview", as_qwen3_5_moe),
+        )
+    ),
+)
