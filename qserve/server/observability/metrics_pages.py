@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-
 PROCESS = "process_"  # how the names of metrics of the whole process begin
 
 
