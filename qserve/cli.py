@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lost_reader() -> bool:
-    """Return True if nobody reads stdout any more, as with `| head`. stdout is discarded then."""
+    """Return True if the reader of stdout is gone, as with `| head`; then discard the output."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
