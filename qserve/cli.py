@@ -8,7 +8,9 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import re
+import select
 import sys
 import typing
 
@@ -250,6 +252,8 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+STDOUT = 1  # file descriptor
+BROKEN_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 HTTP_CLIENTS = ("httpx", "httpx2")  # loggers that name every request to the hub
 
 
@@ -283,12 +287,26 @@ def main(argv: list[str] | None = None) -> int:
         if command.argument is not None:
             settings.insert(0, getattr(arguments, command.argument))
         with interrupts.end_while_importing():
-            return command.run(*settings)
+            code = command.run(*settings)
+        sys.stdout.flush()
+        return code
     except (InputError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _lost_reader():
+            return BROKEN_PIPE
         print(f"qserve {name}: {_message(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _lost_reader() -> bool:
+    """Return True if the reader of stdout is gone, as with `| head`; then discard the output."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes stdout again at exit
+    return True
 
 
 def _message(error: Exception) -> str:

@@ -105,8 +105,10 @@ def distill_checkpoint(
     model that it was made from. Both may be hub names. `target` appears only when it is complete.
     It equals `source` except for scales, norm weights, quality.json, the model card, and codes if
     the settings train them. One window in eight is held out, and the state with the least
-    divergence on these windows is written; at worst that is `source` itself. Parameters of the data
-    mean the same as in quantize_checkpoint. `flags`: settings of the command line, to be recorded.
+    divergence on these windows is written; at worst that is `source` itself. An interrupt (Ctrl-C)
+    during the training ends it early and writes the best state so far, if one is better than
+    `source`. Parameters of the data mean the same as in quantize_checkpoint. `flags`: settings of
+    the command line, to be recorded.
 
     Memory holds the codes in 8 bits, the hidden states of all windows and one layer's activations.
     Raises InputError for anything that the user can fix, if possible before the training.

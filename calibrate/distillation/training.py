@@ -9,6 +9,7 @@ inputs, and the backward pass runs each layer again.
 Legend: W windows, B windows of a step, S tokens of a window, R rows, D hidden size, V vocabulary.
 """
 
+import logging
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,6 +30,8 @@ CHECKS = 8  # evaluations on the held-out windows during training
 ROWS = 512  # positions whose logits are in memory at a time
 BETAS = (0.9, 0.99)
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
@@ -48,6 +51,7 @@ class Trained:
     before: float
     after: float  # of the kept state
     kept_step: int  # 0: no state was better than the first
+    steps: int  # completed before the end, or before an interrupt
 
 
 class Teacher:
@@ -132,7 +136,11 @@ class Training(Comparison):
     """Training of a student on the windows of a comparison."""
 
     def run(self, settings: TrainingSettings, seed: int, progress: bool = True) -> Trained:
-        """Train, then restore the state with the least divergence on the held-out windows."""
+        """Train, then restore the state with the least divergence on the held-out windows.
+
+        An interrupt (Ctrl-C) ends the training if a better state than the first is known; otherwise
+        KeyboardInterrupt is raised.
+        """
         layers = [layer.parameters() for layer in self.student.layers]
         scales, norms, codes = ([p for layer in layers for p in layer[kind]] for kind in range(3))
         trained = [*scales, *norms, *codes]
@@ -150,27 +158,37 @@ class Training(Comparison):
         held_W = held_out_windows(len(windows), 0, min(HELD_EVERY, len(windows)))
         held_out, fitted = windows[held_W], windows[~held_W]
         before = best = self.divergence(held_out)
-        kept, kept_step = [each.detach().clone() for each in trained], 0
+        kept, kept_step, done = [each.detach().clone() for each in trained], 0, 0
         check_every = max(1, settings.steps // CHECKS)
         batch = max(1, settings.tokens // self.hidden_WSD.shape[1])
         batches = endless_batches(fitted, batch, torch.Generator().manual_seed(seed))
-        with tqdm(total=settings.steps, unit="step", disable=not progress) as bar:
-            for step, rows in enumerate(islice(batches, settings.steps), 1):
-                self._backward(rows)
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                bar.update()
-                if step % check_every == 0 or step == settings.steps:
-                    found = self.divergence(held_out)
-                    bar.set_description(f"divergence {before:.4f} -> {found:.4f}")
-                    if found < best:
-                        best, kept_step = found, step
-                        kept = [each.detach().clone() for each in trained]
+        try:
+            with tqdm(total=settings.steps, unit="step", disable=not progress) as bar:
+                for step, rows in enumerate(islice(batches, settings.steps), 1):
+                    self._backward(rows)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+                    done = step
+                    bar.update()
+                    if step % check_every == 0 or step == settings.steps:
+                        found = self.divergence(held_out)
+                        bar.set_description(f"divergence {before:.4f} -> {found:.4f}")
+                        if found < best:
+                            state = [each.detach().clone() for each in trained]
+                            kept, best, kept_step = state, found, step
+        except KeyboardInterrupt:
+            if not kept_step:
+                raise
+            logger.warning(
+                "Interrupted after %d of %d steps. Writing the state after step %d, the best on"
+                " held-out windows; interrupt again to write nothing",
+                *(done, settings.steps, kept_step),
+            )
         with torch.no_grad():
             for each, value in zip(trained, kept, strict=True):
                 each.copy_(value)
-        return Trained(before=before, after=best, kept_step=kept_step)
+        return Trained(before=before, after=best, kept_step=kept_step, steps=done)
 
     def _backward(self, rows: torch.Tensor) -> None:
         """Accumulate the gradients of the mean divergence on these windows."""

@@ -30,7 +30,14 @@ from formats.compatibility.terms import (
     trait,
     when,
 )
-from formats.scheme import FP4_TYPES, MXFP8
+from formats.scheme import CHANNEL, FP4_TYPES, MXFP8, Scheme
+
+
+def _needs_humming(scheme: Scheme) -> bool:
+    """Return True for integer weights of other bits than 4 and 8, with inputs of 16 bits."""
+    weight = scheme.weight
+    return weight.type == "int" and weight.bits not in (4, 8) and scheme.activation is None
+
 
 COMPRESSED_RULES: tuple[Rule, ...] = (
     # compressed-tensors
@@ -164,6 +171,39 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         ),
         f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_wNa16.py,"
         " vllm/model_executor/kernels/linear/mixed_precision/humming.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-humming-zeros",
+        VLLM,
+        "yes",
+        any_scheme(
+            lambda s: _needs_humming(s) and not s.weight.symmetric,
+            "zero points of other bits than 4 and 8 from 0.31 on (not in 0.29)",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_wNa16.py, 0.29.0 and 0.31.0:"
+        " WNA16_ZP_SUPPORTED_TYPES_MAP",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-humming-experts",
+        VLLM,
+        "yes",
+        any_expert(_needs_humming, "experts of other bits than 4 and 8 from 0.29 on (not in 0.25)"),
+        f"{VLLM_SOURCE}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_wna16.py"
+        " of 0.25.1, 0.29.0, 0.31.0 and 0.33.0",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-experts-channel",
+        VLLM,
+        "no",
+        any_expert(
+            lambda s: _needs_humming(s) and s.weight.group_size == CHANNEL,
+            "loads experts of other bits than 4 and 8 in groups, not with one scale per output",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/compressed_tensors_moe/"
+        "compressed_tensors_moe_wna16.py of 0.33.0: other kernels than Marlin need groups",
         "compressed-tensors",
     ),
     row(

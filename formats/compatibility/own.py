@@ -13,10 +13,14 @@ from formats.compatibility.terms import (
 from formats.scheme import CHANNEL, QuantSpec
 
 
+def _is_whole(spec: QuantSpec) -> bool:
+    """Return True if groups are whole steps of the kernels' loops over inputs."""
+    return spec.group_size == CHANNEL or spec.group_size % 32 == 0
+
+
 def _lacks_w4a8_kernel(spec: QuantSpec) -> bool:
-    """Return True for 4-bit codes for which no kernel multiplies by 8-bit inputs."""
-    whole_steps = spec.group_size == CHANNEL or spec.group_size % 32 == 0
-    return spec.bits == 4 and not (spec.symmetric and whole_steps)
+    """Return True for codes under 8 bits for which no kernel multiplies by 8-bit inputs."""
+    return not (spec.bits == 4 and spec.symmetric and _is_whole(spec))
 
 
 OWN_RULES: tuple[Rule, ...] = (
@@ -28,12 +32,12 @@ OWN_RULES: tuple[Rule, ...] = (
         OWN_SOURCE,
     ),
     row(
-        "own-bits",
+        "own-groups",
         OURS,
         "slow",
         any_scheme(
-            lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
-            "there is no dedicated kernel for bits other than 4 and 8",
+            lambda s: s.weight.type == "int" and s.activation is None and not _is_whole(s.weight),
+            "GPU kernels take groups divisible by 32: others are dequantized at each product",
         ),
         OWN_SOURCE,
     ),
@@ -75,8 +79,8 @@ OWN_RULES: tuple[Rule, ...] = (
         "slow",
         any_scheme(
             lambda s: (is_w4a8(s, "int") or is_w4a8(s, "float")) and _lacks_w4a8_kernel(s.weight),
-            "4-bit weights with 8-bit activations have kernels for symmetric codes alone, in groups"
-            " divisible by 32 or with a scale for each output",
+            "among weights under 8 bits with 8-bit activations, only symmetric 4-bit codes have"
+            " kernels, in groups divisible by 32 or with a scale for each output",
         ),
         OWN_SOURCE,
     ),

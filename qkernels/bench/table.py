@@ -145,7 +145,11 @@ def _cases(chosen: list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]) -> I
 
 def _check_gpu() -> None:
     if not torch.cuda.is_available():
-        raise KernelError("bench kernels", "measures a GPU; torch sees none here")
+        raise KernelError(
+            "GPU",
+            "is needed to measure kernels, and torch sees none",
+            "run this on a machine with an NVIDIA GPU and the CUDA build of torch",
+        )
 
 
 def versions() -> str:

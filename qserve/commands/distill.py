@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import qserve
 from qserve.command_line.command import Command
+from qserve.command_line.interrupts import INTERRUPTED
 from qserve.command_line.recipe_file import recipe_settings
 from qserve.command_line.setting import REQUIRED, check_settings, setting
 from qserve.command_line.tool_config import bos_setting, eval_text_setting
@@ -83,7 +84,7 @@ def distill(model: str, config: DistillConfig) -> int:
     )
     print(done.to_text())
     print(f"Wrote {config.output}")
-    return 0
+    return 0 if done.trained.steps == config.steps else INTERRUPTED
 
 
 DISTILL = Command(

@@ -37,6 +37,15 @@ def shown(value: object) -> str:
     return A_LIST if isinstance(value, Collection) else type(value).__name__
 
 
+def listed(value: object) -> str:
+    """Return a checked value as an error message shows it: tuples as lists, or as an object."""
+    if isinstance(value, tuple):
+        is_pairs = all(isinstance(each, tuple) and isinstance(each[-1], float) for each in value)
+        value = dict(value) if value and is_pairs else [*value]
+    found = repr(value)
+    return found if len(found) <= MAX_SHOWN else f"{found[:MAX_SHOWN]}..."
+
+
 def _is_list(value: object) -> bool:
     """Return True for lists and other collections: ranges, sets, arrays. Texts are no lists."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)

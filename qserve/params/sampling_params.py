@@ -10,7 +10,16 @@ from dataclasses import dataclass, fields, replace
 
 from qserve.errors import ParameterError
 from qserve.params.known_fields import names_unknown_fields
-from qserve.params.parameter_types import Check, biases, flag, integer, integers, number, texts
+from qserve.params.parameter_types import (
+    Check,
+    biases,
+    flag,
+    integer,
+    integers,
+    listed,
+    number,
+    texts,
+)
 from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
 # Limits of one request: number of stop strings, characters of one, characters of all.
@@ -169,7 +178,7 @@ class SamplingParams:
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ParameterError(name, f"expected {expected}, found {getattr(self, name)!r}")
+            raise ParameterError(name, f"expected {expected}, found {listed(getattr(self, name))}")
 
     def _require_at_most(self, name: str, limit: int, what: str) -> None:
         count = len(getattr(self, name))

@@ -25,15 +25,26 @@ _PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pair one text with each of several texts, or two lists of equal length. Raises InputError."""
+def pairs(
+    text_1: str | Sequence[str],
+    text_2: str | Sequence[str],
+    names: tuple[str, str] = ("text_1", "text_2"),
+) -> list[tuple[str, str]]:
+    """Pair one text with each of several texts, or two lists of equal length. Raises InputError.
+
+    `names`: the two parameters, for errors.
+    """
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
+    for name, texts in zip(names, (first, second), strict=True):
+        if not texts:
+            raise ParameterError(name, "expected at least one text, found none")
     if len(first) == 1:
         first *= len(second)
-    if not first or len(first) != len(second):
+    if len(first) != len(second):
         raise ParameterError(
-            "text_2", f"expected as many texts as in text_1, {len(first)}, found {len(second)}"
+            names[1],
+            f"expected as many texts as in {names[0]}, {len(first)}, found {len(second)}",
         )
     return list(zip(first, second, strict=True))
 

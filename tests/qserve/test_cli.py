@@ -317,3 +317,13 @@ def test_quantize_with_a_recipe_file(capsys, docs_5m, tmp_path):
         wrong = ["quantize", str(docs_5m), "--config", str(tmp_path / "wrong.yaml"), "-o", "x"]
         assert main(wrong) == 1
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """`qserve families | head -1`."""
+    command = [sys.executable, "-m", "qserve", "families"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    with process.stderr as stream:
+        errors = stream.read()
+    assert (process.wait(timeout=120), errors) == (141, b"")

@@ -195,6 +195,28 @@ def test_biases_that_are_no_pairs_are_named(given):
         SamplingParams(logit_bias=given)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": [""]}, "stop: expected no empty string, found ['']"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids: expected ids of 0 or more, found [3, -1]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: expected one id or more, found []"),
+        ({"logit_bias": {5: 1000}}, "values of -100 to 100, found {5: 1000.0}"),
+        ({"bad_words_token_ids": [[5, -1]]}, "found [(5, -1)]"),
+    ],
+)
+def test_lists_in_errors_look_like_those_that_were_given(fields, message):
+    with pytest.raises(ParameterError) as error:
+        SamplingParams(**fields)
+    assert message in str(error.value)
+
+
+def test_long_lists_in_errors_are_cut():
+    with pytest.raises(ParameterError) as error:
+        SamplingParams(stop_token_ids=[-1] * 1000)
+    assert str(error.value).endswith("...") and len(str(error.value)) < 150
+
+
 def test_without_text(llm):
     with pytest.raises(ParameterError, match="stop: is searched in the text"):
         SamplingParams(stop="a", detokenize=False)

@@ -35,7 +35,7 @@ def read_trace(path: str, most: int | None = None, kind: str | None = None) -> l
     """
     text_path = Path(path)
     if not text_path.is_file():
-        raise InputError(path, "requires a trace file")
+        raise InputError(path, "no such file", "give a trace file")
     with text_path.open(encoding="utf-8-sig", newline="") as file:
         head = file.readline()
         file.seek(0)

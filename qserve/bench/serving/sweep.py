@@ -7,13 +7,14 @@ import csv
 import itertools
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def bench_sweep_serve(settings: SweepSettings) -> int:
     if summaries:
         _write(root, summaries)
         print(f"Wrote {root / 'summary.csv'}")
+    if failed:
+        print(f"{failed} runs failed or wrote no result", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -89,7 +92,9 @@ def _run_all(
                 failed += 1
                 continue
             if settings.after_bench_cmd is not None:
-                subprocess.run(shlex.split(settings.after_bench_cmd), check=True)
+                code = subprocess.run(shlex.split(settings.after_bench_cmd), check=False).returncode
+                if code:
+                    raise InputError("--after-bench-cmd", f"ended with exit code {code}")
         runs.append(json.loads(path.read_text(encoding="utf-8")))
     return runs, failed
 
@@ -105,13 +110,32 @@ def _server(settings: SweepSettings, params: Mapping[str, Any]) -> Iterator[None
     if settings.dry_run:
         yield
         return
-    port = words[words.index("--port") + 1] if "--port" in words else "8000"
+    port = _port(words)
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        raise InputError(
+            "--serve-cmd",
+            f"port {port} is in use: the benchmark would measure another server",
+            "end that server, or choose another --port",
+        )
     process = subprocess.Popen(words)
     try:
         _wait_until_ready(process, f"http://127.0.0.1:{port}/health", settings.ready_timeout)
         yield
     finally:
         stop_blocking(process, STOP_SECONDS)
+
+
+def _port(words: list[str]) -> int:
+    """Return the port of a server's command, as `--port N` or `--port=N`. Raises InputError."""
+    port = "8000"
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--port":
+            port = following
+        elif word.startswith("--port="):
+            port = word.removeprefix("--port=")
+    if not port.isdecimal():
+        raise InputError("--serve-cmd", f"expected a number after --port, found {port!r}")
+    return int(port)
 
 
 def _wait_until_ready(process: subprocess.Popen, url: str, seconds: float) -> None:

@@ -68,7 +68,9 @@ def read_results(path: str) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise InputError(path, f"cannot be read: {one_line(error)}") from None
     if not rows:
-        raise InputError(path, "contains no result")
+        raise InputError(
+            path, "contains no result", "give the folder of one sweep, such as results/DATE"
+        )
     return rows
 
 

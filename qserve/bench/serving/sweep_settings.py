@@ -1,7 +1,9 @@
 """Settings of `qserve bench sweep` and its parts. Loads no torch."""
 
+import shlex
 from dataclasses import dataclass
 
+from formats.errors import InputError
 from qserve.command_line.setting import REQUIRED, check_settings, setting
 
 WORKLOADS = ("request_rate", "max_concurrency")
@@ -39,6 +41,18 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for flag in ("bench_cmd", "serve_cmd", "after_bench_cmd"):
+            _check_command(f"--{flag.replace('_', '-')}", getattr(self, flag))
+
+
+def _check_command(flag: str, command: str | None) -> None:
+    """Raise InputError for a command without words, or with an open quotation mark."""
+    try:
+        words = ["-"] if command is None else shlex.split(command)
+    except ValueError as error:
+        raise InputError(flag, f"cannot be read as a command: {error}, in {command!r}") from None
+    if not words:
+        raise InputError(flag, "expected a command, found none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

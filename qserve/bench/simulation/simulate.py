@@ -31,6 +31,7 @@ from qserve.engine.scheduling.scheduler import Scheduler
 TITLE = "Simulated Serving Result"
 # With more requests the times of single tokens are not recorded, and ITL is not reported.
 MOST_WITH_TOKEN_TIMES = 50_000
+MAX_RATE = 1e5  # requests per second; --find-max-rate stops there
 GOOD_SHARE = 0.99  # share of requests that must meet the limits of --find-max-rate
 
 
@@ -46,10 +47,14 @@ def bench_simulate(settings: SimulateSettings, data: DatasetSettings) -> int:
     metrics = [name for name in settings.metrics if f"mean_{name}_ms" in result]
     print(table(result, metrics, settings.percentiles, TITLE))
     print(
-        f"{result['num_steps']} steps in {elapsed:.1f} s,"
-        f" {result['num_preempted']} preemptions, at most {result['peak_pages']} of"
-        f" {settings.num_pages} KV pages; mean error of the step times: {100 * times.error:.1f} %"
+        f"Simulated {result['num_steps']} steps in {elapsed:.1f} s: {result['num_preempted']}"
+        f" preemptions, at most {result['peak_pages']} of {settings.num_pages} KV pages in use"
     )
+    if settings.steps is not None:
+        print(
+            "The fitted step times differ from the measured ones by"
+            f" {100 * times.error:.1f} % on average"
+        )
     if settings.output_json is not None:
         Path(settings.output_json).parent.mkdir(parents=True, exist_ok=True)
         Path(settings.output_json).write_text(json.dumps(result, indent=4) + "\n")
@@ -128,6 +133,12 @@ def make_requests(settings: SimulateSettings, data: DatasetSettings) -> list[Sim
     """Return the requests in order of arrival. Prompts have tokens only with --prefix-caching."""
     if settings.trace is None or settings.prefix_caching:
         if settings.trace is not None:
+            if not read_trace(settings.trace, 1)[0].hash_ids:
+                raise InputError(
+                    settings.trace,
+                    "does not state which prompts share a prefix (hash_ids)",
+                    "leave out --prefix-caching, or give a trace in Mooncake's form",
+                )
             data = replace(
                 data,
                 dataset_name="timed_trace",
@@ -204,8 +215,15 @@ def find_max_rate(settings: SimulateSettings, data: DatasetSettings, times: Step
     low, high = 0.01, 0.02
     if not is_good(low):
         raise InputError("--goodput", f"is missed at {low} requests/s", "raise the limits")
-    while is_good(high) and high < 1e5:
+    while is_good(high):
         low, high = high, 2 * high
+        if high > MAX_RATE:
+            raise InputError(
+                "--num-prompts",
+                f"{data.num_prompts} requests meet the limits at every rate, since they are too few"
+                " to load the server",
+                "give more",
+            )
     while high / low > 1.02:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if is_good(middle) else (low, middle)

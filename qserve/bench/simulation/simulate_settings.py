@@ -43,7 +43,8 @@ class SimulateSettings(MetricSettings):
     )
     prefix_caching: bool = setting(
         False,
-        "reuse KV pages of earlier prompts; needs a trace that states which prompts share a prefix",
+        "reuse KV pages of earlier prompts; a --trace must state which prompts share a prefix, as "
+        "Mooncake's do",
     )
     sync_scheduling: bool = setting(False, "do not plan a step while another one runs")
     request_overhead_ms: float = setting(
@@ -75,6 +76,8 @@ class SimulateSettings(MetricSettings):
         check_settings(self)
         _ = self.metrics, self.percentiles, self.limits_ms
         if (self.steps is None) == (self.step_ms is None):
-            raise InputError("--steps", "requires either --steps or --step-ms")
+            raise InputError(
+                "--steps", "expected either --steps or --step-ms, which say how long a step takes"
+            )
         if self.find_max_rate and (not self.goodput or self.trace is not None):
             raise InputError("--find-max-rate", "requires --goodput, and no --trace")

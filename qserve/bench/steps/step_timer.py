@@ -35,15 +35,18 @@ class StepTimer:
         """Build the step of a case. Raises InputError if the engine cannot hold it."""
         engine = self._engine
         limits = (
-            ("--max-num-seqs", case.num_requests, engine.config.max_num_seqs),
-            ("--max-num-batched-tokens", case.num_tokens, engine.config.max_num_batched_tokens),
-            ("--max-model-len", case.longest, engine.max_model_len),
+            ("--max-num-seqs", case.num_requests, "requests", engine.config.max_num_seqs),
+            (
+                *("--max-num-batched-tokens", case.num_tokens, "tokens in a step"),
+                engine.config.max_num_batched_tokens,
+            ),
+            ("--max-model-len", case.longest, "tokens of context", engine.max_model_len),
         )
-        for flag, needed, limit in limits:
+        for flag, needed, noun, limit in limits:
             if needed > limit:
                 raise InputError(
                     f"case {case.name}",
-                    f"needs {needed}, but {flag} is {limit}",
+                    f"needs {needed} {noun}, but {flag} is {limit}",
                     "raise this limit",
                 )
         pool, page_size = engine.scheduler.pool, engine.config.block_size
@@ -51,7 +54,7 @@ class StepTimer:
             raise InputError(
                 f"case {case.name}",
                 f"needs {case.num_pages(page_size)} KV pages, but only {pool.num_free} are free",
-                "raise --gpu-memory-utilization",
+                f"raise {'--gpu-memory-utilization' if self._on_gpu else '--cpu-kv-cache-memory'}",
             )
         chunks, tables = [], []
         for kind in case.requests:

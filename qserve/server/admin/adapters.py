@@ -68,7 +68,8 @@ async def _load(request: Request, service: Service, asked: LoadAdapterRequest) -
             raise ApiError(400, f"{MAX_LOADED} adapters are loaded. Unload one first.")
         problem = await service.client.load_adapter(lora)
         if problem:
-            raise ApiError(400, f"{problem.replace(adapters.folder, '')}.", "lora_path")
+            # Paths in the reply begin below --lora-folder.
+            raise ApiError(400, f"{problem.replace(f'{adapters.folder}/', '')}.", "lora_path")
         adapters.add(lora)
     return Response(f"Success: LoRA adapter '{name}' added successfully.")
 

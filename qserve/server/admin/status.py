@@ -59,4 +59,4 @@ async def metrics(request: Request) -> Response:
     if len(pages) == 1:
         return Response(*pages.values(), headers=headers)
     texts = {name: page.decode() for name, page in pages.items()}
-    return Response(join_pages(texts, "model_name"), headers=headers)
+    return Response(join_pages(texts, "model_name", of_one_process=True), headers=headers)

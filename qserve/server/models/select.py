@@ -18,7 +18,10 @@ from qserve.server.service import SERVICE, Service
 
 JSON = "application/json"
 # Routes that need no engine, so they work while the model sleeps
-WITHOUT_ENGINE = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/reset_prefix_cache"}
+WITHOUT_ENGINE = {
+    *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+    "/reset_prefix_cache",
+}
 WITHOUT_MODEL = ("/v1/conversations",)  # prefixes of routes that do not depend on a model
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 
+PROCESS = "process_"  # how the names of metrics of the whole process begin
 
-def join_pages(pages: Mapping[str, str], label: str) -> str:
+
+def join_pages(pages: Mapping[str, str], label: str, *, of_one_process: bool = False) -> str:
     """Join pages in Prometheus' text format. `pages`: value of `label` -> page.
 
-    Samples that already have the label keep their value.
+    Samples that already have the label keep their value. `of_one_process`: all pages are from one
+    process, so its own metrics are taken from the first page, without the label.
     """
     heads: dict[str, list[str]] = {}  # metric family -> comment lines
     samples: dict[str, list[str]] = {}
@@ -18,6 +21,8 @@ def join_pages(pages: Mapping[str, str], label: str) -> str:
                 head = heads.setdefault(family, [])
                 if line not in head:
                     head.append(line)
+            elif line and of_one_process and line.startswith(PROCESS):
+                samples.setdefault(family, [line])
             elif line:
                 samples.setdefault(family, []).append(_labelled(line, label, value))
     lines = []

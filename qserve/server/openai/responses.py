@@ -1,4 +1,4 @@
-"""POST /v1/responses: the route, and the reply as one object or as a stream of events.
+"""POST /v1/responses and /v1/responses/input_tokens. A reply is one object or a stream of events.
 
 With --response-store a request may refer to stored items, and the response is stored.
 """
@@ -16,10 +16,10 @@ from qserve.output_parsing.output_parser import Message, OutputParser
 from qserve.output_parsing.pieces import CONTENT
 from qserve.server.http.api_key import key_digest
 from qserve.server.http.clients import client_key
-from qserve.server.http.errors import ApiError
 from qserve.server.http.event_stream import EventStream
+from qserve.server.http.large_response import LargeResponse
 from qserve.server.http.route_list import RouteList
-from qserve.server.openai.answer import PreparedRequest, prepare
+from qserve.server.openai.answer import PreparedRequest, prepare, prepare_body
 from qserve.server.openai.generation import Deltas, Output
 from qserve.server.openai.replies import Counts
 from qserve.server.openai.response_items import (
@@ -168,22 +168,44 @@ def _status(output: Output | None) -> str:
 
 @routes.post("/v1/responses")
 async def responses(request: Request) -> Response:
-    service = service_of(request)
-    if service.store is None:
+    stored = _stored_request(request)
+    if stored is None:
         prepared = await prepare(request, "responses")
         return await _reply(prepared, ResponseReply(**prepared.reply_fields), None)
-    stored = StoredRequest(
+    with stored.own_indices():
+        prepared = await prepare(request, "responses", stored.expand)
+    reply = ResponseReply(**prepared.reply_fields, stored=stored.fields)
+    return await _reply(prepared, reply, stored.keep)
+
+
+@routes.post("/v1/responses/input_tokens")
+async def input_tokens(request: Request) -> Response:
+    """Count the input tokens of a response, stored items that it refers to included."""
+    service, client, stored = (
+        service_of(request),
+        client_key(request.scope),
+        _stored_request(request),
+    )
+    if stored is None:
+        return LargeResponse([await prepare_body(request, service, client, "input_tokens")])
+    with stored.own_indices():
+        content = await prepare_body(
+            request, service, client, "input_tokens", rewrite=stored.expand
+        )
+    return LargeResponse([content])
+
+
+def _stored_request(request: Request) -> StoredRequest | None:
+    """Return the request's access to stored items; None without --response-store."""
+    service = service_of(request)
+    if service.store is None:
+        return None
+    return StoredRequest(
         service=service,
         store=service.store,
         client=client_key(request.scope),
         owner=key_digest(request.scope),
     )
-    try:
-        prepared = await prepare(request, "responses", stored.expand)
-    except ApiError as error:
-        raise stored.renamed(error) from None
-    reply = ResponseReply(**prepared.reply_fields, stored=stored.fields)
-    return await _reply(prepared, reply, stored.keep)
 
 
 async def _reply(prepared: PreparedRequest, reply: ResponseReply, keep: Keep | None) -> Response:

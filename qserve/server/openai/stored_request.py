@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,15 +68,19 @@ class StoredRequest:
             )
         return await run(self.client, found.body, history, referred)
 
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error with item indices as in the client's body, without the history."""
+    @contextmanager
+    def own_indices(self) -> Iterator[None]:
+        """Change item indices in errors to those of the client's body, without the history."""
 
         def own(match: re.Match) -> str:
             return f"input.{max(0, int(match[1]) - self.num_history)}"
 
-        param = None if error.param is None else INPUT_INDEX.sub(own, error.param)
-        message = INPUT_INDEX.sub(own, error.message)
-        return ApiError(error.status, message, param, error.headers)
+        try:
+            yield
+        except ApiError as error:
+            param = None if error.param is None else INPUT_INDEX.sub(own, error.param)
+            message = INPUT_INDEX.sub(own, error.message)
+            raise ApiError(error.status, message, param, error.headers) from None
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -101,6 +101,12 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
         True,
         OF_BODIES,
     ),
+    ("/v1/responses/input_tokens", "post"): (
+        "Count the input tokens of a response.",
+        ResponsesRequest,
+        False,
+        OF_BODIES,
+    ),
     ("/v1/responses/{id}", "get"): ("Return a stored response.", None, False, OF_STORED),
     ("/v1/responses/{id}", "delete"): ("Delete a stored response.", None, False, OF_STORED),
     ("/v1/responses/{id}/input_items", "get"): (

@@ -13,7 +13,7 @@ from qserve.server.requests.pooling import (
     rerank_job,
     score_job,
 )
-from qserve.server.requests.responses import responses_job
+from qserve.server.requests.responses import input_tokens_answer, responses_job
 from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tokenize import detokenize_answer, tokenize_answer
 
@@ -48,6 +48,7 @@ JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, Arrival], Job]] = {
 # Routes that do not need the engine. The functions return the JSON reply; same errors.
 ANSWERS: dict[str, Callable[[ServedModel, bytes | bytearray], bytes]] = {
     "count_tokens": count_tokens_answer,
+    "input_tokens": input_tokens_answer,
     "tokenize": tokenize_answer,
     "detokenize": detokenize_answer,
 }

@@ -90,7 +90,7 @@ def chat_request_job(
     renamed = renamed or {}
     params = checked_params(model, request, 1)
     use = tool_use(request, model)
-    prompt = (_cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
+    prompt = (cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
     form = use.form(model) if use.is_forced else output_form(request)
     param = "tools" if use.is_forced else form_param(request)
     warnings = form_warnings(model, form, renamed.get(param, param))
@@ -250,9 +250,7 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "thinking": reasoning}
 
 
-def _cut_chat_tokens(
-    model: ServedModel, request: ChatCompletionRequest, use: ToolUse
-) -> ChatTokens:
+def cut_chat_tokens(model: ServedModel, request: ChatCompletionRequest, use: ToolUse) -> ChatTokens:
     """Tokenize a conversation, shortened so that prompt and max_tokens fit the context.
 
     Without max_tokens, one output token must fit. Raises ApiError and InputError.

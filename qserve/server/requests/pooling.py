@@ -160,12 +160,12 @@ class ScoreRequest(PooledRequest):
     max_tokens_per_doc: TokenLimit = None
 
     @property
-    def sides(self) -> tuple[list[str], list[str]]:
-        """The texts of both sides. Raises ApiError(400) unless exactly one pair is set."""
+    def side_names(self) -> tuple[str, str]:
+        """The fields of both sides. Raises ApiError(400) unless exactly one pair is set."""
         given = {name for pair in PAIR_NAMES for name in pair if getattr(self, name) is not None}
         for first, second in PAIR_NAMES:
             if given == {first, second}:
-                return getattr(self, first), getattr(self, second)
+                return first, second
         names = next(({*pair} for pair in PAIR_NAMES if given & {*pair}), {PAIR_NAMES[0][0]})
         param = min(names - given or names)
         forms = ", ".join(" and ".join(pair) for pair in PAIR_NAMES)
@@ -280,7 +280,9 @@ def embed_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> 
 def score_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
     """Return the job of a body of /score. Raises ApiError and InputError."""
     request = read(body, ScoreRequest)
-    pairs = scoring.pairs(*request.sides)
+    first, second = request.side_names
+    sides = getattr(request, first), getattr(request, second)
+    pairs = scoring.pairs(*sides, names=(first, second))
     return _pairs_job(model, request, pairs, "score-", arrival, {})
 
 

@@ -453,7 +453,7 @@ def check_messages(messages: list[Message]) -> None:
 def _api_error(error: PydanticError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
-    problem = first["msg"]
+    problem = first["msg"].replace("Input should be", "expected", 1)
     if first["type"] in EXPECTED:
         problem = wrong_type(EXPECTED[first["type"]], first["input"])
     elif isinstance(first["input"], str | int | float) and "found" not in problem:

@@ -1,33 +1,44 @@
-"""Request model of POST /v1/responses, and its conversion to a chat request and a job."""
+"""Request model of POST /v1/responses, and its conversion to a chat request and a job.
+
+/v1/responses/input_tokens takes the same bodies.
+"""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from qserve.params.parameter_types import shown
 from qserve.server.http.errors import ApiError
 from qserve.server.requests import unsupported
-from qserve.server.requests.chat import chat_request_job
-from qserve.server.requests.content_parts import InputPart, ResponsePart, check_parts_of_role
+from qserve.server.requests.chat import chat_request_job, chat_tokens, cut_chat_tokens
+from qserve.server.requests.content_parts import ResponsePart
+from qserve.server.requests.input_items import (
+    TAG_OF_ITEM,
+    CallItem,
+    InputItem,
+    chat_messages,
+    kind_of,
+)
 from qserve.server.requests.job import Arrival, Job
 from qserve.server.requests.protocol import (
     EFFORT,
     MAX_MESSAGES,
-    MAX_PARTS,
     ONE_ERROR,
     Body,
     ChatCompletionRequest,
     Effort,
     at_most,
-    check_role,
     read,
     validate,
 )
 from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_fields import MAX_TOOLS, Function, read_arguments
 from qserve.server.requests.tool_use import NAMED_FORM as CHATS_FORM
+from qserve.server.requests.tool_use import tool_use
 
 # Chat fields that OpenAI's Responses API lacks. Here they are accepted with the same meaning.
 PASSED_ON = (
@@ -94,8 +105,6 @@ HINTS = unsupported.HINTS | {
 
 
 FUNCTION, HOSTED = "function", "hosted"  # kinds of tools
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-AN_ITEM = f"expected an item of type {', '.join(ITEMS[:-1])} or {ITEMS[-1]}"
 
 
 def _includable(name: str) -> str:
@@ -106,87 +115,6 @@ def _includable(name: str) -> str:
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-def _nothing_as_empty(value: Any) -> Any:
-    return "" if value is None else value
-
-
-Parts = Annotated[
-    list[InputPart], ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
-]
-
-
-class InputMessage(Body):
-    type: Literal["message"] = "message"
-    role: Annotated[str, AfterValidator(check_role)]
-    name: str | None = None  # checked by the chat model
-    content: Parts
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> "InputMessage":
-        check_parts_of_role(self.role, self.content)
-        return self
-
-
-class CallItem(Body):
-    """A tool call of an earlier reply. The chat model checks its fields."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CallOutput(Body):
-    """Output of a called tool."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Annotated[Parts, BeforeValidator(_nothing_as_empty)]
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> "CallOutput":
-        check_parts_of_role("tool", self.output)
-        return self
-
-
-class ReasoningItem(Body):
-    """Reasoning of an earlier reply. It is not part of the prompt."""
-
-    type: Literal["reasoning"]
-
-
-def _kind_of(item: Any) -> str:
-    """Return the type of an item. Messages may omit their type."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else ""
-
-
-def _stated(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type") == "item_reference":
-        raise PydanticCustomError(
-            "item",
-            "expected the item itself, found a reference, which needs a server started with"
-            " --response-store. Clients that send references send whole items with store: false",
-        )
-    if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in ITEMS:
-        raise PydanticCustomError("item", f"{AN_ITEM}, found {shown(item['type'])}")
-    return item
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind_of, custom_error_type="item", custom_error_message=AN_ITEM),
-    BeforeValidator(_stated),
-]
 
 
 class TextFormat(Body):
@@ -218,7 +146,7 @@ class HostedTool(Body):
 
 AnyTool = Annotated[
     Annotated[ResponseTool, Tag(FUNCTION)] | Annotated[HostedTool, Tag(HOSTED)],
-    Discriminator(lambda tool: FUNCTION if _kind_of(tool) == FUNCTION else HOSTED),
+    Discriminator(lambda tool: FUNCTION if kind_of(tool) == FUNCTION else HOSTED),
 ]
 
 
@@ -263,6 +191,10 @@ class ResponsesRequest(Body):
         return LOGPROBS in (self.include or ())
 
     @property
+    def is_cut(self) -> bool:
+        return self.truncation == "auto"
+
+    @property
     def effort(self) -> Effort | None:
         return None if self.reasoning is None else self.reasoning.effort
 
@@ -302,7 +234,7 @@ class ResponsesRequest(Body):
     def as_chat(self) -> ChatCompletionRequest:
         """Convert to a chat request. Raises ApiError."""
         extra = self.model_extra or {}
-        messages = _messages(self.input)
+        messages = chat_messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         fields = {name: extra[name] for name in PASSED_ON if name in extra}
@@ -358,38 +290,6 @@ class ResponsesRequest(Body):
         ]
 
 
-def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Convert items to chat messages. Calls join the assistant's message before them, if any."""
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        if isinstance(item, ReasoningItem):
-            continue
-        if isinstance(item, CallItem):
-            last = messages[-1] if messages else {}
-            if last.get("role") != "assistant":
-                last = {"role": "assistant", "content": None}
-                messages.append(last)
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            last["tool_calls"] = [*last.get("tool_calls", ()), call]
-            continue
-        is_output = isinstance(item, CallOutput)
-        parts = item.output if is_output else item.content
-        content = list(map(_chats_part, parts))
-        whose = {"role": "tool", "tool_call_id": item.call_id} if is_output else {}
-        named = {} if is_output else {"role": item.role, "name": item.name}
-        messages.append({**whose, **named, "content": content})
-    return messages
-
-
-def _chats_part(part: ResponsePart) -> dict[str, Any]:
-    """Convert a content part to the chat's form."""
-    if part.media_url is None:
-        return {"type": "text", "text": part.text}
-    kind = f"{part.kind}_url"
-    return {"type": kind, kind: part.media_url}
-
-
 def _chats_choice(choice: Any) -> Any:
     """Convert a tool_choice to the chat's form."""
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -405,9 +305,6 @@ def _named(choice: dict[str, Any]) -> dict[str, Any]:
     return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 
-TAG_OF_ITEM = re.compile(
-    r"^((?:input|items)\.\d+)\.(message|function_call|function_call_output|reasoning)\b"
-)
 TAG_OF_TOOL = re.compile(r"^(tools\.\d+)\.(function|hosted)\b")
 RENAMED = {EFFORT: "reasoning.effort", "response_format": "text.format"}
 CHATS_FORMAT = re.compile(r"^response_format(\.json_schema)?")
@@ -417,10 +314,67 @@ NAMED_FORM = '{"type": "function", "name": ...}'
 
 def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
     """Return the job of a body of /v1/responses. Raises ApiError and InputError."""
+    request = _read(model, body)
+    chat = request.as_chat()
+    _check_truncation(request, chat)
+    repeated = {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "user": chat.user,
+        "reasoning": {"effort": request.effort, "summary": None},
+        "truncation": request.truncation or "disabled",
+        **{name: getattr(request, name) for name in ECHOED},
+    }
+    if request.wants_logprobs:
+        repeated["top_logprobs"] = request.top_logprobs or 0
+    if request.tools:
+        repeated |= {
+            "tools": [tool.model_dump() for tool in request.tools],
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+        }
+    if request.text is not None and request.text.format is not None:
+        repeated["text"] = {
+            "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
+        }
+    with _own_names(request):
+        return chat_request_job(
+            model,
+            chat,
+            arrival,
+            prefix="resp_",  # OpenAI's prefix, which clients look for
+            ignored=(*chat.ignored, *request.ignored),
+            broken_arguments=request.broken_arguments,
+            is_cut=request.is_cut,
+            renamed=RENAMED,
+            repeated=repeated,
+        )
+
+
+def input_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
+    """Return the JSON reply to a body of /v1/responses/input_tokens.
+
+    Raises ApiError and InputError.
+    """
+    request = _read(model, body)
+    chat = request.as_chat()
+    _check_truncation(request, chat)
+    model.check_name(chat.model)
+    with _own_names(request):
+        use = tool_use(chat, model, generates=False)
+        if request.is_cut:
+            tokens = cut_chat_tokens(model, chat, use)
+        else:
+            tokens = chat_tokens(model, chat, use, checks_length=False)
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(tokens.ids)})
+
+
+def _read(model: ServedModel, body: bytes | bytearray) -> ResponsesRequest:
+    """Read and check a body. Raises ApiError; its field path has no pydantic tags."""
     try:
         request = read(body, ResponsesRequest)
     except ApiError as error:
-        # Remove pydantic's tags (types of items and tools) from the path.
         message, param = (
             TAG_OF_TOOL.sub(r"\1", TAG_OF_ITEM.sub(r"\1", text or ""))
             for text in (error.message, error.param)
@@ -441,54 +395,30 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
     for param, part in request.parts:
         if part.media_url is not None:
             model.check_takes(param, part.kind)
-    chat = request.as_chat()
-    is_cut = request.truncation == "auto"
-    if is_cut and chat.truncate_prompt_tokens is not None:
+    return request
+
+
+def _check_truncation(request: ResponsesRequest, chat: ChatCompletionRequest) -> None:
+    if request.is_cut and chat.truncate_prompt_tokens is not None:
         raise ApiError(
             400,
             'truncation: "auto" cannot be combined with truncate_prompt_tokens. Set only one.',
             "truncation",
         )
-    repeated = {
-        "instructions": request.instructions,
-        "max_output_tokens": limit,
-        "metadata": request.metadata or {},
-        "user": chat.user,
-        "reasoning": {"effort": request.effort, "summary": None},
-        "truncation": request.truncation or "disabled",
-        **{name: getattr(request, name) for name in ECHOED},
-    }
-    if request.wants_logprobs:
-        repeated["top_logprobs"] = request.top_logprobs or 0
-    if request.tools:
-        repeated |= {
-            "tools": [tool.model_dump() for tool in request.tools],
-            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-        }
-    if request.text is not None and request.text.format is not None:
-        repeated["text"] = {
-            "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
-        }
-    try:
-        return chat_request_job(
-            model,
-            chat,
-            arrival,
-            prefix="resp_",  # OpenAI's prefix, which clients look for
-            ignored=(*chat.ignored, *request.ignored),
-            broken_arguments=request.broken_arguments,
-            is_cut=is_cut,
-            renamed=RENAMED,
-            repeated=repeated,
-        )
-    except ApiError as error:
-        # Name the field as in the body: tools.N and text.format, not the chat's names.
-        def own(match: re.Match) -> str:
-            index = int(match[1])
-            return f"tools.{functions[index][0] if index < len(functions) else index}"
 
-        functions = request.functions
+
+@contextmanager
+def _own_names(request: ResponsesRequest) -> Iterator[None]:
+    """Name fields in errors as in the body: tools.N and text.format, not the chat's names."""
+    functions = request.functions
+
+    def own(match: re.Match) -> str:
+        index = int(match[1])
+        return f"tools.{functions[index][0] if index < len(functions) else index}"
+
+    try:
+        yield
+    except ApiError as error:
         texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
         texts = (CHATS_FORMAT.sub(RENAMED["response_format"], text) for text in texts)
         message, param = (CHATS_TOOL.sub(own, text, count=1) for text in texts)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from qserve.server.http.errors import ApiError
+from qserve.server.requests.input_items import TAG_OF_ITEM, InputItem
 from qserve.server.requests.protocol import ONE_ERROR, Body, at_most, read
-from qserve.server.requests.responses import TAG_OF_ITEM, InputItem
 
 MAX_ITEMS = 20  # items of one body, OpenAI's limit
 MAX_PAGE = 100

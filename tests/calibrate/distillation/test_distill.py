@@ -225,6 +225,36 @@ def test_training_that_increases_the_divergence_changes_nothing(quantized, tiny_
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("at", [2, 11])
+def test_an_interrupt_writes_the_best_state_so_far(
+    quantized, tiny_model, tmp_path, monkeypatch, at
+):
+    """The first check is after step 3, the last one before the interrupt after step 9."""
+    source, reference = quantized("qwen3", "w3a16-sym-g32", "gptq"), tiny_model("qwen3")
+    backward, calls = Training._backward, []
+
+    def interrupted(training, rows):
+        calls.append(rows)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        backward(training, rows)
+
+    monkeypatch.setattr(Training, "_backward", interrupted)
+    if at == 2:
+        with pytest.raises(KeyboardInterrupt):
+            distilled(source, reference, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return
+    done = distilled(source, reference, tmp_path / "out")
+    assert done.trained.steps == 10 and done.trained.kept_step in (3, 6, 9)
+    assert done.trained.after < done.trained.before
+    found = engine_divergence(tmp_path / "out", reference)
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+    assert (
+        read_quality(tmp_path / "out").values["distillation"]["held_out_divergence"]["steps"] == 10
+    )
+
+
 @pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a8"])
 def test_gradient_is_that_of_the_divergence(quantized, tiny_model, scheme):
     """Along the gradient, the divergence of the windows changes by its squared norm.

@@ -58,7 +58,7 @@ CASES = {
     "mamba-1": ("gptq", "w4a16-sym-g32", changes.with_mamba_1),
     "delta-net": ("gptq", "w4a16-sym-g32", changes.config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", changes.act_order),
-    "own-bits": ("gptq", "w3a16-sym-g32", None),
+    "own-groups": (CT, "w4a16-sym-g16", None),
     "gptq-without-desc-act": (
         "gptq",
         "w4a16-sym-g32",
@@ -132,6 +132,9 @@ CASES = {
     "ct-block-input-groups": (CT, "w8a8-fp8-block", changes.other_input_groups),
     "mixed-experts": (CT, "w4a16-sym-g32", changes.mixed_experts),
     "ct-experts-mixed": (CT, "w4a16-sym-g32", changes.mixed_layers_of_experts),
+    "ct-humming-zeros": (CT, "w3a16-asym-g32", None),
+    "ct-humming-experts": (CT, "w3a16-sym-g32", changes.experts),
+    "ct-experts-channel": (CT, "w3a16-sym-channel", changes.experts),
     "ct-experts-mxfp8": (CT, "w8a16-fp8", changes.mxfp8_experts),
     "ct-experts-w8a8": (CT, "w8a8", changes.experts),
     "ct-experts-nvfp4": (CT, "w4a16-nvfp4", changes.experts),
@@ -200,6 +203,18 @@ def test_experts_that_transformers_loads_are_not_refused(scheme, folder_of):
     found = inspect.inspect_checkpoint(folder_of(CT, scheme, changes.experts))
     assert not [problem for problem in found.problems if problem.severity == "error"]
     assert {v.program: v.answer for v in found.loads_in}["transformers"] == "yes"
+
+
+@pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a16-sym-channel", "w3a16-asym-g32"])
+def test_experts_that_vllm_loads_are_not_refused(scheme, folder_of):
+    found = inspect.inspect_checkpoint(folder_of(CT, scheme, changes.experts))
+    assert {v.program: v.answer for v in found.loads_in}["vLLM"] == "yes"
+
+
+@pytest.mark.parametrize("scheme", ["w2a16-sym-g32", "w3a16-asym-g32", "w6a16-sym-channel"])
+def test_this_project_has_kernels_for_other_bits_than_4_and_8(scheme, folder_of):
+    found = inspect.inspect_checkpoint(folder_of(CT, scheme))
+    assert {v.program: v.answer for v in found.loads_in}["this project"] == "yes"
 
 
 def test_servers_load_layers_of_experts_in_different_schemes(folder_of):

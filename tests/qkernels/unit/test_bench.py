@@ -118,5 +118,5 @@ def test_plot_draws_every_panel(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(KernelError, match="torch sees none"):
+    with pytest.raises(KernelError, match="GPU: is needed .* torch sees none .run this on"):
         run(show=print)

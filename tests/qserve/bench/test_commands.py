@@ -165,7 +165,7 @@ def test_cases_as_texts():
 def test_a_case_that_does_not_fit_is_named_before_any_is_measured(capsys):
     assert main(["bench", "forward", MODEL, *ENGINE, "--case", "a=1@3", "d=9*1@3"]) == 1
     shown = capsys.readouterr()
-    assert "case d: needs 9, but --max-num-seqs is 8" in shown.err
+    assert "case d: needs 9 requests, but --max-num-seqs is 8" in shown.err
     assert "[forward]" not in shown.out
 
 

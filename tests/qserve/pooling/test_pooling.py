@@ -253,3 +253,6 @@ def test_embeddings_are_scored_by_their_cosine(docs_5m):
     )
     with pytest.raises(InputError, match="as many texts as in text_1, 2, found 3"):
         llm.score(texts[:2], texts, use_tqdm=False)
+    for name, sides in (("text_2", ("a", [])), ("text_1", ([], ["a"]))):
+        with pytest.raises(InputError, match=f"{name}: expected at least one text, found none"):
+            llm.score(*sides, use_tqdm=False)

@@ -319,6 +319,8 @@ def test_reranker_answers_with_probabilities(make, error):
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"queries": "a", "data_2": "b"}, "documents"),
+        ("/score", {"queries": "a", "documents": []}, "documents"),
+        ("/score", {"data_1": [], "data_2": "b"}, "data_1"),
         ("/score", {}, "text_1"),
         ("/score", {"queries": "a", "documents": "b", "text_1": "a", "text_2": "b"}, "text_1"),
         ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc"),

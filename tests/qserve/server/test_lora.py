@@ -131,12 +131,13 @@ def test_load_and_unload(scripted, adapters, error):
         ("a\0b", 400, "expected the name of a folder"),
         ("missing", 404, "no such adapter"),
         ("outside", 400, "expected adapter_config.json"),
-        ("late", 400, "expected something else"),
+        ("late", 400, "late: expected something else"),
     ],
 )
 def test_what_cannot_be_loaded(scripted, adapters, error, path, status, says):
     found = error(scripted.ask(LOAD, lora_name="y", lora_path=path), status)
     assert says in found["message"] and str(adapters) not in found["message"]
+    assert not found["message"].startswith("/")
     assert "y" not in scripted.engine.loaded
 
 

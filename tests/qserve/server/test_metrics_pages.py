@@ -32,6 +32,11 @@ def test_a_joined_page_is_one_that_prometheus_reads():
     assert [len(each.samples) for each in families] == [2, 2]
 
 
+def test_metrics_of_the_process_appear_once():
+    page = join_pages({"a": PAGE, "b": PAGE}, "model_name", of_one_process=True)
+    assert [line for line in page.splitlines() if line.startswith("process_x")] == ["process_x 2.5"]
+
+
 def test_samples_that_have_the_label_keep_theirs():
     page = join_pages({"a": PAGE, 'b"': PAGE}, "model_name")
     assert page.count('q:running{model_name="a {b} c"} 1.0') == 2

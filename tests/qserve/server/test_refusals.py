@@ -133,6 +133,14 @@ def test_wrong_value_in_a_message_is_shown(server, error, message, text):
     assert text in found["message"] and len(found["message"]) < 1000
 
 
+def test_a_value_of_a_fixed_set_is_refused_in_our_words(server, error):
+    found = error(server.complete(truncation_side="middle"), 400)
+    assert found["message"] == "truncation_side: expected 'left' or 'right', found 'middle'"
+    tool = {"type": "web_search", "function": {"name": "f"}}
+    found = error(server.chat(tools=[tool]), 400)
+    assert found["message"] == "tools.0.type: expected 'function', found 'web_search'"
+
+
 @pytest.mark.parametrize("value", [0, -1, "5"])
 def test_max_completion_tokens_is_named_and_not_max_tokens(server, error, value):
     for call in (server.complete, server.chat):

@@ -347,6 +347,10 @@ def test_openais_client(server, run_live):
             model="tiny", input="two", previous_response_id=first.id
         ) as stream:
             second = stream.get_final_response()
+        counted = client.responses.input_tokens.count(
+            model="tiny", input="two", previous_response_id=first.id
+        )
+        assert counted.input_tokens == second.usage.input_tokens > first.usage.input_tokens
         assert client.responses.retrieve(second.id).output_text == server.client.text
         items = list(client.responses.input_items.list(second.id, order="asc", limit=1))
         assert [item.content[0].text for item in items] == ["one", server.client.text, "two"]

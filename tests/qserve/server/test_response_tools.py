@@ -9,6 +9,7 @@ from qserve.config import ServerConfig
 from tests.qserve.server.test_tools import CALL, WEATHER
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "description": "Look."}
+ROUTE = "/v1/responses"
 ASKED = [{"role": "user", "content": "Oslo?"}]
 
 
@@ -215,6 +216,24 @@ def test_a_reference_says_how_clients_send_items(server, error):
     items = [*ASKED, {"type": "item_reference", "id": "msg_1"}, *ASKED]
     found = error(server.post("/v1/responses", {"input": items}), 400)
     assert found["param"] == "input.1" and "store: false" in found["message"]
+
+
+def test_input_tokens_are_those_of_the_prompt(hermes, error):
+    body = {"input": ASKED, "tools": [TOOL], "instructions": "Be brief.", "truncation": "auto"}
+    counted = hermes.post("/v1/responses/input_tokens", body).json()
+    assert not hermes.client.requests
+    used = hermes.post("/v1/responses", body).json()["usage"]["input_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": used}
+    for wrong in ({"tool_choice": {"type": "function", "name": "x"}}, {"model": "other"}):
+        refused = [hermes.post(path, body | wrong) for path in (ROUTE, f"{ROUTE}/input_tokens")]
+        first, second = (error(reply, reply.status_code) for reply in refused)
+        assert first == second
+
+
+def test_input_tokens_beyond_the_context_are_counted(server):
+    body = {"input": "word " * 500}
+    assert server.post(f"{ROUTE}/input_tokens", body).json()["input_tokens"] > 256
+    assert server.post(ROUTE, body).status_code == 400
 
 
 def test_auto_needs_a_parser(server, error):

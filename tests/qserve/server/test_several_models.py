@@ -136,6 +136,8 @@ def test_a_request_wakes_its_model(tokenizer):
     ]
     assert models.log == [("Sleep", "a"), ("WakeUp", "b")]
     assert models.post("/tokenize", {"model": "a", "prompt": "Hi"}).status_code == 200
+    counted = models.post("/v1/responses/input_tokens", {"model": "a", "input": "Hi"})
+    assert counted.json()["input_tokens"] > 1
     assert len(models.log) == 2, "the text of a sleeping model is counted without its engine"
     assert models.request("POST", "/reset_prefix_cache?model=a").status_code == 200
     assert len(models.log) == 2 and models.clients["a"].num_resets == 1, "it has no pages"

@@ -49,6 +49,33 @@ def test_flags_of_a_combination():
     assert words[1:] == ["-m", "qserve", "serve", "m", "--max-num-seqs", "8", "--enforce-eager"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bench-cmd", ""], "--bench-cmd: expected a command, found none"),
+        (["--bench-cmd", "qserve 'x"], "--bench-cmd: cannot be read as a command: No closing"),
+        (["--serve-cmd", " "], "--serve-cmd: expected a command, found none"),
+        (["--after-bench-cmd", "false"], "--after-bench-cmd: ended with exit code 1"),
+        (["--serve-cmd", "qserve serve m --port=x"], "expected a number after --port, found 'x'"),
+    ],
+)
+def test_commands_that_do_not_run_are_named(server, tmp_path, capsys, flags, message):
+    assert sweep(server, tmp_path, "--num-runs", "1", *flags) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_runs_already_is_not_measured_instead(server, tmp_path, capsys):
+    port = server.url.rpartition(":")[2].strip("/")
+    assert sweep(server, tmp_path, "--serve-cmd", f"qserve serve m --port {port}") == 1
+    assert f"--serve-cmd: port {port} is in use" in capsys.readouterr().err
+
+
+def test_failed_runs_are_counted(tmp_path, capsys):
+    where = ["--output-dir", str(tmp_path), "--num-runs", "2"]
+    assert main(["bench", "sweep", "serve", "--bench-cmd", "false", *where]) == 1
+    assert "2 runs failed or wrote no result" in capsys.readouterr().err
+
+
 def test_curves_and_frontier():
     rows = [
         {"label": "a", "request_rate": 8, "median_tpot_ms": 10, "output_throughput": 800},

@@ -12,6 +12,7 @@ from formats.errors import InputError
 from qserve.bench.requests.dataset_settings import DatasetSettings
 from qserve.bench.simulation.replica import Replica
 from qserve.bench.simulation.simulate import (
+    bench_simulate,
     drive,
     find_max_rate,
     make_requests,
@@ -177,6 +178,14 @@ def test_shared_prefixes_are_found(tmp_path):
     assert shared["median_ttft_ms"] == pytest.approx(1500 - 1024, rel=0.01)
 
 
+def test_a_trace_without_prefixes_is_refused_with_prefix_caching(tmp_path):
+    trace = tmp_path / "azure.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,40,4\n")
+    assert simulate(asked(trace=str(trace)), data(), FIXED)["num_prompts"] == 1
+    with pytest.raises(InputError, match="does not state which prompts share a prefix"):
+        simulate(asked(trace=str(trace), prefix_caching=True), data(), FIXED)
+
+
 def test_the_highest_rate_meets_the_limits():
     wanted = asked(goodput=["ttft:60", "tpot:20"], find_max_rate=True, max_num_seqs=2)
     rate = find_max_rate(wanted, data(num_prompts=60), FIXED)
@@ -190,6 +199,19 @@ def case(name, us, *requests):
         "median_us": us,
         "requests": [dict(zip(names, each, strict=True)) for each in requests],
     }
+
+
+def test_too_few_requests_to_find_the_highest_rate_are_refused():
+    """All of them run in one batch, so every rate meets the limits."""
+    wanted = asked(goodput=["ttft:500", "tpot:30"], find_max_rate=True)
+    with pytest.raises(InputError, match="--num-prompts: 40 requests meet .* every rate"):
+        find_max_rate(wanted, data(), FIXED)
+
+
+def test_the_error_of_step_times_is_printed_only_if_they_were_fitted(capsys):
+    assert bench_simulate(asked(), data()) == 0
+    out = capsys.readouterr().out
+    assert "KV pages in use" in out and "fitted" not in out
 
 
 def test_step_times_are_those_that_were_measured():
