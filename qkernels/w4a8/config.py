@@ -127,8 +127,8 @@ class W4A8Sm90Config(CompileTimeConfig):
     @property
     def stages(self) -> int:
         """As many as fit into shared memory with store tiles, column vectors and barriers."""
-        # a consumer's codes, and up to four float32 scales per output
-        of_consumer = WARPGROUP_ROWS * (K_STEP // 2 + 16)
+        # a consumer's codes, and up to four float32 scales per output, in parts one
+        of_consumer = WARPGROUP_ROWS * (K_STEP // 2 + (4 if self.product_columns else 16))
         stage = self.num_consumers * of_consumer + self.block_b * K_STEP + 16
         shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # CUDA reserves 1 KB
         store_tile = WARPGROUP_ROWS * self.store_width * 2

@@ -236,8 +236,12 @@ def prefill(kernel: dict) -> bool:
 
 
 def expanded_codes(kernel: dict) -> bool:
-    """Registers with codes that a product reads are not written before the wait for it."""
-    return not kernel.get("overwritten_in_flight")
+    """Registers with codes that a product reads are not written before the wait for it.
+
+    In parts, one product is waited for only after the next was issued.
+    """
+    overlapped = kernel.get("overlapped", True) or "in parts" not in kernel["case"]
+    return overlapped and not kernel.get("overwritten_in_flight")
 
 
 def latent_decode(kernel: dict) -> bool:

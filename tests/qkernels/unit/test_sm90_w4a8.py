@@ -9,8 +9,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from qkernels.tuning.table import TuningRow, TuningTable
+from qkernels.w4a8 import config as configs
 from qkernels.w4a8 import layout, sm90
 from qkernels.w4a8.config import W4A8Sm90Config
+from qkernels.w4a8.tuned import TUNED
 from tests.qkernels import plain_gluon
 from tests.qkernels.w4a8_case import exact_case
 
@@ -101,8 +104,7 @@ def test_sums_of_short_groups_are_exact(name, multiply, poison):
         multiply(case, PARTS["two parts"])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["w4a8", "w4a8-fp8"])
+@pytest.mark.parametrize("name", ["w4a8", pytest.param("w4a8-fp8", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("config", PARTS)
 def test_parts_have_the_bits_of_whole_products(name, config, multiply):
     """Scales and inputs of any value: sums are rounded, in the same order."""
@@ -114,3 +116,33 @@ def test_parts_have_the_bits_of_whole_products(name, config, multiply):
     whole = multiply(case, TWO)
     assert whole.unique().numel() > 1000
     assert torch.equal(multiply(case, PARTS[config]), whole)
+
+
+def test_a_request_decides_whether_products_run_in_parts(monkeypatch):
+    """Also if the tuning table has a config of the variant."""
+    table = TuningTable(gpu="cpu")
+    monkeypatch.setattr(sm90, "sm_count", lambda device: 132)
+    monkeypatch.setattr(sm90, "tuning_table_of", lambda device: table)
+    _, _, packed, _ = exact_case("w4a8", 1, 4096, 1024, torch.device("cpu"))
+    weight = sm90.prepare_weight(packed, torch.bfloat16)
+
+    def in_parts(kernel):
+        requested = dataclasses.replace(weight, activation=packed.activation, requested=kernel)
+        return sm90.plan(requested.problem, 8192).config.product_columns > 0
+
+    default = configs.PARTS_BY_DEFAULT
+    assert in_parts(configs.PARTS) and not in_parts(f"-{configs.PARTS}")
+    assert in_parts(None) == in_parts("sm90_w4a8") == in_parts("fixed_order") == default
+    for config, found in ((PARTS["two parts"], True), (TWO, False)):
+        problem = {"M": 8192, "N": 4096, "K": 1024, "group": 128, "integers": True}
+        table.add_(
+            TuningRow(
+                op=TUNED,
+                problem=problem,
+                config=config,
+                microseconds=1.0,
+                default_microseconds=None,
+            )
+        )
+        assert in_parts(None) == found, "the measured config"
+        assert in_parts(configs.PARTS) and not in_parts(f"-{configs.PARTS}")
