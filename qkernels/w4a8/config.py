@@ -170,13 +170,13 @@ class W4A8Sm90Config(CompileTimeConfig):
     @property
     def fits_thread(self) -> bool:
         """True if a consumer's thread has registers for its sums, codes and addresses."""
-        others = 32 if self.product_columns else 40  # parts load no words during a product
+        others = 32 if self.product_columns else 40  # parts are added in fewer temporaries
         return self._sum_registers + others <= self.consumer_registers
 
     def runs_parts_of(self, group: int) -> bool:
         """Return True if the kernel can multiply a weight with such groups in parts."""
-        width = is_power(self.product_columns, 32, min(128, self.block_b))
-        return width and self.promotes and group % K_STEP == 0
+        two = is_power(self.product_columns, 32, min(64, self.block_b // 2))
+        return two and self.promotes and group % K_STEP == 0
 
     def tiles(self, M: int, N: int) -> int:
         return ceil_div(N, self.num_consumers * TILE_N) * ceil_div(M, self.block_b)
@@ -354,7 +354,10 @@ def sm90_config_fault(
     if config.promotes != sums_are_promoted(K, group, integers):
         return f"promotes must be {not config.promotes} for this weight, found {config.promotes}"
     if config.product_columns and not config.runs_parts_of(group):
-        return f"parts of 32 to 128 rows need groups of whole K steps and a total, found {config}"
+        return (
+            "parts need groups of whole K steps and a total, and have 32 or 64 rows, at most half"
+            f" a tile, found {config}"
+        )
     if config.turns not in TURNS or (config.turns != "none" and not config.product_columns):
         return f"turns must be one of {TURNS}, and none without parts, found {config.turns!r}"
     if not 1 <= config.split <= min(MAX_SPLIT, K // K_STEP):

@@ -129,10 +129,11 @@ def multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constex
 def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: gl.constexpr):
     """Same as multiply_ahead, in products of CONFIG.product_columns rows of x. Also return `turns`.
 
-    Each part is added to its total while the tensor core multiplies the next part. Products
-    alternate between two sets of registers. ptxas would use a third set, and spill, if it could
-    issue a product before the last one in these registers is added. Therefore a wait pins the
-    sum, and a product formally reads the last one in its registers, times an opaque zero.
+    Each part is added to its total while the tensor core multiplies the next one: the last part of
+    a step during the first product of the next step. Products alternate between two sets of
+    registers. ptxas would use a third set, and spill, if it could issue a product before the last
+    one in these registers is added. Therefore waits pin the sums, and a product formally adds the
+    last one in its registers if an opaque condition, `never`, is true.
     """
     CONFIG: gl.constexpr = gemm.CONFIG
     IN_GROUPS: gl.constexpr = gemm.NUMERICS.in_groups
@@ -148,41 +149,49 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
         of_part = split_columns(total, PARTS)[part]
         totals += (gl.convert_layout(of_part, LAYOUT, assert_trivial=True),)
     words, scale = _weights_at(gemm, pipeline, state, LAYOUT, CONSUMER)
+    nothing = gl.zeros([64, WIDTH], PRODUCT, LAYOUT)
+    last, last_scale = nothing, scale
     for k_step in range(work_tile.k_begin, work_tile.k_end):
         a = expand(words, DTYPE, A)
         x = pipeline.mem.x.index(state.stage)
         is_turn = CONFIG.turns == "every" or k_step == work_tile.k_begin
         if CONFIG.turns != "none":
             turns.wait(CONSUMER, is_turn)
-        free = gl.zeros([64, WIDTH], PRODUCT, LAYOUT)
         columns = x.slice(0, WIDTH).permute((1, 0))
-        product = warpgroup_mma(a, columns, free, is_async=True, use_acc=False)
-        added = ()
+        product = warpgroup_mma(a, columns, nothing, is_async=True, use_acc=False)
+        last_total = _add(last, last_scale, totals[PARTS - 1], IN_GROUPS)
+        last_total, product = warpgroup_mma_wait(1, deps=[last_total, product])
+        free, added = last, ()
         for part in gl.static_range(1, PARTS):
             columns = x.slice(part * WIDTH, WIDTH).permute((1, 0))
-            reads = never if part > 1 else False
-            following = warpgroup_mma(a, columns, free, is_async=True, use_acc=reads)
+            following = warpgroup_mma(a, columns, free, is_async=True, use_acc=never)
             product, following = warpgroup_mma_wait(1, deps=[product, following])
             if CONFIG.turns != "none" and part == PARTS - 1:
                 # the last part runs while the next consumer begins
                 turns.pass_on(CONSUMER, is_turn)
-            sums = _add(product, scale, totals[part - 1], IN_GROUPS)
-            if part < PARTS - 1:
-                sums, following = warpgroup_mma_wait(1, deps=[sums, following])
+            # An opaque truth: otherwise ptxas moves the last addition behind the last wait.
+            adds = True if part < PARTS - 1 else gemm.M > 0
+            sums = totals[part - 1]
+            if adds:
+                sums = _add(product, scale, sums, IN_GROUPS)
+            sums, following = warpgroup_mma_wait(1, deps=[sums, following])
             added += (sums,)
             free, product = product, following
-        product = warpgroup_mma_wait(0, deps=[product])
-        if CONFIG.turns != "none" and PARTS == 1:
-            turns.pass_on(CONSUMER, is_turn)
         next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
         next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
+        last = warpgroup_mma_wait(0, deps=[product])
         pipeline.consumer_release(state)
-        totals = added + (_add(product, scale, totals[PARTS - 1], IN_GROUPS),)
+        totals = added + (last_total,)
+        last_scale = scale
         words, scale = next_words, next_scale
         state = next_state
         if CONFIG.turns == "every":
             turns = turns.next()
     if CONFIG.turns == "first":
         turns = turns.next()
-    total = gl.convert_layout(join_columns(totals), total.type.layout, assert_trivial=True)
+    added = ()
+    for part in gl.static_range(PARTS - 1):
+        added += (totals[part],)
+    added += (_add(last, last_scale, totals[PARTS - 1], IN_GROUPS),)
+    total = gl.convert_layout(join_columns(added), total.type.layout, assert_trivial=True)
     return total, turns, state

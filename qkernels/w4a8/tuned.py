@@ -67,7 +67,7 @@ TUNED = TunedOp(
                 "max_prefetch_stages": (2, 4, 8),
                 "launch_dependents_first": (False, True),
                 "loads_ahead": (False, True),
-                "product_columns": (0, 32, 64, 128),
+                "product_columns": (0, 32, 64),
                 "turns": TURNS,
                 "store_stages": (1, 2),
                 "group_a": (8, 16),

@@ -55,7 +55,7 @@ TWO = W4A8Sm90Config(num_consumers=2, block_b=64)
 THREE = dataclasses.replace(TWO, num_consumers=3)
 PARTS = {
     "two parts": dataclasses.replace(TWO, product_columns=32),
-    "one part, first turns": dataclasses.replace(TWO, product_columns=64, turns="first"),
+    "two parts, first turns": dataclasses.replace(TWO, product_columns=32, turns="first"),
     "four parts": dataclasses.replace(TWO, block_b=128, product_columns=32),
     "four parts, all turns": dataclasses.replace(
         TWO, block_b=128, product_columns=32, turns="every"

@@ -227,9 +227,9 @@ def test_faults_of_parts():
     problem = {"M": 8192, "N": 6144, "K": 4096, "group": 128}
     assert sm90_config_fault(config, **problem) is None
     assert "groups of whole K steps" in sm90_config_fault(config, **problem | {"group": 64})
-    for changed in ({"product_columns": 48}, {"product_columns": 16}, {"product_columns": 256}):
-        assert "parts of 32 to 128" in sm90_config_fault(replace(config, **changed), **problem)
+    for changed in ({"product_columns": 48}, {"product_columns": 128}, {"block_b": 64}):
+        assert "32 or 64 rows" in sm90_config_fault(replace(config, **changed), **problem)
     for changed in ({"turns": "last"}, {"product_columns": 0}):
         assert "turns must be" in sm90_config_fault(replace(config, **changed), **problem)
-    wide = replace(config, product_columns=128)
-    assert "do not hold" in sm90_config_fault(wide, **problem), "128 + 128 registers of sums"
+    three = replace(config, num_consumers=3)
+    assert "do not hold" in sm90_config_fault(three, **problem), "192 of 160 registers for sums"
