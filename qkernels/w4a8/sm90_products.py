@@ -159,7 +159,10 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
             turns.wait(CONSUMER, is_turn)
         columns = x.slice(0, WIDTH).permute((1, 0))
         product = warpgroup_mma(a, columns, nothing, is_async=True, use_acc=False)
-        last_total = _add(last, last_scale, totals[PARTS - 1], IN_GROUPS)
+        last, product = warpgroup_mma_wait(1, deps=[last, product])
+        last_total = totals[PARTS - 1]
+        if gemm.M > 0:
+            last_total = _add(last, last_scale, last_total, IN_GROUPS)
         last_total, product = warpgroup_mma_wait(1, deps=[last_total, product])
         free, added = last, ()
         for part in gl.static_range(1, PARTS):
