@@ -133,7 +133,9 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
     a step during the first product of the next step. Products alternate between two sets of
     registers. ptxas would use a third set, and spill, if it could issue a product before the last
     one in these registers is added. Therefore waits pin the sums, and a product formally adds the
-    last one in its registers if an opaque condition, `never`, is true.
+    last one in its registers if an opaque condition, `never`, is true. The additions that no
+    product waits for run if `always` is true: ptxas would move them between the instructions of a
+    product, or after the wait for all products.
     """
     CONFIG: gl.constexpr = gemm.CONFIG
     IN_GROUPS: gl.constexpr = gemm.NUMERICS.in_groups
@@ -143,7 +145,7 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
     PARTS: gl.constexpr = CONFIG.block_b // WIDTH
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-    never = gemm.M < 0
+    always, never = gemm.M > 0, gemm.M < 0
     totals = ()
     for part in gl.static_range(PARTS):
         of_part = split_columns(total, PARTS)[part]
@@ -161,7 +163,7 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
         product = warpgroup_mma(a, columns, nothing, is_async=True, use_acc=False)
         last, product = warpgroup_mma_wait(1, deps=[last, product])
         last_total = totals[PARTS - 1]
-        if gemm.M > 0:
+        if always:
             last_total = _add(last, last_scale, last_total, IN_GROUPS)
         last_total, product = warpgroup_mma_wait(1, deps=[last_total, product])
         free, added = last, ()
@@ -172,8 +174,7 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
             if CONFIG.turns != "none" and part == PARTS - 1:
                 # the last part runs while the next consumer begins
                 turns.pass_on(CONSUMER, is_turn)
-            # An opaque truth: otherwise ptxas moves the last addition behind the last wait.
-            adds = True if part < PARTS - 1 else gemm.M > 0
+            adds = True if part < PARTS - 1 else always
             sums = totals[part - 1]
             if adds:
                 sums = _add(product, scale, sums, IN_GROUPS)
