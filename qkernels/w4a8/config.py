@@ -105,7 +105,7 @@ class W4A8Sm90Config(CompileTimeConfig):
     # rows of x per product, of which two are in flight: one is added to the total while the next
     # is multiplied; 0: all rows of a tile in one product
     product_columns: int = 0
-    # steps of a tile in which the consumers multiply one after the other: "none", "first", "every"
+    # steps of a tile in which the consumers multiply in turn: "none", "first", "every"
     turns: str = "none"
 
     consumer_rows = WARPGROUP_ROWS
@@ -172,6 +172,11 @@ class W4A8Sm90Config(CompileTimeConfig):
         """True if a consumer's thread has registers for its sums, codes and addresses."""
         others = 32 if self.product_columns else 40  # parts are added in fewer temporaries
         return self._sum_registers + others <= self.consumer_registers
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if the kernel's loop for this config has turns."""
+        return self.promotes and (self.loads_ahead or self.product_columns > 0)
 
     def runs_parts_of(self, group: int) -> bool:
         """Return True if the kernel can multiply a weight with such groups in parts."""
@@ -358,8 +363,10 @@ def sm90_config_fault(
             "parts need groups of whole K steps and a total, and have 32 or 64 rows, at most half"
             f" a tile, found {config}"
         )
-    if config.turns not in TURNS or (config.turns != "none" and not config.product_columns):
-        return f"turns must be one of {TURNS}, and none without parts, found {config.turns!r}"
+    if config.turns not in TURNS or (config.turns != "none" and not config.takes_turns):
+        return (
+            f"turns must be one of {TURNS}, and none without loads_ahead or parts, found {config}"
+        )
     if not 1 <= config.split <= min(MAX_SPLIT, K // K_STEP):
         return f"split must be 1 to {MAX_SPLIT}, at most the steps of K, found {config.split}"
     if config.reduce_scatter and (config.split not in (2, 4) or config.stored_columns < 16):

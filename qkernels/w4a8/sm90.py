@@ -184,7 +184,7 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()
     state = pipeline.consumer_start()
-    turns = first_turn(barriers, CONFIG.num_consumers, CONSUMER)
+    turns = first_turn(barriers, CONFIG, CONSUMER)
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
@@ -203,7 +203,9 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
                 gemm, pipeline, turns, state, sums, work_tile, CONSUMER
             )
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
-            sums, state = multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
+            sums, turns, state = multiply_ahead(
+                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
+            )
         else:
             sums, state = multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
         complete = True

@@ -104,8 +104,11 @@ def _add(product, scale, total, IN_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
-    """Same as multiply_groups for one group per K step; loads the next words during a product."""
+def multiply_ahead(gemm, pipeline, turns, state, total, work_tile, CONSUMER: gl.constexpr):
+    """Same as multiply_groups for one group per K step; loads the next words during a product.
+
+    Also return `turns`.
+    """
     DTYPE: gl.constexpr = pipeline.mem.x.dtype
     PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
     LAYOUT: gl.constexpr = total.type.layout
@@ -114,15 +117,18 @@ def multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constex
         a = expand(words, DTYPE, gl.DotOperandLayout(0, LAYOUT, 4))
         product = gl.zeros(total.shape, PRODUCT, LAYOUT)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
+        is_first = k_step == work_tile.k_begin
+        turns.wait(CONSUMER, is_first)
         product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
         next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
         next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
         product = warpgroup_mma_wait(0, deps=[product])
+        turns.pass_on(CONSUMER, is_first)
         pipeline.consumer_release(state)
         total = _add(product, scale, total, gemm.NUMERICS.in_groups)
         words, scale = next_words, next_scale
-        state = next_state
-    return total, state
+        state, turns = next_state, turns.after("every")
+    return total, turns.after("first"), state
 
 
 @gluon.jit
@@ -156,9 +162,8 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
     for k_step in range(work_tile.k_begin, work_tile.k_end):
         a = expand(words, DTYPE, A)
         x = pipeline.mem.x.index(state.stage)
-        is_turn = CONFIG.turns == "every" or k_step == work_tile.k_begin
-        if CONFIG.turns != "none":
-            turns.wait(CONSUMER, is_turn)
+        is_first = k_step == work_tile.k_begin
+        turns.wait(CONSUMER, is_first)
         columns = x.slice(0, WIDTH).permute((1, 0))
         product = warpgroup_mma(a, columns, nothing, is_async=True, use_acc=False)
         last, product = warpgroup_mma_wait(1, deps=[last, product])
@@ -171,9 +176,9 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
             columns = x.slice(part * WIDTH, WIDTH).permute((1, 0))
             following = warpgroup_mma(a, columns, free, is_async=True, use_acc=never)
             product, following = warpgroup_mma_wait(1, deps=[product, following])
-            if CONFIG.turns != "none" and part == PARTS - 1:
+            if part == PARTS - 1:
                 # the last part runs while the next consumer begins
-                turns.pass_on(CONSUMER, is_turn)
+                turns.pass_on(CONSUMER, is_first)
             adds = True if part < PARTS - 1 else always
             sums = totals[part - 1]
             if adds:
@@ -188,14 +193,10 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
         totals = added + (last_total,)
         last_scale = scale
         words, scale = next_words, next_scale
-        state = next_state
-        if CONFIG.turns == "every":
-            turns = turns.next()
-    if CONFIG.turns == "first":
-        turns = turns.next()
+        state, turns = next_state, turns.after("every")
     added = ()
     for part in gl.static_range(PARTS - 1):
         added += (totals[part],)
     added += (_add(last, last_scale, totals[PARTS - 1], IN_GROUPS),)
     total = gl.convert_layout(join_columns(added), total.type.layout, assert_trivial=True)
-    return total, turns, state
+    return total, turns.after("first"), state

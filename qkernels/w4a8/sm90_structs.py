@@ -91,24 +91,42 @@ class Turns:
 
     barriers: gl.shared_memory_descriptor  # of consumers: the one before has passed on
     phase: gl.tensor  # of this consumer's barrier
+    steps: gl.constexpr  # W4A8Sm90Config.turns
     consumers: gl.constexpr
 
     @gluon.jit
-    def wait(self, CONSUMER: gl.constexpr, pred):
-        mbarrier.wait(self.barriers.index(CONSUMER), self.phase, pred=pred)
+    def wait(self, CONSUMER: gl.constexpr, is_first):
+        """Wait for the turn, if this step has turns. `is_first`: it is the tile's first step."""
+        if self.steps != "none":
+            pred = self.steps == "every" or is_first
+            mbarrier.wait(self.barriers.index(CONSUMER), self.phase, pred=pred)
 
     @gluon.jit
-    def pass_on(self, CONSUMER: gl.constexpr, pred):
-        following = self.barriers.index((CONSUMER + 1) % self.consumers)
-        mbarrier.arrive(following, count=1, pred=pred)
+    def pass_on(self, CONSUMER: gl.constexpr, is_first):
+        """Let the next consumer multiply, if this step has turns."""
+        if self.steps != "none":
+            pred = self.steps == "every" or is_first
+            following = self.barriers.index((CONSUMER + 1) % self.consumers)
+            mbarrier.arrive(following, count=1, pred=pred)
 
     @gluon.jit
-    def next(self):
-        return Turns(barriers=self.barriers, phase=self.phase ^ 1, consumers=self.consumers)
+    def after(self, STEPS: gl.constexpr):
+        """Return the turns after a step ("every") or after a tile ("first")."""
+        passed: gl.constexpr = 1 if self.steps == STEPS else 0
+        return Turns(
+            barriers=self.barriers,
+            phase=self.phase ^ passed,
+            steps=self.steps,
+            consumers=self.consumers,
+        )
 
 
 @gluon.jit
-def first_turn(barriers, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+def first_turn(barriers, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
     """Return the turns of a consumer at the start: only consumer 0 need not wait."""
-    phase = gl.to_tensor(1 if CONSUMER == 0 else 0)
-    return Turns(barriers=barriers, phase=phase, consumers=CONSUMERS)
+    return Turns(
+        barriers=barriers,
+        phase=gl.to_tensor(1 if CONSUMER == 0 else 0),
+        steps=CONFIG.turns,
+        consumers=CONFIG.num_consumers,
+    )

@@ -32,6 +32,9 @@ CONFIGS = {
         num_consumers=2, block_b=128, split=2, reduce_scatter=True, loads_ahead=True
     ),
     "scatter 4": W4A8Sm90Config(num_consumers=1, block_b=64, split=4, reduce_scatter=True),
+    "loads ahead, first turns": W4A8Sm90Config(
+        num_consumers=2, block_b=128, loads_ahead=True, turns="first"
+    ),
     "parts": W4A8Sm90Config(num_consumers=2, block_b=256, product_columns=64),
     "parts, first turns": W4A8Sm90Config(
         num_consumers=2, block_b=128, product_columns=64, turns="first"
@@ -132,7 +135,7 @@ def test_parts_have_the_bits_of_whole_products(poison, name, M):
     codes, scales = ops.quantize_input(x, packed.activation)
     weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")
     want = sm90.linear_codes(codes, scales, weight, config=CONFIGS["loads ahead"])
-    for config in ("parts", "parts, first turns", "parts, all turns"):
+    for config in ("loads ahead, first turns", "parts", "parts, first turns", "parts, all turns"):
         got = sm90.linear_codes(codes, scales, weight, config=CONFIGS[config])
         assert torch.equal(got, want), config
 

@@ -70,6 +70,8 @@ PARTS = {
 CONFIGS = {
     "whole": TWO,
     "ahead": dataclasses.replace(TWO, block_b=32, loads_ahead=True),
+    "ahead, first turns": dataclasses.replace(TWO, loads_ahead=True, turns="first"),
+    "ahead, all turns": dataclasses.replace(TWO, loads_ahead=True, turns="every"),
     "three stages": dataclasses.replace(TWO, max_stages=3, product_columns=32, turns="first"),
     **PARTS,
 }
