@@ -73,7 +73,8 @@ def plan(
 ) -> GemmPlan:
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
-    return replace(plan_without_choice(problem), variant="sm90", config=config)
+    variant = PARTS if config.product_columns else "sm90"
+    return replace(plan_without_choice(problem), variant=variant, config=config)
 
 
 def run(

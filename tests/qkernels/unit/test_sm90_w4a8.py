@@ -130,7 +130,9 @@ def test_a_request_decides_whether_products_run_in_parts(monkeypatch):
 
     def in_parts(kernel):
         requested = dataclasses.replace(weight, activation=packed.activation, requested=kernel)
-        return sm90.plan(requested.problem, 8192).config.product_columns > 0
+        plan = sm90.plan(requested.problem, 8192)
+        assert plan.variant == (configs.PARTS if plan.config.product_columns else "sm90")
+        return plan.variant == configs.PARTS
 
     default = configs.PARTS_BY_DEFAULT
     assert in_parts(configs.PARTS) and not in_parts(f"-{configs.PARTS}")

@@ -205,7 +205,7 @@ def test_defaults_always_run(shape, integers, group):
 
 def test_many_rows_of_groups_have_the_tile_that_loads_ahead():
     """Sums of 64 x 128 and their float32 total take 128 of a thread's 240 registers."""
-    config = default_sm90_config(8192, *SHAPES["gate_up"], 128, H200_SMS, True)
+    config = default_sm90_config(8192, *SHAPES["gate_up"], 128, H200_SMS, True, in_parts=False)
     assert (config.num_consumers, config.block_b, config.loads_ahead) == (2, 128, True)
     wide = default_sm90_config(8192, *SHAPES["gate_up"], 4096, H200_SMS, True)
     assert (wide.num_consumers, wide.block_b, wide.promotes) == (2, 256, False)
