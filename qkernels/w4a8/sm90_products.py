@@ -171,6 +171,8 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
         if always:
             last_total = _add(last, last_scale, last_total, IN_GROUPS)
         last_total, product = warpgroup_mma_wait(1, deps=[last_total, product])
+        # not right after the last product, where no product would run meanwhile
+        pipeline.consumer_release_previous(state, k_step > work_tile.k_begin)
         free, added = last, ()
         for part in gl.static_range(1, PARTS):
             columns = x.slice(part * WIDTH, WIDTH).permute((1, 0))
@@ -189,11 +191,11 @@ def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: 
         next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
         next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
         last = warpgroup_mma_wait(0, deps=[product])
-        pipeline.consumer_release(state)
         totals = added + (last_total,)
         last_scale = scale
         words, scale = next_words, next_scale
         state, turns = next_state, turns.after("every")
+    pipeline.consumer_release_previous(state)
     added = ()
     for part in gl.static_range(PARTS - 1):
         added += (totals[part],)
