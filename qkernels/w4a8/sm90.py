@@ -17,18 +17,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from formats.in_memory.packed import PackedWeight
-from qkernels.choice import FIXED_ORDER
+from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
-from qkernels.gpu.pipeline import PipelineState, make_pipeline
+from qkernels.gpu.pipeline import make_pipeline
 from qkernels.gpu.registers import split_columns
 from qkernels.gpu.split_k_reduce import reduce_in_last_arriver, reduce_scatter
 from qkernels.gpu.tma import aligned
@@ -39,11 +38,22 @@ from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8 import layout
-from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
+from qkernels.w4a8.config import (
+    PARTS,
+    PARTS_BY_DEFAULT,
+    W4A8Sm90Config,
+    default_sm90_config,
+    fixed_order_config,
+)
 from qkernels.w4a8.prepack import prepacked
-from qkernels.w4a8.sm90_codes import expand, load_words, split_k
 from qkernels.w4a8.sm90_load import load
-from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
+from qkernels.w4a8.sm90_products import (
+    multiply_ahead,
+    multiply_groups,
+    multiply_in_parts,
+    multiply_integers,
+)
+from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages, first_turn
 from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_structs import EpilogueBuffers
@@ -63,7 +73,8 @@ def plan(
 ) -> GemmPlan:
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
-    return replace(plan_without_choice(problem), variant="sm90", config=config)
+    variant = PARTS if config.product_columns else "sm90"
+    return replace(plan_without_choice(problem), variant=variant, config=config)
 
 
 def run(
@@ -96,6 +107,7 @@ def linear_codes(
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
     assert config.promotes != sums_are_integers, config
+    assert not config.product_columns or config.runs_parts_of(weight.problem.group), config
     assert config.fits(M, N, K, sm_count(device)), config
     with on_device(codes_MK):
         launch(
@@ -138,125 +150,30 @@ def numerics_of(problem: GemmProblem) -> Numerics:
 
 
 def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
-    """Return the config measured on this GPU, else the default.
+    """Return the config measured on this GPU, else the default; a requested variant's default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
     reduce-scatter without all being resident would wait forever.
     """
     N, K, group = problem.out_features, problem.in_features, problem.group
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
-    if problem.requested == FIXED_ORDER:
+    choice = parse_choice(problem.requested)
+    if choice.only == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
+    if choice.only == PARTS:
+        return default_sm90_config(M, N, K, group, sms, integers, in_parts=True)
+    may_run_parts = PARTS not in choice.never
     row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
-    if row is not None and isinstance(row.config, W4A8Sm90Config) and row.config.fits(M, N, K, sms):
-        return row.config
-    return default_sm90_config(M, N, K, group, sms, integers)
+    config = None if row is None else row.config
+    fits = isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms)
+    if fits and (may_run_parts or not config.product_columns):
+        return config
+    in_parts = PARTS_BY_DEFAULT and may_run_parts
+    return default_sm90_config(M, N, K, group, sms, integers, in_parts)
 
 
 @gluon.jit
-def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
-    """Return the integer sums over all K steps of a work tile, and the next pipeline state."""
-    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
-    for k_step in range(work_tile.k_begin, work_tile.k_end):
-        pipeline.consumer_wait(state)
-        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-        a = expand(load_words(pipeline.mem.weight.index(slot)), pipeline.mem.x.dtype, A)
-        x = pipeline.mem.x.index(state.stage).permute((1, 0))
-        sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
-        # the product reads operand A's registers until it has ended
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        pipeline.consumer_release(state)
-        state = state.advance()
-    return sums, state
-
-
-@gluon.jit
-def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
-    """Return `total` plus the scaled sums of each group of a work tile, and the next state.
-
-    A K step has one or more groups, or a part of one. Each has a separate sum: exact for integers;
-    for float8 the tensor core keeps 14 bits.
-    """
-    NUMERICS: gl.constexpr = gemm.NUMERICS
-    GROUPS: gl.constexpr = NUMERICS.groups
-    DTYPE: gl.constexpr = pipeline.mem.x.dtype
-    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
-    LAYOUT: gl.constexpr = total.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-    BK: gl.constexpr = 128 // GROUPS
-    for _ in range(work_tile.k_begin, work_tile.k_end):
-        pipeline.consumer_wait(state)
-        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-        words = split_k(load_words(pipeline.mem.weight.index(slot)), GROUPS)
-        for i in gl.static_range(GROUPS):
-            if NUMERICS.in_groups:
-                scale = pipeline.mem.scales.index(slot).slice(i * 64, 64)
-                scale = scale.load(gl.SliceLayout(1, LAYOUT)).to(gl.float32) / NUMERICS.factor
-            a = expand(words[i], DTYPE, A)
-            x = pipeline.mem.x.index(state.stage)
-            if GROUPS > 1:
-                x = x.slice(i * BK, BK, dim=1)
-            product = gl.zeros(total.shape, PRODUCT, LAYOUT)
-            product = warpgroup_mma(a, x.permute((1, 0)), product, is_async=True, use_acc=False)
-            product = warpgroup_mma_wait(0, deps=[product])
-            if i == GROUPS - 1:
-                pipeline.consumer_release(state)
-            if NUMERICS.in_groups:
-                total = gl.fma(product.to(gl.float32), scale[:, None], total)
-            else:
-                total += product
-        state = state.advance()
-    return total, state
-
-
-@gluon.jit
-def _weights_at(gemm, pipeline, state, LAYOUT: gl.constexpr, CONSUMER: gl.constexpr):
-    """Wait for the K step at `state`. Return its packed words and scales."""
-    pipeline.consumer_wait(state)
-    slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-    words = load_words(pipeline.mem.weight.index(slot))
-    if gemm.NUMERICS.in_groups:
-        scale = pipeline.mem.scales.index(slot).load(gl.SliceLayout(1, LAYOUT))
-        return words, scale.to(gl.float32) / gemm.NUMERICS.factor
-    else:
-        return words, gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-
-
-@gluon.jit
-def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
-    """Same as _multiply_groups for one group per K step; loads the next words during a product."""
-    NUMERICS: gl.constexpr = gemm.NUMERICS
-    DTYPE: gl.constexpr = pipeline.mem.x.dtype
-    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
-    LAYOUT: gl.constexpr = total.type.layout
-    words, scale = _weights_at(gemm, pipeline, state, LAYOUT, CONSUMER)
-    for k_step in range(work_tile.k_begin, work_tile.k_end):
-        a = expand(words, DTYPE, gl.DotOperandLayout(0, LAYOUT, 4))
-        product = gl.zeros(total.shape, PRODUCT, LAYOUT)
-        x = pipeline.mem.x.index(state.stage).permute((1, 0))
-        product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
-        # after the last step, load its words again, unused
-        following = state.advance()
-        is_last = k_step == work_tile.k_end - 1
-        ahead = PipelineState(
-            stage=gl.where(is_last, state.stage, following.stage),
-            phase=gl.where(is_last, state.phase, following.phase),
-            num_stages=state.num_stages,
-        )
-        next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
-        product = warpgroup_mma_wait(0, deps=[product])
-        pipeline.consumer_release(state)
-        if NUMERICS.in_groups:
-            total = gl.fma(product.to(gl.float32), scale[:, None], total)
-        else:
-            total += product
-        words, scale = next_words, next_scale
-        state = following
-    return total, state
-
-
-@gluon.jit
-def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
+def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     CONFIG: gl.constexpr = gemm.CONFIG
     SPLIT: gl.constexpr = CONFIG.split
@@ -268,6 +185,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()
     state = pipeline.consumer_start()
+    turns = first_turn(barriers, CONFIG, CONSUMER)
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
@@ -280,11 +198,17 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
         if not CONFIG.promotes:
-            sums, state = _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
+            sums, state = multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif CONFIG.product_columns > 0:
+            sums, turns, state = multiply_in_parts(
+                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
+            )
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
-            sums, state = _multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
+            sums, turns, state = multiply_ahead(
+                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
+            )
         else:
-            sums, state = _multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
+            sums, state = multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
         complete = True
         if CONFIG.reduce_scatter:
             sums = reduce_scatter(
@@ -360,17 +284,26 @@ def _w4a8_sm90(
         gl.SwizzledSharedLayout(1, 1, 1, [0]),
     )
     buffers = EpilogueBuffers(y=y_memory, column_vectors=column_vectors)
+    if CONFIG.turns != "none":
+        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.init(turns.index(consumer), count=1)
+        fence_async_shared()
+    else:
+        turns = pipeline.full
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER: gl.constexpr = CONFIG.producer_registers
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (gemm, pipeline, buffers, 0)), (load, (gemm, pipeline))], [1], [PRODUCER]
+            [(_consume, (gemm, pipeline, buffers, turns, 0)), (load, (gemm, pipeline))],
+            [1],
+            [PRODUCER],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, 0)),
-                (_consume, (gemm, pipeline, buffers, 1)),
+                (_consume, (gemm, pipeline, buffers, turns, 0)),
+                (_consume, (gemm, pipeline, buffers, turns, 1)),
                 (load, (gemm, pipeline)),
             ],
             [4, 1],
@@ -379,9 +312,9 @@ def _w4a8_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, 0)),
-                (_consume, (gemm, pipeline, buffers, 1)),
-                (_consume, (gemm, pipeline, buffers, 2)),
+                (_consume, (gemm, pipeline, buffers, turns, 0)),
+                (_consume, (gemm, pipeline, buffers, turns, 1)),
+                (_consume, (gemm, pipeline, buffers, turns, 2)),
                 (load, (gemm, pipeline)),
             ],
             [4, 4, 1],

@@ -6,7 +6,8 @@ thread. So this tests indices, masks, and what barriers order, but no machine co
 
 Assumptions about the hardware:
 
-- wgmma and TMA complete immediately. A TMA box outside of its tensor is zero.
+- TMA completes immediately. A box outside of its tensor is zero.
+- wgmma reads its operands as late as possible: at the wait for it. Until then it has no value.
 - Barriers count arrivals and bytes, as PTX defines it.
 - Shared memory of 16-bit numbers, in rows of more than 128 bytes, consists of chunks of 128 bytes
   of all rows (test_sm90_latent.py compares this with Triton's own layouts). The exchange of 16
@@ -16,6 +17,7 @@ Assumptions about the hardware:
 import itertools
 import math
 import threading
+import time
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,10 +30,31 @@ CHUNK = 64  # 16-bit numbers of 128 bytes
 DEADLOCK_SECONDS = 3.0
 
 
+class Number(SimpleNamespace):
+    """A type of numbers, as a kernel sees it."""
+
+    def __init__(self, of_torch: torch.dtype) -> None:
+        super().__init__(of_torch=of_torch, primitive_bitwidth=8 * of_torch.itemsize)
+
+    def is_int8(self) -> bool:
+        return self.of_torch == torch.int8
+
+
+def torch_dtype(dtype: "torch.dtype | Number") -> torch.dtype:
+    return dtype.of_torch if isinstance(dtype, Number) else dtype
+
+
 class Tensor(torch.Tensor):
     """A torch tensor with the attributes of a kernel's tensor."""
 
     type = SimpleNamespace(layout=None)
+
+    def to(self, dtype, bitcast: bool = False) -> "Tensor":
+        dtype = torch_dtype(dtype)
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    def split(self) -> tuple["Tensor", ...]:
+        return self.unbind(-1)
 
 
 def tensor(value) -> Tensor:
@@ -69,31 +92,36 @@ class Pointer:
 class Memory:
     """A view of shared memory: indices of its elements in a flat buffer."""
 
-    def __init__(self, flat: torch.Tensor, index: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, index: torch.Tensor, dtype: object) -> None:
         self.flat, self.places = flat, index
-        self.dtype, self.shape = flat.dtype, list(index.shape)
+        self.dtype, self.shape = dtype, list(index.shape)
 
     @classmethod
-    def allocate(cls, dtype: torch.dtype, shape: list[int]) -> "Memory":
-        junk = float("nan") if dtype.is_floating_point else -(2**20)
-        return cls(torch.full((math.prod(shape),), junk, dtype=dtype), places_of(shape))
+    def allocate(cls, dtype: torch.dtype | Number, shape: list[int]) -> "Memory":
+        junk = {torch.int8: -77, torch.int32: -(2**20)}.get(torch_dtype(dtype), float("nan"))
+        flat = torch.full((math.prod(shape),), junk).to(torch_dtype(dtype))
+        return cls(flat, places_of(shape), dtype)
 
     def index(self, i) -> "Memory":
         assert 0 <= int(i) < self.shape[0], f"index {int(i)} of {self.shape}"
-        return Memory(self.flat, self.places[int(i)])
+        return Memory(self.flat, self.places[int(i)], self.dtype)
+
+    def slice(self, start, length, dim=0) -> "Memory":
+        assert 0 <= start <= start + length <= self.shape[dim], "slice outside of its memory"
+        return Memory(self.flat, self.places.narrow(dim, start, length), self.dtype)
 
     def permute(self, order) -> "Memory":
-        return Memory(self.flat, self.places.permute(*order))
+        return Memory(self.flat, self.places.permute(*order), self.dtype)
 
     def reshaped(self, shape) -> "Memory":
         assert math.prod(shape) == self.flat.numel() == self.places.numel(), "views a whole buffer"
-        return Memory(self.flat, places_of(shape))
+        return Memory(self.flat, places_of(shape), self.dtype)
 
     def load(self, layout=None) -> Tensor:
         return self.flat[self.places].as_subclass(Tensor)
 
     def store(self, value) -> None:
-        self.flat[self.places] = value.to(self.dtype)
+        self.flat[self.places] = value.to(self.flat.dtype)
 
 
 def places_of(shape: list[int]) -> torch.Tensor:
@@ -146,7 +174,9 @@ class Descriptor:
     def __init__(self, base: torch.Tensor, block: tuple[int, ...]) -> None:
         self.base, self.block_shape, self.layout = base, list(block), None
         self.shape = [tensor(size) for size in base.shape]
-        self.dtype = SimpleNamespace(primitive_bitwidth=8 * base.element_size())
+        self.dtype = Number(base.dtype)
+        num_bytes = math.prod(block) * base.element_size()
+        self.block_type = SimpleNamespace(shape=list(block), nbytes=num_bytes)
 
     def load(self, first, barrier: Barrier, to: Memory) -> None:
         box = torch.zeros(self.block_shape, dtype=self.base.dtype)
@@ -163,11 +193,62 @@ class Descriptor:
         to.store(box)
         barrier.update(num_bytes=-box.numel() * box.element_size())
 
+    def store(self, first, box: Memory) -> None:
+        inside = [
+            slice(int(start), min(int(start) + length, size))
+            for start, length, size in zip(first, self.block_shape, self.base.shape, strict=True)
+        ]
+        of_box = tuple(slice(0, max(0, each.stop - each.start)) for each in inside)
+        self.base[tuple(inside)] = box.load()[of_box]
 
-def _product(a, b, sums, use_acc=True, is_async=False) -> Tensor:
-    a, b = (each.load() if isinstance(each, Memory) else each for each in (a, b))
-    product = a.float() @ b.float()
-    return product + sums if use_acc else product
+
+class Product:
+    """A product that is not waited for: it is only another product's accumulator, or waited for."""
+
+    issued = threading.local()  # of this warpgroup, oldest first
+    type = Tensor.type
+
+    def __init__(self, a, b, sums, use_acc: bool) -> None:
+        self.a, self.b, self.sums, self.use_acc = a, b, sums, use_acc
+        self.value = None
+
+    def finish(self) -> None:
+        a, b = (each.load() if isinstance(each, Memory) else each for each in (self.a, self.b))
+        number = torch.float64 if a.dtype == torch.int8 else torch.float32
+        self.value = (a.to(number) @ b.to(number)).to(torch.float32)
+        if self.use_acc:
+            self.value += self.sums.value if isinstance(self.sums, Product) else self.sums
+
+
+def _multiply(a, b, sums, use_acc=True, is_async=False) -> Product | Tensor:
+    product = Product(a, b, sums, bool(use_acc))
+    Product.issued.__dict__.setdefault("products", []).append(product)
+    return product if is_async else _wait(0, [product])
+
+
+def _wait(count, deps) -> object:
+    issued = Product.issued.__dict__.setdefault("products", [])
+    finished = issued[: max(0, len(issued) - count)]
+    if finished:
+        time.sleep(1e-3)  # whoever overwrites operands now has not waited for their readers
+    for product in finished:
+        product.finish()
+    del issued[: len(finished)]
+    deps = [each.value if each in finished else each for each in deps]
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _asm(function: Callable) -> Callable:
+    """inline_asm_elementwise for words that are given once per byte of a result."""
+
+    def run(asm, constraints, arguments, dtypes, is_pure, pack) -> tuple[Tensor, ...]:
+        words = arguments[0][..., 0].contiguous()
+        results = function(str(asm), words)
+        return tuple(
+            each[..., None].contiguous().view(dtypes[0]).as_subclass(Tensor) for each in results
+        )
+
+    return run
 
 
 def _allocate(dtype, shape, layout) -> Memory | Barriers:
@@ -199,22 +280,36 @@ class _Language:
     max = staticmethod(lambda x, axis: x.amax(axis))
     sum = staticmethod(lambda x, axis: x.sum(axis))
     arange = staticmethod(lambda start, end, layout=None: tensor(torch.arange(start, end)))
-    full = staticmethod(lambda shape, value, dtype, layout=None: tensor(torch.full(shape, value)))
+    full = staticmethod(
+        lambda shape, value, dtype, layout=None: tensor(torch.full(shape, value, dtype=dtype))
+    )
     zeros = staticmethod(lambda shape, dtype, layout=None: tensor(torch.zeros(shape)))
-    convert_layout = staticmethod(lambda x, layout: x)
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    join = staticmethod(lambda a, b: tensor(torch.stack([a, b], -1)))
+    split = staticmethod(lambda x: x.split())
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    # not fused: exact where the product is
+    fma = staticmethod(lambda a, b, c: (a.double() * b.double() + c.double()).float())
     multiple_of = staticmethod(lambda x, values: x)
     to_tensor = staticmethod(tensor)
     load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
     store = staticmethod(lambda pointer, value, mask=None: pointer.store(value, mask))
     num_warps = staticmethod(lambda: 4)
     NVMMASharedLayout = SwizzledSharedLayout = NVMMADistributedLayout = staticmethod(_nothing)
-    BlockedLayout = SliceLayout = staticmethod(_nothing)
+    BlockedLayout = SliceLayout = DotOperandLayout = staticmethod(_nothing)
 
-    def __init__(self, program: tuple[int, ...]) -> None:
-        self.program = program
+    int8 = torch.int8
+
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], asm: Callable) -> None:
+        self.program, self.grid = program, grid
+        self.inline_asm_elementwise = _asm(asm)
 
     def program_id(self, axis: int) -> Tensor:
         return tensor(self.program[axis])
+
+    def num_programs(self, axis: int) -> Tensor:
+        return tensor(self.grid[axis])
 
     def warp_specialize(self, partitions, num_warps, registers) -> None:
         assert len(partitions) == len(num_warps) + 1 == len(registers) + 1
@@ -242,21 +337,27 @@ class _Language:
 class _Program:
     """One program of a grid: the kernel's functions with plain globals."""
 
-    def __init__(self, program: tuple[int, ...]) -> None:
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], asm: Callable) -> None:
         self.fakes = {
-            "gl": _Language(program),
+            "gl": _Language(program, grid, asm),
             "mbarrier": SimpleNamespace(
                 init=lambda barrier, count: barrier.init(count),
-                wait=lambda barrier, phase: barrier.wait(phase),
-                arrive=lambda barrier, count, pred=True: barrier.update(arrivals=count),
-                expect=lambda barrier, size, pred=True: barrier.update(1, int(size)),
+                wait=lambda barrier, phase, pred=True: barrier.wait(phase) if pred else None,
+                arrive=lambda barrier, count, pred=True: barrier.update(count if pred else 0),
+                expect=lambda barrier, size, pred=True: (
+                    barrier.update(1, int(size)) if pred else None
+                ),
                 MBarrierLayout=_nothing,
             ),
+            "tma": SimpleNamespace(store_wait=_nothing),
             "async_copy": SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
-            "warpgroup_mma": _product,
-            "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            "warpgroup_mma": _multiply,
+            "warpgroup_mma_wait": _wait,
             "reshaped": lambda memory, shape, layout: memory.reshaped(shape),
-            "tma_load": lambda desc, first, barrier, to: desc.load(first, barrier, to),
+            "tma_load": lambda desc, first, barrier, to, pred=True: (
+                desc.load(first, barrier, to) if pred else None
+            ),
+            "tma_store": lambda desc, first, box: desc.store(first, box),
             "load_elements": _copy_elements,
             **dict.fromkeys(
                 ("fence_async_shared", "barrier", "griddepcontrol_wait", "launch_dependents"),
@@ -272,7 +373,7 @@ class _Program:
         if isinstance(value, JITFunction):
             return self._once(value, lambda: self._function(value.fn))
         if isinstance(value, type) and hasattr(value, "__triton_aggregate__"):
-            return self._once(value, lambda: self._struct(value))
+            return self.made[value] if value in self.made else self._struct(value)
         return value
 
     def _once(self, key, make: Callable):
@@ -293,21 +394,27 @@ class _Program:
         return types.FunctionType(function.__code__, found, function.__name__, defaults)
 
     def _struct(self, cls: type) -> type:
-        methods = {
-            name: self._function(each.fn)
-            for name, each in vars(cls).items()
-            if isinstance(each, JITFunction)
-        }
-        return type(cls.__name__, (SimpleNamespace,), methods)
+        made = self.made[cls] = type(cls.__name__, (SimpleNamespace,), {})  # methods may name it
+        for name, each in vars(cls).items():
+            if isinstance(each, JITFunction):
+                setattr(made, name, self._function(each.fn))
+        return made
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run every program of the grid, one after the other. It replaces gpu/launch.launch."""
+def _no_asm(asm: str, words: Tensor) -> tuple[Tensor, ...]:
+    raise NotImplementedError("the test must give a plain twin of the inline assembly")
+
+
+def launch(kernel, grid: tuple[int, ...], *arguments, asm: Callable = _no_asm, **constants) -> None:
+    """Run every program of the grid, one after the other. It replaces gpu/launch.launch.
+
+    `asm` computes the results of inline assembly: (text, words) -> one tensor for each result.
+    """
     names = list(kernel.signature.parameters)
     given = dict(zip(names, map(_argument, arguments), strict=False))
     given |= {name: value for name, value in constants.items() if name in names}
     for program in itertools.product(*map(range, grid)):
-        run = _Program(program).plain(kernel)
+        run = _Program(program, grid, asm).plain(kernel)
         run(**given)
 
 
