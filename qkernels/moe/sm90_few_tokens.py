@@ -44,9 +44,11 @@ from qkernels.wna16.sm90_k_step import (
     WEIGHT_BOX,
     X_BOX_K,
     allocate_stages,
+    group_scales,
     load_weight,
     load_x,
     multiply,
+    multiply_by_group,
     multiply_fp4,
     step_scales,
 )
@@ -120,7 +122,9 @@ def _launch(
     x = aligned(x)
     N, K = weight.out_features, weight.in_features
     scales, factors = weight.tensors["scales"], weight.tensors.get("blocks")
-    offsets, box = weight.tensors.get("offsets", scales), TILE_N
+    offsets = weight.tensors.get("offsets", scales)
+    numerics = stack_numerics(weight.spec, K, x.dtype, weight.tensors, weight.bias_EN)
+    box = TILE_N * numerics.stored_steps
     if factors is not None:  # 4-bit floats: one or two words of scales per row and K step
         box *= scales.shape[-1]
     tiles = N // config.block_n
@@ -143,7 +147,7 @@ def _launch(
         tiles,
         wanted.most,
         CONFIG=config,
-        NUMERICS=stack_numerics(weight.spec, K, x.dtype, weight.tensors, weight.bias_EN),
+        NUMERICS=numerics,
         TILE=tile,
         num_warps=4,
         maxnreg=config.registers,
@@ -155,6 +159,7 @@ def _launch(
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     BM: gl.constexpr = gemm.CONFIG.block_m
+    STEPS: gl.constexpr = gemm.NUMERICS.stored_steps
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
     griddepcontrol_wait()
@@ -176,6 +181,13 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
                 sums = multiply_fp4(gemm, pipeline.mem, state.stage, sums, CONSUMER, SUMS)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 pipeline.consumer_release(state)
+            elif gemm.NUMERICS.stored_steps > 1:
+                scales = group_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+                products = multiply_by_group(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+                products = warpgroup_mma_wait(0, deps=products)
+                pipeline.consumer_release(state)
+                for i in gl.static_range(STEPS):
+                    sums += products[i] * scales[i][:, None]
             else:
                 scale = step_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
                 product = multiply(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)

@@ -12,6 +12,7 @@ from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
 from qkernels.wna16.layout import TILE_N, k_step
 
 K_STEP = 128  # inputs per K step
+SMALL_GROUPS = (64, 32)  # groups with several scales in a K step; others fill K steps
 FEW_TOKENS_ROWS = (8, 16, 32)  # possible values of block_m
 # Columns of a tile -> largest average number of pairs per expert for which it is chosen. An expert
 # with more pairs than columns takes another entry, and its weights are read again, from the L2.
@@ -57,6 +58,13 @@ class FewTokensConfig(CompileTimeConfig):
     def consumer_registers(self) -> int:
         given = (self.num_consumers + 1) * self.registers - self.producer_registers
         return min(REGISTERS_OF_THREAD, given // self.num_consumers // 8 * 8)
+
+
+def group_fault(group: int) -> str | None:
+    """Return why the kernel cannot run groups of this many inputs; None: it can."""
+    if k_step(group) == K_STEP or group in SMALL_GROUPS:
+        return None
+    return f"takes groups of 32, 64 or multiples of {K_STEP}, found {group}"
 
 
 def few_tokens_config_fault(config: FewTokensConfig, *, M: int, N: int, K: int) -> str | None:
@@ -171,8 +179,9 @@ def few_tokens_tiles_fault(
     group: int,
 ) -> str | None:
     """Return why the kernel cannot run these configs; None: it can."""
-    if k_step(group) != K_STEP:
-        return f"takes groups divisible by {K_STEP}, found {group}"
+    fault = group_fault(group)
+    if fault is not None:
+        return fault
     if M * top_k > MOST_PAIRS:
         return f"takes up to {MOST_PAIRS} pairs, found {M} tokens of {top_k} experts"
     splits = max(1, most_splits(M=M, top_k=top_k, hidden=hidden))

@@ -50,7 +50,7 @@ class WorkTile:
 class Experts:
     """Arguments of the kernel."""
 
-    weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
+    weight: tma.tensor_descriptor  # packed [E N/64 K/4, 32]
     x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
     scales: tma.tensor_descriptor  # [E N/64 G 64]; with 4-bit floats words of scales by row
     offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets

@@ -13,9 +13,9 @@ from qkernels.choice import FIXED_ORDER, KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
-from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
+from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles, group_fault
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, is_in_groups, k_step
+from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, is_in_groups
 
 ANY = KernelChoice()
 
@@ -63,12 +63,14 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.cut_after:
         return "cuts gate before its activation, not after it"
     for size in (layer.hidden, layer.inner):
-        group = layer.spec.group_length(size)
         if has_fp4(layer.spec):
+            fault = None
             if fp4_step(size) != K_STEP:
-                return f"takes sizes that steps of {K_STEP} inputs nearly fill, not {size}"
-        elif k_step(group) != K_STEP:
-            return f"takes groups divisible by {K_STEP}, not {group} of {size}"
+                fault = f"takes sizes that steps of {K_STEP} inputs nearly fill, not {size}"
+        else:
+            fault = group_fault(layer.spec.group_length(size))
+        if fault is not None:
+            return fault
     if layer.hidden % TILE_N or 2 * layer.inner % TILE_N:
         return f"takes outputs divisible by {TILE_N}"
     return layer.lacks_sm90
@@ -101,8 +103,8 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
 def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     """Return a plan that does not split K and adds the experts' outputs in a separate kernel.
 
-    All variants sum a K step from zero, scale the sum and add it to the total, so they give the
-    same bits. 4-bit floats and GGUF blocks are scaled before the product; for them only the
+    All variants sum a K step (or a group, if it is shorter) from zero, scale the sum and add it to
+    the total, so they give the same bits. 4-bit floats and GGUF blocks are scaled before the product; for them only the
     portable kernels run.
     """
     portable = layer.spec is not None and (has_fp4(layer.spec) or is_in_groups(layer.spec))

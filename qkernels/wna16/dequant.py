@@ -73,16 +73,17 @@ def rows_layout(K_SUBTILE, BITS):
 
 
 @gluon.constexpr_function
-def _stored_layout(BITS):
-    """Layout of packed words of 128 inputs [64, 4 BITS] as in shared memory: [8 BITS, 32]."""
-    if BITS == 8:
-        return packed_layout(8)
+def _stored_layout(C):
+    """Layout of packed words [64, 4 C] as in shared memory: [8 C, 32]."""
+    words = [[0, 1 << bit] if bit < 5 else [1 << (bit - 5), 0] for bit in range(11)]
+    column = C.bit_length() - 1
+    t, row = column, column + 2
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [4, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
-        warp_bases=[[8, 0], [16, 0]],
+        reg_bases=[*words[:column], words[row + 3]],
+        lane_bases=[*words[t : t + 2], *words[row : row + 3]],
+        warp_bases=words[row + 4 : row + 6],
         block_bases=[],
-        shape=[32, 32],
+        shape=[8 * C, 32],
     )
 
 
@@ -97,10 +98,16 @@ def _split_k(packed):
 
 
 @gluon.jit
+def load_words(stored, C: gl.constexpr):
+    """Load the packed words [64, 4 C] of 64 outputs, stored in [8 C, 32]."""
+    packed = stored.load(_stored_layout(C)).reshape([64, 4 * C])
+    return gl.convert_layout(packed, packed_layout(C), assert_trivial=True)
+
+
+@gluon.jit
 def load_k_subtiles(stored, K_SUBTILE: gl.constexpr, BITS: gl.constexpr):
     """Load the packed words of each K subtile of a stored tile, 64 outputs by 128 inputs."""
-    packed = stored.load(_stored_layout(BITS)).reshape([64, 4 * BITS])
-    subtiles = (gl.convert_layout(packed, packed_layout(BITS), assert_trivial=True),)
+    subtiles = (load_words(stored, BITS),)
     for _ in gl.static_range((128 // K_SUBTILE).bit_length() - 1):
         halved = ()
         for j in gl.static_range(len(subtiles)):

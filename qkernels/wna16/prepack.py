@@ -166,6 +166,8 @@ class WeightNumerics:
     has_offsets: bool
     has_bias: bool
     groups: int = 1  # groups per K step; with several, each has a scale and minimum (GroupedSpec)
+    # stored K steps in 128 inputs; several if the group has 64 or 32 inputs, each with one scale
+    stored_steps: int = 1
     steps_per_block: int = 0  # K steps that share d and dmin; 0: no d and dmin
     fp4: Fp4Words | None = None  # 4-bit floats
 
@@ -184,11 +186,13 @@ def stack_numerics(
 ) -> WeightNumerics:
     """Return the numerics of a prepacked weight or a stack of them, for activations of `dtype`."""
     is_grouped = isinstance(spec, GroupedSpec)
+    group = spec.group_length(in_features)
     return WeightNumerics(
         groups=spec.groups if is_grouped else 1,
         steps_per_block=spec.steps_per_block if is_grouped else 0,
         bits=spec.bits,
-        steps_per_group=spec.group_length(in_features) // K_STEP,
+        stored_steps=1 if is_grouped else K_STEP // k_step(group),
+        steps_per_group=max(1, group // K_STEP),
         offset=VALUE_OF_ZERO[dtype, spec.bits] + spec.symmetric_zero,
         has_offsets="offsets" in tensors,
         fp4=fp4_words(spec, dtype),

@@ -5,7 +5,8 @@ A consumer multiplies one stored tile. Operand A is in registers: codes minus ze
 constexprs CONFIG and NUMERICS. For the producer it also needs the descriptors of weight, x, scales
 and offsets, `k_steps`, and `loaded_tile(work_tile, CONSUMER)`, which returns the stored tile.
 
-Legend: BM rows of x; a K step is 128 inputs.
+Legend: BM rows of x; a K step is 128 inputs, which are several stored K steps if groups have 64 or
+32 inputs.
 """
 
 from triton.experimental import gluon
@@ -18,6 +19,7 @@ from qkernels.wna16.dequant import (
     group_factors,
     load_k_subtiles,
     load_row_words,
+    load_words,
     rounded_factors,
     rows_layout,
     scale_of_codes,
@@ -37,8 +39,10 @@ class Stages:
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]
     x: gl.shared_memory_descriptor  # [stages * 2, BM, 64]
-    scales: gl.shared_memory_descriptor  # [slots, 64]; with several groups int32 words by row
-    offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets; or d, dmin of blocks
+    # [slots, 64 stored_steps]; with several groups int32 words by row
+    scales: gl.shared_memory_descriptor
+    # [slots, 64 stored_steps], valid if has_offsets; or d, dmin of blocks
+    offsets: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -50,7 +54,8 @@ def allocate_stages(weight, x, scales, offsets, CONFIG: gl.constexpr, NUMERICS: 
     SCALES: gl.constexpr = scales.block_type.shape[0]
     scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, SCALES], scales.layout)
     if NUMERICS.has_offsets or NUMERICS.steps_per_block > 0:
-        offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, 64], offsets.layout)
+        OFFSETS: gl.constexpr = offsets.block_type.shape[0]
+        offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, OFFSETS], offsets.layout)
     else:
         offset_stages = scale_stages
     return Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
@@ -66,6 +71,7 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
         gemm.offsets.block_type.nbytes if NUMERICS.has_offsets or HAS_BLOCKS else 0
     )
     SCALES: gl.constexpr = gemm.scales.block_type.shape[0]
+    STEPS: gl.constexpr = NUMERICS.stored_steps
     CONSUMER_BYTES: gl.constexpr = (
         gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
     )
@@ -76,11 +82,20 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
     for i in gl.static_range(CONSUMERS):
         stored_tile = gemm.loaded_tile(work_tile, i)
         own = state.stage * CONSUMERS + i
-        row = (stored_tile * gemm.k_steps + k_step) * 32
+        if STEPS > 1:
+            # The last K step may have fewer groups. The next tile's codes and scales that it loads
+            # too are multiplied by zeros, because x has no such inputs.
+            groups = gemm.x.shape[1] // (128 // STEPS)
+            group = stored_tile * groups + k_step * STEPS
+            first_scale = group * 64
+            row = group * (32 // STEPS)
+        else:
+            row = (stored_tile * gemm.k_steps + k_step) * 32
+            groups = gemm.k_steps // NUMERICS.steps_per_group
+            group = stored_tile * groups + k_step // NUMERICS.steps_per_group
+            first_scale = group * SCALES
         tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
-        groups = gemm.k_steps // NUMERICS.steps_per_group
-        group = stored_tile * groups + k_step // NUMERICS.steps_per_group
-        tma_load(gemm.scales, [group * SCALES], barrier, stages.scales.index(own), pred=pred)
+        tma_load(gemm.scales, [first_scale], barrier, stages.scales.index(own), pred=pred)
         if NUMERICS.has_offsets:
             tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
         if HAS_BLOCKS:
@@ -116,9 +131,8 @@ def _offsets(gemm, stages, own, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _x_subtile(gemm, stages, stage, i: gl.constexpr):
+def _x_subtile(stages, stage, i: gl.constexpr, K_SUBTILE: gl.constexpr):
     """Return operand B of a K step's i-th wgmma: [K_SUBTILE, BM]."""
-    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
     x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
     if K_SUBTILE < 64:
         x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
@@ -143,8 +157,49 @@ def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
     sums = gl.zeros([64, BM], gl.float32, SUMS)
     for i in gl.static_range(128 // K_SUBTILE):
         a = gl.convert_layout(codes_minus_zeros(packed[i], zeros, DTYPE), A, assert_trivial=True)
-        x = _x_subtile(gemm, stages, stage, i)
+        x = _x_subtile(stages, stage, i, K_SUBTILE)
         sums = warpgroup_mma(a, x, sums, use_acc=i > 0, is_async=True)
+    return sums
+
+
+@gluon.jit
+def group_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """Load the scales for the sums of `multiply_by_group`: float32 [64] of each group."""
+    own = stage * gemm.CONFIG.num_consumers + CONSUMER
+    STEPS: gl.constexpr = gemm.NUMERICS.stored_steps
+    scales = ()
+    for i in gl.static_range(STEPS):
+        scale = stages.scales.index(own).slice(64 * i, 64).load(gl.SliceLayout(1, SUMS))
+        scales += (scale_of_codes(scale.to(gl.float32), stages.x.dtype),)
+    return scales
+
+
+@gluon.jit
+def multiply_by_group(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """Issue the products of groups of 64 or 32 inputs.
+
+    Return the sums [64, BM] of each group: codes minus zero points, times x.
+    """
+    DTYPE: gl.constexpr = stages.x.dtype
+    BM: gl.constexpr = gemm.CONFIG.block_m
+    STEPS: gl.constexpr = gemm.NUMERICS.stored_steps
+    GROUP: gl.constexpr = 128 // STEPS
+    C: gl.constexpr = 4 // STEPS
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROWS: gl.constexpr = rows_layout(GROUP, 4)
+    own = stage * gemm.CONFIG.num_consumers + CONSUMER
+    sums = ()
+    for i in gl.static_range(STEPS):
+        if gemm.NUMERICS.has_offsets:
+            offset = stages.offsets.index(own).slice(64 * i, 64).load(ROWS)
+        else:
+            offset = gl.full([64], gemm.NUMERICS.offset, DTYPE, ROWS)
+        packed = load_words(stages.weight.index(own).slice(8 * C * i, 8 * C), C)
+        codes = codes_minus_zeros(packed, zeros_to_subtract(offset, DTYPE), DTYPE)
+        a = gl.convert_layout(codes, A, assert_trivial=True)
+        x = _x_subtile(stages, stage, i, GROUP)
+        zeros = gl.zeros([64, BM], gl.float32, SUMS)
+        sums += (warpgroup_mma(a, x, zeros, use_acc=False, is_async=True),)
     return sums
 
 
@@ -167,7 +222,7 @@ def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
     packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
     for i in gl.static_range(128 // K_SUBTILE):
         a = unpack_rounded(packed[i], row_factors, NUMERICS, DTYPE, A)
-        x = _x_subtile(gemm, stages, stage, i)
+        x = _x_subtile(stages, stage, i, K_SUBTILE)
         sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums
 
@@ -191,7 +246,7 @@ def multiply_groups(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
     for i in gl.static_range(128 // K_SUBTILE):
         scale, minimum = group_factors(scales, blocks[0], i, K_SUBTILE, NUMERICS, DTYPE)
         a = unpack_groups(packed[i], scale, minimum, DTYPE, A)
-        x = _x_subtile(gemm, stages, stage, i)
+        x = _x_subtile(stages, stage, i, K_SUBTILE)
         sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums
 
@@ -215,6 +270,6 @@ def multiply_fp4(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.con
         if FP4.parts == 2:
             second = fp4_scales(scales[1], i, K_SUBTILE, FP4)
         a = unpack_fp4(packed[i], first, second, FP4, DTYPE, A)
-        x = _x_subtile(gemm, stages, stage, i)
+        x = _x_subtile(stages, stage, i, K_SUBTILE)
         sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums

@@ -16,6 +16,7 @@ MIXTRAL = (4096, 14336, 8, 2)  # hidden size, inner size, experts, experts of a 
 QWEN3_30B = (2048, 768, 128, 8)
 GPT_OSS = (2880, 2880, 32, 4)
 NEMOTRON_3_NANO = (2688, 1856, 128, 6)  # without a gate
+GLM_4_5_AIR = (4096, 1408, 128, 8)
 GEMMA_4 = (2816, 704, 128, 8)
 _GLUS = {NEMOTRON_3_NANO: RELU2, GEMMA_4: GEGLU}
 IN_GROUPS = Routing(
@@ -102,6 +103,19 @@ EXPERTS: dict[str, Case] = {
         run=lambda: experts(128, MIXTRAL, "w4a16-asym"), quick=SM90, product="wgmma"
     ),
     "experts w4a16 M=4096": Case(run=lambda: experts(4096, MIXTRAL, "w4a16-sym"), product="wgmma"),
+    **{
+        f"experts {scheme} M={M}": Case(
+            run=functools.partial(experts, M, shape, scheme), quick=quick, product="wgmma"
+        )
+        for scheme, M, shape, quick in (
+            ("w4a16-sym-g64", 1, GLM_4_5_AIR, SM90),
+            ("w4a16-asym-g64", 8, QWEN3_30B, ()),
+            ("w4a16-sym-g64", 32, GLM_4_5_AIR, ()),
+            ("w4a16-asym-g64", 128, QWEN3_30B, ()),
+            ("w4a16-sym-g32", 1, GPT_OSS, SM90),
+            ("w4a16-asym-g32", 64, GPT_OSS, SM90),
+        )
+    },
     "experts without a gate, w4a16 M=8": Case(
         run=lambda: experts(8, NEMOTRON_3_NANO, "w4a16-sym-g64"), product="wgmma"
     ),
