@@ -127,9 +127,7 @@ class LLM(LLMControl, EngineOwner):
         priorities = [0] * len(batch) if priority is None else list(priority)
         if len(priorities) != len(batch):
             raise InputError("priority", f"expected {len(batch)}, found {len(priorities)}")
-        loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(batch)
-        if len(loras) != len(batch):
-            raise InputError("lora_request", f"expected one or {len(batch)}, found {len(loras)}")
+        loras = _each(lora_request, len(batch))
         for each in params:
             if not isinstance(each, SamplingParams):
                 problem = f"expected SamplingParams, found {type(each).__name__}"
@@ -236,6 +234,8 @@ class LLM(LLMControl, EngineOwner):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed each prompt. Defaults for pooling come from the files in the model's folder.
 
@@ -243,7 +243,7 @@ class LLM(LLMControl, EngineOwner):
         model's folder defines the prefixes and the default. Raises InputError.
         """
         batch = self._input_tokens(as_batch(prompts), prompt_name)
-        found = self._pool(batch, pooling_params, use_tqdm)
+        found = self._pool(batch, pooling_params, use_tqdm, lora_request=lora_request)
         return [
             each.output(EmbeddingOutput(embedding=each.values.reshape(-1).tolist()))
             for each in found
@@ -255,6 +255,8 @@ class LLM(LLMControl, EngineOwner):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         pooling_task: PoolingTask = "token_embed",
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return hidden states after the last norm, as tensors: one per token or one per prompt.
 
@@ -262,7 +264,7 @@ class LLM(LLMControl, EngineOwner):
         use `get_tokenizer().encode`. Raises InputError.
         """
         kind = llm_pooling.kind_of(pooling_task)
-        found = self._pool(prompts, pooling_params, use_tqdm, kind)
+        found = self._pool(prompts, pooling_params, use_tqdm, kind, lora_request)
         return [each.output(PoolingOutput(data=torch.tensor(each.values))) for each in found]
 
     def classify(
@@ -341,6 +343,7 @@ class LLM(LLMControl, EngineOwner):
         params: PoolingParams | Sequence[PoolingParams] | None,
         use_tqdm: bool,
         kind: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Vectors]:
         self._check_awake()
         batch, config = as_batch(prompts), self._pooling_config()
@@ -351,8 +354,11 @@ class LLM(LLMControl, EngineOwner):
         params = [replace(each, kind=each.kind or kind) for each in params]
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
-        complete = [config.complete(each) for each in params]
-        return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm)
+        complete, loras = (
+            [config.complete(each) for each in params],
+            _each(lora_request, len(batch)),
+        )
+        return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm, loras)
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         """Run steps until all requests are finished. Raises InputError if one fails."""
@@ -389,3 +395,14 @@ class LLM(LLMControl, EngineOwner):
                         )
                     bar.update()
         return done
+
+
+def _each(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts. Raises InputError for another number."""
+    if not isinstance(lora_request, Sequence):
+        return [lora_request] * count
+    if len(lora_request) != count:
+        raise InputError("lora_request", f"expected one or {count}, found {len(lora_request)}")
+    return lora_request

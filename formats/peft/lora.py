@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from formats.architecture.bare_model import PREFIX as MODEL
 from formats.architecture.family import Family
 from formats.architecture.projection import Projection
 from formats.architecture.text_part import text_name
@@ -202,7 +203,9 @@ def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
                 "train or save the adapter with linears as targets alone",
             )
         stored = name.removeprefix(PREFIX).removesuffix(end)
-        module = stored if stored in shapes else text_name(stored) or ""
+        # an adapter of a model without a head lacks the prefix, as the model does
+        bare = f"{MODEL}{stored}"
+        module = next((each for each in (stored, bare) if each in shapes), text_name(stored) or "")
         if module not in shapes:
             raise CheckpointError(
                 f"{file.path}: {name}",

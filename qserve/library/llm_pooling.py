@@ -1,7 +1,7 @@
 """Pooling in the offline API: embeddings, scores and labels of prompts. Names follow vLLM's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -9,9 +9,10 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
 from qserve.library.prompts import PromptType, handling_of, read_prompt
-from qserve.params.handling import Handling
+from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling.params import ALL, LABELS, PoolingParams
 
@@ -99,6 +100,7 @@ def run(
     params: Sequence[PoolingParams],
     names: Sequence[str],
     use_tqdm: bool,
+    loras: Sequence[LoRARequest | None],
 ) -> list[Vectors]:
     """Run pooling requests in one batch; return results in the order of prompts.
 
@@ -113,10 +115,10 @@ def run(
     kinds = {name: each.kind for name, each in zip(names, params, strict=True)}
     done: dict[str, Vectors] = {}
     try:
-        for name, prompt, each in zip(names, prompts, params, strict=True):
+        for name, prompt, each, lora in zip(names, prompts, params, loras, strict=True):
             _, ids = read_prompt(prompt, engine.get_tokenizer)
-            salt = handling_of(prompt, 0).cache_salt
-            handling = Handling(cache_salt=salt, pooling=each)
+            handling = handling_of(prompt, 0, local_adapter(lora, core.config))
+            handling = replace(handling, pooling=each)
             core.add_request(name, ids, SamplingParams(), handling=handling)
             tokens[name] = ids
         with tqdm(

@@ -148,7 +148,7 @@ class ModelConfig:
         folder = model_folder(folder)
         raw = read_json(folder / CONFIG)
         # Only the tensors show whether there is a head, and whether it is the embedding.
-        may_lack_head = is_headless(raw) or (Path(folder) / "modules.json").exists()
+        may_lack_head = is_headless(usual_config(raw)) or (Path(folder) / "modules.json").exists()
         has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
         vision = None
         if has_text_part(raw) and not has_tensors:  # a folder without weights: dummy weights

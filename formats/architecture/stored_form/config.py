@@ -23,7 +23,12 @@ from formats.families import family_of
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
-    **{"mimo": "qwen2", "orion": "stablelm", "mimo_v2": "mimo_v2_flash"},
+    **{
+        "jina_embeddings_v5": "qwen3",
+        "mimo": "qwen2",
+        "orion": "stablelm",
+        "mimo_v2": "mimo_v2_flash",
+    },
     **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
 }
 # architecture of code in a model's folder -> transformers' architecture for the same files
@@ -38,6 +43,7 @@ _SAME_FILES = {
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "JinaEmbeddingsV5Model": "Qwen3Model",
     "PLaMo2ForCausalLM": "Plamo2ForCausalLM",
     "PLaMo3ForCausalLM": "Plamo3ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
