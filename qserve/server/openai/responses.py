@@ -181,18 +181,12 @@ async def responses(request: Request) -> Response:
 @routes.post("/v1/responses/input_tokens")
 async def input_tokens(request: Request) -> Response:
     """Count the input tokens of a response, stored items that it refers to included."""
-    service, client, stored = (
-        service_of(request),
-        client_key(request.scope),
-        _stored_request(request),
-    )
+    stored = _stored_request(request)
+    given = request, service_of(request), client_key(request.scope), "input_tokens"
     if stored is None:
-        return LargeResponse([await prepare_body(request, service, client, "input_tokens")])
+        return LargeResponse([await prepare_body(*given)])
     with stored.own_indices():
-        content = await prepare_body(
-            request, service, client, "input_tokens", rewrite=stored.expand
-        )
-    return LargeResponse([content])
+        return LargeResponse([await prepare_body(*given, rewrite=stored.expand)])
 
 
 def _stored_request(request: Request) -> StoredRequest | None:
