@@ -113,7 +113,8 @@ BENCH_COMMANDS: dict[str, Command] = {
         commands=SWEEP_COMMANDS,
     ),
     "quantize": Command(
-        help="measure the quantization of a few layers, and estimate that of a whole model",
+        help="measure the quantization of a few layers of Llama-3-8B's shape with random weights,"
+        " and estimate that of all 32",
         settings=(QuantizeBenchSettings,),
         run=_quantize,
         argument=None,

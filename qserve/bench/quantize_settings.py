@@ -10,7 +10,7 @@ from qserve.command_line.setting import check_settings, setting
 class QuantizeBenchSettings:
     """Settings of `qserve bench quantize`: the layers to quantize, and the method."""
 
-    layers: int = setting(4, "number of layers to measure, of 32", low=1)
+    layers: int = setting(4, "number of layers to measure, of 32", low=1, high=32)
     samples: int = setting(128, "calibration windows", low=1)
     sequence_length: int = setting(2048, "length of a calibration window in tokens", low=1)
     recipe: str = setting("gptq", "quantization method", RECIPES)

@@ -40,6 +40,7 @@ class Comparison:
     same_top_token: float  # fraction of positions
     rounding_divergence: float | None = None  # divergence of plain rounding; None: not needed
     on_text: Agreement | None = None  # on held-out text; None: no usable tokenizer
+    quantized_reference: str | None = None  # the other model, if it is no float model
 
     @property
     def limit(self) -> float:
@@ -51,8 +52,11 @@ class Comparison:
         return self.divergence <= self.limit
 
     def to_text(self) -> str:
+        against = "against the float model"
+        if self.quantized_reference is not None:
+            against = f"against {self.quantized_reference}, which is quantized too"
         text = (
-            f"against the float model, {self.tokens} random tokens: logits differ by"
+            f"{against}, {self.tokens} random tokens: logits differ by"
             f" {100 * self.relative_error:.2f} %, KL divergence {self.divergence:.4f} nats,"
             f" same top token in {100 * self.same_top_token:.1f} %"
         )
@@ -67,7 +71,7 @@ class Comparison:
             return text
         found = self.on_text
         return (
-            f"{text}\nagainst the float model, {found.tokens} tokens of {HELD_OUT_NAME}: perplexity"
+            f"{text}\n{against}, {found.tokens} tokens of {HELD_OUT_NAME}: perplexity"
             f" {found.reference_perplexity:.2f} -> {found.perplexity:.2f}, KL divergence"
             f" {found.divergence:.4f} nats, same top token in {100 * found.same_top_token:.1f} %"
         )
@@ -100,6 +104,7 @@ def compare_models(
             "use the float model that was quantized",
         )
     float_TV = llm.logits(token_ids).float().cpu()
+    is_quantized = llm.engine.model_config.quant is not None
     on_text = None
     if window_S is not None:
         total = AgreementSum()
@@ -116,6 +121,7 @@ def compare_models(
         same_top_token=float((quantized_TV.argmax(-1) == float_TV.argmax(-1)).float().mean()),
         rounding_divergence=rounding,
         on_text=on_text,
+        quantized_reference=str(reference) if is_quantized else None,
     )
 
 

@@ -59,17 +59,20 @@ def read_prompt(
         prompt = text
     if isinstance(prompt, str):
         return prompt, get_tokenizer().encode(prompt)
-    return None, token_list(prompt)
+    return None, token_list(prompt, "a text or a list of token ids")
 
 
-def token_list(ids: Iterable[int]) -> list[int]:
-    """Return token ids as a list; also those of an array or a tensor. Raises InputError."""
+def token_list(ids: Iterable[int], expected: str = "a list of token ids") -> list[int]:
+    """Return token ids as a list; also those of an array or a tensor. Raises InputError.
+
+    `expected`: what the caller takes, for the error.
+    """
     try:
         if isinstance(ids, str | bytes | bytearray):
             raise TypeError
         found = [*map(operator.index, ids)]
     except TypeError:
-        problem = f"expected a text or a list of token ids, found {ids!r:.80}"
+        problem = f"expected {expected}, found {ids!r:.80}"
         raise InputError("prompt", problem) from None
     if found and not 0 <= min(found) <= max(found) <= MAX_TOKEN_ID:
         wrong = next(each for each in found if not 0 <= each <= MAX_TOKEN_ID)

@@ -3,6 +3,7 @@
 qserve/config.py does the same for the engine.
 """
 
+import re
 from dataclasses import dataclass
 
 from formats.errors import InputError
@@ -29,6 +30,9 @@ VLLM_TOOL_PARSERS = {
 }
 VLLM_REASONING_PARSERS = {"hunyuan_a13b": "hunyuan", "openai_gptoss": "gpt_oss"}
 PREFIXES = ("qserve", "vllm")
+
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # of a page, in the header Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,13 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
         _ = self.media_limits  # raises if one is invalid
         for key in self.api_key:
             check_key("--api-key", key)
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise InputError(
+                    "--allowed-origins",
+                    f"expected an origin as browsers send it, found {origin!r}",
+                    "write SCHEME://HOST or SCHEME://HOST:PORT, without a path, or * for all",
+                )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise InputError(
                 "--root-path",

@@ -55,7 +55,7 @@ class RoundingSource(WeightSource):
         if missing:
             raise CheckpointError(
                 f"{missing[0]}.weight",
-                f"is missing from {reader.folder}, which {FLAG} needs",
+                f"is missing from {reader.folder}",
                 "the checkpoint is incomplete, or holds several matrices in one tensor",
             )
 

@@ -182,3 +182,8 @@ def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         main(["bench", "forward", MODEL, *ENGINE, *flags, "--output-json", str(out)])
     assert [each["case"] for each in json.loads(out.read_text())["cases"]] == ["a"]
+
+
+def test_more_layers_than_the_measured_model_has_are_refused(capsys):
+    assert main(["bench", "quantize", "--layers", "33"]) == 1
+    assert "--layers: expected 1 to 32, found 33" in capsys.readouterr().err

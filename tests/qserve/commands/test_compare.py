@@ -55,6 +55,13 @@ def test_same_model_needs_no_rounding_to_compare_with(docs_5m):
     assert found.ok and found.limit == 1
 
 
+def test_a_quantized_reference_is_not_called_the_float_model(docs_5m, quantized_5m):
+    found = compare_models(docs_5m, quantized_5m, "cpu")
+    lines = found.to_text().splitlines()
+    name = f"against {quantized_5m}, which is quantized too, "
+    assert len(lines) == 2 and all(line.startswith(name) for line in lines)
+
+
 def test_float_model_of_another_kind_has_no_bits_to_excuse_it(docs_5m, tiny_model):
     with pytest.raises(InputError, match="has 512 tokens, .* has 8192"):
         compare_models(docs_5m, tiny_model("llama"), "cpu")

@@ -35,7 +35,7 @@ def test_token_ids_of_a_tensor():
         ([[1.5]], r"prompt: expected a text or a list of token ids, found \[1.5\]"),
         (
             {"prompt_token_ids": "abc"},
-            "prompt: expected a text or a list of token ids, found 'abc'",
+            "prompt: expected a list of token ids, found 'abc'",
         ),
         ({"prompt_token_ids": [3, -1]}, "prompt: token id -1 is not in the vocabulary"),
         ([2**40], f"prompt: token id {2**40} is not in the vocabulary"),
@@ -62,6 +62,6 @@ def test_calls_name_what_they_cannot_take(docs_5m):
         llm.generate(["a", "b"], [SamplingParams(), 3])
     with pytest.raises(InputError, match=r"sequence: token id 8192 is not in 0\.\.8191"):
         llm.logits([3, 8192])
-    with pytest.raises(InputError, match="prompt: expected a text or a list of token ids"):
+    with pytest.raises(InputError, match="prompt: expected a list of token ids, found 'abc'"):
         llm.logits("abc")
     assert llm.logits(np.array([3, 5])).shape == (2, 8192)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from formats.errors import InputError
 from qserve.config import ServerConfig
 from qserve.server.http import foreign_pages
 
@@ -102,6 +103,11 @@ def test_pages_that_the_operator_names_may(make_server):
     server = make_server(ServerConfig(allowed_origins=["https://a.example"]))
     assert status(server, Host="localhost", Origin="https://a.example") == 200
     assert status(server, Host="localhost", Origin="https://b.example") == 403
+    for wrong in ("a.example", "https://a.example/", "https://a.example/x", '["*"]', ""):
+        with pytest.raises(InputError, match="--allowed-origins: expected an origin"):
+            ServerConfig(allowed_origins=[wrong])
+    for fine in ("http://localhost:3000", "http://[::1]:80", "chrome-extension://abc", "null"):
+        assert ServerConfig(allowed_origins=[fine]).allowed_origins == [fine]
     server = make_server(ServerConfig(allowed_origins=["*"]))
     assert status(server, Host="localhost", Origin="https://b.example") == 200
 

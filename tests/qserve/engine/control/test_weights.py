@@ -89,6 +89,8 @@ def test_quantized_checkpoint_takes_float_weights(quantized_5m, docs_5m, tmp_pat
     llm.update_weights(docs_5m)
     assert tokens(llm) == tokens(fresh)
     assert llm.weight_digests() == fresh.weight_digests()
+    with pytest.raises(InputError, match="is missing from tensors of the update \\("):
+        llm.update_weights({})
     llm.update_weights(quantized_5m)
     assert tokens(llm) == own
 
