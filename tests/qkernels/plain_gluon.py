@@ -82,6 +82,9 @@ class Memory:
         assert 0 <= int(i) < self.shape[0], f"index {int(i)} of {self.shape}"
         return Memory(self.flat, self.places[int(i)])
 
+    def slice(self, start, length, dim=0) -> "Memory":
+        return Memory(self.flat, self.places.narrow(dim, int(start), int(length)))
+
     def permute(self, order) -> "Memory":
         return Memory(self.flat, self.places.permute(*order))
 
@@ -147,6 +150,8 @@ class Descriptor:
         self.base, self.block_shape, self.layout = base, list(block), None
         self.shape = [tensor(size) for size in base.shape]
         self.dtype = SimpleNamespace(primitive_bitwidth=8 * base.element_size())
+        nbytes = math.prod(block) * base.element_size()
+        self.block_type = SimpleNamespace(shape=list(block), nbytes=nbytes)
 
     def load(self, first, barrier: Barrier, to: Memory) -> None:
         box = torch.zeros(self.block_shape, dtype=self.base.dtype)
@@ -191,7 +196,8 @@ class _Language:
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     int32, int64, constexpr = torch.int32, torch.int64, object
     allocate_shared_memory = staticmethod(_allocate)
-    exp2 = staticmethod(torch.exp2)
+    exp, exp2 = staticmethod(torch.exp), staticmethod(torch.exp2)
+    split = staticmethod(lambda x: x.unbind(-1))
     static_range = staticmethod(lambda *ends: range(*map(int, ends)))
     where = staticmethod(lambda c, a, b: torch.where(tensor(c), tensor(a), tensor(b)))
     maximum = staticmethod(lambda a, b: torch.maximum(tensor(a), tensor(b)))
@@ -201,20 +207,25 @@ class _Language:
     arange = staticmethod(lambda start, end, layout=None: tensor(torch.arange(start, end)))
     full = staticmethod(lambda shape, value, dtype, layout=None: tensor(torch.full(shape, value)))
     zeros = staticmethod(lambda shape, dtype, layout=None: tensor(torch.zeros(shape)))
-    convert_layout = staticmethod(lambda x, layout: x)
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     multiple_of = staticmethod(lambda x, values: x)
     to_tensor = staticmethod(tensor)
-    load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
+    load = staticmethod(
+        lambda pointer, mask=None, other=0, cache_modifier="": pointer.load(mask, other)
+    )
     store = staticmethod(lambda pointer, value, mask=None: pointer.store(value, mask))
     num_warps = staticmethod(lambda: 4)
     NVMMASharedLayout = SwizzledSharedLayout = NVMMADistributedLayout = staticmethod(_nothing)
-    BlockedLayout = SliceLayout = staticmethod(_nothing)
+    BlockedLayout = SliceLayout = DotOperandLayout = staticmethod(_nothing)
 
-    def __init__(self, program: tuple[int, ...]) -> None:
-        self.program = program
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        self.program, self.grid = program, grid
 
     def program_id(self, axis: int) -> Tensor:
         return tensor(self.program[axis])
+
+    def num_programs(self, axis: int) -> Tensor:
+        return tensor(self.grid[axis])
 
     def warp_specialize(self, partitions, num_warps, registers) -> None:
         assert len(partitions) == len(num_warps) + 1 == len(registers) + 1
@@ -242,26 +253,31 @@ class _Language:
 class _Program:
     """One program of a grid: the kernel's functions with plain globals."""
 
-    def __init__(self, program: tuple[int, ...]) -> None:
+    def __init__(
+        self, program: tuple[int, ...], grid: tuple[int, ...], fakes: dict[str, Callable]
+    ) -> None:
         self.fakes = {
-            "gl": _Language(program),
+            "gl": _Language(program, grid),
             "mbarrier": SimpleNamespace(
                 init=lambda barrier, count: barrier.init(count),
                 wait=lambda barrier, phase: barrier.wait(phase),
                 arrive=lambda barrier, count, pred=True: barrier.update(arrivals=count),
-                expect=lambda barrier, size, pred=True: barrier.update(1, int(size)),
+                expect=lambda barrier, size, pred=True: pred and barrier.update(1, int(size)),
                 MBarrierLayout=_nothing,
             ),
             "async_copy": SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "reshaped": lambda memory, shape, layout: memory.reshaped(shape),
-            "tma_load": lambda desc, first, barrier, to: desc.load(first, barrier, to),
+            "tma_load": lambda desc, first, barrier, to, pred=True: (
+                pred and desc.load(first, barrier, to)
+            ),
             "load_elements": _copy_elements,
             **dict.fromkeys(
                 ("fence_async_shared", "barrier", "griddepcontrol_wait", "launch_dependents"),
                 _nothing,
             ),
+            **fakes,
         }
         self.made: dict[object, object] = {}
 
@@ -293,21 +309,23 @@ class _Program:
         return types.FunctionType(function.__code__, found, function.__name__, defaults)
 
     def _struct(self, cls: type) -> type:
-        methods = {
-            name: self._function(each.fn)
-            for name, each in vars(cls).items()
-            if isinstance(each, JITFunction)
-        }
-        return type(cls.__name__, (SimpleNamespace,), methods)
+        made = self.made[cls] = type(cls.__name__, (SimpleNamespace,), {})
+        for name, each in vars(cls).items():
+            if isinstance(each, JITFunction):
+                setattr(made, name, self._function(each.fn))
+        return made
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run every program of the grid, one after the other. It replaces gpu/launch.launch."""
+def launch(kernel, grid: tuple[int, ...], *arguments, fakes=None, **constants) -> None:
+    """Run every program of the grid, one after the other. It replaces gpu/launch.launch.
+
+    `fakes` replace functions that the kernel calls, by name, for example those with inline PTX.
+    """
     names = list(kernel.signature.parameters)
     given = dict(zip(names, map(_argument, arguments), strict=False))
     given |= {name: value for name, value in constants.items() if name in names}
     for program in itertools.product(*map(range, grid)):
-        run = _Program(program).plain(kernel)
+        run = _Program(program, grid, fakes or {}).plain(kernel)
         run(**given)
 
 
