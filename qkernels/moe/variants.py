@@ -104,8 +104,8 @@ def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     """Return a plan that does not split K and adds the experts' outputs in a separate kernel.
 
     All variants sum a K step (or a group, if it is shorter) from zero, scale the sum and add it to
-    the total, so they give the same bits. 4-bit floats and GGUF blocks are scaled before the product; for them only the
-    portable kernels run.
+    the total, so they give the same bits. 4-bit floats and GGUF blocks are scaled before the
+    product; for them only the portable kernels run.
     """
     portable = layer.spec is not None and (has_fp4(layer.spec) or is_in_groups(layer.spec))
     of_sm90 = None if portable or _refuses_few_tokens(layer) else _few_tokens(layer, M)

@@ -34,7 +34,9 @@ def codes_minus_zeros(packed, offsets, dtype):
     """notes/layouts.md in torch: word t of 32 inputs has k = 16 i + 8 h + 2 t + e at bits
     8 i + 4 h + 16 e."""
     words = packed.unflatten(1, (4, -1)).transpose(1, 2)  # [64, C, t]
-    bits = torch.tensor([[[8 * i + 4 * h + 16 * e for e in (0, 1)] for h in (0, 1)] for i in (0, 1)])
+    bits = torch.tensor(
+        [[[8 * i + 4 * h + 16 * e for e in (0, 1)] for h in (0, 1)] for i in (0, 1)]
+    )
     codes = words[..., None, None, None] >> bits & 15  # [64, C, t, i, h, e]
     codes = codes.permute(0, 1, 3, 4, 2, 5).flatten(1)
     return (codes + VALUE_OF_ZERO[dtype, 4] - offsets.float()[:, None]).float()
