@@ -31,12 +31,13 @@ class Descriptor(plain_gluon.Descriptor):
 
 
 def codes_minus_zeros(packed, offsets, dtype):
-    """notes/layouts.md in torch: word t of 32 inputs has k = 16 i + 8 h + 2 t + e at bits
-    8 i + 4 h + 16 e."""
+    """Unpack codes as notes/layouts.md says, in torch.
+
+    Word t of 32 inputs has input 16 i + 8 h + 2 t + e at bit 8 i + 4 h + 16 e.
+    """
     words = packed.unflatten(1, (4, -1)).transpose(1, 2)  # [64, C, t]
-    bits = torch.tensor(
-        [[[8 * i + 4 * h + 16 * e for e in (0, 1)] for h in (0, 1)] for i in (0, 1)]
-    )
+    i, h, e = torch.meshgrid(*[torch.arange(2)] * 3, indexing="ij")
+    bits = 8 * i + 4 * h + 16 * e
     codes = words[..., None, None, None] >> bits & 15  # [64, C, t, i, h, e]
     codes = codes.permute(0, 1, 3, 4, 2, 5).flatten(1)
     return (codes + VALUE_OF_ZERO[dtype, 4] - offsets.float()[:, None]).float()
