@@ -87,14 +87,16 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
             # too are multiplied by zeros, because x has no such inputs.
             groups = gemm.x.shape[1] // (128 // STEPS)
             group = stored_tile * groups + k_step * STEPS
-            first_scale = group * 64
             row = group * (32 // STEPS)
         else:
             row = (stored_tile * gemm.k_steps + k_step) * 32
+        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
+        if STEPS > 1:
+            first_scale = group * 64
+        else:
             groups = gemm.k_steps // NUMERICS.steps_per_group
             group = stored_tile * groups + k_step // NUMERICS.steps_per_group
             first_scale = group * SCALES
-        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
         tma_load(gemm.scales, [first_scale], barrier, stages.scales.index(own), pred=pred)
         if NUMERICS.has_offsets:
             tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
