@@ -159,8 +159,8 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     GROUPS: gl.constexpr = gemm.NUMERICS.stored_steps
-    # four sums of more columns leave no registers
-    AT_ONCE: gl.constexpr = 2 if GROUPS == 4 and BM > 8 else GROUPS
+    # four sums of more than 8 columns leave no registers
+    AT_ONCE: gl.constexpr = 32 // BM if GROUPS == 4 else GROUPS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
     griddepcontrol_wait()
@@ -187,7 +187,10 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
                     products, scales = multiply_by_group(
                         gemm, pipeline.mem, state.stage, first, AT_ONCE, CONSUMER, SUMS
                     )
-                    products = warpgroup_mma_wait(0, deps=products)
+                    if AT_ONCE == 1:
+                        products = (warpgroup_mma_wait(0, deps=products),)
+                    else:
+                        products = warpgroup_mma_wait(0, deps=products)
                     if first + AT_ONCE == GROUPS:
                         pipeline.consumer_release(state)
                     for i in gl.static_range(AT_ONCE):
