@@ -94,7 +94,7 @@ def run(monkeypatch):
         ("w4a16-sym-g64", 192, 320, 1, 16),  # 1.5 and 2.5 K steps
         ("w4a16-sym-g32", 256, 384, 1, 8),
         ("w4a16-asym-g32", 192, 352, 1, 16),  # 1.5 and 2.75 K steps; groups two at a time
-        ("w4a16-sym-g32", 192, 256, 2, 32),  # one at a time
+        ("w4a16-sym-g32", 256, 320, 2, 32),  # one at a time
     ],
 )
 @pytest.mark.parametrize("M", [1, 5])
