@@ -44,7 +44,6 @@ from qkernels.wna16.sm90_k_step import (
     WEIGHT_BOX,
     X_BOX_K,
     allocate_stages,
-    group_scales,
     load_weight,
     load_x,
     multiply,
@@ -159,7 +158,9 @@ def _launch(
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     BM: gl.constexpr = gemm.CONFIG.block_m
-    STEPS: gl.constexpr = gemm.NUMERICS.stored_steps
+    GROUPS: gl.constexpr = gemm.NUMERICS.stored_steps
+    # four sums of more than 8 columns leave no registers
+    AT_ONCE: gl.constexpr = 32 // BM if GROUPS == 4 else GROUPS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
     griddepcontrol_wait()
@@ -182,12 +183,18 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 pipeline.consumer_release(state)
             elif gemm.NUMERICS.stored_steps > 1:
-                scales = group_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
-                products = multiply_by_group(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
-                products = warpgroup_mma_wait(0, deps=products)
-                pipeline.consumer_release(state)
-                for i in gl.static_range(STEPS):
-                    sums += products[i] * scales[i][:, None]
+                for first in gl.static_range(0, GROUPS, AT_ONCE):
+                    products, scales = multiply_by_group(
+                        gemm, pipeline.mem, state.stage, first, AT_ONCE, CONSUMER, SUMS
+                    )
+                    if AT_ONCE == 1:
+                        products = (warpgroup_mma_wait(0, deps=products),)
+                    else:
+                        products = warpgroup_mma_wait(0, deps=products)
+                    if first + AT_ONCE == GROUPS:
+                        pipeline.consumer_release(state)
+                    for i in gl.static_range(AT_ONCE):
+                        sums += products[i] * scales[i][:, None]
             else:
                 scale = step_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
                 product = multiply(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)

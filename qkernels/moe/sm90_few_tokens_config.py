@@ -38,7 +38,7 @@ class FewTokensConfig(CompileTimeConfig):
 
     @property
     def k_subtile(self) -> int:
-        """Inputs that are unpacked together."""
+        """Inputs that are unpacked together; groups of 32 one by one."""
         return 64
 
     @property

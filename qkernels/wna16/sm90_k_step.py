@@ -87,14 +87,16 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
             # too are multiplied by zeros, because x has no such inputs.
             groups = gemm.x.shape[1] // (128 // STEPS)
             group = stored_tile * groups + k_step * STEPS
-            first_scale = group * 64
             row = group * (32 // STEPS)
         else:
             row = (stored_tile * gemm.k_steps + k_step) * 32
+        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
+        if STEPS > 1:
+            first_scale = group * 64
+        else:
             groups = gemm.k_steps // NUMERICS.steps_per_group
             group = stored_tile * groups + k_step // NUMERICS.steps_per_group
             first_scale = group * SCALES
-        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
         tma_load(gemm.scales, [first_scale], barrier, stages.scales.index(own), pred=pred)
         if NUMERICS.has_offsets:
             tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
@@ -163,22 +165,19 @@ def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def group_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """Load the scales for the sums of `multiply_by_group`: float32 [64] of each group."""
-    own = stage * gemm.CONFIG.num_consumers + CONSUMER
-    STEPS: gl.constexpr = gemm.NUMERICS.stored_steps
-    scales = ()
-    for i in gl.static_range(STEPS):
-        scale = stages.scales.index(own).slice(64 * i, 64).load(gl.SliceLayout(1, SUMS))
-        scales += (scale_of_codes(scale.to(gl.float32), stages.x.dtype),)
-    return scales
+def multiply_by_group(
+    gemm,
+    stages,
+    stage,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    SUMS: gl.constexpr,
+):
+    """Issue the products of COUNT groups of 64 or 32 inputs, from number FIRST of a K step on.
 
-
-@gluon.jit
-def multiply_by_group(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """Issue the products of groups of 64 or 32 inputs.
-
-    Return the sums [64, BM] of each group: codes minus zero points, times x.
+    Return for each group the sums [64, BM] of codes minus zero points, times x, and the scales,
+    float32 [64], by which they must be multiplied.
     """
     DTYPE: gl.constexpr = stages.x.dtype
     BM: gl.constexpr = gemm.CONFIG.block_m
@@ -188,8 +187,8 @@ def multiply_by_group(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.cons
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = rows_layout(GROUP, 4)
     own = stage * gemm.CONFIG.num_consumers + CONSUMER
-    sums = ()
-    for i in gl.static_range(STEPS):
+    sums, scales = (), ()
+    for i in gl.static_range(FIRST, FIRST + COUNT):
         if gemm.NUMERICS.has_offsets:
             offset = stages.offsets.index(own).slice(64 * i, 64).load(ROWS)
         else:
@@ -200,7 +199,9 @@ def multiply_by_group(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.cons
         x = _x_subtile(stages, stage, i, GROUP)
         zeros = gl.zeros([64, BM], gl.float32, SUMS)
         sums += (warpgroup_mma(a, x, zeros, use_acc=False, is_async=True),)
-    return sums
+        scale = stages.scales.index(own).slice(64 * i, 64).load(gl.SliceLayout(1, SUMS))
+        scales += (scale_of_codes(scale.to(gl.float32), DTYPE),)
+    return sums, scales
 
 
 @gluon.jit

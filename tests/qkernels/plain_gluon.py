@@ -108,7 +108,7 @@ class Memory:
 
     def slice(self, start, length, dim=0) -> "Memory":
         assert 0 <= start <= start + length <= self.shape[dim], "slice outside of its memory"
-        return Memory(self.flat, self.places.narrow(dim, start, length), self.dtype)
+        return Memory(self.flat, self.places.narrow(dim, int(start), int(length)), self.dtype)
 
     def permute(self, order) -> "Memory":
         return Memory(self.flat, self.places.permute(*order), self.dtype)
@@ -272,7 +272,7 @@ class _Language:
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     int32, int64, constexpr = torch.int32, torch.int64, object
     allocate_shared_memory = staticmethod(_allocate)
-    exp2 = staticmethod(torch.exp2)
+    exp, exp2 = staticmethod(torch.exp), staticmethod(torch.exp2)
     static_range = staticmethod(lambda *ends: range(*map(int, ends)))
     where = staticmethod(lambda c, a, b: torch.where(tensor(c), tensor(a), tensor(b)))
     maximum = staticmethod(lambda a, b: torch.maximum(tensor(a), tensor(b)))
@@ -293,7 +293,9 @@ class _Language:
     fma = staticmethod(lambda a, b, c: (a.double() * b.double() + c.double()).float())
     multiple_of = staticmethod(lambda x, values: x)
     to_tensor = staticmethod(tensor)
-    load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
+    load = staticmethod(
+        lambda pointer, mask=None, other=0, cache_modifier="": pointer.load(mask, other)
+    )
     store = staticmethod(lambda pointer, value, mask=None: pointer.store(value, mask))
     num_warps = staticmethod(lambda: 4)
     NVMMASharedLayout = SwizzledSharedLayout = NVMMADistributedLayout = staticmethod(_nothing)
@@ -337,7 +339,13 @@ class _Language:
 class _Program:
     """One program of a grid: the kernel's functions with plain globals."""
 
-    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], asm: Callable) -> None:
+    def __init__(
+        self,
+        program: tuple[int, ...],
+        grid: tuple[int, ...],
+        asm: Callable,
+        fakes: dict[str, Callable],
+    ) -> None:
         self.fakes = {
             "gl": _Language(program, grid, asm),
             "mbarrier": SimpleNamespace(
@@ -363,6 +371,7 @@ class _Program:
                 ("fence_async_shared", "barrier", "griddepcontrol_wait", "launch_dependents"),
                 _nothing,
             ),
+            **fakes,
         }
         self.made: dict[object, object] = {}
 
@@ -405,16 +414,19 @@ def _no_asm(asm: str, words: Tensor) -> tuple[Tensor, ...]:
     raise NotImplementedError("the test must give a plain twin of the inline assembly")
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, asm: Callable = _no_asm, **constants) -> None:
+def launch(
+    kernel, grid: tuple[int, ...], *arguments, asm: Callable = _no_asm, fakes=None, **constants
+) -> None:
     """Run every program of the grid, one after the other. It replaces gpu/launch.launch.
 
+    `fakes` replace functions that the kernel calls, by name, for example those with inline PTX.
     `asm` computes the results of inline assembly: (text, words) -> one tensor for each result.
     """
     names = list(kernel.signature.parameters)
     given = dict(zip(names, map(_argument, arguments), strict=False))
     given |= {name: value for name, value in constants.items() if name in names}
     for program in itertools.product(*map(range, grid)):
-        run = _Program(program, grid, asm).plain(kernel)
+        run = _Program(program, grid, asm, fakes or {}).plain(kernel)
         run(**given)
 
 

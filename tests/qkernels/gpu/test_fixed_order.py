@@ -429,7 +429,7 @@ def _as_float(cache: PagedKv) -> PagedKv:
     "scheme",
     [
         *(None, "w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w8a8-fp8", "w8a8-fp8-block"),
-        *("w4a16-mxfp4", "w4a16-nvfp4"),
+        *("w4a16-sym-g64", "w4a16-asym-g32", "w4a16-mxfp4", "w4a16-nvfp4"),
     ],
 )
 def test_experts(scheme, sizes):

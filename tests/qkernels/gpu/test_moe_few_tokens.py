@@ -9,8 +9,10 @@ from torch.nn import functional
 
 from formats.scheme import Scheme
 from qkernels import ops, reference
+from qkernels.choice import parse_choice
 from qkernels.moe.experts import ExpertWeights, PreparedExperts
 from qkernels.moe.routing import SILU, Glu, Routes, Routing
+from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import reduced
 from tests.qkernels.moe_case import make_experts
 
@@ -99,7 +101,11 @@ def check(assert_close, tolerance):
     return run
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g384", "w4a16-mxfp4", "w4a16-nvfp4"])
+SCHEMES = ["w4a16-sym", "w4a16-asym-g384", "w4a16-sym-g64", "w4a16-asym-g64", "w4a16-asym-g32"]
+SCHEMES += ["w4a16-mxfp4", "w4a16-nvfp4"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("M", [1, 2, 3, 7, 8, 9, 15, 24, 40, 100])
 def test_numbers_of_tokens(check, half, poison, scheme, M):
     inner = 384 if "g384" in scheme else INNER
@@ -119,7 +125,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-asym", "w4a16-mxfp4", "w4a16-nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-asym", "w4a16-asym-g64", "w4a16-asym-g32", "w4a16-mxfp4", "w4a16-nvfp4"]
+)
 @pytest.mark.parametrize("numbers", CONFIGS, ids=str)
 def test_every_config(check, poison, numbers, scheme):
     """Fewer K steps than stages, and more; splits of one K step."""
@@ -174,6 +182,31 @@ def test_4_bit_floats_of_sizes_that_fill_no_step(check, half, poison, M, scheme)
     weights, prepared = prepare(scheme, half, **sizes)
     x, shared = random_x(M, 1472, half), random_x(M, 1472, half)
     check(weights, prepared, x, random_routes(M, E, K), shared)
+
+
+@pytest.mark.parametrize("M", [1, 6, 32, 70])
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g64", "w4a16-asym-g32"])
+def test_last_k_step_with_fewer_groups(check, half, poison, M, scheme):
+    """11.5 and 2.5 steps; the last one also loads codes and scales of the next tile."""
+    weights, prepared = prepare(scheme, half, hidden=1472, inner=320)
+    check(weights, prepared, random_x(M, 1472, half), random_routes(M, E, K))
+
+
+@pytest.mark.parametrize("M", [1, 8, 32])
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g64", "w4a16-sym-g32"])
+def test_the_bits_of_the_portable_kernels(half, poison, M, scheme):
+    """Without split-K all variants add the same numbers in the same order."""
+    _, prepared = prepare(scheme, half)
+    x, routes = random_x(M, HIDDEN, half), random_routes(M, E, K)
+    found = {}
+    for choice in (VARIANT, "few", "sorted"):
+        never = {"few": f"-{VARIANT}", "sorted": f"-{VARIANT},-few"}.get(choice, choice)
+        plan = plan_experts(layer_of(prepared.problem), M, parse_choice(never))
+        assert plan.variant == choice
+        plan = dataclasses.replace(plan, down=dataclasses.replace(plan.down, split=1), output="sum")
+        found[choice] = ops.experts(x, routes, prepared, plan)
+    assert torch.equal(found[VARIANT], found["few"])
+    assert torch.equal(found[VARIANT], found["sorted"])
 
 
 @pytest.mark.parametrize("M", [1, 8, 32, 70])

@@ -111,7 +111,9 @@ EXPERTS: dict[str, Case] = {
             ("w4a16-sym-g64", 1, GLM_4_5_AIR, SM90),
             ("w4a16-asym-g64", 8, QWEN3_30B, ()),
             ("w4a16-sym-g64", 32, GLM_4_5_AIR, ()),
-            ("w4a16-asym-g64", 128, QWEN3_30B, ()),
+            ("w4a16-asym-g64", 64, QWEN3_30B, ()),
+            ("w4a16-asym-g64", 128, MIXTRAL, ()),
+            ("w4a16-asym-g32", 128, MIXTRAL, ()),
             ("w4a16-sym-g32", 1, GPT_OSS, SM90),
             ("w4a16-asym-g32", 64, GPT_OSS, SM90),
         )
