@@ -260,7 +260,7 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
         ("w4a16-sym", (2048, 768), None, "few tokens of an expert"),
         ("w4a16-sym", (2048, 768), "-sm90_few_tokens", "forbidden by name"),
         ("w4a16-sym", (2048, 768), "sm90_few_tokens", "requested, so used wherever it can run"),
-        ("w4a16-sym-g32", (2880, 2880), None, "few tokens of an expert"),
+        ("w4a16-sym-g32", (2880, 2880), None, "only if requested"),
         (
             "w4a16-sym-g96",
             (2880, 2880),
