@@ -256,7 +256,15 @@ def test_caches_are_known_by_their_specs_alone():
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
     assert mixers == {
         *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention"),
-        *("Mamba1", "Mamba2", "NoMixer", "SharedAttention", "ShortConv", "SideBySide"),
+        *(
+            "Mamba1",
+            "PlamoMamba",
+            "Mamba2",
+            "NoMixer",
+            "SharedAttention",
+            "ShortConv",
+            "SideBySide",
+        ),
     }
     assert caches == {"IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):

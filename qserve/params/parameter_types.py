@@ -40,7 +40,9 @@ def shown(value: object) -> str:
 def listed(value: object) -> str:
     """Return a checked value as an error message shows it: tuples as lists, or as an object."""
     if isinstance(value, tuple):
-        is_pairs = all(isinstance(each, tuple) and isinstance(each[-1], float) for each in value)
+        is_pairs = all(
+            isinstance(each, tuple) and each and isinstance(each[-1], float) for each in value
+        )
         value = dict(value) if value and is_pairs else [*value]
     found = repr(value)
     return found if len(found) <= MAX_SHOWN else f"{found[:MAX_SHOWN]}..."

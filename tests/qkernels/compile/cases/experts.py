@@ -53,13 +53,19 @@ def _prepared(scheme: str | None, shape: Shape) -> PreparedExperts:
     return ops.prepare_experts(weights, torch.bfloat16, "cpu", kernel="triton")
 
 
-def experts(M: int, shape: Shape, scheme: str | None, partial: bool = False) -> None:
-    """The plan is that of all experts. `partial`: some are elsewhere."""
+def experts(
+    M: int,
+    shape: Shape,
+    scheme: str | None,
+    partial: bool = False,
+    requested: str | None = None,
+) -> None:
+    """The plan is that of all experts. `partial`: some are elsewhere. `requested`: a variant."""
     from qkernels.moe import triton_experts
 
     prepared, k = _prepared(scheme, shape), shape[3]
     routes = Routes(torch.zeros(M, k, dtype=torch.int32), torch.ones(M, k))
-    problem = dataclasses.replace(prepared.problem, routed_experts=shape[2])
+    problem = dataclasses.replace(prepared.problem, routed_experts=shape[2], requested=requested)
     plan = triton_experts.plan(problem, M)
     if partial:
         prepared = dataclasses.replace(prepared, problem=problem)
@@ -105,7 +111,9 @@ EXPERTS: dict[str, Case] = {
     "experts w4a16 M=4096": Case(run=lambda: experts(4096, MIXTRAL, "w4a16-sym"), product="wgmma"),
     **{
         f"experts {scheme} M={M}": Case(
-            run=functools.partial(experts, M, shape, scheme), quick=quick, product="wgmma"
+            run=functools.partial(experts, M, shape, scheme, requested="sm90_few_tokens"),
+            quick=quick,
+            product="wgmma",
         )
         for scheme, M, shape, quick in (
             ("w4a16-sym-g64", 1, GLM_4_5_AIR, SM90),
