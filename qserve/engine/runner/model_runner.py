@@ -238,9 +238,9 @@ class ModelRunner:
 
     def media_buffers(self) -> MediaBuffers | None:
         """Create input buffers for graphs of steps with media. None: such steps use no graph."""
-        if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
+        if self.encoder is None or self.encoder.is_mutual:
             return None
-        if self._ranks.pipeline is not None:
+        if self.speculator is not None or self._ranks.pipeline is not None:
             return None
         most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)
         return self.encoder.make_buffers(self.decoder, most)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from qkernels import ops
-from qkernels.operands.split_k import reduced
+from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.states.state import StateBlock
 from qserve.parallel.communicator import RankPartial
@@ -22,6 +22,11 @@ class ControlledBlock(StateBlock):
         *,
         rank: int,  # number of inputs of dt_proj
         state: int,
+        in_proj: Linear,
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [I, taps]
+        skip: torch.Tensor,  # float32, of each head or channel
+        kernel: str | None = None,  # kernel of the operations on states, selected by name
         x_proj: Linear,  # outputs the inputs of dt_proj, then B and C
         dt_proj: Linear,
         dt_last: bool = False,  # x_proj outputs B and C, then the inputs of dt_proj
@@ -32,7 +37,11 @@ class ControlledBlock(StateBlock):
     ) -> None:
         super().__init__()
         self.rank, self.state, self.dt_last, self.eps = rank, state, dt_last, eps
+        self.kernel = kernel
+        self.in_proj, self.out_proj = in_proj, out_proj
         self.x_proj, self.dt_proj = x_proj, dt_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("skip", skip)
         self.register_buffer("dt_norm", dt_norm)
         self.register_buffer("b_norm", b_norm)
         self.register_buffer("c_norm", c_norm)
@@ -57,6 +66,12 @@ class ControlledBlock(StateBlock):
         b_TN, c_TN = self._normed(b_TN, self.b_norm), self._normed(c_TN, self.c_norm)
         plan = self.dt_proj.plan(T)
         return reduced(self.dt_proj(ops.in_form(dt_TR, plan.input), plan)), b_TN, c_TN
+
+    def gated_output(self, read_TI: torch.Tensor, z_TI: torch.Tensor) -> LinearOutput:
+        """Gate what was read from the states. Return the input of the next norm."""
+        gated_TI = ops.gated_group_norm(read_TI, z_TI, None, 1, self.eps, False, self.kernel)
+        output = self.out_proj.plan(gated_TI.shape[0], "norm")
+        return self.out_proj(ops.in_form(gated_TI, output.input), output)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:

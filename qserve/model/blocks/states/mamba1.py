@@ -14,7 +14,7 @@ from qkernels.mamba1.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.linear import LinearPlan
 from qserve.model.blocks.states.controlled import ControlledBlock
 from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
@@ -37,22 +37,14 @@ class Mamba1(ControlledBlock):
         self,
         shape: Mamba1Shape,
         *,
-        in_proj: Linear,  # outputs x and z
-        out_proj: Linear,
-        conv_weight: torch.Tensor,  # [I, taps]
         conv_bias: torch.Tensor | None = None,  # [I]
         a_log: torch.Tensor,  # float32 [I, N]
-        skip: torch.Tensor,  # float32 [I]
-        kernel: str | None = None,  # kernel of the operations on states, selected by name
-        **controls: Any,  # arguments of ControlledBlock
+        **parts: Any,  # arguments of ControlledBlock; in_proj outputs x and z
     ) -> None:
-        super().__init__(rank=shape.rank, state=shape.state, **controls)
-        self.shape, self.kernel = shape, kernel
-        self.in_proj, self.out_proj = in_proj, out_proj
-        self.register_buffer("conv_weight", conv_weight)
+        super().__init__(rank=shape.rank, state=shape.state, **parts)
+        self.shape = shape
         self.register_buffer("conv_bias", conv_bias)
         self.register_buffer("rates", -a_log.exp().T.contiguous())  # [N, I], as states are stored
-        self.register_buffer("skip", skip)
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states. The arguments are ignored."""
@@ -90,6 +82,4 @@ class Mamba1(ControlledBlock):
             cache.recent_PNI,
             self.kernel,
         )
-        out_TI = ops.gated_group_norm(out_TI, z_TI, None, 1, self.eps, False, self.kernel)
-        output = self.out_proj.plan(out_TI.shape[0], "norm")
-        return self.out_proj(ops.in_form(out_TI, output.input), output)
+        return self.gated_output(out_TI, z_TI)

@@ -15,7 +15,7 @@ from qkernels.mamba2.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.linear import LinearPlan
 from qserve.model.blocks.states.controlled import ControlledBlock
 from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
@@ -45,21 +45,13 @@ class PlamoMamba(ControlledBlock):
         self,
         shape: PlamoMambaShape,
         *,
-        in_proj: Linear,  # outputs z of all heads, then x
-        out_proj: Linear,
-        conv_weight: torch.Tensor,  # [I, taps]
         a_log: torch.Tensor,  # float32 [heads]
-        skip: torch.Tensor,  # float32 [heads]
         dt_bias: torch.Tensor,  # float32 [heads]
-        kernel: str | None = None,  # kernel of the operations on states, selected by name
-        **controls: Any,  # arguments of ControlledBlock
+        **parts: Any,  # arguments of ControlledBlock; in_proj outputs z of all heads, then x
     ) -> None:
-        super().__init__(rank=shape.rank, state=shape.state, dt_last=True, **controls)
-        self.shape, self.kernel = shape, kernel
-        self.in_proj, self.out_proj = in_proj, out_proj
-        self.register_buffer("conv_weight", conv_weight)
+        super().__init__(rank=shape.rank, state=shape.state, dt_last=True, **parts)
+        self.shape = shape
         self.register_buffer("a_log", a_log)
-        self.register_buffer("skip", skip)
         self.register_buffer("dt_bias", dt_bias)
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
@@ -96,7 +88,4 @@ class PlamoMamba(ControlledBlock):
             cache.recent_PNI,
             self.kernel,
         )
-        out_TI = out_THD.flatten(1)
-        out_TI = ops.gated_group_norm(out_TI, z_TI, None, 1, self.eps, False, self.kernel)
-        output = self.out_proj.plan(out_TI.shape[0], "norm")
-        return self.out_proj(ops.in_form(out_TI, output.input), output)
+        return self.gated_output(out_THD.flatten(1), z_TI)
