@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from calibrate.results.report import LinearReport
 from calibrate.solvers import rtn
 from calibrate.solvers.scale_range import range_notes
 from calibrate.solvers.solving import LayerContext, LayerState, SolverError, check_solved
+from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, with_activation
 from formats.scheme import Scheme, microscaled_inputs
@@ -40,6 +41,7 @@ class FinishedLayer:
     changed: LayerState  # tensors that a transform rewrote, except weights of linears
     reports: tuple[LinearReport, ...]
     notes: tuple[str, ...] = ()
+    factors: ChannelFactors = field(default_factory=ChannelFactors)  # folded by transforms
 
     def apply(self, state: LayerState) -> LayerState:
         """Return the layer's tensors with dequantized weights, as a server computes with them."""
@@ -158,6 +160,7 @@ def quantize_layer(
         changed=changed,
         reports=tuple(solved[local][1] for local in names),
         notes=tuple(context.notes),
+        factors=context.factors,
     )
 
 

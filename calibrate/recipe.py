@@ -187,11 +187,14 @@ def _makes_fp4(recipe: Recipe) -> bool:
     return is_able and not searches and recipe.tuning is None
 
 
-def default_recipe(scheme: Scheme) -> str:
+def default_recipe(scheme: Scheme, *, keeps_inputs: bool = False) -> str:
     """Return the name of a scheme's default recipe.
 
-    Weight-only 8-bit schemes are accurate when rounded to nearest.
+    `keeps_inputs`: choose one that does not scale the inputs of linears. Weight-only 8-bit schemes
+    are accurate when rounded to nearest. With 2 and 3 bits awq+gptaq has not been measured.
     """
+    if scheme.weight.type == "int" and scheme.weight.bits == 4 and not keeps_inputs:
+        return "awq+gptaq"
     if scheme.weight.type in ("int", *K_TYPES, *FP4_TYPES) and scheme.weight.bits <= 4:
         return "gptaq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"

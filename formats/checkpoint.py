@@ -308,8 +308,12 @@ class CheckpointWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Add a file to the staged folder."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Add a file to the staged folder."""
         with self._writing():
-            (self.staging / name).write_text(text, encoding="utf-8")
+            (self.staging / name).write_bytes(content)
 
     def publish(self) -> None:
         """Sync the sealed folder to disk and rename it to its final name.

@@ -14,6 +14,7 @@ from calibrate.results.verify import LinearDigest
 from calibrate.solvers.solving import LayerState
 from formats.architecture.columns import ATTENTION
 from formats.checkpoint import CheckpointWriter
+from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.weights import Weight
 from formats.layouts import Layout
 
@@ -30,6 +31,7 @@ class Output:
     reports: list[LinearReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # transforms' notes on layers
     kv_scales: dict[str, float] = field(default_factory=dict)  # by tensor name
+    factors: ChannelFactors = field(default_factory=ChannelFactors)  # by full name
     regrouped: bool = False  # some linear has groups of non-adjacent inputs (act-order)
 
     def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
@@ -39,6 +41,7 @@ class Output:
             name = f"{prefix}.{local}"
             self.add_linear(name, packed, reports[name])
         self.notes += [f"{prefix}: {note}" for note in finished.notes]
+        self.factors.multiply_(finished.factors, f"{prefix}.")
         for name in [name for name in self.kept if name.startswith(prefix + ".")]:
             tensor = finished.changed.get(name.removeprefix(prefix + "."))
             if tensor is not None:

@@ -21,6 +21,7 @@ from calibrate.layer import FinishedLayer
 from calibrate.results.report import LinearReport
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.k_weight import KWeight, is_k_quant
@@ -42,6 +43,7 @@ FIELDS = {
 # Optional tensors: the scale of static activations, and the input order of act-order
 OPTIONAL = {"input_scale": "input_scale", "order": "input_order"}
 RECORD = "qserve_layer"
+FACTOR = "factor."  # before the names of channel factors
 
 
 class JournalError(CheckpointError):
@@ -110,6 +112,7 @@ class Journal:
     def write(self, layer: int, finished: FinishedLayer, source: str) -> None:
         """Write a finished layer. `source`: digest of the float layer. Raises DiskError."""
         tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
+        tensors |= {f"{FACTOR}{name}": each for name, each in finished.factors.tensors().items()}
         for name, packed in finished.packed.items():
             for short, field in (FIELDS[packed.spec.type] | OPTIONAL).items():
                 if getattr(packed, field, None) is not None:
@@ -170,8 +173,17 @@ class Journal:
             for name, tensor in tensors.items()
             if name.startswith("changed.")
         }
+        factors = {
+            name.removeprefix(FACTOR): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(FACTOR)
+        }
         return FinishedLayer(
-            packed=packed, changed=changed, reports=reports, notes=tuple(record["notes"])
+            packed=packed,
+            changed=changed,
+            reports=reports,
+            notes=tuple(record["notes"]),
+            factors=ChannelFactors.from_tensors(factors),
         )
 
     def _has_layers(self) -> bool:

@@ -24,6 +24,11 @@ from calibrate.run.prepare import Run
 from calibrate.solvers.solving import LayerState
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.compatibility.loads_in import Verdict
+from formats.files.channel_factors import (
+    CHANNEL_FACTORS,
+    ChannelFactors,
+    read_channel_factors,
+)
 from formats.inspection.inspect import inspect_checkpoint
 from formats.plan import Plan
 from formats.quality.checksums import checksums
@@ -64,6 +69,7 @@ def finish(
     }
     block = plan.config(settings.quantizer).to_dict()
     staged = writer.seal({**config, BLOCK: block}, side_files_from=run.model.folder)
+    _write_factors(run, output, writer)
     if plan.layout.second_file is not None:
         writer.write_json(plan.layout.second_file, block)
     with clock("reading back"):
@@ -80,6 +86,14 @@ def finish(
     writer.write_text(REPORT_HTML, to_html(report))
     writer.publish()
     return report
+
+
+def _write_factors(run: Run, output: Output, writer: CheckpointWriter) -> None:
+    """Write the channel factors, multiplied by those of the source if it has any."""
+    if output.factors:
+        factors = read_channel_factors(run.model.folder) or ChannelFactors()
+        factors.multiply_(output.factors)
+        writer.write_bytes(CHANNEL_FACTORS, factors.to_bytes())
 
 
 def _compare(

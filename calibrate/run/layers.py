@@ -13,6 +13,7 @@ from calibrate.results.output import Output
 from calibrate.resume.journal import Journal
 from calibrate.run.prepare import Run
 from calibrate.solvers.solving import LayerContext, LayerState
+from formats.files.channel_factors import ChannelFactors
 
 if TYPE_CHECKING:  # it loads transformers
     from calibrate.calibration.stream import Stream
@@ -29,7 +30,9 @@ def solve_layers(
         show = partial(advance, bar, f"layer {layer + 1}/{model.num_layers}")
         original = model.layer(layer, run.devices.first)
         prefix = model.layer_map.prefix(layer)
-        context = replace(run.context, layer=layer, prefix=prefix, notes=[])
+        context = replace(
+            run.context, layer=layer, prefix=prefix, notes=[], factors=ChannelFactors()
+        )
         state = load_transforms(original, run.recipe, context)
         digest = model.layer_digests[layer]
         finished = journal.read(layer, run.devices.first, digest)

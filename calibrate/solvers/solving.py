@@ -14,6 +14,7 @@ import torch
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.layer_map import LayerMap, ScalePair
 from formats.errors import InputError
+from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 
@@ -71,6 +72,8 @@ class LayerContext:
     prefix: str = ""  # prefix of the layer's tensor names
     quantized: Collection[str] | None = None  # full names of quantized linears; None: all
     notes: list[str] = field(default_factory=list)  # warnings, for the report
+    # factors that transforms fold into the layer, by local name; not of experts
+    factors: ChannelFactors = field(default_factory=ChannelFactors)
 
     @property
     def scale_pairs(self) -> tuple[ScalePair, ...]:
@@ -140,8 +143,9 @@ def move_scale(
 ) -> LayerState:
     """Divide the outputs of `pair.previous` by scale_K, and multiply the linears' weights by it.
 
-    Returns the changed tensors, with weights of linears in float32, and updates the statistics. A
-    norm keeps its dtype; the linears absorb its rounding error, so that the product stays exact.
+    Returns the changed tensors, with weights of linears in float32, and updates the statistics and
+    the context's channel factors. A norm keeps its dtype; the linears absorb its rounding error, so
+    that the product stays exact.
     """
     changed: LayerState = {}
     scale_K = scale_K.float()
@@ -169,8 +173,14 @@ def move_scale(
             moved = bias.float().clone()
             moved[rows] /= scale_N
             changed[f"{pair.previous}.bias"] = moved.to(bias.dtype)
+        if context.layer_map.expert_kind(pair.previous) is None:
+            factors_N = torch.ones_like(weight[:, 0], dtype=torch.float32)
+            factors_N[rows] = scale_N
+            context.factors.multiply_outputs_(pair.previous, factors_N)
     for name in pair.linears:
         changed[f"{name}.weight"] = state[f"{name}.weight"].float() * scale_K
+        if context.layer_map.expert_kind(name) is None:
+            context.factors.multiply_inputs_(name, scale_K)
     statistics[pair.linears[0]].scale_(scale_K)
     return changed
 

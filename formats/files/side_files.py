@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from formats.errors import CheckpointError
+from formats.files.channel_factors import CHANNEL_FACTORS
 
 MODULES = "modules.json"
-# Tokenizer, template, generation defaults, image processor, and the pooling of embedding models.
+# Tokenizer, template, generation defaults, image processor, the pooling of embedding models, and
+# factors for adapters.
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -31,6 +33,7 @@ SIDE_FILES = (
     MODULES,
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
+    CHANNEL_FACTORS,
 )
 # A folder without any of these has no tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl", "vocab.json")

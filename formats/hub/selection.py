@@ -11,16 +11,19 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from formats.errors import CheckpointError, InputError
+from formats.files.channel_factors import CHANNEL_FACTORS
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 NAMES_SHOWN = 6
-# Configs of the model, its quantization, tokenizer, processors and pooling; chat templates.
+# Configs of the model, its quantization, tokenizer, processors and pooling; chat templates; factors
+# for adapters.
 SIDE_PATTERNS = (
     *("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
     "tokenizer.jsonl",
     "additional_chat_templates/*.jinja",
+    CHANNEL_FACTORS,
 )
 NOT_NEEDED = ("*.bin.index.json", "trainer_state.json", "*.msgpack.index.json", "*.ckpt.index.json")
 # Modules of sentence-transformers, which modules.json lists: 1_Pooling, 2_Dense.

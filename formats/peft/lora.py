@@ -5,7 +5,7 @@ y = W x + scale * B (A x). Legend: N outputs, K inputs, r rank.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from formats.architecture.projection import Projection
 from formats.architecture.text_part import text_name
 from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
+from formats.files.channel_factors import ChannelFactors
 from formats.peft.lora_config import WEIGHTS, LoraConfig
 
 PICKLE = "adapter_model.bin"
@@ -49,6 +50,18 @@ class LoraPair:
         """Return scale * B A in float32 [N, K], which is added to the weight."""
         return self.scale * (self.b_Nr.float() @ self.a_rK.float())
 
+    def fitted(self, inputs_K: torch.Tensor | None, outputs_N: torch.Tensor | None) -> "LoraPair":
+        """Return the pair for a weight diag(1 / outputs) W diag(inputs). None: factors of 1.
+
+        A and B become float32 if they are changed.
+        """
+        a_rK, b_Nr = self.a_rK, self.b_Nr
+        if inputs_K is not None:
+            a_rK = a_rK.float() * inputs_K
+        if outputs_N is not None:
+            b_Nr = b_Nr.float() / outputs_N[:, None]
+        return replace(self, a_rK=a_rK, b_Nr=b_Nr)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
@@ -62,6 +75,25 @@ class LoraAdapter:
     def rank(self) -> int:
         """Return the largest rank."""
         return max(pair.rank for pair in self.pairs.values())
+
+    def fitted(self, factors: ChannelFactors) -> "LoraAdapter":
+        """Return an adapter of the float model for a checkpoint with these channel factors.
+
+        Raises CheckpointError if the factors have other sizes.
+        """
+        pairs = {}
+        for name, pair in self.pairs.items():
+            inputs_K, outputs_N = factors.inputs.get(name), factors.outputs.get(name)
+            sides = ((inputs_K, pair.a_rK.shape[1]), (outputs_N, pair.b_Nr.shape[0]))
+            for each, size in sides:
+                if each is not None and each.numel() != size:
+                    raise CheckpointError(
+                        f"{name} in channel_factors.st",
+                        f"expected {size} factors, found {each.numel()}",
+                        "quantize the model again",
+                    )
+            pairs[name] = pair.fitted(inputs_K, outputs_N)
+        return replace(self, pairs=pairs)
 
 
 def adapted_projections(

@@ -48,8 +48,9 @@ class QuantizeConfig(HubSettings):
     )
     recipe: str | None = setting(
         None,
-        "quantization method; rtn: round to nearest, without data (default: gptaq at 4 bits and "
-        "fewer, or gptq for models through transformers; smoothquant+gptq for w8a8; else rtn)",
+        "quantization method; rtn: round to nearest, without data (default: awq+gptaq at 4 bits, "
+        "but gptaq for --adapter, GGUF files and 4-bit floats; gptaq at 2 and 3 bits; gptq for "
+        "models that run through transformers; smoothquant+gptq for w8a8; else rtn)",
         RECIPES,
     )
     target: str | None = setting(

@@ -116,7 +116,10 @@ def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
     from qserve.multimodal.calibration import CalibrationChats
 
     is_type = asked.scheme in GGUF_TYPES
-    usual = default_recipe(base_scheme(asked.scheme) if is_type else asked.scheme)
+    # GGUF files have no channel factors, by which adapters are made to fit
+    keeps_inputs = asked.is_gguf or config.adapter is not None
+    scheme = base_scheme(asked.scheme) if is_type else asked.scheme
+    usual = default_recipe(scheme, keeps_inputs=keeps_inputs)
     adapter = config.adapter and local_path(
         config.adapter, ADAPTER, download_dir=config.download_dir
     )

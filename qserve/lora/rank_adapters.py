@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from formats.files.channel_factors import ChannelFactors
 from formats.peft.lora import read_adapter
 from qserve.lora.layout import PackedAdapter, adapter_digest
 from qserve.lora.slot_memory import SlotMemory
@@ -15,9 +16,15 @@ from qserve.lora.slot_memory import SlotMemory
 class RankAdapters:
     """The adapters of one worker, on the host and in device slots."""
 
-    def __init__(self, memory: SlotMemory, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: dtype of activations."""
-        self.memory = memory
+    def __init__(
+        self,
+        memory: SlotMemory,
+        dtype: torch.dtype,
+        device: torch.device,
+        factors: ChannelFactors | None = None,
+    ) -> None:
+        """`dtype`: dtype of activations. `factors`: of the checkpoint, which adapters must fit."""
+        self.memory, self._factors = memory, factors
         self._dtype, self._is_pinned = dtype, device.type == "cuda"
         self._packed: dict[int, PackedAdapter] = {}
 
@@ -28,8 +35,11 @@ class RankAdapters:
         """
         layout, max_rank = self.memory.layout, self.memory.max_rank
         found = read_adapter(path, layout.shapes, max_rank=max_rank, is_wanted=is_wanted)
+        digest = adapter_digest(found)
+        if self._factors is not None:
+            found = found.fitted(self._factors)
         self._packed[number] = layout.pack(found, self._dtype, pinned=self._is_pinned)
-        return adapter_digest(found)
+        return digest
 
     def place(self, slot: int, number: int) -> None:
         """Copy an adapter to a slot, after all launched steps. Does not wait for the copy."""

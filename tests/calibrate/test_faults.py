@@ -290,7 +290,9 @@ def test_side_file_that_is_a_dangling_link_stops_the_run_at_once(copy_5m, tmp_pa
 
 
 def test_defaults_by_scheme():
-    assert default_recipe(Scheme.parse("w4a16-sym")) == "gptaq"
+    assert default_recipe(Scheme.parse("w4a16-sym")) == "awq+gptaq"
+    assert default_recipe(Scheme.parse("w4a16-sym"), keeps_inputs=True) == "gptaq"
+    assert default_recipe(Scheme.parse("w3a16-sym")) == "gptaq"
     assert default_recipe(Scheme.parse("w4a16-mxfp4")) == "gptaq"
     assert default_recipe(Scheme.parse("w8a8-fp8")) == "rtn"
     assert default_recipe(Scheme.parse("w8a16-sym")) == "rtn"

@@ -45,6 +45,7 @@ from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
+from qserve.lora.base_factors import factors_for_adapters
 from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
@@ -134,7 +135,9 @@ class Worker:
                     max_rank=config.max_lora_rank,
                     fixed_order=config.batch_invariant,
                 )
-                self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
+                self.adapters = RankAdapters(
+                    runner.adapters, decoder.dtype, device, factors_for_adapters(config.model)
+                )
                 self._reader = ThreadPoolExecutor(1, "adapters")
                 logger.info(
                     "Adapters: %d slots of rank %d, %.2f GiB",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
-from formats.peft.lora import read_adapter
+from formats.peft.lora import LoraPair, read_adapter
 from formats.peft.lora_config import REFUSED, LoraConfig
 from tests.adapters import write_adapter
 
@@ -403,3 +403,19 @@ def test_reading_ends_where_no_request_waits_for_it(folder, shapes):
     with pytest.raises(CheckpointError, match="no request waits for it"):
         read_adapter(folder, shapes, is_wanted=is_wanted)
     assert len(asked) == 4
+
+
+def test_fitted_adapter_changes_a_scaled_weight_alike():
+    generator = torch.Generator().manual_seed(0)
+    a_rK, b_Nr, weight_NK = (
+        torch.randn(shape, generator=generator) for shape in ((3, 7), (5, 3), (5, 7))
+    )
+    inputs_K, outputs_N = (torch.rand(size, generator=generator) + 0.5 for size in (7, 5))
+    pair = LoraPair(a_rK=a_rK.half(), b_Nr=b_Nr.half(), scale=0.5)
+
+    def scaled(each_NK):
+        return each_NK * inputs_K / outputs_N[:, None]
+
+    found = scaled(weight_NK) + pair.fitted(inputs_K, outputs_N).delta()
+    torch.testing.assert_close(found, scaled(weight_NK + pair.delta()))
+    assert pair.fitted(None, None).a_rK is pair.a_rK
