@@ -9,8 +9,8 @@ Two phases of the buffer alternate. A rank copies to the phase of sum k again fo
 has received the word of sum k + 1, which the peer sent after the kernel that read sum k. A sum that
 is never read does not change the phase: the next one overwrites it, in order of the same stream.
 
-Numbers are added in float32 in rank order and rounded once, each on its own. So the bits equal those
-of the other all-reduces of two ranks, whatever the division into chunks of rows.
+Each element is added in float32 in rank order and rounded once. So the bits equal those of the
+other all-reduces of two ranks, whatever the division into chunks of rows.
 
 Legend: M rows, C channels.
 """

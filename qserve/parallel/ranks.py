@@ -118,8 +118,9 @@ def join(
 
     `contexts`: number of sets of ranks that divide long prompts; if over 1, `stages` must be 1.
     `all_reduce`: "nccl" disables peer memory. `hidden_size`: columns of the tensors to all-reduce.
-    `max_rows`: most rows of them. `fixed_order`: the sum of a row must not depend on the number of rows. `check`: called by rank 0
-    while it waits for the others; raises an error if a rank has died.
+    `max_rows`: most rows of them. `fixed_order`: the sum of a row must not depend on the number of
+    rows. `check`: called by rank 0 while it waits for the others; raises an error if a rank has
+    died.
 
     Raises InputError if this process already has a process group.
     """

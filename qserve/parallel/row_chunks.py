@@ -4,11 +4,10 @@ While one chunk is computed, the chunks before it are sent. Only what is sent af
 costs time.
 """
 
-# The result of fewer rows is summed in a single message, in the kernel of the norm or by the
-# all-reduce for short messages. More rows than in any CUDA graph (graphs/cuda_graphs.py), because a
-# sum in chunks cannot be captured.
+# Results of fewer rows are summed in one message. More rows than in any CUDA graph
+# (graphs/cuda_graphs.py), because a sum in chunks cannot be captured.
 MIN_ROWS = 3072
-# Chunks end at multiples of this: with 8,192 outputs, 256 rows are 64 tiles of sm90_large_m, and 512
+# Chunks end at multiples of this: with 8,192 outputs, 256 rows are 64 tiles of sm90_large_m, so 512
 # rows almost fill the 132 SMs of an H200. Other tiles of 64 to 256 rows divide it, too.
 ALIGNMENT = 512
 # Where chunks end, as fractions of the rows; the last ends with the rows. They become shorter so

@@ -28,7 +28,7 @@ def test_chunks_cover_all_rows(rows):
 
 def test_few_rows_are_not_divided():
     assert row_chunks.row_chunks(MIN_ROWS - 1) == []
-    assert MIN_ROWS > max(LONG_CHUNK_SIZES), "a CUDA graph cannot capture the sum"
+    assert max(LONG_CHUNK_SIZES) < MIN_ROWS, "a CUDA graph cannot capture the sum"
 
 
 @pytest.fixture
@@ -98,9 +98,11 @@ def test_a_chunk_that_is_not_sent_changes_the_logits(quantized_5m, many, small_c
 )
 def test_families(family, tiny_model, many, small_chunks):
     """Norms after a branch, parallel layers, experts, and two mixers of one layer."""
-    llm = many(tiny_model(family), 2, batch_invariant=True, **SMALL)
+    has_bits = family != "gemma3n"  # does not work with --batch-invariant
+    llm = many(tiny_model(family), 2, batch_invariant=has_bits, **SMALL)
     (ours, logits), (theirs, expected) = with_and_without(llm, make_prompts(), small_chunks)
-    assert ours == theirs and torch.equal(logits, expected)
+    assert ours == theirs
+    assert torch.allclose(logits, expected, rtol=0, atol=0 if has_bits else 1e-4)
 
 
 @exhaustive
