@@ -175,16 +175,21 @@ def _linear_into(
 
     A kernel that cannot write there makes its own result, which is copied.
     """
-    if not (isinstance(x, torch.Tensor) and hasattr(module, "run_into")):
-        return out_MN.copy_(reduced(linear(x, weight, bias, plan)))
-    check_linear(x, weight, bias)
-    M, _ = expect_ndim("linear x", x, 2)
-    check_tensor("linear out", out_MN, (M, weight.out_features), (x.dtype,), x)
+    if isinstance(x, Codes):
+        check_codes(*x, weight, bias)
+        x_MK, x = x.codes_MK, Codes(weight.sorted_inputs(x.codes_MK).contiguous(), x.scales_M1)
+    else:
+        check_linear(x, weight, bias)
+        x_MK, x = x, weight.sorted_inputs(x).contiguous()
+    M, _ = expect_ndim("linear x", x_MK, 2)
+    check_tensor("linear out", out_MN, (M, weight.out_features), (weight.dtype,), x_MK)
     if not out_MN.is_contiguous():
         raise KernelError("linear out", "expected a contiguous tensor")
-    x = weight.sorted_inputs(x).contiguous()
     plan = plan or plan_linear(weight, M, fused=False)
-    return module.run_into(out_MN, plan, _as_operand(x, plan), weight, bias)
+    x = x if isinstance(x, Codes) else _as_operand(x, plan)
+    if hasattr(module, "run_into"):
+        return module.run_into(out_MN, plan, x, weight, bias)
+    return out_MN.copy_(reduced(module.run(plan, x, weight, bias)))
 
 
 def _adapted(
