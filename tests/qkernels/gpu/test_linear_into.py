@@ -6,7 +6,7 @@ import torch
 from qkernels import QuantLinear, ops
 
 pytestmark = pytest.mark.gpu
-SCHEMES = ("w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w8a8-fp8", "w4a8")
+SCHEMES = ("w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w4a8")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
