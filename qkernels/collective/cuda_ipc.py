@@ -172,12 +172,11 @@ def copy_from(address: int, target: torch.Tensor) -> None:
     )
 
 
-def copy_to(address: int, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor to mapped memory, in order of the current stream.
+def copy_to(address: int, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Copy a contiguous tensor to mapped memory, in order of a stream.
 
     Between two GPUs a copy engine does it, without any SM.
     """
-    stream = torch.cuda.current_stream(source.device)
     _call(
         "cuMemcpyAsync",
         ctypes.c_uint64(address),

@@ -15,13 +15,12 @@ other all-reduces of two ranks, whatever the division into chunks of rows.
 Legend: M rows, C channels.
 """
 
-import contextlib
 import ctypes
 
 import torch
 
 from qkernels.collective import cuda_ipc
-from qkernels.collective.channels import PairChannel, Peers
+from qkernels.collective.channels import Peers
 from qkernels.errors import KernelError
 from qkernels.gpu.launch import launches_nothing
 from qkernels.operands.forms import InputForm, LinearInput
@@ -66,8 +65,11 @@ class PairSum:
             return
         channel, rows = self._channel, self._x_MC[start:stop]
         offset = self._phase * channel.message_bytes + start * self._x_MC[0].nbytes
-        with _after_current(channel):
-            _copy(channel.peer_address + offset, rows)
+        if channel.stream is None:
+            ctypes.memmove(channel.peer_address + offset, rows.data_ptr(), rows.nbytes)
+            return
+        channel.stream.wait_stream(torch.cuda.current_stream(rows.device))
+        cuda_ipc.copy_to(channel.peer_address + offset, rows, channel.stream)
 
     def received(self) -> torch.Tensor:
         """Return the peer's x. Kernels in the current stream find it complete.
@@ -110,21 +112,3 @@ class PairSum:
         if residual_MC is None:
             return norm(self.total(), None, spec, out, branch)
         return norm(self._x_MC, residual_MC, spec, out, branch, addend=self.received())
-
-
-@contextlib.contextmanager
-def _after_current(channel: PairChannel):
-    """Make the channel's stream current, after the work of the current stream so far."""
-    if channel.stream is None:
-        yield
-        return
-    channel.stream.wait_stream(torch.cuda.current_stream(channel.token.device))
-    with torch.cuda.stream(channel.stream):
-        yield
-
-
-def _copy(address: int, source: torch.Tensor) -> None:
-    if source.is_cuda:
-        cuda_ipc.copy_to(address, source)
-    else:
-        ctypes.memmove(address, source.data_ptr(), source.nbytes)
