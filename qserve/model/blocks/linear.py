@@ -163,6 +163,8 @@ class RowParallel(torch.nn.Module):
         Returns None if the sum cannot be sent in chunks. Adapters are applied to all rows together.
         """
         inner, rows_MK = self.inner, _rows_of(x)
+        if isinstance(inner, AdaptedLinear) and inner.rows.slots_T is None:
+            inner = inner.base
         chunks = row_chunks.row_chunks(len(rows_MK))
         if not (chunks and self.overlaps and isinstance(inner, FloatLinear | QuantLinear)):
             return None

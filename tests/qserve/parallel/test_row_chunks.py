@@ -5,10 +5,12 @@ import torch
 
 from qserve.engine.distributed import executors
 from qserve.engine.runner.graphs.cuda_graphs import LONG_CHUNK_SIZES
-from qserve.model.blocks.linear import RowParallel
+from qserve.lora.request import LoRARequest
+from qserve.model.blocks.linear import FloatLinear, RowParallel, SplitLinear
 from qserve.parallel import row_chunks
 from qserve.parallel.row_chunks import ALIGNMENT, MIN_ROWS
 from qserve.parallel.torch_communicator import GatheredSum
+from tests.adapters import write_adapter
 from tests.qserve.parallel import rank_of_small_chunks
 from tests.qserve.parallel.engines import SMALL, make_prompts, tokens
 
@@ -60,32 +62,27 @@ def with_and_without(llm, prompts, sent):
     return found
 
 
-def test_same_tokens_and_logits_without_the_overlap(quantized_5m, many, small_chunks):
-    """Steps of 24 tokens; --batch-invariant, so that products have the same bits, too."""
+def test_same_tokens_and_logits_without_the_overlap(quantized_5m, many, small_chunks, monkeypatch):
+    """Steps of 24 tokens; --batch-invariant, so that products have the same bits, too.
+
+    Then a chunk is missing on this rank alone, which shows.
+    """
     llm = many(quantized_5m, 2, batch_invariant=True, **SMALL)
-    prompts = make_prompts()
-    (ours, logits), (theirs, expected) = with_and_without(llm, prompts, small_chunks)
+    (ours, logits), (theirs, expected) = with_and_without(llm, make_prompts(), small_chunks)
     assert ours == theirs and torch.equal(logits, expected)
 
-
-def test_each_layer_sends_the_chunks_of_two_products(quantized_5m, many, small_chunks):
-    llm = many(quantized_5m, 2, **SMALL)
-    llm.logits(list(range(3, 27)))  # one step of 24 tokens
-    layers = len(llm.engine.workers.runner.decoder.layers)
-    chunks = [stop - start for start, stop in row_chunks.row_chunks(24)]
-    assert small_chunks == 2 * layers * chunks
-
-
-def test_a_chunk_that_is_not_sent_changes_the_logits(quantized_5m, many, small_chunks, monkeypatch):
-    """Otherwise the tests above would prove nothing. The chunk is missing on this rank alone."""
-    llm = many(quantized_5m, 2, batch_invariant=True, **SMALL)
-    prompt = list(range(3, 27))
+    llm.engine.workers.overlap_sums(True)
+    prompt = list(range(3, 27))  # one step
+    small_chunks.clear()
     want, total = llm.logits(prompt), GatheredSum.total
+    layers = len(llm.engine.workers.runner.decoder.layers)
+    chunks = [stop - start for start, stop in row_chunks.row_chunks(len(prompt))]
+    assert len(chunks) > 2 and small_chunks == 2 * layers * chunks
 
     def lacking(self):
         work, found = self._sent[1]
-        self._sent[1] = work, [found[0], torch.zeros_like(found[1])]
         work.wait()
+        self._sent[1] = work, [found[0], torch.zeros_like(found[1])]
         return total(self)
 
     monkeypatch.setattr(GatheredSum, "total", lacking)
@@ -115,17 +112,27 @@ def test_schemes(scheme, written, many, small_chunks):
     assert ours == theirs and torch.equal(logits, expected)
 
 
-def test_adapted_linears_are_not_divided(small_chunks):
-    """Adapters are applied to all rows of a step."""
+@exhaustive
+def test_steps_with_adapters_are_not_divided(quantized_5m, many, small_chunks, tmp_path):
+    """Adapters are applied to all rows of a step together."""
+    lora = LoRARequest("a", 1, str(write_adapter(quantized_5m, tmp_path / "adapter", size=1.0)))
+    llm = many(quantized_5m, 2, batch_invariant=True, enable_lora=True, **SMALL)
+    prompts = make_prompts()
+    (ours, logits), (theirs, expected) = with_and_without(llm, prompts, small_chunks)
+    assert ours == theirs and torch.equal(logits, expected)
+    llm.engine.workers.overlap_sums(True)
+    small_chunks.clear()
+    llm.reset_prefix_cache()
+    adapted = tokens(llm, prompts, lora)
+    assert not small_chunks and adapted != ours
 
+
+def test_a_linear_without_chunks_is_summed_at_the_next_norm(small_chunks):
     class Communicator:
         def begin_sum(self, x):
             raise AssertionError("a sum was begun")
 
-    class Adapted(torch.nn.Module):
-        def forward(self, x, plan):
-            return x
-
     x = torch.ones(rank_of_small_chunks.MIN_ROWS, 4)
-    found = RowParallel(Adapted(), Communicator())(x)
-    assert found.x is x and found.row_sum is None
+    linears = [FloatLinear(torch.ones(6, 4)) for _ in range(2)]
+    found = RowParallel(SplitLinear(linears), Communicator())(x)
+    assert found.x.shape == (len(x), 12) and found.row_sum is None
