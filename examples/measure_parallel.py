@@ -14,6 +14,8 @@ and cp (the tokens of a long prompt are divided). Parts are:
   are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of 8000;
   output tokens/s of --requests concurrent requests of 256 tokens in, 128 out.
 - 8b-long: time to the first token after a prompt of 64000.
+- 70b-tp2-prompt, 8b-tp2-prompt and so on: ms to the first token of a prompt of 8000, and of one of
+  4000, with sums over GPUs that run during the products and without, in turn in one run.
 
 Without --parts all parts run that need at most --gpus GPUs. parallel_floors.py predicts the times.
 
@@ -93,6 +95,9 @@ def gpus_of(layout: str) -> int:
 PARTS: dict[str, tuple[str, str]] = {
     f"{CHECK}-{layout}": (CHECK, layout) for layout in ("tp2", "tp2-pp2", "tp4", "tp8")
 } | {f"{name}-{layout}": (name, layout) for name, of in MODELS.items() for layout in of.layouts}
+PROMPT = "-prompt"  # end of the name of a part that compares long prompts
+PARTS |= {f"{name}-tp2{PROMPT}": (name, "tp2") for name in ("70b", "70b-w8a8", "8b")}
+PROMPT_LENGTHS = (8000, 4000)
 LONG_PROMPT = 64000
 DIVIDED = {CONTEXT: 2, "prefill_context_parallel_min_tokens": 8}
 RESULT = "RESULT "
@@ -220,6 +225,41 @@ def measure(arguments: argparse.Namespace, model: Model, settings: dict) -> None
     llm.close()
 
 
+def measure_prompts(arguments: argparse.Namespace, model: Model, settings: dict) -> None:
+    """Measure long prompts with sums that overlap with products, and without, in turn."""
+    from bench_shapes import SHAPES, write_config
+    from measure_engine import Workloads
+
+    from qserve import LLM
+
+    shape, started = arguments.shape or model.shape, time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), shape, model.scheme)
+        common = {
+            "max_num_seqs": 1,
+            "max_model_len": arguments.max_model_len,
+            "load_format": "dummy",
+            "device": arguments.device,
+            "enforce_eager": True,  # steps of long prompts use no CUDA graphs
+        }
+        llm = LLM(folder, **common | settings | json.loads(arguments.engine))
+    tell(ready_s=time.perf_counter() - started)
+    work = Workloads(llm, SHAPES[shape]["vocab_size"])
+    for length in PROMPT_LENGTHS:
+        length = min(length, llm.engine.max_model_len - 2)
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(arguments.repeats + 1):
+            for overlaps, times in found.items():
+                llm.engine.workers.overlap_sums(overlaps)
+                ms = 1e3 * work.seconds(work.prompts(1, length), 1)
+                if turn:  # the first turn warms up
+                    times.append(ms)
+        for overlaps, name in ((True, "overlapped"), (False, "in_turn")):
+            tell(**{f"first_ms_{length}_{name}": min(found[overlaps])})
+        tell(**{f"all_ms_{length}": [[round(ms, 1) for ms in each] for each in found.values()]})
+    llm.close()
+
+
 def run_part(part: str, limit: float) -> dict | None:
     """Run a part and print its results. Returns None if it failed or took too long."""
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
@@ -269,6 +309,8 @@ def main() -> None:
         name, layout = PARTS[arguments.part]
         if name == CHECK:
             check(arguments, layout)
+        elif arguments.part.endswith(PROMPT):
+            measure_prompts(arguments, MODELS[name], LAYOUTS[layout])
         else:
             measure(arguments, MODELS[name], LAYOUTS[layout])
         sys.stdout.flush()

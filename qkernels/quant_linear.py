@@ -198,21 +198,26 @@ class QuantLinear(nn.Module):
         return ops.plan_linear(self.prepared_weight, rows, consumer, adapted=adapted)
 
     def forward(
-        self, x: LinearInput, plan: GemmPlan | None = None, term: LoraTerm | None = None
+        self,
+        x: LinearInput,
+        plan: GemmPlan | None = None,
+        term: LoraTerm | None = None,
+        out: torch.Tensor | None = None,
     ) -> LinearOutput:
         """Return x W^T + bias.
 
         A tensor x [..., K] gives [..., N] in x's dtype. Codes or Limbs give [M, N] in the dtype
         that the weight was prepared for. With a plan, x must have the form `plan.input`, and the
-        result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters.
+        result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
+        argument of ops.linear.
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
             prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
         ):
             prepared = self.prepare(x.dtype, x.device)._prepared
-        if term is not None:
-            return ops.linear(x, prepared, self._prepared_bias, plan, term)
+        if term is not None or out is not None:
+            return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
         return ops.linear(x, prepared, self._prepared_bias, plan)
 
     def prepare(

@@ -26,6 +26,7 @@ COMMANDS = {
     ' --max-num-seqs 4 --engine {"cpu_kv_cache_memory":0.2}',
     "measure_parallel": "--device cpu --shape tiny --max-model-len 256 --batches 1 --requests 2"
     " --repeats 1 --output 4 --parts check-tp2 70b-tp2-pp2 8b-tp1",
+    "measure_overlap": "--device cpu",
     "parallel_floors": "--shape qwen3-30b-a3b llama-3-8b --batches 1 8",
     "measure_sleep": "--shape tiny --repeats 1 --skip switch -- --max-model-len 256",
     "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",

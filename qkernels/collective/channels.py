@@ -27,7 +27,8 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 SPIN_LIMIT = 2**27
 ABORTED = -1
 ALIGNMENT = 256
-FLAT_PHASES, ROWS_PHASES = 2, 3
+FLAT_PHASES, ROWS_PHASES, PAIR_PHASES = 2, 3, 2
+PAIR_MAX_BYTES = 2**28  # of a phase: a limit on memory; longer steps sum as before
 
 
 class PeerLostError(KernelError):
@@ -62,17 +63,28 @@ class PeerLayout:
     ranks: int
     limits: Limits
     rows: tuple[RowsLayout, ...]
+    pair_bytes: int = 0  # largest message that two ranks exchange by copies (pair_sum.py)
 
     @classmethod
-    def of_model(cls, ranks: int, channels: int, within: Limits | None = None) -> "PeerLayout":
+    def of_model(
+        cls, ranks: int, channels: int, within: Limits | None = None, pair_rows: int = 0
+    ) -> "PeerLayout":
         """Return the layout for `ranks` ranks and norms of `channels` channels.
 
-        `within` overrides the limits.
+        `within` overrides the limits. `pair_rows`: most rows of a sum that two ranks exchange by
+        copies; more ranks have no such sums.
         """
         if not 2 <= ranks <= MAX_RANKS:
             raise KernelError("ranks", f"expected 2 to {MAX_RANKS}, found {ranks}", "use NCCL")
         found = within or limits(ranks)
-        return cls(ranks=ranks, limits=found, rows=rows_layouts(ranks, channels, found.rows))
+        row_bytes = channels * torch.bfloat16.itemsize
+        pair_bytes = min(pair_rows, PAIR_MAX_BYTES // row_bytes) * row_bytes if ranks == 2 else 0
+        return cls(
+            ranks=ranks,
+            limits=found,
+            rows=rows_layouts(ranks, channels, found.rows),
+            pair_bytes=ceil_div(pair_bytes, ALIGNMENT) * ALIGNMENT,
+        )
 
     @property
     def flat_bytes(self) -> int:
@@ -93,7 +105,22 @@ class PeerLayout:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.sizes())
+        return sum(self.sizes()) + PAIR_PHASES * self.pair_bytes
+
+
+class PairChannel:
+    """Region in which a rank receives the rows of its only peer, and the stream of its copies."""
+
+    def __init__(self, memory: PeerMemory, offset: int, message_bytes: int) -> None:
+        device = memory.own.device
+        self.message_bytes = message_bytes
+        region = memory.own[offset : offset + PAIR_PHASES * message_bytes]
+        self.received = region.view(PAIR_PHASES, message_bytes)
+        self.peer_address = memory.addresses[1 - memory.rank] + offset
+        self.num_begun = 0  # sums begun; only the last one may be read
+        self.phase = 0  # of the next sum; it changes when a sum is read
+        self.token = torch.zeros(1, dtype=torch.float32, device=device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class Peers:
@@ -138,6 +165,8 @@ class Peers:
                 )
             )
             offset += size
+        size = layout.pair_bytes
+        self.pair = PairChannel(memory, offset, size) if size else None
         self.flat, self.scatter, self.gather, *of_rows = channels
         self._rows = list(zip(layout.rows, of_rows, strict=True))
 

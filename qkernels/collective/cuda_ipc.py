@@ -172,6 +172,20 @@ def copy_from(address: int, target: torch.Tensor) -> None:
     )
 
 
+def copy_to(address: int, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Copy a contiguous tensor to mapped memory, in order of a stream.
+
+    Between two GPUs a copy engine does it, without any SM.
+    """
+    _call(
+        "cuMemcpyAsync",
+        ctypes.c_uint64(address),
+        ctypes.c_uint64(source.data_ptr()),
+        ctypes.c_size_t(source.nbytes),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+
+
 def register_host(tensor: torch.Tensor) -> None:
     """Pin host memory that other code allocated, so that the device can copy it asynchronously.
 

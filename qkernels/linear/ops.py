@@ -21,7 +21,7 @@ from qkernels.lora.term import LoraTerm, check_term
 from qkernels.operands.codes import CODE_DTYPES, Codes, InputRounding
 from qkernels.operands.forms import LinearInput, with_tensor
 from qkernels.operands.limbs import LimbForm, Limbs
-from qkernels.operands.split_k import Consumer, LinearOutput
+from qkernels.operands.split_k import Consumer, LinearOutput, reduced
 from qkernels.problem import FLOAT_DTYPES, Problem
 from qkernels.rowwise import ops as rowwise
 from qkernels.tuning import table as tuning_table
@@ -124,13 +124,17 @@ def linear(
     bias: torch.Tensor | None = None,
     plan: GemmPlan | None = None,
     term: LoraTerm | None = None,
+    out: torch.Tensor | None = None,
 ) -> LinearOutput:
     """Multiply x [..., K] by the weight's transpose and add bias [N]. Returns [..., N].
 
     With a plan, x may have the form `plan.input`, and the result has the form `plan.output`. `term`
-    is the LoRA adapters' term; it needs `plan.adds_adapters`.
+    is the LoRA adapters' term; it needs `plan.adds_adapters`. `out`: contiguous [M, N] to write the
+    result to, for x [M, K] or its codes without a term.
     """
     module = dispatch.module_of(LINEAR, weight.kernel)
+    if out is not None:
+        return _linear_into(out, module, x, weight, bias, plan)
     if term is not None:
         return _adapted(module, x, weight, bias, plan, term)
     if isinstance(x, Codes):
@@ -157,6 +161,35 @@ def linear(
     plan = plan or plan_linear(weight, x_MK.shape[0], fused=False)
     y_MN = module.run(plan, _as_operand(x_MK, plan), weight, bias)
     return y_MN if x.ndim == 2 else y_MN.view(*x.shape[:-1], weight.out_features)
+
+
+def _linear_into(
+    out_MN: torch.Tensor,
+    module: ModuleType,
+    x: torch.Tensor | Codes,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    plan: GemmPlan | None,
+) -> torch.Tensor:
+    """Run `linear` on x [M, K], M >= 1, and write the result to `out_MN`.
+
+    A kernel that cannot write there makes its own result, which is copied.
+    """
+    if isinstance(x, Codes):
+        check_codes(*x, weight, bias)
+        x_MK, x = x.codes_MK, Codes(weight.sorted_inputs(x.codes_MK).contiguous(), x.scales_M1)
+    else:
+        check_linear(x, weight, bias)
+        x_MK, x = x, weight.sorted_inputs(x).contiguous()
+    M, _ = expect_ndim("linear x", x_MK, 2)
+    check_tensor("linear out", out_MN, (M, weight.out_features), (weight.dtype,), x_MK)
+    if not out_MN.is_contiguous():
+        raise KernelError("linear out", "expected a contiguous tensor")
+    plan = plan or plan_linear(weight, M, fused=False)
+    x = x if isinstance(x, Codes) else _as_operand(x, plan)
+    if hasattr(module, "run_into"):
+        return module.run_into(out_MN, plan, x, weight, bias)
+    return out_MN.copy_(reduced(module.run(plan, x, weight, bias)))
 
 
 def _adapted(

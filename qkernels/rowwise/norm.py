@@ -22,7 +22,7 @@ from qkernels.operands.limbs_triton import (
     store_limbs,
     store_steps,
 )
-from qkernels.operands.split_k import LinearOutput
+from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
 from qkernels.rowwise.arithmetic_triton import (
     changed_branch,
@@ -46,11 +46,16 @@ def norm(
     spec: NormSpec | None,
     out: InputForm = None,
     branch: Branch = PLAIN,
+    addend: torch.Tensor | None = None,
 ) -> tuple[LinearInput, torch.Tensor]:
     """Implement ops.norm in Triton."""
     if residual is not None:
         residual = residual.contiguous()
+    if addend is not None:
+        addend = addend.contiguous()
     if isinstance(out, LimbForm):
+        if addend is not None:
+            x = reduced(x) + addend
         return _norm_to_limbs(x, residual, spec, out, branch)
     C = x.shape[-1]
     source, stride_part, format = partials_source(contiguous(x))
@@ -72,6 +77,7 @@ def norm(
                 (rows,),
                 source,
                 stride_part,
+                addend,
                 residual,
                 *norm_tensors(spec),
                 *norm_tensors(branch.norm),
@@ -103,6 +109,7 @@ def _warps(block: int) -> int:
 def _norm_rows(
     x_ptr,  # [M, C], or split-K partial sums of it
     stride_part,
+    addend_ptr,  # [M, C] or None
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C] or None: only the sum is computed
     bias_ptr,  # [C] or None
@@ -147,6 +154,9 @@ def _norm_rows(
         # the weight is loaded before the wait; the previous kernel may still write x
         pdl_launch_and_wait(LAUNCH_FIRST)
     x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
+    if addend_ptr is not None:
+        x += tl.load(addend_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
     if residual_ptr is not None:
         x = changed_branch(
             x, branch, branch_bias, mask, C, BRANCH_KIND, BRANCH_EPS, BRANCH_FACTOR, DTYPE

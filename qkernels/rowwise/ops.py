@@ -27,15 +27,21 @@ def norm(
     out: InputForm = None,
     branch: Branch = PLAIN,
     kernel: str | None = None,
+    addend: torch.Tensor | None = None,
 ) -> tuple[LinearInput, torch.Tensor]:
     """Normalize x + residual over the last dim. Returns (the norm in the form `out`, the sum).
 
     `branch` is applied to x before the residual is added. x [..., C] may be split-K partial sums if
     there is a residual; without one, the sum is x itself. If `spec` is None, nothing is normalized
     and the first result is the sum. Codes and limbs need x [M, C]. `kernel` requests a row of
-    rowwise/rows.py. Raises KernelError if arguments do not fit.
+    rowwise/rows.py. `addend`, another rank's x, is added to x first, and this sum is rounded; it
+    needs a residual. Raises KernelError if arguments do not fit.
     """
     check_float("norm x", x, parts=residual is not None)
+    if addend is not None:
+        if residual is None:
+            raise KernelError("norm addend", "expected a residual", "add the addend to x")
+        check_tensor("norm addend", addend, x.shape, (x.dtype,), x)
     if residual is not None:
         check_tensor("norm residual", residual, x.shape, (x.dtype,), x)
         if branch.norm is not None:
@@ -43,7 +49,10 @@ def norm(
     if spec is not None:
         check_norm_spec("norm", spec, x)
     check_form("norm", x, x.shape[-1], out)
-    return _run(rows.NORM, x, x.shape[-1], out, kernel)(x, residual, spec, out, branch)
+    run = _run(rows.NORM, x, x.shape[-1], out, kernel)
+    if addend is None:
+        return run(x, residual, spec, out, branch)
+    return run(x, residual, spec, out, branch, addend)
 
 
 def activate(

@@ -30,14 +30,16 @@ def norm(
     spec: NormSpec | None,
     out: InputForm = None,
     branch: Branch = PLAIN,
+    addend: torch.Tensor | None = None,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """Apply `branch` to x and add the residual.
+    """Apply `branch` to x, or to x + addend, and add the residual.
 
     Returns (the norm of the sum in the form `out`, the sum).
 
-    Every intermediate result (the branch's norm, its product, the sum) is rounded to x's dtype.
+    Every intermediate result (x + addend, the branch's norm, its product, the sum) is rounded to
+    x's dtype.
     """
-    total = reduced(x)
+    total = reduced(x) if addend is None else reduced(x) + addend
     if residual is not None:
         if branch.norm is not None:
             total = normalized(total, branch.norm)

@@ -84,6 +84,17 @@ def run(
     return linear_codes(*x, weight, bias, config=plan.config)
 
 
+def run_into(
+    y_MN: torch.Tensor,
+    plan: GemmPlan,
+    x: Codes,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run `run` for M >= 1 and write the result to contiguous `y_MN`."""
+    return linear_codes(*x, weight, bias, config=plan.config, y_MN=y_MN)
+
+
 def linear_codes(
     codes_MK: torch.Tensor,
     scales_M1: torch.Tensor,
@@ -91,11 +102,16 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     *,
     config: W4A8Sm90Config | None = None,
+    y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config.
+
+    The result is written to contiguous `y_MN` if it is given.
+    """
     (M, K), N = codes_MK.shape, weight.out_features
     device = codes_MK.device
-    y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
+    if y_MN is None:
+        y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
     if M == 0:
         return y_MN
     config = config or _chosen_config(weight.problem, M)

@@ -20,12 +20,17 @@ from qkernels.linear.plan import GemmPlan, GemmProblem
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm, tiles_fault
 from qkernels.operands.limbs import LimbForm, Limbs
-from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials
+from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials, reduced
 from qkernels.tuning import table as tuning_table
 from qkernels.wna16 import prepack
 from qkernels.wna16.layout import GroupedSpec
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
-from qkernels.wna16.sm90_large_m_config import default_large_m_config, large_m_time, other_time
+from qkernels.wna16.sm90_large_m_config import (
+    LargeMConfig,
+    default_large_m_config,
+    large_m_time,
+    other_time,
+)
 from qkernels.wna16.sm90_small_m_config import (
     SMALL_M_ROWS,
     SmallMConfig,
@@ -152,15 +157,30 @@ def run(
     kernel = _module(plan.variant)
     if plan.tail is not None:
         y_MN = x.new_empty(x.shape[0], weight.out_features)
-        kernel.run(x[: plan.rows], weight, bias, plan.config, y_MN=y_MN[: plan.rows])
-        rest = _module(plan.tail.variant)
-        rest.run(x[plan.rows :], weight, bias, plan.tail.config, y_MN=y_MN[plan.rows :])
-        return y_MN
+        return run_into(y_MN, plan, x, weight, bias)
     terms = () if term is None else (term,)
     if plan.output == "split_k":
         partials = kernel.run_split_k(x, weight, bias, plan.config, *terms)
         return SplitKPartials(parts=partials, dtype=x.dtype)
     return kernel.run(x, weight, bias, plan.config, *terms)
+
+
+def run_into(
+    y_MN: torch.Tensor,
+    plan: GemmPlan,
+    x: torch.Tensor | Limbs,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run `run` and write the result to contiguous `y_MN`. Kernels for many rows make no copy."""
+    if plan.tail is not None:
+        head, rest = _module(plan.variant), _module(plan.tail.variant)
+        head.run(x[: plan.rows], weight, bias, plan.config, y_MN=y_MN[: plan.rows])
+        rest.run(x[plan.rows :], weight, bias, plan.tail.config, y_MN=y_MN[plan.rows :])
+        return y_MN
+    if isinstance(plan.config, LargeMConfig):
+        return _module(plan.variant).run(x, weight, bias, plan.config, y_MN=y_MN)
+    return y_MN.copy_(reduced(run(plan, x, weight, bias)))
 
 
 def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:

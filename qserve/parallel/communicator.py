@@ -17,11 +17,38 @@ from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
 
 
+class RowSum(Protocol):
+    """The sum of x [M, C] over all ranks, whose rows are sent while later rows are computed.
+
+    The bits of a row depend neither on the division into chunks nor on the other rows, and equal
+    those of all_reduce with a fixed order. Read it once, before another one is begun.
+    """
+
+    def send(self, start: int, stop: int) -> None:
+        """Start to send rows [start, stop) of x, which are complete in the current stream."""
+        ...
+
+    def total(self) -> torch.Tensor:
+        """Return the sum. All rows must have been sent."""
+        ...
+
+    def norm(
+        self,
+        residual_MC: torch.Tensor | None,
+        spec: ops.NormSpec | None,
+        out: InputForm,
+        branch: ops.Branch,
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """Return ops.norm of the sum."""
+        ...
+
+
 class Communicator(Protocol):
     """The ranks that share each layer (tensor parallelism)."""
 
     rank: int
     size: int
+    overlaps: bool  # False: begin_sum returns None, for measurements; equal on all ranks
 
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
         """Return the sum of x over all ranks, as a new tensor in x's dtype.
@@ -39,6 +66,10 @@ class Communicator(Protocol):
         branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
         """Return ops.norm of the sum of x over all ranks. All ranks have the same residual."""
+        ...
+
+    def begin_sum(self, x_MC: torch.Tensor) -> RowSum | None:
+        """Return the sum of x, whose rows will be written and sent; None: use all_reduce."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +99,7 @@ class RankPartial:
 
     x: LinearOutput
     communicator: Communicator
+    row_sum: RowSum | None = None  # the sum, if it is already under way
 
     @property
     def shape(self) -> torch.Size:
@@ -75,4 +107,6 @@ class RankPartial:
 
     def total(self) -> torch.Tensor:
         """Compute the sum."""
+        if self.row_sum is not None:
+            return self.row_sum.total()
         return self.communicator.all_reduce(self.x)

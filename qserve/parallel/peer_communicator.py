@@ -12,12 +12,15 @@ from qkernels import ops
 from qkernels.collective import cuda_ipc, symmetric_memory
 from qkernels.collective import ops as collective
 from qkernels.collective.channels import PeerLayout, Peers
+from qkernels.collective.pair_sum import PairSum, takes_pair_sum
 from qkernels.collective.peer_memory import PeerAccessError, PeerMemory, exchange_by
 from qkernels.errors import KernelError
 from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES
 from qkernels.warm_up import sum_boundaries
+from qserve.parallel.communicator import RowSum
+from qserve.parallel.row_chunks import MIN_ROWS
 from qserve.parallel.torch_communicator import TorchCommunicator
 
 MIB = 2**20
@@ -65,8 +68,14 @@ class PeerCommunicator(TorchCommunicator):
             return super().norm(x_MC, residual_MC, spec, out, branch)
         return collective.all_reduce_norm(x_MC, residual_MC, spec, self.peers, out, branch)
 
+    def begin_sum(self, x_MC: torch.Tensor) -> RowSum | None:
+        """Return a sum by copies between two ranks (pair_sum.py), if x fits into the buffer."""
+        takes = self.overlaps and x_MC.dtype in FLOAT_DTYPES and takes_pair_sum(x_MC, self.peers)
+        return PairSum(x_MC, self.peers) if takes else None
+
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
-        return sum_boundaries(self.peers.layout.limits, hidden_size, dtype.itemsize)
+        found = sum_boundaries(self.peers.layout.limits, hidden_size, dtype.itemsize)
+        return found if self.peers.pair is None else [*found, MIN_ROWS]
 
     def check(self) -> None:
         """Raise PeerLostError if an all-reduce timed out waiting for a rank."""
@@ -81,14 +90,15 @@ class PeerCommunicator(TorchCommunicator):
 
 
 def over_peer_memory(
-    communicator: TorchCommunicator, hidden_size: int, device: torch.device
+    communicator: TorchCommunicator, hidden_size: int, device: torch.device, max_rows: int = 0
 ) -> TorchCommunicator:
     """Return a PeerCommunicator if all ranks have peer access, else `communicator`.
 
-    Logs the choice.
+    `max_rows`: most rows of a step. Logs the choice.
     """
+    pair_rows = max_rows if max_rows >= MIN_ROWS else 0
     try:
-        layout = PeerLayout.of_model(communicator.size, hidden_size)
+        layout = PeerLayout.of_model(communicator.size, hidden_size, pair_rows=pair_rows)
         memory = _open(communicator, layout.num_bytes, device)
     except KernelError as error:
         if communicator.rank == 0:

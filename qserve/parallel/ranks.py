@@ -110,6 +110,7 @@ def join(
     device: torch.device,
     all_reduce: str = "auto",
     hidden_size: int = 0,
+    max_rows: int = 0,
     fixed_order: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
@@ -117,8 +118,9 @@ def join(
 
     `contexts`: number of sets of ranks that divide long prompts; if over 1, `stages` must be 1.
     `all_reduce`: "nccl" disables peer memory. `hidden_size`: columns of the tensors to all-reduce.
-    `fixed_order`: the sum of a row must not depend on the number of rows. `check`: called by rank 0
-    while it waits for the others; raises an error if a rank has died.
+    `max_rows`: most rows of them. `fixed_order`: the sum of a row must not depend on the number of
+    rows. `check`: called by rank 0 while it waits for the others; raises an error if a rank has
+    died.
 
     Raises InputError if this process already has a process group.
     """
@@ -144,7 +146,7 @@ def join(
         if device.type == "cuda" and all_reduce == "auto":
             from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
-            communicator = over_peer_memory(communicator, hidden_size, device)
+            communicator = over_peer_memory(communicator, hidden_size, device, max_rows)
     context = None
     if contexts > 1:
         places = range(tensor_parallel_size)

@@ -13,6 +13,7 @@ from tests.qkernels.virtual_ranks import virtual_ranks
 
 LIMITS = Limits(one_shot=64 * KIB, two_shot=128 * KIB, rows=8)
 CHANNELS = 2176  # 3 blocks share a row, the last has 128 channels
+PAIR_ROWS = 40  # rows of a sum by copies
 GIVE_UP_AFTER = 10**8 if ON_GPU else 10**6  # looks: minutes, for a guard
 SECONDS = 300
 
@@ -27,7 +28,7 @@ def results_of_ranks(
     absent: tuple[int, ...] = (),
 ) -> list[list[torch.Tensor]]:
     """Return the results of `work` on each rank, on the CPU; [] for absent ranks. Raises errors."""
-    layout = PeerLayout.of_model(ranks, CHANNELS, LIMITS)
+    layout = PeerLayout.of_model(ranks, CHANNELS, LIMITS, PAIR_ROWS)
     memories = virtual_ranks(ranks, layout.num_bytes, device)
     peers = [Peers(memory, layout, spin_limit) for memory in memories]
     if ON_GPU:

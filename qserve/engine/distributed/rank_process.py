@@ -67,6 +67,7 @@ class _Rank:
             device=self._device,
             all_reduce=config.all_reduce,
             hidden_size=model.hidden_size,
+            max_rows=config.max_num_batched_tokens,
             fixed_order=config.batch_invariant,
         )
         self._ranks = ranks
@@ -98,7 +99,8 @@ SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
-    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
+    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay"),
+    *("overlap_sums", "leave"),
     *SENT,
 )
 BEGUN_TRANSFERS = (

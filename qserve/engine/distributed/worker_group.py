@@ -136,6 +136,7 @@ class WorkerGroup:
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,
+                    max_rows=config.max_num_batched_tokens,
                     fixed_order=config.batch_invariant,
                     check=self._rank_group.check,
                 )
@@ -322,6 +323,14 @@ class WorkerGroup:
         """Launch the prepared step `count` times, without waiting for the device."""
         with self._together("run_replay", count):
             self._ours.run_replay(count)
+
+    def overlap_sums(self, overlaps: bool) -> None:
+        """Allow (default) or forbid that products and their sums over ranks overlap.
+
+        For measurements, between steps.
+        """
+        with self._together("overlap_sums", overlaps):
+            self._ours.overlap_sums(overlaps)
 
     def logits(self, step: StepInput) -> torch.Tensor:
         """Return float32 logits [T, V] after every token of a step."""

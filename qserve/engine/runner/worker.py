@@ -332,6 +332,11 @@ class Worker:
         """Launch the prepared step `count` times. Does not wait for the device."""
         self.replay.run(count)
 
+    def overlap_sums(self, overlaps: bool) -> None:
+        """Allow or forbid that products of many rows and their sums over ranks overlap."""
+        if self._ranks.communicator is not None:
+            self._ranks.communicator.overlaps = overlaps
+
     def free_unused(self) -> None:
         """Free unused device memory after an out-of-memory error."""
         if self.runner.device.type == "cuda":

@@ -16,10 +16,11 @@ from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.weights import LoraWeights
 from qkernels.moe.experts import PreparedExperts
-from qkernels.operands.codes import InputRounding
+from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.limbs import Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
+from qserve.parallel import row_chunks
 from qserve.parallel.communicator import Communicator, RankPartial
 from qserve.parallel.gather import gathered_columns
 
@@ -81,10 +82,19 @@ class FloatLinear(torch.nn.Module):
         """Return the plan with tensors as input and output."""
         return FLOAT_PLAN
 
-    def forward(self, x: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, plan: LinearPlan | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product. `out`: [M, N] to write it to, for x [M, K]."""
         if self.fixed_order:
-            return ops.fixed_order_linear(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+            y = ops.fixed_order_linear(x, self.weight, self.bias)
+        elif out is None:
+            return functional.linear(x, self.weight, self.bias)
+        elif self.bias is None:
+            return torch.mm(x, self.weight.T, out=out)
+        else:
+            return torch.addmm(self.bias, x, self.weight.T, out=out)
+        return y if out is None else out.copy_(y)
 
 
 class SplitLinear(torch.nn.Module):
@@ -113,7 +123,13 @@ class GatheredInput:
 
 
 class RowParallel(torch.nn.Module):
-    """A linear whose inputs are sharded over ranks. Each rank computes a partial sum."""
+    """A linear whose inputs are sharded over ranks. Each rank computes a partial sum.
+
+    The product of many rows is computed in chunks. While a chunk is computed, those before it are
+    sent to the other ranks, so that the sum over ranks takes little time of its own.
+    """
+
+    overlaps = True  # False: the result is not summed before another operation reads it
 
     def __init__(
         self,
@@ -135,7 +151,42 @@ class RowParallel(torch.nn.Module):
         """Return this rank's partial sum, the input of the next norm."""
         if self.order is not None:
             x = gathered_columns(self.communicator, x, self.widths)[:, self.order]
+        if not isinstance(x, Limbs) and len(_rows_of(x)) >= row_chunks.MIN_ROWS:
+            found = self._in_chunks(x)
+            if found is not None:
+                return found
         return RankPartial(x=self.inner(x, plan), communicator=self.communicator)
+
+    def _in_chunks(self, x: torch.Tensor | Codes) -> RankPartial | None:
+        """Compute and send one chunk of rows after the other.
+
+        Returns None if the sum cannot be sent in chunks. Adapters are applied to all rows together.
+        """
+        inner, rows_MK = self.inner, _rows_of(x)
+        if isinstance(inner, AdaptedLinear) and inner.rows.slots_T is None:
+            inner = inner.base
+        chunks = row_chunks.row_chunks(len(rows_MK))
+        if not (chunks and self.overlaps and isinstance(inner, FloatLinear | QuantLinear)):
+            return None
+        if isinstance(inner, QuantLinear):
+            shape, dtype = (len(rows_MK), inner.out_features), inner.prepared_weight.dtype
+        else:
+            shape, dtype = (len(rows_MK), len(inner.weight)), inner.weight.dtype
+        y_MC = torch.empty(shape, dtype=dtype, device=rows_MK.device)
+        row_sum = self.communicator.begin_sum(y_MC)
+        if row_sum is None:
+            return None
+        for start, stop in chunks:
+            chunk = slice(start, stop)
+            part = Codes(*(each[chunk] for each in x)) if isinstance(x, Codes) else x[chunk]
+            inner(part, inner.plan(stop - start), out=y_MC[chunk])
+            row_sum.send(start, stop)
+        return RankPartial(x=y_MC, communicator=self.communicator, row_sum=row_sum)
+
+
+def _rows_of(x: torch.Tensor | Codes) -> torch.Tensor:
+    """Return the tensor with the rows of x."""
+    return x.codes_MK if isinstance(x, Codes) else x
 
 
 class GatheredLinear(torch.nn.Module):

@@ -67,6 +67,8 @@ class Norm(torch.nn.Module):
         if isinstance(x_TC, Changed):
             x_TC, branch = x_TC.x_TC, x_TC.branch
         if isinstance(x_TC, RankPartial):
+            if x_TC.row_sum is not None:
+                return x_TC.row_sum.norm(residual_TC, spec, form, branch)
             return x_TC.communicator.norm(x_TC.x, residual_TC, spec, form, branch)
         if residual_TC is None and spec is None:
             return ops.in_form(x_TC, form), x_TC

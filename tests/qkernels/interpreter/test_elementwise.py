@@ -11,7 +11,7 @@ from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise import activate, embed_norms, norm
 from qkernels.rowwise import reference as rowwise_reference
-from qkernels.rowwise.spec import ActSpec, NormSpec
+from qkernels.rowwise.spec import PLAIN, ActSpec, Branch, NormSpec
 
 
 @pytest.fixture
@@ -87,6 +87,32 @@ def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
         shares.append(float((got.scales_M1 != scales).float().mean()))
     # a scale is the row's largest value, rounded; the inverse root's last bit moves few of them
     assert shares[0] < 0.1 and shares[1] > 0.2, shares
+
+
+@pytest.mark.parametrize("form", ["tensor", "codes", "limbs"])
+@pytest.mark.parametrize("has_branch", [False, True], ids=["", "branch"])
+def test_an_addend_is_rounded_into_x_first(device, half, poison, form, has_branch):
+    """As if x were the sum of two ranks in the model's dtype."""
+    generator = torch.Generator().manual_seed(2)
+    x, addend, residual = torch.randn(3, 4, 1024, generator=generator).to(device, half)
+    weight, end = torch.rand(2, 1024, generator=generator).to(device, half) + 0.5
+    spec = NormSpec(weight_C=weight, eps=1e-5)
+    branch = Branch(norm=NormSpec(weight_C=end, eps=1e-5), factor=0.5) if has_branch else PLAIN
+    out = {"tensor": None, "codes": InputRounding(ActivationSpec(), None)}.get(
+        form, LimbForm(bits=4)
+    )
+    got, total = norm.norm(x, residual, spec, out, branch, addend)
+    want, want_total = norm.norm(x + addend, residual, spec, out, branch)
+    assert torch.equal(total, want_total)
+    if form == "limbs":
+        assert torch.equal(from_limbs(got), from_limbs(want))
+    else:
+        pairs = [(got, want)] if form == "tensor" else zip(got, want, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    plain = rowwise_reference.norm(x, residual, spec, None, branch, addend)
+    assert torch.equal(
+        plain[1], rowwise_reference.norm(x + addend, residual, spec, None, branch)[1]
+    )
 
 
 def test_norm_of_a_slice(randn, assert_close, tolerance, dtype):

@@ -10,7 +10,7 @@ from formats.codecs import gptq
 from formats.errors import CheckpointError, InputError, RangeError, SchemeError
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import Scheme
-from qkernels import QuantLinear
+from qkernels import QuantLinear, ops
 from qkernels.errors import KernelError
 
 NAMES = ["qweight", "qzeros", "scales", "g_idx"]
@@ -280,3 +280,20 @@ def test_off_grid_of_inputs_in_another_order():
     assert layer.packed().input_order is not None
     weight = layer.dequantize()
     assert layer.off_grid(weight) == 0 and layer.off_grid(weight.flip(1)) > 0.1
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_result_is_written_where_it_is_wanted(scheme, has_bias):
+    layer = QuantLinear.from_float(float_linear(64, 256, has_bias), scheme)
+    layer.prepare(torch.float32)
+    x, plan = torch.randn(5, 256), layer.plan(5)
+    x = ops.in_form(x, plan.input)
+    rows = torch.full((7, 64), float("nan"))
+    found = layer(x, plan, out=rows[1:6])
+    assert found.data_ptr() == rows[1].data_ptr()
+    assert torch.equal(rows[1:6], layer(x, plan)) and rows[[0, 6]].isnan().all()
+    with pytest.raises(KernelError, match="linear out"):
+        layer(x, plan, out=rows)
+    with pytest.raises(KernelError, match="linear out: expected a contiguous tensor"):
+        layer(x, plan, out=torch.empty(64, 5).T)

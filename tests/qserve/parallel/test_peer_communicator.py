@@ -13,9 +13,11 @@ from qkernels import ops
 from qkernels.collective import cuda_ipc, symmetric_memory
 from qkernels.collective import ops as collective
 from qkernels.collective.channels import PeerLayout
+from qkernels.collective.pair_sum import PairSum
 from qkernels.collective.peer_memory import PeerAccessError
 from qkernels.operands.codes import InputRounding
 from qserve.parallel.peer_communicator import PeerCommunicator, over_peer_memory
+from qserve.parallel.row_chunks import MIN_ROWS
 from qserve.parallel.torch_communicator import TorchCommunicator
 from tests.qkernels.virtual_ranks import virtual_ranks
 
@@ -64,14 +66,14 @@ def one_of_virtual(rank, num_bytes, device, exchange):
     return virtual_ranks(2, num_bytes, CPU)[rank]
 
 
-def opened(monkeypatch, group) -> PeerCommunicator:
+def opened(monkeypatch, group, max_rows=0) -> PeerCommunicator:
     monkeypatch.setattr(cuda_ipc, "open_peer_memory", one_of_virtual)
     small = PeerLayout.of_model(2, HIDDEN).limits
     monkeypatch.setattr(
         "qkernels.collective.channels.limits",
         lambda ranks: type(small)(one_shot=8192, two_shot=16384, rows=8),
     )
-    communicator = over_peer_memory(group, HIDDEN, CPU)
+    communicator = over_peer_memory(group, HIDDEN, CPU, max_rows)
     assert isinstance(communicator, PeerCommunicator)
     return communicator
 
@@ -135,6 +137,24 @@ def test_symmetric_memory_takes_over_where_handles_are_refused(monkeypatch, grou
     assert "peer memory on each rank" in line
 
 
+def test_sums_in_chunks_of_rows(monkeypatch, group):
+    communicator = opened(monkeypatch, group, max_rows=MIN_ROWS)
+    x = torch.zeros(MIN_ROWS, HIDDEN, dtype=torch.bfloat16)
+    assert isinstance(communicator.begin_sum(x), PairSum)
+    assert isinstance(communicator.begin_sum(x[: MIN_ROWS // 2].float()), PairSum)
+    assert communicator.begin_sum(x.float()) is None  # too large for the buffer
+    assert communicator.begin_sum(x.int()[:4]) is None
+    communicator.overlaps = False
+    assert communicator.begin_sum(x) is None
+
+
+def test_short_steps_take_no_memory_for_sums_in_chunks(monkeypatch, group):
+    communicator = opened(monkeypatch, group, max_rows=MIN_ROWS - 1)
+    assert communicator.peers.pair is None
+    assert communicator.begin_sum(torch.zeros(8, HIDDEN, dtype=torch.bfloat16)) is None
+    assert group.begin_sum(torch.zeros(8, HIDDEN)) is None, "NCCL's blocks wait for the product"
+
+
 def test_more_ranks_than_peer_memory_is_for(monkeypatch, group, caplog):
     group.size = 16
     assert over_peer_memory(group, HIDDEN, CPU) is group
@@ -152,4 +172,6 @@ def test_a_lost_rank_is_raised_by_the_check(monkeypatch, group):
 def test_warm_up_runs_every_way(monkeypatch, group):
     rows = opened(monkeypatch, group).row_boundaries(HIDDEN, torch.float16)
     # few rows, more, one shot alone up to 8192 bytes, two shots up to 16384, NCCL
-    assert {1, 5, 9, 65, 129} <= set(rows)
+    assert {1, 5, 9, 65, 129} <= set(rows) and MIN_ROWS not in rows
+    communicator = opened(monkeypatch, group, max_rows=MIN_ROWS)
+    assert MIN_ROWS in communicator.row_boundaries(HIDDEN, torch.float16)

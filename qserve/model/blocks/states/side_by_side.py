@@ -12,7 +12,7 @@ from qkernels import ops
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import reduced
 from qserve.model.blocks.attention import Attention, StepInputs
-from qserve.model.blocks.linear import FLOAT_PLAN, LinearPlan, Product
+from qserve.model.blocks.linear import FLOAT_PLAN, LinearPlan, Product, RowParallel
 from qserve.model.blocks.states.mamba2 import Mamba2
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, StepLimits, WarmUpShape
 from qserve.parallel.communicator import RankPartial
@@ -78,6 +78,9 @@ class SideBySide(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.attention, self.mamba = attention, mamba
+        for linear in (attention.o_proj, mamba.out_proj):
+            if isinstance(linear, RowParallel):
+                linear.overlaps = False  # `forward` adds both results before the sum over ranks
         self.attention_factor, self.mamba_factor = attention_factor, mamba_factor
 
     @property

@@ -33,13 +33,14 @@ def norm(
     branch: ops.Branch = PLAIN,
     weighted: bool = True,
     dtype: torch.dtype = BF16,
+    addend: bool = False,
 ) -> None:
     x = empty(M, C)
     if splits:
         x = SplitKPartials(parts=empty(splits, M, C, dtype=FP32), dtype=BF16)
     spec = ops.NormSpec(weight_C=empty(C, dtype=dtype), eps=1e-5) if weighted else None
     form = None if rounding is None else InputRounding(rounding, None)
-    ops.norm(x, empty(M, C), spec, form, branch)
+    ops.norm(x, empty(M, C), spec, form, branch, addend=empty(M, C) if addend else None)
 
 
 def layer_norm(C: int, form: InputForm = None, M: int = 1) -> None:
@@ -85,6 +86,10 @@ ROWWISE: dict[str, Case] = {
     "norm and quantize": Case(run=lambda: norm(2**13, rounding=INTEGERS)),
     "norm and quantize, widest": Case(run=lambda: norm(2**14, rounding=INTEGERS)),
     "norm of split-K sums and quantize": Case(run=lambda: norm(2**12, 7, INTEGERS)),
+    "norm of two ranks' sum": Case(run=lambda: norm(8192, M=8000, addend=True), quick=SM90),
+    "norm of two ranks' sum and quantize, widest": Case(
+        run=lambda: norm(2**14, M=8000, rounding=INTEGERS, addend=True)
+    ),
     "norm of a norm": Case(run=lambda: norm(4096, 7, branch=norm_behind(4096))),
     "norm of a norm, widest, float32": Case(
         run=lambda: norm(8192, 4, branch=norm_behind(8192, FP32), dtype=FP32)
