@@ -9,6 +9,7 @@ from typing import Any
 
 from calibrate.results.report import QuantizationReport
 from formats.compatibility.loads_in import Verdict
+from formats.files.channel_factors import CHANNEL_FACTORS
 from formats.quality.record import measured_text
 from formats.table import count_text, size_text
 
@@ -22,8 +23,14 @@ COMMANDS = {
 }
 
 
-def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: str) -> str:
-    """Return the model card of the folder `name`."""
+def model_card(
+    report: QuantizationReport,
+    verdicts: Sequence[Verdict],
+    name: str,
+    *,
+    has_factors: bool = False,
+) -> str:
+    """Return the model card of the folder `name`. `has_factors`: it has channel factors."""
     data = report.calibration or {}
     facts = [
         ("made from", report.source),
@@ -54,6 +61,12 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
         why = f"({verdict.reason})" if how and verdict.reason else verdict.reason
         reason = f"{how} {why}".strip()
         lines.append(f"| {verdict.program} | {verdict.answer} | {_cell(reason)} |")
+    if has_factors:
+        lines += [
+            "",
+            f"LoRA adapters of the float model fit in this project, which reads `{CHANNEL_FACTORS}`."
+            " Other programs do not read it: there, use adapters that were trained on this folder.",
+        ]
     if report.warnings:
         lines += ["", *(f"- {warning}" for warning in report.warnings)]
     lines += [

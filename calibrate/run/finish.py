@@ -76,7 +76,9 @@ def finish(
         verify(staged, output.digests, run.model, output.rewritten, config)
     verdicts = inspect_checkpoint(staged).loads_in
     report = _report(run, plan, model_tensors, output, quality, staged, verdicts)
-    writer.write_text(CARD, model_card(report, verdicts, Path(settings.target).name))
+    name = Path(settings.target).name
+    card = model_card(report, verdicts, name, has_factors=bool(output.factors))
+    writer.write_text(CARD, card)
     if settings.recorded is not None:
         writer.write_text(RECIPE_FILE, recipe_text(settings.recorded))
     writer.write_json(REPORT, report.to_dict())

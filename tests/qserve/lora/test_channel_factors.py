@@ -75,7 +75,7 @@ def test_adapters_of_the_float_model_fit(tiny_model, tmp_path, family):
     adapter = write_adapter(model, tmp_path / "adapter", only=only)
     wanted, plain = logprobs(model, adapter)
     folder = quantized(model, tmp_path / "scaled", RECIPE)
-    assert read_channel_factors(folder)
+    assert read_channel_factors(folder) and CHANNEL_FACTORS in (folder / "README.md").read_text()
     fitted, base = logprobs(folder, adapter)
     # the factors do not change the model, and the adapter changes it far more than rounding does
     effect = (wanted - plain).norm()
@@ -101,6 +101,7 @@ def test_factors_survive_conversion_and_another_quantization(tiny_model, tmp_pat
 def test_recipes_without_factors_write_no_file(tiny_model, tmp_path):
     folder = quantized(tiny_model("llama"), tmp_path / "plain", "rtn")
     assert not (folder / CHANNEL_FACTORS).exists()
+    assert CHANNEL_FACTORS not in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
