@@ -64,8 +64,9 @@ def model_card(
     if has_factors:
         lines += [
             "",
-            f"LoRA adapters of the float model fit in this project, which reads `{CHANNEL_FACTORS}`."
-            " Other programs do not read it: there, use adapters that were trained on this folder.",
+            "LoRA adapters of the float model fit in this project, which reads"
+            f" `{CHANNEL_FACTORS}`. Other programs do not read it: there, use adapters that were"
+            " trained on this folder.",
         ]
     if report.warnings:
         lines += ["", *(f"- {warning}" for warning in report.warnings)]
