@@ -40,6 +40,7 @@ from formats.checkpoint import (
     read_json,
 )
 from formats.errors import CheckpointError, InputError
+from formats.files.channel_factors import read_channel_factors
 from formats.files.model_path import is_gguf_folder
 from formats.files.side_files import find_side_files
 from formats.files.whole_writer import open_writer
@@ -135,7 +136,8 @@ def distill_checkpoint(
     original = None
     if settings.code_rate:
         stored = read_quality(reader.folder)
-        original = FloatWeights(model, None if stored is None else stored.values)
+        quality = None if stored is None else stored.values
+        original = FloatWeights(model, quality, read_channel_factors(reader.folder))
     student = Student(reader, device, copy.deepcopy(rotary), original)
     teacher = Teacher(model, device, rotary)
     judge = None

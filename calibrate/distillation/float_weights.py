@@ -1,4 +1,4 @@
-"""Float weights of linears in the basis of a checkpoint: rotated as its recipe rotated them."""
+"""Float weights of linears as a checkpoint's recipe transformed them: rotated, and scaled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,20 +10,26 @@ from calibrate.float_model import FloatModel
 from calibrate.layer import load_transforms
 from calibrate.recipe import ACT_ORDER, RECIPES, Recipe
 from calibrate.solvers.solving import LayerContext, LayerState
+from formats.files.channel_factors import ChannelFactors
 from formats.scheme import Scheme
 
 ANY_SPEC = Scheme.parse("w4a16-sym").weight  # rotations do not depend on the scheme
 
 
 class FloatWeights:
-    """A float model's linears, after those transforms of a recipe that need no data."""
+    """A float model's linears, after the transforms of a recipe and with channel factors."""
 
-    def __init__(self, model: FloatModel, quality: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: FloatModel,
+        quality: Mapping[str, Any] | None,
+        factors: ChannelFactors | None = None,
+    ) -> None:
         """`quality`: values of the checkpoint's quality.json, which name its recipe and seed.
 
-        Without them the weights are those of the float model.
+        Without them the weights are not rotated. `factors`: the checkpoint's channel factors.
         """
-        self._model = model
+        self._model, self._factors = model, factors or ChannelFactors()
         self._recipe, seed = _recipe_of(quality or {})
         self._context = LayerContext(
             layer_map=model.layer_map, config=model.config, spec=ANY_SPEC, seed=seed
@@ -40,7 +46,8 @@ class FloatWeights:
                 context = replace(self._context, layer=layer, prefix=prefix)
                 state = load_transforms(state, self._recipe, context)
             self._layer, self._state = layer, state
-        return self._state[f"{linear}.weight"]
+        weight_NK = self._state[f"{linear}.weight"]
+        return self._factors.scaled(f"{self._model.layer_map.prefix(layer)}.{linear}", weight_NK)
 
 
 def _recipe_of(quality: Mapping[str, Any]) -> tuple[Recipe | None, int]:

@@ -50,6 +50,15 @@ class ChannelFactors:
         for linear, factors_N in other.outputs.items():
             self.multiply_outputs_(prefix + linear, factors_N)
 
+    def scaled(self, linear: str, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the checkpoint's weight of a linear for its weight in the float model."""
+        inputs_K, outputs_N = self.inputs.get(linear), self.outputs.get(linear)
+        if inputs_K is not None:
+            weight_NK = weight_NK.float() * inputs_K.to(weight_NK.device)
+        if outputs_N is not None:
+            weight_NK = weight_NK.float() / outputs_N.to(weight_NK.device)[:, None]
+        return weight_NK
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the factors by their names in a file."""
         named = {f"{name}.{INPUTS}": each for name, each in self.inputs.items()}

@@ -6,14 +6,19 @@ import shutil
 import pytest
 import torch
 
+from calibrate.distillation.float_weights import FloatWeights
+from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import Transform, move_scale
 from calibrate.texts.data import CalibrationData
+from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.files.channel_factors import CHANNEL_FACTORS, ChannelFactors, read_channel_factors
+from formats.layouts import decode_linear
+from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 from qserve.lora.request import LoRARequest
 from tests.adapters import write_adapter
@@ -96,6 +101,24 @@ def test_factors_survive_conversion_and_another_quantization(tiny_model, tmp_pat
     twice = read_channel_factors(quantized(source, tmp_path / "twice", RECIPE)).tensors()
     for name, once in read_channel_factors(folder).tensors().items():
         torch.testing.assert_close(twice[name], once * once)
+
+
+@pytest.mark.parametrize("linear", ["self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"])
+def test_float_weights_for_distillation_are_scaled_as_the_checkpoint(tiny_model, tmp_path, linear):
+    model = FloatModel(tiny_model("llama"))
+    folder = quantized(tiny_model("llama"), tmp_path / "scaled", RECIPE)
+    reader = CheckpointReader(folder)
+    quant = QuantConfig.from_dict(reader.config["quantization_config"])
+    name = f"model.layers.1.{linear}"
+    own = {n.removeprefix(f"{name}."): reader.get(n) for n in reader.entries if n.startswith(name)}
+    found_NK = decode_linear(name, own, quant).dequantize()
+
+    def error(factors):
+        wanted_NK = FloatWeights(model, None, factors)(1, linear).float()
+        return (found_NK - wanted_NK).norm() / wanted_NK.norm()
+
+    assert error(read_channel_factors(folder)) < 0.02
+    assert error(None) > 0.2
 
 
 def test_recipes_without_factors_write_no_file(tiny_model, tmp_path):
