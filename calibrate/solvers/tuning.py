@@ -202,6 +202,7 @@ def tune_layer(
             {"params": list(norms.parameters()), "lr": tuning.norm_rate},
         ],
         betas=BETAS,
+        fused=next(iter(grids.values())).gain.is_cuda,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / tuning.steps)
     batches = endless_batches(torch.arange(windows - kept), batch, generator)
