@@ -52,7 +52,7 @@ def mixed_overrides(
     """
     if scheme.weight.type != "int" or scheme.activation is not None:
         raise SchemeError(
-            f"scheme {scheme}", "is available with one number of bits only", "use w4a16-sym"
+            f"scheme {scheme}", "has a fixed number of bits", "use w4a16-sym, or leave out `bits`"
         )
     choices = measure(model, schemes, data, scheme.weight, device)
     chosen = choose(choices, scheme.weight, bits)

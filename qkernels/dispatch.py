@@ -143,7 +143,8 @@ def choose(operation: Operation, problem: Problem) -> Kernel:
     if choice.only is None or not refused:
         never = ", ".join(sorted(choice.never))
         raise KernelError(
-            f"operation {operation.name!r}", f"no other kernel supports it: {never} was forbidden"
+            f"operation {operation.name!r}",
+            f"is supported by no kernel except the excluded {never}",
         )
     reasons = [f"{name} {reason}" for reason, name in refused.items()]
     text = next(iter(refused)) if len(refused) == 1 else "; ".join(reasons)

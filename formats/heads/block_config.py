@@ -74,8 +74,8 @@ class BlockConfig(LayersConfig):
         if not all(0 <= tap <= num_target_layers for tap in taps):
             raise CheckpointError(
                 f"config.json {FLAT_TAPS_KEY if self.layout == ORIGINAL else NESTED_TAPS_KEY}",
-                f"expected states of a target of {num_target_layers} layers, found"
-                f" {list(self.stated_taps)}",
+                f"expected auxiliary layers of a target model with {num_target_layers} layers,"
+                f" found {list(self.stated_taps)}",
                 "is this the model that the head was trained for?",
             )
         return taps
@@ -99,7 +99,10 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
     taps_key = FLAT_TAPS_KEY if is_flat else NESTED_TAPS_KEY
     taps = numbers(stated, taps_key)
     if not taps:
-        raise CheckpointError(f"config.json {taps_key}", "is missing: the states that it reads")
+        raise CheckpointError(
+            f"config.json {taps_key}",
+            "is missing: it lists the target layers whose states the head reads",
+        )
     rank = whole(stated, "markov_rank", 0 if is_flat else 256, least=0) if kind == DSPARK else 0
     markov = stated.get("markov_head_type", MARKOV_TYPES[0])
     if markov not in MARKOV_TYPES:

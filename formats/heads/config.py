@@ -90,8 +90,8 @@ class EagleConfig(LayersConfig):
         if not all(0 <= tap <= num_target_layers for tap in taps) or len(taps) != self.num_taps:
             raise CheckpointError(
                 f"config.json {TAPS_KEY}",
-                f"expected {self.num_taps} states of a target of {num_target_layers} layers, found"
-                f" {list(taps)}",
+                f"expected {self.num_taps} auxiliary layers of a target model with"
+                f" {num_target_layers} layers, found {list(taps)}",
                 "is this the model that the head was trained for?",
             )
         return taps
@@ -162,7 +162,8 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     is_nested = layers["layout"] == SPECULATORS
     if kind == EAGLE and is_nested:
         raise CheckpointError(
-            f"config.json {KIND_KEY}", "EAGLE is read only in its original layout, found eagle"
+            f"config.json {KIND_KEY}",
+            "expected eagle3 or peagle, found eagle, which is supported only in its original layout",
         )
     taps = numbers(stated, TAPS_KEY)
     num_taps = len(taps) or NUM_TAPS

@@ -137,8 +137,8 @@ def save_eagle3(
         if HeadFolder(writer.staging).config.taps(num_layers) != config.taps(num_layers):
             raise CheckpointError(
                 f"taps {list(config.stated_taps)}",
-                "readers of a flat config would take them for the defaults, counted differently",
-                "choose others",
+                "readers of a flat config would mistake these layers for the default ones",
+                "choose other layers",
             )
         writer.publish()
 

@@ -155,7 +155,7 @@ def _no_weights(files: Collection[str], kind: Kind, folder: str, source: str) ->
         ),
         (
             PICKLES,
-            "has its weights as pickles alone, which may contain code and are not read",
+            "has only pickled weights, which may contain code and are not supported",
             "choose a copy or a --revision with safetensors",
         ),
     )

@@ -207,9 +207,9 @@ def tune(
         tuning_table.write(table, path)
         done += 1
     if not done and untuned:
-        raise KernelError(f"--tune {untuned[0]}", "is done by a kernel without tiles to choose")
+        raise KernelError(f"--tune {untuned[0]}", "runs a kernel that has nothing to tune")
     if not done:
-        raise KernelError("--tune", "nothing was measured", "give it more --tune-seconds")
+        raise KernelError("--tune", "nothing was measured", "raise --tune-seconds")
     return path
 
 

@@ -155,7 +155,7 @@ class CompilePool:
             except OSError:
                 answer = ""
             if not answer.endswith("\n"):
-                logger.warning("A compile worker ended early; the others go on")
+                logger.warning("A kernel compile process ended early; the others continue")
                 return
             if answer == "\n":
                 self._done.add(digest(job))

@@ -94,7 +94,10 @@ def test_states_are_counted_as_each_layout_does():
     assert read_head_config(NESTED, "dspark").taps(8) == (2, 6)
     embedding = {**DEEPSPEC, "target_layer_ids": [-1, 7]}
     assert read_head_config(embedding, "dspark").taps(8) == (0, 8)
-    with pytest.raises(CheckpointError, match="target_layer_ids: expected states of a target of 5"):
+    with pytest.raises(
+        CheckpointError,
+        match="target_layer_ids: expected auxiliary layers of a target model with 5",
+    ):
         read_head_config(ZLAB, "dflash").taps(5)
 
 

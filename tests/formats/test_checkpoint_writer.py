@@ -111,7 +111,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source)
 
 
 def test_folder_that_cannot_be_made_or_written_is_an_input_error(tmp_path, source):
-    with pytest.raises(CheckpointError, match="out: cannot be made: Not a directory"):
+    with pytest.raises(CheckpointError, match="out: cannot be created: Not a directory"):
         CheckpointWriter(source / "notes.txt" / "out")
     with (
         pytest.raises(CheckpointError, match="out: cannot be written"),

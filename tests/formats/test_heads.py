@@ -79,7 +79,7 @@ def test_usual_taps_and_those_that_are_stated():
     assert taps(FLAT, 36, [2, 18, 33]) == (2, 18, 33)  # the usual ones, whoever wrote them
     inner = {**FLAT, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}
     assert read_head_config(inner, EAGLE3).taps(36) == (2, 18, 33)
-    with pytest.raises(CheckpointError, match="expected 3 states of a target of 8 layers"):
+    with pytest.raises(CheckpointError, match="expected 3 auxiliary layers of a target model with"):
         taps(NESTED, 8, [2, 4, 9])
 
 
@@ -214,7 +214,7 @@ def test_both_layouts_are_the_same_head(taps, tmp_path):
 def test_taps_that_a_flat_config_cannot_say_are_refused(tmp_path):
     """One more than the usual ones would be read as the usual ones."""
     config = replace(read_head_config(NESTED, EAGLE3), stated_taps=(3, 5, 6))
-    with pytest.raises(CheckpointError, match="take them for the defaults"):
+    with pytest.raises(CheckpointError, match="mistake these layers for the default"):
         save_eagle3(
             tmp_path / "head",
             config,

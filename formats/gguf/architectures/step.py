@@ -86,7 +86,8 @@ def _rope_config(metadata: Any) -> dict[str, Any]:
     kind = metadata.get("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
     if kind not in (None, "none") or factor not in (None, 0.0, 1.0):
-        raise metadata.wrong("rope.scaling.type", f"{kind!r:.40} with factor {factor} is not read")
+        problem = f"{kind!r:.40} with factor {factor} is not supported"
+        raise metadata.wrong("rope.scaling.type", problem)
     theta = float(metadata.number("rope.freq_base", 10000.0))
     usual = {"rope_type": "default"}
     full = {**usual, **_scaling(metadata, theta, rotated, local), "rope_theta": theta}

@@ -122,7 +122,7 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
         if names := sorted(found[kind]):
             raise CheckpointError(
                 str(folder),
-                f"{names[0]} {what}, as {len(names)} tensors in all",
+                f"{names[0]} {what} ({len(names)} such tensors)",
                 "check that config.json and the weights belong together",
             )
     return model
@@ -347,15 +347,16 @@ def _compare(call: Call, found_TC: torch.Tensor, want_TC: torch.Tensor, what: st
     least, share = AGREEMENT[found_TC.element_size()]
     if not (cosines_T >= least).float().mean() >= share:
         raise call.refuse(
-            f"over a paged cache its {what} differ from those of its own attention (least cosine"
-            f" {cosines_T.min():.3g} of {len(cosines_T)} tokens)"
+            f"with paged attention its {what} differ from those of its own attention (smallest"
+            f" cosine similarity of {len(cosines_T)} tokens: {cosines_T.min():.3g})"
         )
 
 
 def _check_layers(config: ModelConfig, call: Call) -> None:
     """Refuse layers without attention, and a sliding window that is not passed to attention."""
     if len(call.forms) != config.num_layers:
-        raise call.refuse(f"{len(call.forms)} of its {config.num_layers} layers call attention")
+        count = len(call.forms)
+        raise call.refuse(f"only {count} of its {config.num_layers} layers call attention")
     kinds = config.values.get("layer_types") or ()
     others = sorted({*map(str, kinds)} - {FULL, SLIDING})
     if others:

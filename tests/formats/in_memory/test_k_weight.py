@@ -54,7 +54,9 @@ def test_shares_end_where_shards_may():
 
 
 def test_parts_of_two_types_stay_apart():
-    with pytest.raises(CheckpointError, match="qkv: its parts differ: q4_k against q6_k"):
+    with pytest.raises(
+        CheckpointError, match="qkv: linears merged into it differ: q4_k against q6_k"
+    ):
         merge([made("q4_k"), made("q6_k")], "qkv")
 
 

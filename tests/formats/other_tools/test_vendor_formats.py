@@ -326,9 +326,9 @@ def test_lossless_forms(kind, target, scheme, model_of, write_folder, tmp_path):
     ("kind", "target", "lost"),
     [
         ("modelopt-awq", "gptq", "its inputs are multiplied by pre_quant_scale"),
-        ("modelopt-nvfp4", "compressed-tensors", "its inputs are 4-bit float"),
-        ("auto-round-mxfp8", "compressed-tensors", "its inputs are 8-bit float"),
-        ("auto-round-mxfp8", "gptq", "which a conversion cannot keep .quantize the float model"),
+        ("modelopt-nvfp4", "compressed-tensors", "its activations are 4-bit float"),
+        ("auto-round-mxfp8", "compressed-tensors", "its activations are 8-bit float"),
+        ("auto-round-mxfp8", "gptq", "which conversion cannot preserve .quantize the float model"),
         ("mxfp8", "gptq", "stores integer codes"),
     ],
 )

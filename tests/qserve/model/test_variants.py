@@ -103,7 +103,7 @@ def test_mislabelled_zeros_are_loaded_right_and_reported(written, tmp_path, capl
     with caplog.at_level(logging.WARNING):
         assert torch.equal(logits(folder), logits(source))
     assert (
-        "checkpoint_format says that zeros are v2, but the data of 21 linears says" in caplog.text
+        "checkpoint_format states v2 zeros, but the data of 21 linears contradicts" in caplog.text
     )
 
 

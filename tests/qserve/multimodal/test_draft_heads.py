@@ -331,7 +331,7 @@ def test_a_head_of_another_width_reads_placeholders(vision, tmp_path):
 def test_axes_that_do_not_fit_the_head_are_refused(vision, tmp_path):
     model = vision("qwen3_vl")
     write_head(tmp_path, head_config(model, rope_scaling={"mrope_section": [4, 4, 4]}))
-    with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 8"):
+    with pytest.raises(InputError, match="mrope_section: expected three numbers that add up to 8"):
         model.engine(1, **with_drafts(tmp_path))
 
 

@@ -243,7 +243,9 @@ def test_heads_of_another_model_are_refused(target, tmp_path):
     with pytest.raises(CheckpointError, match="target_hidden_size: expected 64 .* found 80"):
         eagle3.build(context_of(tmp_path / "wide", target))
     write_head(tmp_path / "taps", {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 1, 7]})
-    with pytest.raises(CheckpointError, match=r"expected 3 states of a target of 3 layers"):
+    with pytest.raises(
+        CheckpointError, match=r"expected 3 auxiliary layers of a target model with 3 layers"
+    ):
         eagle3.build(context_of(tmp_path / "taps", target))
     write_head(tmp_path / "eagle", HEAD)
     with pytest.raises(InputError, match="contains a head of kind eagle"):
