@@ -163,7 +163,7 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     if kind == EAGLE and is_nested:
         raise CheckpointError(
             f"config.json {KIND_KEY}",
-            "expected eagle3 or peagle, found eagle, which is supported only in its original layout",
+            "expected eagle3 or peagle; eagle heads are supported only in their original layout",
         )
     taps = numbers(stated, TAPS_KEY)
     num_taps = len(taps) or NUM_TAPS

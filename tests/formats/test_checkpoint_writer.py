@@ -237,7 +237,10 @@ def test_file_system_without_locks(tmp_path, source, monkeypatch):
 def test_finished_checkpoint_that_cannot_get_its_name_is_kept(tmp_path, source):
     target = tmp_path / "out"
     with (
-        pytest.raises(CheckpointError, match=r"out: the finished.*not empty.*in .*\.out\.partial"),
+        pytest.raises(
+            CheckpointError,
+            match=r"out: cannot rename the finished.*not empty.*in .*\.out\.partial",
+        ),
         CheckpointWriter(target) as writer,
     ):
         writer.add("a", torch.ones(4))
