@@ -21,7 +21,7 @@ from qserve.speculation.drafter import BuildContext
 class DraftModelDrafter:
     """Drafts with a smaller model. See DeviceDrafter."""
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     looks_ahead = reads_images = False
     places_after = 0
 

@@ -32,7 +32,9 @@ class DraftStep:
 
     batch: Batch  # the model's batch: tokens, positions, slots of the T rows, and their requests
     hidden_TC: torch.Tensor  # hidden states after the model's last norm
-    taps: tuple[torch.Tensor, ...]  # auxiliary hidden states [T, C], see DeviceDrafter.taps
+    aux_states: tuple[
+        torch.Tensor, ...
+    ]  # auxiliary hidden states [T, C], see DeviceDrafter.aux_layers
     next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is known
     last_rows_D: torch.Tensor  # int64: index (into T) of the row before a request's newest token
     tables_DX: torch.Tensor  # int32: block tables of the requests that draft

@@ -299,7 +299,7 @@ def propose(
     step = DraftStep(
         batch=batch,
         hidden_TC=outputs.hidden_TC,
-        taps=outputs.taps,
+        aux_states=outputs.aux_states,
         next_tokens_T=settled.next_tokens_T,
         last_rows_D=settled.last_rows_D,
         tables_DX=tables_DX,

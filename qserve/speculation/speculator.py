@@ -68,8 +68,8 @@ class Speculator:
         self.graphs: SpeculativeGraphs | None = None
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.aux_layers
 
     @property
     def drafting(self) -> Drafting:

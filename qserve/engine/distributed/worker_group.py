@@ -151,8 +151,8 @@ class WorkerGroup:
 
         self._rank_group.at_leave(leave)
         facts = [self._ours.facts(), *(reply[0] for reply in self._rank_group.replies())]
-        if self._ours.runner.taps:
-            self._rank_group.tell("tap", self._ours.runner.taps)
+        if self._ours.runner.aux_layers:
+            self._rank_group.tell("set_aux_layers", self._ours.runner.aux_layers)
         self._page_bytes = tuple(page_bytes for *_, page_bytes, _ in facts)
         self._state_bytes = tuple(state_bytes for *_, state_bytes in facts)
         for rank, (name, size, layers, heads, kv_heads, *_) in enumerate(facts):

@@ -364,9 +364,9 @@ class Worker:
             (free - left) / GIB,
         )
 
-    def tap(self, taps: Sequence[int]) -> None:
+    def set_aux_layers(self, aux_layers: Sequence[int]) -> None:
         """Set the auxiliary hidden states to pass to the drafter, which the first stage has."""
-        self.runner.taps = tuple(taps)
+        self.runner.aux_layers = tuple(aux_layers)
 
     def read_adapter(self, number: int, path: str) -> Future:
         """Read this rank's shard of an adapter in a thread. The future's result is its digest."""

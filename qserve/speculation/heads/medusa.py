@@ -35,7 +35,7 @@ class MedusaHead(torch.nn.Module):
 class MedusaDrafter:
     """Head k drafts the token k + 1 positions after the newest token. See DeviceDrafter."""
 
-    looks_ahead, taps, attentions = False, (), ()
+    looks_ahead, aux_layers, attentions = False, (), ()
     reads_images = False
     places_after = 0
 

@@ -178,9 +178,9 @@ class Layer(torch.nn.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp, self.factor = mlp_norm, mlp, factor
 
-    def forward(self, x, residual, step, cache, taps=None):
-        if taps is not None:
-            taps.append(x)
+    def forward(self, x, residual, step, cache, aux_states=None):
+        if aux_states is not None:
+            aux_states.append(x)
         plan = self.attention.plan(x.shape[0])
         h, _ = self.attention_norm(x, None, plan.input)
         x = x + self.factor * reduced(self.attention(h, plan, step, cache))

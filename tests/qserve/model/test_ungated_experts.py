@@ -60,7 +60,7 @@ def norm_after(decoder, monkeypatch):
     for layer in decoder.layers:
         if isinstance(getattr(layer.attention, "mlp", None), MoeMlp):
 
-            def wrong(x_TC, residual_TC, step, cache, taps=None, layer=layer):
+            def wrong(x_TC, residual_TC, step, cache, aux_states=None, layer=layer):
                 plan = layer.attention.plan(x_TC.shape[0])
                 residual_TC = layer.norm(x_TC, residual_TC, plan.input)[1]
                 out_TC = layer.attention(residual_TC, plan, step, cache)

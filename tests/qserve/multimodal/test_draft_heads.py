@@ -148,8 +148,10 @@ class Judge:
 
     def __init__(self, model, folder, reads_images):
         opened = HeadFolder(folder)
-        taps = opened.config.taps(model.model.config.get_text_config().num_hidden_layers)
-        self.model, self.target = model, Target(model.folder, device="cpu", taps=taps)
+        aux_layers = opened.config.aux_layers(
+            model.model.config.get_text_config().num_hidden_layers
+        )
+        self.model, self.target = model, Target(model.folder, device="cpu", aux_layers=aux_layers)
         self.head = HeadModule(opened, self.target).module
         self.head.config = replace(opened.config, image_embeddings=reads_images)
 
@@ -171,7 +173,7 @@ class Judge:
             is_image_S[torch.from_numpy(item.embed_positions())] = True
         seen = self.target.see_images([(inputs, is_image_S)])
         row = len(ids) + len(more) - 2
-        steps = self.head.steps(whole, seen.taps_BSF, len(drafts), seen.images)
+        steps = self.head.steps(whole, seen.aux_BSF, len(drafts), seen.images)
         return torch.stack([logits[0, row] for logits in steps])
 
 

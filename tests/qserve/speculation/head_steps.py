@@ -111,9 +111,9 @@ def context_of(folder, target, count=3, method="eagle3", **more) -> BuildContext
     )
 
 
-def nothing(taps=()):
+def nothing(aux_layers=()):
     """A drafter without layers; its `propose` is missing."""
-    return type("Nothing", (), {"attentions": (), "places_after": 0, "taps": taps})
+    return type("Nothing", (), {"attentions": (), "places_after": 0, "aux_layers": aux_layers})
 
 
 class Recorded:
@@ -166,8 +166,8 @@ class Text:
             max_query_len=count,
             max_context_len=start + count,
         )
-        hidden, taps = self.target.forward_tapped(
-            batch.token_ids_T, batch, self.caches, self.drafter.taps
+        hidden, aux_states = self.target.forward_with_aux(
+            batch.token_ids_T, batch, self.caches, self.drafter.aux_layers
         )
         draws = Recorded(given)
         drafting = [] if last is None else [last]
@@ -176,7 +176,7 @@ class Text:
             DraftStep(
                 batch=batch,
                 hidden_TC=hidden,
-                taps=taps,
+                aux_states=aux_states,
                 next_tokens_T=ids[rows + 1],
                 last_rows_D=torch.tensor(drafting, dtype=torch.int64),
                 tables_DX=tables_DX,

@@ -8,7 +8,7 @@ from qserve.speculation.drafter import DEVICE_DRAFTERS
 class Prophet:
     """A DeviceDrafter without a model: the token after each pair of a position and its token."""
 
-    taps = ()
+    aux_layers = ()
     attentions = ()
     looks_ahead = reads_images = False
     places_after = 0
