@@ -48,8 +48,8 @@ class DeviceDrafter(Protocol):
     # True if the drafter reads embeddings of images, instead of their placeholder token.
     reads_images: bool
     # Number of rows that the drafter runs in addition to those of the newest token and of all
-    # drafts but the last. DraftStep.places includes them.
-    places_after: int
+    # drafts but the last. DraftStep.draft_positions includes them.
+    extra_positions: int
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         """Return step.num_drafts draft tokens per request, int64 [D, K], in the model's vocabulary.

@@ -76,7 +76,7 @@ class _Fetch:
     """A request that waits for pages."""
 
     request: Request
-    beside: list[bytes]  # keys before the missing ones, whose pages are in the host tier
+    keep: list[bytes]  # keys before the missing ones, whose pages are in the host tier
     keys: list[bytes]  # keys whose pages this engine lacks
     since: float  # start of the wait
     match: Future | None  # number of pages found; None: another request fetches the same first key
@@ -210,7 +210,7 @@ class RemoteKv:
         self._num_queries += len(keys) * self._cache.pool.page_size
         fetch = _Fetch(
             request=request,
-            beside=missing.on_host,
+            keep=missing.on_host,
             keys=keys,
             since=self._clock(),
             match=None,
@@ -307,8 +307,8 @@ class RemoteKv:
             if self._asks_again(fetch.states, count):
                 return False
             count = self._pages_to_state(fetch.states)
-        beside = [key for key in fetch.beside if key in self._host]
-        fetch.slots = self._host.reserve(count, beside) if count else []
+        keep = [key for key in fetch.keep if key in self._host]
+        fetch.slots = self._host.reserve(count, keep) if count else []
         if fetch.states is not None and not self._begin_state(fetch, count):
             return True
         if not fetch.slots and not fetch.loads:

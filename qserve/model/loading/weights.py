@@ -115,8 +115,8 @@ class Weights:
     def _rows_of_table(self, num_tokens: int) -> VocabularyPart | None:
         if self.sharing.is_whole:
             return None
-        shares = self.sharing.vocabulary(num_tokens)
-        return VocabularyPart(communicator=self.sharing.communicator, shares=shares)
+        shards = self.sharing.vocabulary(num_tokens)
+        return VocabularyPart(communicator=self.sharing.communicator, shards=shards)
 
     def last_norm(self) -> Norm:
         """Return the norm before the head."""

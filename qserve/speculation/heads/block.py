@@ -149,7 +149,7 @@ class BlockDrafter:
     def __init__(self, head: BlockHead, aux_layers: tuple[int, ...]) -> None:
         """`aux_layers`: target layers whose states the head reads, see DeviceDrafter."""
         self.head, self.aux_layers, self.attentions = head, aux_layers, head.attentions
-        self.places_after = 0 if head.config.samples_anchor else 1
+        self.extra_positions = 0 if head.config.samples_anchor else 1
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         self.head.write_context_(step.aux_states, step.batch, step.caches)

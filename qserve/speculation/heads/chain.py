@@ -52,7 +52,7 @@ class ChainDrafter:
     """Drafts one token after the other. See DeviceDrafter."""
 
     looks_ahead = True
-    places_after = 0
+    extra_positions = 0
 
     def __init__(
         self,

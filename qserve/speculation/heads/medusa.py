@@ -37,7 +37,7 @@ class MedusaDrafter:
 
     looks_ahead, aux_layers, attentions = False, (), ()
     reads_images = False
-    places_after = 0
+    extra_positions = 0
 
     def __init__(self, heads: list[MedusaHead]) -> None:
         self.heads = heads

@@ -31,7 +31,7 @@ class ParallelDrafter:
     """Drafts in one pass over the step's rows and K - 1 mask rows. See DeviceDrafter."""
 
     looks_ahead, reads_images = True, False
-    places_after = 0
+    extra_positions = 0
 
     def __init__(
         self, head: Eagle3Head, aux_layers: tuple[int, ...], mask_state_C: torch.Tensor

@@ -7,7 +7,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.in_memory.fp4 import Fp4Weight
-from formats.in_memory.shares import input_units
+from formats.in_memory.shards import input_units
 from formats.in_memory.slices import take_inputs, take_outputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme

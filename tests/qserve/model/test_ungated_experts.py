@@ -41,7 +41,7 @@ def bias_in_weights(decoder, monkeypatch):
     def wrong(logits_ME, routing, correction_E=None, numbers_E=None):
         found = right(logits_ME, routing, correction_E, numbers_E)
         added = correction_E[found.ids_Mk.long()]
-        return found._replace(shares_Mk=found.shares_Mk + added * routing.factor)
+        return found._replace(weights_Mk=found.weights_Mk + added * routing.factor)
 
     monkeypatch.setattr(reference, "route", wrong)
 

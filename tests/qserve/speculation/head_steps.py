@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from formats.checkpoint import CheckpointReader
 from formats.heads import tensors as names
 from formats.heads.config import HeadConfig, head_kind, read_head_config
-from qkernels.drafts.reference import draft_places
+from qkernels.drafts.reference import draft_positions
 from qserve.engine.step.device_step import Batch
 from qserve.model.cache_spec import KvFormat
 from qserve.model.loading.loader import load
@@ -113,7 +113,7 @@ def context_of(folder, target, count=3, method="eagle3", **more) -> BuildContext
 
 def nothing(aux_layers=()):
     """A drafter without layers; its `propose` is missing."""
-    return type("Nothing", (), {"attentions": (), "places_after": 0, "aux_layers": aux_layers})
+    return type("Nothing", (), {"attentions": (), "extra_positions": 0, "aux_layers": aux_layers})
 
 
 class Recorded:
@@ -181,11 +181,11 @@ class Text:
                 last_rows_D=torch.tensor(drafting, dtype=torch.int64),
                 tables_DX=tables_DX,
                 starts_D1=torch.arange(len(drafting) + 1, dtype=torch.int32),
-                places=draft_places(
+                draft_positions=draft_positions(
                     rows[drafting],
                     tables_DX,
                     torch.full((len(drafting),), len(PAGES) * PAGE),
-                    num_drafts=num_drafts + self.drafter.places_after if num_drafts else 0,
+                    num_drafts=num_drafts + self.drafter.extra_positions if num_drafts else 0,
                     page_size=PAGE,
                     max_model_len=MAX_LEN,
                 ),

@@ -247,7 +247,9 @@ def test_heads_that_do_not_fit_are_refused(target, tmp_path):
         opened(tmp_path / "wide", target)
     states = {**INNER, "target_layer_ids": [0, 5]}
     write_head(tmp_path / "states", {**DFLASH, "dflash_config": states})
-    with pytest.raises(CheckpointError, match=r"target_layer_ids: .* of 3 layers, found \[0, 5\]"):
+    with pytest.raises(
+        CheckpointError, match=r"target_layer_ids: .* with 3 layers, found \[0, 5\]"
+    ):
         opened(tmp_path / "states", target)
     write_head(tmp_path / "head", DFLASH)
     with pytest.raises(InputError, match="expected at most 4, since the head has blocks of 5 rows"):
