@@ -123,7 +123,7 @@ def quantize_to_gguf(
 
 
 def _with_kept(error: InputError, folder: Path, target: Path) -> InputError:
-    """Give the quantized folder, hours of work, a name of its own; return the error with it."""
+    """Keep the quantized folder, hours of work, under another name; name it in the error."""
     kept = target.with_name(f"{target.stem}-quantized")
     if kept.exists():
         return error

@@ -2,8 +2,8 @@
 
 Each folder's `rows.py` lists its operations. The row of highest priority that supports the problem
 runs; its module is imported only then. A caller may request a row by name or exclude rows
-(choice.py). `explain` says for every row, and for each kernel variant of the chosen row, why it
-runs or does not.
+(choice.py). `explain` reports for every row, and for each kernel variant of the chosen row, why it
+runs or does not run.
 """
 
 import functools

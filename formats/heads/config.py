@@ -57,8 +57,9 @@ class EagleConfig(LayersConfig):
     def reads_images(self) -> bool:
         """True if the head was trained with the embeddings of images.
 
-        If config.json does not state it: heads of speculators and AngelSlim were not, but heads
-        that SGLang serves were, and SGLang gives embeddings of images to all of them.
+        If config.json does not state it, it follows from the layout: heads of speculators and
+        AngelSlim were trained without image embeddings, and heads for SGLang were trained with
+        them.
         """
         if self.image_embeddings is not None:
             return self.image_embeddings

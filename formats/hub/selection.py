@@ -63,7 +63,7 @@ def side_files(files: Iterable[str], kind: Kind, folder: str = "") -> list[str]:
 
 
 def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -> list[str] | None:
-    """Choose the weight files; None means those that the index lists. Raises CheckpointError."""
+    """Choose the weight files; None: the files that the index lists. Raises CheckpointError."""
     if not kind.weights:
         return []
     if folder + kind.required in files:

@@ -33,7 +33,7 @@ TUNED_OPS = (ATTENTION, MOE, W4A8, W8A8, WNA16)  # all tunable operations
 
 
 class NotTaken(Exception):
-    """No kernel asked for the config: another kernel runs this problem on this GPU."""
+    """No kernel read the config, because another kernel runs this problem on this GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

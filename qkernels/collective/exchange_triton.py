@@ -26,7 +26,7 @@ LOOKS_A_LOOK_AT_THE_HOST = tl.constexpr(1024)
 
 
 class Wait(NamedTuple):
-    """Limit of a block's wait for a peer, and where it reports a peer that sent nothing."""
+    """Limit of a block's wait for a peer, and the address to report a peer that sent nothing."""
 
     spin_limit: tl.tensor  # polls
     broken_ptr: tl.tensor

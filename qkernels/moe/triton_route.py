@@ -260,7 +260,7 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
     weights = tl.full(j.shape, -float("inf"), tl.float32)
     left = mask
     for i in tl.static_range(TOP_K):
-        # only among experts that are left, so that one is found even if all scores are NaN or -inf
+        # only among experts not chosen yet, so that one is found even if all scores are NaN or -inf
         best_score = tl.max(tl.where(left, choice, -float("inf")))
         candidates = left & (choice >= best_score)
         chosen = tl.min(tl.where(candidates, e, NONE))
@@ -274,7 +274,7 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 @triton.jit
 def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
-    """Choose the same as `_one_by_one`, in parallel: an expert's rank is how many come before it.
+    """Choose as `_one_by_one` does, in parallel: an expert's rank is the count of those before it.
 
     `_one_by_one` needs four reductions for each choice, and each waits for all warps of the block.
     """

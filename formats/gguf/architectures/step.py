@@ -14,7 +14,7 @@ from formats.gguf.writing.container_writer import Value
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
 _ROTATED, _ROTATED_LOCAL = "rope.dimension_count", "rope.dimension_count_swa"
-# heads of each kind of layer; a file states none of a kind that no layer has
+# heads of each kind of layer; a file omits a kind that no layer has
 _BY_KIND = ("num_attention_heads", "num_sliding_attention_heads")
 _BY_KIND += ("num_global_attention_heads", "num_local_attention_heads")
 # config.json key -> metadata: limits by layer of what activations give; 0: none
