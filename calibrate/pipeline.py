@@ -106,7 +106,7 @@ def quantize_checkpoint(
     ("tool:version") and `settings` are recorded in the result.
 
     Raises InputError for anything that the user can fix, if possible before the first weight is
-    read; then no file is left behind.
+    read; then no file remains.
     """
     run = prepare(
         RunSettings(

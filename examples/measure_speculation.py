@@ -2,9 +2,9 @@
 
     python examples/measure_speculation.py --json speculation.json
 
-The model has Llama-3-8B's shape in W4A16, the EAGLE-3 head the official head's shape; both have
-random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench (2.93
-tokens per verification with 3 drafts, 3.55 with 5), so the text is meaningless but the speed is
+The model has Llama-3-8B's shape in W4A16. The EAGLE-3 head has the official head's shape. Both have
+random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench: 2.93
+tokens per verification with 3 drafts, 3.55 with 5. So the text is meaningless but the speed is
 real. Each row runs in its own process, --repeats times, and the best run is reported:
 
 - without speculation; with heads in bf16 and in W4A16, with 3 and 5 drafts;

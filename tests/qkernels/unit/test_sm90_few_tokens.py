@@ -80,8 +80,8 @@ def run(monkeypatch):
         second = FewTokensConfig(**settings, stages=2, split=SPLIT)
         h = sm90_few_tokens.gate_up(x, ids, active, prepared.gate_up, SILU, first)
         parts = torch.full((SPLIT * K, M, hidden), float("nan"))
-        weights = routes.weights_Mk.contiguous()
-        sm90_few_tokens.down(h, ids, weights, active, prepared.down, second, parts)
+        weights_Mk = routes.weights_Mk.contiguous()
+        sm90_few_tokens.down(h, ids, weights_Mk, active, prepared.down, second, parts)
         plain = reference.prepare_experts(weights, DTYPE, "cpu")
         return parts.sum(0), reference.experts(x, routes, plain)
 
