@@ -281,7 +281,7 @@ def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
 def test_side_file_that_cannot_be_read_is_named_before_the_work(
     tmp_path, gptq_model, write_folder, monkeypatch, what
 ):
-    """A link of a hub's cache whose blob is gone, and a file of somebody else's."""
+    """A link of a hub cache whose blob is missing, and a file of another user."""
     folder = write_folder(*gptq_model)
     path = folder / "tokenizer.json"
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The checkpoint doctor: silent on good folders, and every kind of damage is one named finding."""
+"""`inspect` reports nothing on good folders, and one named finding for every kind of damage."""
 
 import json
 

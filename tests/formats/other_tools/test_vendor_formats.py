@@ -279,7 +279,7 @@ def damage(number, tensors, config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_kinds_of_damage_give_one_line(kind, float_model, model_of, tmp_path, write_folder):
-    """Loading refuses with one line, and the doctor has an error, too: neither has a traceback."""
+    """Loading is refused with one line, and `inspect` reports an error; neither has a traceback."""
     silent = []
     tensors, config, _ = model_of(kind)
     folder = write_folder(tensors, config)

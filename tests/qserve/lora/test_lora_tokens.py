@@ -164,7 +164,7 @@ def llama(tiny_model, tmp_path_factory):
 
 @pytest.mark.exhaustive
 def test_mixed_batches_are_those_of_each_alone(llama):
-    """Whatever shares the step, in chunks of prompts and with fewer slots than adapters."""
+    """With any other requests in the step, in prompt chunks, and with fewer slots than adapters."""
     model, loras = llama
     alone = engine(model, max_loras=4)
     want = {lora: run(alone, [lora])[0] for lora in (*loras, None)}

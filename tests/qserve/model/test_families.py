@@ -1,4 +1,4 @@
-"""Served families: the table, the builders and the doctor agree; a new one is a row and a file."""
+"""Served families: the table, the builders and `inspect` agree; a new one is a row and a file."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def architecture_of(folder):
 
 
 def answer_of(folder):
-    """The doctor's answer for this project."""
+    """The answer of `inspect` for this project."""
     return next(v for v in inspect_checkpoint(folder).loads_in if v.program == "this project")
 
 
@@ -70,14 +70,14 @@ def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_two_ranks_divide_every_family(tiny_model, name):
-    """The loader and the doctor agree. Tests of ranks compute with them."""
+    """The loader and `inspect` agree. Other tests compute with several ranks."""
     folder = tiny_model(name)
     check_ranks(ModelConfig.from_folder(folder), 2, 1)
     assert not inspect_checkpoint(folder).parallel[2]
 
 
 class Recorder(DummySource):
-    """Dummy weights, and the shapes that were asked for by name."""
+    """Dummy weights, and the shapes that were requested by name."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Draft heads of vision-language models: the tokens are those without drafts, whatever they draft.
+"""Draft heads of vision-language models: the tokens equal those without drafts, for any drafts.
 
 A head is judged by a plain torch module (calibrate/heads), which sees a whole text with the images'
 embeddings in place and with transformers' positions.

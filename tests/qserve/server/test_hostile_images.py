@@ -1,4 +1,4 @@
-"""Hostile images: each is refused with one line, whatever its source, and nothing else waits."""
+"""Hostile images: each is refused with one line, from any source, and no other request waits."""
 
 import base64
 import os

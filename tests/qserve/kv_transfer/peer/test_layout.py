@@ -1,4 +1,4 @@
-"""Heads that a rank takes from ranks of another engine, whatever both numbers of ranks are."""
+"""Heads that a rank reads from the ranks of another engine, for any two numbers of ranks."""
 
 import pytest
 import torch
