@@ -30,6 +30,9 @@ NUM_RATIOS = 20
 # changes their order.
 SEARCH_METHOD = "full-range"
 LEFT_OUT = "without awq factors, which enlarge the output error on held-out windows"
+# Candidates are compared on evenly spaced outputs of each linear, at most this many. All candidates
+# of a linear are compared on the same outputs.
+MOST_OUTPUTS = 512
 SMALLEST = 1e-4  # relative to the largest value; smaller ones are noise, or a dead channel
 
 
@@ -44,12 +47,13 @@ def scale_layer(
         weights = [current[f"{name}.weight"].float() for name in names]
         if stats.num_tokens == 0:
             continue
+        sampled = [sampled_outputs(weight_NK) for weight_NK in weights]
         best_K, best_error = (
             None,
-            output_error(weights, torch.ones_like(weights[0][0]), stats, context.spec),
+            output_error(sampled, torch.ones_like(weights[0][0]), stats, context.spec),
         )
         for scale_K in candidates(weights, stats, pair, context):
-            error = output_error(weights, scale_K, stats, context.spec)
+            error = output_error(sampled, scale_K, stats, context.spec)
             if error < best_error:
                 best_K, best_error = scale_K, error
         if best_K is None:
@@ -100,6 +104,11 @@ def candidates(
             scale_K = scale_K.clamp(min=float(scale_K.max()) * SMALLEST)
             found.append(scale_K / (scale_K.max() * scale_K.min()).sqrt())
     return found
+
+
+def sampled_outputs(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced rows of a weight, at most MOST_OUTPUTS."""
+    return weight_NK[:: -(-weight_NK.shape[0] // MOST_OUTPUTS)]
 
 
 def output_error(

@@ -103,7 +103,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     )
     choice = parse_choice(problem.requested)
     return [
-        (each.name, choice.explained(each.name, each.passed_over(layer, choice), each.tokens))
+        (each.name, choice.explained(each.name, each.refuses(layer), each.tokens))
         for each in (*VARIANTS, ON_REQUEST)
     ]
 

@@ -15,11 +15,9 @@ from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
 from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles, group_fault
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, is_in_groups, k_step
+from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, is_in_groups
 
 ANY = KernelChoice()
-# Whether sm90_few_tokens takes groups of 64 and 32 without being requested. Not measured on a GPU.
-SMALL_GROUPS_BY_DEFAULT = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +47,6 @@ class Variant:
     tokens: str  # which numbers of tokens it takes, for `explain`
     refuses: Callable[[Layer], str | None]  # why the layer cannot run; None: it can
     plan: Callable[[Layer, int], ExpertsPlan | None]  # (layer, M) -> plan; None: M is too large
-    # why the layer runs only if the variant is requested; None: it also runs by default
-    waits: Callable[[Layer], str | None] = lambda layer: None
-
-    def passed_over(self, layer: Layer, choice: KernelChoice) -> str | None:
-        """Return why the variant does not run with this choice; None: it can."""
-        waits = None if choice.only == self.name else self.waits(layer)
-        return self.refuses(layer) or waits
 
 
 def _refuses_few_tokens(layer: Layer) -> str | None:
@@ -83,15 +74,6 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.hidden % TILE_N or 2 * layer.inner % TILE_N:
         return f"takes outputs divisible by {TILE_N}"
     return layer.lacks_sm90
-
-
-def _waits_few_tokens(layer: Layer) -> str | None:
-    if SMALL_GROUPS_BY_DEFAULT or layer.kind != "packed" or has_fp4(layer.spec):
-        return None
-    groups = map(layer.spec.group_length, (layer.hidden, layer.inner))
-    if all(k_step(group) == K_STEP for group in groups):
-        return None
-    return f"takes groups that {K_STEP} does not divide only if requested, because not measured"
 
 
 def _sizes(layer: Layer, M: int) -> dict[str, int]:
@@ -126,7 +108,7 @@ def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     product; for them only the portable kernels run.
     """
     portable = layer.spec is not None and (has_fp4(layer.spec) or is_in_groups(layer.spec))
-    refused = portable or _refuses_few_tokens(layer) or _waits_few_tokens(layer)
+    refused = portable or _refuses_few_tokens(layer)
     of_sm90 = None if refused else _few_tokens(layer, M)
     plan = of_sm90 or _few(layer, M) or _sorted(layer, M)
     return replace(plan, down=replace(plan.down, split=1), output="sum")
@@ -137,7 +119,6 @@ SM90_FEW_TOKENS = Variant(
     tokens="few tokens of an expert",
     refuses=_refuses_few_tokens,
     plan=_few_tokens,
-    waits=_waits_few_tokens,
 )
 # In order of preference; the last variant takes every M.
 VARIANTS: tuple[Variant, ...] = (
@@ -181,7 +162,7 @@ def plan_experts(layer: Layer, M: int, choice: KernelChoice = ANY) -> ExpertsPla
     """
     asked = [each for each in (*VARIANTS, ON_REQUEST) if each.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:
-        if variant.passed_over(layer, choice) is None:
+        if variant.refuses(layer) is None:
             plan = variant.plan(layer, M)
             if plan is not None:
                 return plan
