@@ -18,7 +18,7 @@ from qserve.model.blocks.moe import MoeMlp
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import LinearPart
+from qserve.model.tp_plan import LinearPart
 from qserve.parallel.pipeline import Pipeline
 
 

@@ -55,7 +55,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
-from qserve.model.sharing import place_experts
+from qserve.model.tp_plan import place_experts
 from qserve.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)

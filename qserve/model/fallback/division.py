@@ -18,7 +18,7 @@ from formats.in_memory.shards import HeadShard, shard_features, shard_heads
 from formats.in_memory.slices import take_rows
 from formats.scheme import Scheme
 from qserve.model.fallback.support import config_of, model_class
-from qserve.model.sharing import Cut
+from qserve.model.tp_plan import LinearShard
 from qserve.parallel.communicator import Communicator
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -50,7 +50,7 @@ class Division:
     """Describes one rank's shard of a model."""
 
     layers: str  # name of the list of layers
-    cuts: Mapping[str, Cut]  # name of a linear -> its shard
+    cuts: Mapping[str, LinearShard]  # name of a linear -> its shard
     sinks: Mapping[str, tuple[int, int]]  # name of a sinks tensor -> heads of this rank
     heads: Mapping[str, HeadShard]  # name of an attention module -> heads of this rank
 
@@ -64,7 +64,7 @@ def divide(
 ) -> Division:
     """Return a rank's shard. Raises InputError with the module's name if layers are not plain."""
     layers = _layers(model, architecture)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, LinearShard] = {}
     sinks: dict[str, tuple[int, int]] = {}
     heads: dict[str, HeadShard] = {}
     inside: list[str] = []  # name prefixes of sharded modules
@@ -80,9 +80,9 @@ def divide(
             shard = heads[name] = shards[rank]
             rows = {"q_proj": shard.heads, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
             for each, (first, last) in rows.items():
-                cuts[f"{name}.{each}"] = Cut(rows=((first * width, last * width),))
+                cuts[f"{name}.{each}"] = LinearShard(rows=((first * width, last * width),))
             columns = shard.heads[0] * width, shard.heads[1] * width
-            cuts[f"{name}.{out}"] = Cut(columns=columns, has_bias=rank == 0)
+            cuts[f"{name}.{out}"] = LinearShard(columns=columns, has_bias=rank == 0)
             if isinstance(getattr(module, SINKS, None), torch.Tensor):
                 sinks[f"{name}.{SINKS}"] = shard.heads
             inside.append(f"{name}.")
@@ -92,8 +92,8 @@ def divide(
                 continue
             full = f"{name}.{down}"
             shard = shard_features(full, parts[down].in_features, size, scheme_of(full))[rank]
-            cuts |= {f"{name}.{each}": Cut(rows=(shard,)) for each in first}
-            cuts[full] = Cut(columns=shard, has_bias=rank == 0)
+            cuts |= {f"{name}.{each}": LinearShard(rows=(shard,)) for each in first}
+            cuts[full] = LinearShard(columns=shard, has_bias=rank == 0)
             if name != layers and not name.removeprefix(f"{layers}.").isdecimal():
                 inside.append(f"{name}.")
                 _check_rest(architecture, module, name, {*first, down}, 0)
@@ -192,7 +192,7 @@ def _check_others(
     architecture: str,
     model: torch.nn.Module,
     layers: str,
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, LinearShard],
     inside: list[str],
 ) -> None:
     """Refuse matrices in layers that are not sharded."""

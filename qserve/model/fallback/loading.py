@@ -28,7 +28,7 @@ from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import kernel_operation
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import WHOLE, Cut
+from qserve.model.tp_plan import WHOLE, LinearShard
 from qserve.parallel.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class _Quantized:
         self._first.clear()
 
     def _replace_(
-        self, model: Any, name: str, weight: Weight, bias: torch.Tensor | None, cut: Cut
+        self, model: Any, name: str, weight: Weight, bias: torch.Tensor | None, cut: LinearShard
     ) -> None:
         part, device, dtype = cut.weight(weight, name).to(self._device), self._device, self._dtype
         bias = None if bias is None else cut.bias(bias)

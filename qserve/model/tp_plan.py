@@ -1,4 +1,4 @@
-"""Sharing: one rank's tensor-parallel shard of a model: heads, MLP features, vocabulary rows.
+"""TpPlan: how a model is divided over tensor-parallel ranks, and one rank's shard of it.
 
 N: outputs. K: inputs.
 """
@@ -27,7 +27,7 @@ from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
-from qserve.model.state_sharing import StateShard
+from qserve.model.state_shard import StateShard
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.parallel.expert_placement import ExpertPlacement
@@ -35,7 +35,7 @@ from qserve.parallel.settings import ParallelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LinearShard:
     """Shard of one linear, in terms of the stored weight."""
 
     rows: Rows | None = None  # outputs; None: all
@@ -65,7 +65,7 @@ class Cut:
         return bias_N if self.rows is None else take_rows(bias_N, self.rows)
 
 
-WHOLE = Cut()
+WHOLE = LinearShard()
 LOCAL: HeadsKind = "local"
 KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
 # Size name that counts heads or their channels -> (kind of layers, True for KV heads).
@@ -93,7 +93,7 @@ class LinearPart:
     inputs: Rows | None = None
 
     @classmethod
-    def of(cls, cut: Cut, order_K: torch.Tensor | None) -> "LinearPart":
+    def of(cls, cut: LinearShard, order_K: torch.Tensor | None) -> "LinearPart":
         """Create the part of a shard.
 
         `order_K`: order of the linear's inputs, if they are sorted; `cut.columns` is then a range
@@ -106,7 +106,7 @@ class LinearPart:
         return cls(inputs=order_K[slice(*cut.columns)].clone())
 
 
-class Sharing:
+class TpPlan:
     """Shards a model over the ranks of a communicator, and describes this rank's shard.
 
     Without a communicator the shard is the whole model.
@@ -253,7 +253,7 @@ class Sharing:
         prefix: str,
         order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
         down: Projection | None = None,
-    ) -> Cut:
+    ) -> LinearShard:
         """Return this rank's shard of a linear of a layer, except linears of mixers with states.
 
         `prefix`: name prefix of the layer. `down`: projection that reads the outputs. `order_of`:
@@ -268,7 +268,7 @@ class Sharing:
                 columns = self.head_rows(projection.inputs)
             else:
                 columns = self._features(linear, prefix)[rank]
-            return Cut(columns=columns, has_bias=rank == 0)
+            return LinearShard(columns=columns, has_bias=rank == 0)
         rows, offset, order = [], 0, None
         if down is not None:
             (down_linear,) = down.linears
@@ -280,11 +280,11 @@ class Sharing:
             rows.append((offset + start, offset + stop))
             offset += self._sizes[size]
         if order is None:
-            return Cut(rows=rows)
+            return LinearShard(rows=rows)
         # The rank's range of the sorted inputs of `down` may contain any channels.
         width = self._sizes[linear.outputs[0]]
         ours = order[shard[0] : shard[1]]
-        return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
+        return LinearShard(rows=torch.cat([ours + width * part for part in range(len(rows))]))
 
     def sorted_inputs(self, linear: Linear, prefix: str) -> Shard:
         """Return this rank's range of the sorted inputs of a linear."""
