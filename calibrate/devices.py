@@ -46,7 +46,7 @@ class Devices:
         if len({device.type for device in devices}) > 1:
             raise InputError(
                 f"device {','.join(names)!r}",
-                "expected devices of a kind, which compute in one dtype",
+                "expected only GPUs or only CPUs, since all devices must compute in one dtype",
                 "remove the CPU",
             )
         gpus = [device for device in devices if device.type == "cuda"]

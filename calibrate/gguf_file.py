@@ -79,7 +79,7 @@ def quantize_to_gguf(
     source, overrides = local_path(source), list(overrides)
     for name in NOT_OF_FILES:
         if settings.get(name):
-            raise InputError(f"`{name}`", "GGUF has a type of its own for this matrix", "remove it")
+            raise InputError(f"`{name}`", "does not apply to GGUF files", "remove it")
     if isinstance(scheme, str):
         for name, why in NOT_OF_BLOCKS.items():
             if settings.get(name):
@@ -123,7 +123,7 @@ def quantize_to_gguf(
 
 
 def _with_kept(error: InputError, folder: Path, target: Path) -> InputError:
-    """Give the quantized folder, hours of work, a name of its own; return the error with it."""
+    """Keep the quantized folder, hours of work, under another name; name it in the error."""
     kept = target.with_name(f"{target.stem}-quantized")
     if kept.exists():
         return error

@@ -106,8 +106,8 @@ def quantize_layer(
     `state` is `original` after load_transforms. `statistics` is empty if the recipe needs no data.
     Keys of `schemes` and `input_scales` are full names. With several `devices` each device solves
     some of the linears; linears that share an input stay on one device. Tensors are expected on the
-    first device, and results are returned there. A SolverError makes the linear be rounded to
-    nearest, and its report says so; other exceptions of the solver are raised.
+    first device, and results are returned there. If a solver raises SolverError, the linear is
+    rounded to nearest, and its report says so. Other exceptions of the solver are raised.
     """
     for transform in recipe.transforms:
         if transform.on_statistics is not None:

@@ -31,9 +31,9 @@ class ScalePair:
 
     previous: str
     linears: tuple[str, ...]
-    # What `previous` is. "norm": a norm with one weight per channel. "values": v_proj, each of
-    # whose heads is read by several query heads. "up": the linear whose output is multiplied by the
-    # gate, or passed to ReLU.
+    # Type of `previous`. "norm": a norm with one weight per channel. "values": v_proj; several
+    # query heads read each of its heads. "up": the linear whose output is multiplied by the gate,
+    # or passed to ReLU.
     kind: str
 
 

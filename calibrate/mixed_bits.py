@@ -1,9 +1,10 @@
 """Choose the bits of each linear within a budget of mean bits, to minimize the loss.
 
-One matrix at a time (linears that servers fuse count as one, and so do all experts of a layer) is
-rounded to each number of bits, and its layer runs on some of the data. The change of the model's
-predictions, estimated with the gradient of the loss, is the cost of this number of bits. Costs of
-different matrices are assumed to add up; under this assumption the choice is optimal (a knapsack).
+One matrix at a time is rounded to each number of bits, and its layer runs on some of the data.
+Linears that servers fuse count as one matrix, and so do all experts of a layer. The cost of a
+number of bits is the change of the model's predictions, estimated with the gradient of the loss.
+Costs of different matrices are assumed to add up; under this assumption the choice is optimal (a
+knapsack problem).
 
 Legend: W windows, S tokens, D hidden size.
 """
@@ -52,7 +53,7 @@ def mixed_overrides(
     """
     if scheme.weight.type != "int" or scheme.activation is not None:
         raise SchemeError(
-            f"scheme {scheme}", "is available with one number of bits only", "use w4a16-sym"
+            f"scheme {scheme}", "has a fixed number of bits", "use w4a16-sym, or leave out `bits`"
         )
     choices = measure(model, schemes, data, scheme.weight, device)
     chosen = choose(choices, scheme.weight, bits)

@@ -80,7 +80,7 @@ def quantize_checkpoint(
     `bits`: mean bits per weight. Each linear gets 2 to 8 bits according to its sensitivity
     (calibrate/mixed_bits.py); `scheme` then sets group size and symmetry. `fit_groups` True
     replaces the scheme's group size by the largest of 128, 64 and 32 that divides every linear;
-    None does so only if the scheme's size would leave over a tenth of the weights in float.
+    None: as True, but only if the scheme's size would leave over a tenth of the weights in float.
 
     `quantize_head` and `quantize_embedding`: schemes of these matrices; None: they stay in float
     (calibrate/outer.py).
@@ -106,7 +106,7 @@ def quantize_checkpoint(
     ("tool:version") and `settings` are recorded in the result.
 
     Raises InputError for anything that the user can fix, if possible before the first weight is
-    read; then no file is left behind.
+    read; then no file remains.
     """
     run = prepare(
         RunSettings(

@@ -51,7 +51,8 @@ class Recipe:
             if transform.on_statistics is not None:
                 raise InputError(
                     f"recipe {self.name!r}",
-                    f"tuning does not follow {transform.name}, which rewrites weights by the data",
+                    f"tuning cannot be combined with {transform.name}, which changes weights"
+                    " according to the data",
                     "remove one of them",
                 )
 
@@ -99,9 +100,7 @@ def with_act_order(recipe: Recipe) -> Recipe:
     """
     if not _takes_order(recipe.solver):
         able = ", ".join(row.name for row in RECIPES.values() if _takes_order(row.solver))
-        raise InputError(
-            f"recipe {recipe.name!r}", "rounds inputs in their given order", f"use {able}"
-        )
+        raise InputError(f"recipe {recipe.name!r}", "does not support act-order", f"use {able}")
     solver = partial(recipe.solver, order=ORDERS["act-order"])
     return replace(recipe, name=f"{recipe.name}{ACT_ORDER}", solver=solver, act_order=True)
 

@@ -2,8 +2,8 @@
 
     python examples/measure_data_parallel.py --sizes 1 2  # an 8B's shape, random W4A16 weights
 
-Starts `qserve serve` for each size and sends all requests at the same time, from two client
-processes, because one would limit the rate. Prints output tokens per second and the time to the
+Starts `qserve serve` for each size and sends all requests at the same time. Two client processes
+send them, because one would limit the rate. Prints output tokens per second and the time to the
 first token.
 """
 

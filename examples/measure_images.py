@@ -327,7 +327,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)
     made.add_argument("--side", type=int, default=1024, help="pixels of an image's side")
     made.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    made.add_argument("--requests", type=int, default=16, help="with an image, beside decodes")
+    made.add_argument(
+        "--requests",
+        type=int,
+        default=16,
+        help="number of requests with an image, sent during decodes",
+    )
     made.add_argument("--decodes", type=int, default=32)
     made.add_argument("--decode-tokens", type=int, default=1024)
     made.add_argument("--apart-ms", type=float, default=100, help="between two requests")

@@ -2,15 +2,15 @@
 
     python examples/measure_latent_attention.py --json latent.json
 
-For each number of heads and each step it prints the largest difference from plain torch in float32,
-the time, and the time to read each entry once at --gb-per-s. Entries are 576 random numbers per
-token, in shuffled pages of bfloat16 or int8. Chunks of one request are also computed over expanded
-keys and values, with the sizes of DeepSeek-V2-Lite (16 heads) or GLM-4.7-Flash (20); both times
-include the products before and after attention. On a GPU, CUDA graphs are replayed.
+Each line is for one number of heads and one step. It has the largest difference from plain torch in
+float32, the time, and the time to read each entry once at --gb-per-s. Entries are 576 random
+numbers per token, in shuffled pages of bfloat16 or int8. Chunks of one request are also computed
+over expanded keys and values, with the sizes of DeepSeek-V2-Lite (16 heads) or GLM-4.7-Flash (20);
+both times include the products before and after attention. On a GPU, CUDA graphs are replayed.
 
     python examples/measure_latent_attention.py --kernel triton sm90_decode --only decode
 
-compares kernels in one run; one that does not take 8-bit entries is not measured over them.
+compares kernels in one run; a kernel that does not support 8-bit entries is measured without them.
 """
 
 import argparse

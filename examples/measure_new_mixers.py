@@ -2,10 +2,10 @@
 
     python examples/measure_new_mixers.py --json mixers.json
 
-Runs one layer of DeepSeek-V3.2 (128 heads, an indexer of 64 heads of 128, 2,048 selected keys per
-row), of Kimi Linear (32 heads of 128) and of MiniMax-Text-01 (64 heads of 128). It measures decode
-steps and one chunk of a prompt. Each line has the measured time, and the time to read and write the
-required bytes at --gb-per-s. On a GPU, CUDA graphs are replayed.
+Runs one layer of three models, each in decode steps and in one chunk of a prompt. DeepSeek-V3.2 has
+128 heads, an indexer of 64 heads of 128, and 2,048 selected keys per row. Kimi Linear has 32 heads
+of 128, MiniMax-Text-01 64 heads of 128. Each line has the measured time, and the time to read and
+write the required bytes at --gb-per-s. On a GPU, CUDA graphs are replayed.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python examples/measure_parallel.py --gpus 4 --json parallel.json
 
-Each part runs in its own process with a time limit, and its results are printed when it ends. A
-part is MODEL-LAYOUT, such as 70b-tp4 or qwen3-30b-ep4. Layouts are: tp (each layer is divided over
-the GPUs), tp2-pp2 (two pipeline stages of two GPUs), ep (like tp, but each GPU has whole experts)
-and cp (the tokens of a long prompt are divided). Parts are:
+Each part runs in its own process with a time limit. Its results are printed when it ends. A part is
+MODEL-LAYOUT, such as 70b-tp4 or qwen3-30b-ep4. Layouts are: tp (each layer is divided over the
+GPUs), tp2-pp2 (two pipeline stages of two GPUs), ep (like tp, but each GPU has whole experts) and
+cp (the tokens of a long prompt are divided). Parts are:
 
 - check-tp2, -tp4, -tp8, -tp2-pp2: the bundled model in W4A16. Tokens and logits of several ranks
   are compared with those of one, and with tp2 those after a prompt that two ranks divide.

@@ -3,11 +3,11 @@
     python examples/measure_sleep.py                              # Llama-3-8B's shape, W4A16
     python examples/measure_sleep.py --shape qwen3-30b-a3b --memory 0.4 --skip switch
 
-Writes random weights (--folder keeps them), starts `qserve serve`, and sends the requests of an
-operator and of a trainer. Each printed line is one operation, with the time of its request and the
-GPU's memory afterwards. After each wake and update a request for one token checks that the model
-answers. Lines of the server's log are indented. The trainer's tensors are bfloat16, on the server's
-GPU if there is one, and are rounded by the server.
+Writes random weights (--folder keeps them) and starts `qserve serve`. Then it sends the requests of
+an operator and of a trainer. Each printed line is one operation, with the time of its request and
+the GPU's memory afterwards. After each wake and update a request for one token checks that the
+model answers. Lines of the server's log are indented. The trainer's tensors are bfloat16, on the
+server's GPU if there is one, and are rounded by the server.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python examples/measure_speculation.py --json speculation.json
 
-The model has Llama-3-8B's shape in W4A16, the EAGLE-3 head the official head's shape; both have
-random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench (2.93
-tokens per verification with 3 drafts, 3.55 with 5), so the text is meaningless but the speed is
+The model has Llama-3-8B's shape in W4A16. The EAGLE-3 head has the official head's shape. Both have
+random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench: 2.93
+tokens per verification with 3 drafts, 3.55 with 5. So the text is meaningless but the speed is
 real. Each row runs in its own process, --repeats times, and the best run is reported:
 
 - without speculation; with heads in bf16 and in W4A16, with 3 and 5 drafts;
@@ -37,7 +37,7 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
     from bench_shapes import SHAPES
 
     from calibrate.heads.quantize import quantize_head
-    from formats.heads.config import EAGLE3, EagleConfig, usual_taps
+    from formats.heads.config import EAGLE3, EagleConfig, usual_aux_layers
     from formats.heads.layers_config import SPECULATORS
     from formats.heads.save import save_eagle3
     from formats.heads.tensors import linears, required
@@ -62,8 +62,8 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
         values=values,
         target_hidden_size=sizes["hidden_size"],
         draft_vocab_size=HEAD[shape]["draft_vocab_size"],
-        num_taps=3,
-        stated_taps=usual_taps(layers) if layers > 5 else (0, 1, 2),
+        num_aux=3,
+        stated_aux_layers=usual_aux_layers(layers) if layers > 5 else (0, 1, 2),
         norm_before_residual=False,
         norm_output=False,
         norm_before_fc=False,

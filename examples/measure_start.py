@@ -4,10 +4,10 @@
     python examples/measure_start.py --model FOLDER           # a real checkpoint
     python examples/measure_start.py --against CLONE          # and another version, in turn
 
-Starts `qserve serve`, or the offline engine if the server's packages are missing (or with
---offline). The first start has an empty folder for compiled kernels; later starts use the folder
-that it filled. Prints each log line after its time and the seconds since the line before, and the
-CPU time and memory of each process at the first token.
+Starts `qserve serve`; the offline engine with --offline, or if the server's packages are missing.
+The first start has an empty folder for compiled kernels; later starts use the folder that it
+filled. Prints each log line after its time and the seconds since the line before, and the CPU time
+and memory of each process at the first token.
 """
 
 import argparse

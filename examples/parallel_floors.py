@@ -2,11 +2,12 @@
 
     python examples/parallel_floors.py --shape qwen3-30b-a3b gpt-oss-120b --json floors.json
 
-It prints the ms of a decode step on 1, 2, 4 and 8 GPUs, with a slice of each expert per GPU (tp)
-and with whole experts (ep); and the ms of one long prompt, with layers divided (tp) and with tokens
-divided (cp). measure_parallel.py measures the same. The time of a decode step is that of weights,
-fixed costs and sums over ranks. Reading keys and computing are left out, so predictions hold for
-few requests and short contexts. The lower efficiency of kernels with less work is not modelled.
+It prints times in ms on 1, 2, 4 and 8 GPUs. A decode step is predicted with a slice of each expert
+per GPU (tp) and with whole experts (ep), a long prompt with layers divided (tp) and with tokens
+divided (cp). measure_parallel.py measures the same. The time of a decode step is the time to read
+the weights, plus fixed costs and sums over ranks. Reading keys and computing are left out, so
+predictions hold for few requests and short contexts. The lower efficiency of kernels with less work
+is not modelled.
 
 An expert-parallel step waits for the GPU with the most active experts. Their number is the mean
 over random choices. Real texts use fewer distinct experts, and use them less evenly.

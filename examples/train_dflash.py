@@ -44,8 +44,8 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.manual_seed(arguments.seed)
     num_layers = CheckpointReader(arguments.model).config["num_hidden_layers"]
-    taps = tuple(arguments.taps or even_taps(num_layers, arguments.states))
-    target = Target(arguments.model, device=chosen_device(arguments), taps=taps)
+    aux_layers = tuple(arguments.aux_layers or even_aux_layers(num_layers, arguments.states))
+    target = Target(arguments.model, device=chosen_device(arguments), aux_layers=aux_layers)
     if target.has_vision:
         raise InputError(
             arguments.model, "is a vision-language model", "train an EAGLE-3 head: train_eagle3.py"
@@ -73,7 +73,7 @@ def main() -> None:
                 block_losses(
                     head,
                     ids_BS,
-                    seen.taps_BSF,
+                    seen.aux_BSF,
                     seen.logits_BSV,
                     anchors_A,
                     num_drafts=config.most_drafts,
@@ -128,7 +128,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
         values=values,
         target_hidden_size=values["hidden_size"],
         draft_vocab_size=min(arguments.draft_vocab or math.inf, values["vocab_size"]),
-        stated_taps=target.taps,
+        stated_aux_layers=target.aux_layers,
         block_size=arguments.block,
         mask_token_id=values["vocab_size"] - 1 if mask is None else mask,
         samples_anchor=bool(arguments.markov_rank),
@@ -138,7 +138,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
     )
 
 
-def even_taps(num_layers: int, count: int) -> list[int]:
+def even_aux_layers(num_layers: int, count: int) -> list[int]:
     """Choose evenly spaced states, from the first layer's output to the last layer's input."""
     spaced = torch.linspace(1, max(1, num_layers - 1), count)
     return sorted({round(float(each)) for each in spaced})
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--block", type=int, default=8, help="rows of a block")
     made.add_argument("--decay", type=float, default=0.8, help="weight of each draft's loss")
     made.add_argument("--states", type=int, default=5, help="states of the target that it reads")
-    made.add_argument("--taps", type=int, nargs="+", help="layers before the states, instead")
+    made.add_argument("--aux-layers", type=int, nargs="+", help="layers before the states, instead")
     made.add_argument(
         "--draft-vocab", type=int, default=0, help="tokens that the head can draft; 0: all"
     )

@@ -40,7 +40,7 @@ from calibrate.heads.parallel import ParallelModule, parallel_losses
 from calibrate.heads.target import Seen, Target
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
-from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, usual_taps
+from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, usual_aux_layers
 from formats.heads.layers_config import SPECULATORS, LayersConfig
 from formats.heads.save import LAYOUTS, save_eagle3
 
@@ -56,8 +56,8 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.manual_seed(arguments.seed)
     num_layers = CheckpointReader(arguments.model).config["num_hidden_layers"]
-    taps = chosen_taps(arguments.taps, num_layers)
-    target = Target(arguments.model, device=chosen_device(arguments), taps=taps)
+    aux_layers = chosen_aux_layers(arguments.aux_layers, num_layers)
+    target = Target(arguments.model, device=chosen_device(arguments), aux_layers=aux_layers)
     pictures = None
     if target.has_vision and arguments.parallel:
         raise InputError("--parallel", "does not train for vision-language models", "remove it")
@@ -88,7 +88,7 @@ def main() -> None:
                 parallel_losses(
                     head,
                     ids_BS,
-                    seen.taps_BSF,
+                    seen.aux_BSF,
                     seen.logits_BSV,
                     anchors_A.to(target.device),
                     num_drafts=most,
@@ -111,7 +111,7 @@ def main() -> None:
                 step_losses(
                     head,
                     ids_BS,
-                    seen.taps_BSF,
+                    seen.aux_BSF,
                     seen.logits_BSV,
                     num_steps=num_steps,
                     draft_ids_U=draft_ids,
@@ -166,8 +166,10 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
         values=values,
         target_hidden_size=values["hidden_size"],
         draft_vocab_size=min(arguments.draft_vocab or math.inf, values["vocab_size"]),
-        num_taps=len(target.taps),
-        stated_taps=() if target.taps == usual_taps(num_layers) else target.taps,
+        num_aux=len(target.aux_layers),
+        stated_aux_layers=()
+        if target.aux_layers == usual_aux_layers(num_layers)
+        else target.aux_layers,
         norm_before_residual=True,
         norm_output=arguments.eagle31,
         norm_before_fc=False,
@@ -176,9 +178,9 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
     )
 
 
-def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
+def chosen_aux_layers(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
     """Choose the states to read: those given, else EAGLE-3's; three distinct in shallow models."""
-    usual = usual_taps(num_layers)
+    usual = usual_aux_layers(num_layers)
     if stated:
         return tuple(stated)
     if list(usual) == sorted(set(usual)):
@@ -213,7 +215,10 @@ def parser() -> argparse.ArgumentParser:
         "--draft-vocab", type=int, default=0, help="tokens that the head can draft; 0: all"
     )
     made.add_argument(
-        "--taps", type=int, nargs="+", help="layers before the states to read; default: 2, L/2, L-3"
+        "--aux-layers",
+        type=int,
+        nargs="+",
+        help="layers before the states to read; default: 2, L/2, L-3",
     )
     made.add_argument(
         "--image-inputs",

@@ -23,7 +23,7 @@ from formats.heads.save import save_medusa
 def main() -> None:
     arguments = parser().parse_args()
     torch.manual_seed(arguments.seed)
-    target = Target(arguments.model, device=chosen_device(arguments), taps=())
+    target = Target(arguments.model, device=chosen_device(arguments), aux_layers=())
     windows_WS, held_WS = read_windows(arguments, target)
     heads = MedusaModule(target.head.float(), arguments.heads, arguments.layers)
     heads.to(target.device)

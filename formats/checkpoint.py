@@ -190,8 +190,8 @@ def check_is_free(folder: str | Path) -> None:
     if path.suffix.lower() == ".gguf":
         raise CheckpointError(
             str(path),
-            "is the name of a GGUF file, and a folder would be written",
-            "give a name without .gguf; with --format gguf `quantize` and `convert` write a file",
+            "ends in .gguf, but the output of this format is a folder",
+            "remove .gguf from the name, or add --format gguf to write a GGUF file",
         )
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(
@@ -249,11 +249,11 @@ class CheckpointWriter:
         except BlockingIOError:
             raise CheckpointError(
                 str(folder),
-                f"another run is writing it (it holds {self.staging})",
-                "wait for it to end, or give another folder",
+                f"another run is writing it and has locked {self.staging}",
+                "wait for that run to end, or give another folder",
             ) from None
         except OSError as error:
-            raise CheckpointError(str(folder), f"cannot be made: {error.strerror}") from None
+            raise CheckpointError(str(folder), f"cannot be created: {error.strerror}") from None
         try:
             check_is_free(folder)  # check again: the run that had the lock may have just finished
         except CheckpointError:
@@ -335,8 +335,8 @@ class CheckpointWriter:
             self._release()
             raise CheckpointError(
                 str(self.folder),
-                f"the finished checkpoint cannot get this name: {error.strerror}",
-                f"it is complete in {self.staging}: move it from there before the next run",
+                f"cannot rename the finished checkpoint to this name: {error.strerror}",
+                f"it is complete in {self.staging}; move it before the next run",
             ) from None
         self._release()
         with suppress(OSError):  # renamed already; if the sync fails, a power cut may undo it

@@ -90,7 +90,7 @@ def convert_checkpoint(
     if config.unrounded_inputs:
         raise CheckpointError(
             str(source),
-            f"its inputs are {config.unrounded_inputs}, which a conversion cannot keep",
+            f"its activations are {config.unrounded_inputs}, which conversion cannot preserve",
             f"the folder is {layout.name} already: use it as it is"
             if config.method == layout.name
             else "quantize the float model",
@@ -166,7 +166,7 @@ def _left_in_floats(
     if types and not coded:
         raise CheckpointError(
             str(source),
-            f"no linear has codes that {layout.name} can store, but blocks of"
+            f"{layout.name} cannot store its linears, which are in blocks of"
             f" {', '.join(sorted(set(types.values())))}",
             "serve the file as it is, or round its weights again with `qserve quantize`",
         )
@@ -233,7 +233,7 @@ def _read(reader: CheckpointReader, module: str, config: QuantConfig, scheme: Sc
     ):
         raise CheckpointError(
             module,
-            f"its g_idx has groups of other sizes than {scheme.weight.group_size}",
+            f"expected groups of {scheme.weight.group_size} inputs in its g_idx, found other sizes",
             "requantize without act-order",
         )
     return weight
@@ -244,8 +244,8 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
     if weight.input_order is not None:
         raise CheckpointError(
             module,
-            f"its inputs are not grouped in order (act-order), which is not written"
-            f" as {layout.name}, since servers refuse it",
+            f"has a group index (act-order); servers refuse it in {layout.name}, so it is not"
+            " written",
             "requantize without act-order",
         )
     check_shape_writable(layout, weight.scheme, module, weight.out_features, weight.in_features)
@@ -254,7 +254,7 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
     tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)
     different = same_weight(weight, decode_linear(module, tensors, config))
     if different is not None:
-        raise CheckpointError(module, f"its {different} would change in {layout.name}")
+        raise CheckpointError(module, f"{layout.name} would change its {different}")
     return tensors
 
 

@@ -44,7 +44,7 @@ class DiskError(CheckpointError):
 def one_line(error: BaseException) -> str:
     """Return another library's error message as one line, or its type if it has none.
 
-    Messages may be pages long or quote the input. Of an OSError only the reason is kept, because
+    Messages may be pages long or quote the input. For an OSError only the reason is kept, because
     our errors name the file.
     """
     if isinstance(error, OSError) and error.strerror:

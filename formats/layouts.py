@@ -366,7 +366,7 @@ def check_holds_groups(layout: Layout, act_order: bool) -> None:
     """Raise InputError if a layout is never written with act-order."""
     if act_order and not layout.group_index:
         able = ", ".join(row.name for row in LAYOUTS.values() if row.group_index)
-        raise InputError("act-order", f"{layout.name} is not written with it", f"write {able}")
+        raise InputError("act-order", f"cannot be stored as {layout.name}", f"write {able}")
 
 
 def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int) -> str | None:

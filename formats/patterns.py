@@ -4,8 +4,8 @@ Python's `re` backtracks: `(a+)+$` takes minutes on thirty letters. Here a patte
 from a set of start positions to the set of end positions, so the time is bounded by the sizes of
 pattern and name. A set is an integer whose bit i means position i.
 
-No library does this: RE2 has no lookahead, which configurations use, and `regex` has a time limit
-but takes gigabytes to compile nested repeats, such as `((a+)+)+` 22 deep.
+No library does this. Configurations use lookahead, which RE2 lacks. `regex` has a time limit, but
+takes gigabytes to compile nested repeats such as `((a+)+)+`, 22 deep.
 """
 
 import re

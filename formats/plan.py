@@ -159,7 +159,9 @@ def _plan(
     for pattern in (*ignore, *(pattern for pattern, _ in overrides)):
         if not any(fits(pattern, name) for name in shapes):
             raise InputError(
-                f"pattern {pattern!r}", "fits no linear", f"one of them is {next(iter(shapes), '')}"
+                f"pattern {pattern!r}",
+                "matches no linear",
+                f"the linears have names such as {next(iter(shapes), '')}",
             )
     schemes: dict[str, Scheme | None] = {}
     reasons: dict[str, str] = {}

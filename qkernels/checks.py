@@ -36,11 +36,11 @@ def check_tensor(
     tensor: LinearOutput,
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
-    beside: LinearOutput,
+    like: LinearOutput,
 ) -> None:
     """Raise KernelError unless shape, dtype and device are as expected.
 
-    None in `shape` accepts any size. The expected device is the one of `beside`.
+    None in `shape` accepts any size. The expected device is the one of `like`.
     """
     found = tensor.shape
     if found != shape and not _fits(found, shape):
@@ -49,8 +49,8 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
-    if tensor.device != beside.device:
-        raise KernelError(name, f"expected device {beside.device}, found {tensor.device}")
+    if tensor.device != like.device:
+        raise KernelError(name, f"expected device {like.device}, found {tensor.device}")
 
 
 def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:

@@ -2,8 +2,8 @@
 
 Each folder's `rows.py` lists its operations. The row of highest priority that supports the problem
 runs; its module is imported only then. A caller may request a row by name or exclude rows
-(choice.py). `explain` says for every row, and for each kernel variant of the chosen row, why it
-runs or does not.
+(choice.py). `explain` reports for every row, and for each kernel variant of the chosen row, why it
+runs or does not run.
 """
 
 import functools
@@ -143,7 +143,8 @@ def choose(operation: Operation, problem: Problem) -> Kernel:
     if choice.only is None or not refused:
         never = ", ".join(sorted(choice.never))
         raise KernelError(
-            f"operation {operation.name!r}", f"no other kernel supports it: {never} was forbidden"
+            f"operation {operation.name!r}",
+            f"is supported by no kernel except the excluded {never}",
         )
     reasons = [f"{name} {reason}" for reason, name in refused.items()]
     text = next(iter(refused)) if len(refused) == 1 else "; ".join(reasons)

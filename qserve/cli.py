@@ -223,7 +223,7 @@ COMMANDS: dict[str, Command] = {
         run=generate,
     ),
     "convert": Command(
-        help="convert a quantized checkpoint to another format, code for code",
+        help="convert a quantized checkpoint to another format, with the same codes",
         settings=(ConvertConfig,),
         run=convert,
     ),

@@ -108,20 +108,20 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     cpu_threads: int | None = setting(
         None,
-        "number of CPU threads that compute; default: OMP_NUM_THREADS if set, else one per "
-        "core (`serve` leaves one core to HTTP)",
+        "number of CPU threads for the model; default: OMP_NUM_THREADS if set, else one per core "
+        "(`serve` leaves one core to HTTP)",
         low=1,
     )
     num_state_snapshots: int | None = setting(
         None,
-        "for models with recurrent layers: number of state snapshots on the device, from which "
-        "requests with the same prefix start; default: as many as fit into a quarter of the memory "
-        "for KV pages, at most one per 256 tokens of these; 0: no reuse",
+        "for models with recurrent layers: number of state snapshots on the device, which let "
+        "requests reuse a common prefix; default: as many as fit into a quarter of the memory for "
+        "KV pages, at most one per 256 tokens of KV pages; 0: no reuse",
         low=0,
         high=2**20,
     )
     enable_prefix_caching: bool = setting(
-        True, "keep KV pages of finished requests for requests with the same prefix"
+        True, "keep the KV pages of finished requests for later requests with the same prefix"
     )
     kv_offload_gb: float = setting(
         0.0,
@@ -131,10 +131,10 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     kv_transfer_config: str | None = setting(
         None,
-        'exchange KV pages with other engines: {"kv_connector": "folder", '
-        '"kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both, '
-        "kv_producer or kv_consumer; peer: from GPU to GPU on one host; or module:Class for a "
-        "connector of your own",
+        'exchange KV pages with other engines, as JSON: {"kv_connector": "folder", '
+        '"kv_connector_extra_config": {"path": DIR, "max_gb": 16}}; other connectors: peer (from '
+        "GPU to GPU on one host), nixl (between hosts), or module:Class of your own; kv_role: "
+        "kv_both, kv_producer or kv_consumer",
     )
     scheduling_policy: str = setting(
         "fcfs",
@@ -144,8 +144,8 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     admission: str = setting(
         "forecast",
-        "when a waiting request starts; forecast: when the KV pages are expected to last until the "
-        "running requests end, judged by the lengths of earlier outputs; fits: as soon as its "
+        "when a waiting request starts; forecast: when the KV pages are predicted to last until "
+        "the running requests end, from the lengths of earlier outputs; fits: as soon as its "
         "prompt fits",
         ("forecast", "fits"),
     )
@@ -160,7 +160,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     batch_invariant: bool = setting(
         False,
-        "compute the same bits for a request in any batch, and with any chunks of its prompt, "
+        "make the output of a request bit-identical in any batch, and with any prompt chunks, "
         "prefix-cache hits, preemption or drafts; a little slower",
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
@@ -174,12 +174,12 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     max_seq_len_to_capture: int | None = setting(
         None,
-        "longest context that runs in CUDA graphs; longer ones launch kernel by kernel; "
-        "default: --max-model-len",
+        "longest context for CUDA graphs; steps with longer contexts run without graphs; default: "
+        "--max-model-len",
         low=1,
     )
     async_scheduling: bool = setting(
-        True, "plan the next step while the current one runs on the GPU; off: after it has ended"
+        True, "plan the next step while the current one runs on the GPU; off: plan it afterwards"
     )
     compile_processes: int | None = setting(
         None,
@@ -190,13 +190,13 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     plain_kernel_launch: bool = setting(
         False,
-        "launch every kernel through Triton, without qserve's own launcher; slower; for finding out"
-        " whether the launcher causes a fault",
+        "launch every kernel through Triton instead of qserve's own launcher; slower; use it to"
+        " check whether the launcher causes a fault",
     )
     kernel: list[str] = setting(
         [],
         "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, w4a8, experts "
-        "or attention; qkernels/README.md lists the names; may be repeated",
+        "or attention; qkernels/README.md lists the kernels; may be repeated",
     )
     enable_lora: bool = setting(False, "serve LoRA adapters along with the model")
     lora_modules: list[str] = setting(
@@ -211,35 +211,34 @@ class EngineConfig(HubSettings, ParallelSettings):
     max_lora_rank: int = setting(16, "maximum rank of an adapter", low=1, high=MAX_RANK)
     max_cpu_loras: int | None = setting(
         None,
-        "maximum number of adapters in host memory; others are read from disk again; "
+        "maximum number of adapters in host memory; requests for others read them from disk; "
         "default: 4 times --max-loras",
         low=1,
     )
     speculative_config: str | None = setting(
         None,
-        'draft several tokens and verify them in one step: {"method": "ngram", '
-        '"num_speculative_tokens": 4}; other methods are suffix, mtp, and with "model": '
-        "FOLDER or hub name draft_model, eagle, eagle3, peagle, medusa, dflash, dspark; the keys "
-        "are vLLM's",
+        'speculative decoding, with the keys of vLLM: {"method": "ngram", '
+        '"num_speculative_tokens": 4}; methods without another model: ngram, suffix, mtp; with '
+        '"model" (FOLDER or hub name): draft_model, eagle, eagle3, peagle, medusa, dflash, dspark',
     )
     spec_acceptance: str = setting(
         "exact",
-        "which drafts are accepted; exact: those that leave the text as it would be without "
-        "drafts; rejection: more where tokens are sampled, from the same distribution; "
-        "typical: Medusa's rule, from a different distribution",
+        "which drafts are accepted; exact: drafts equal to the tokens sampled without drafts, so "
+        "the text is the same; rejection: rejection sampling, which accepts more drafts and keeps "
+        "the distribution; typical: Medusa's rule, which changes the distribution",
         ("exact", "rejection", "typical"),
     )
     activation_bits: int | None = setting(
         None,
-        "run a checkpoint made for 4-bit activations (W4A4) with activations of 8 or 16 bits, which"
+        "run a checkpoint for 4-bit activations (W4A4) with 8-bit or 16-bit activations, which"
         " changes its outputs a little; without this flag, such a checkpoint is refused",
         (8, 16),
     )
     quantization: str | None = setting(
         None,
-        "quantize the linear layers of a float checkpoint to this scheme at load: w4a16, w8a16,"
-        " w8a8, fp8 or another of `quantize --scheme` that needs no calibration; w4a16-auto: with "
-        "the largest groups that fit",
+        "quantize the linear layers of a float checkpoint while it loads: w4a16, w8a16, w8a8, fp8"
+        " or another scheme of `quantize --scheme` that needs no calibration; w4a16-auto: with the"
+        " largest groups that fit",
     )
     quantization_config: str | None = setting(
         None,

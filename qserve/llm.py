@@ -384,7 +384,7 @@ class LLM(LLMControl, EngineOwner):
                                 str(completion.stop_reason),
                                 ""
                                 if completion.is_asked_for
-                                else "look at the model with `qserve inspect`",
+                                else "check the model with `qserve inspect`",
                             )
                     num_input += len(output.prompt_token_ids)
                     if use_tqdm:

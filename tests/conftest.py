@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say why tests that were asked for by their marker did not run."""
+    """Report why tests that were requested by their marker did not run."""
     marks, count = config.getoption("markexpr"), config.stash.get(LEFT_OUT, 0)
     if count and "exhaustive" in marks.replace("not exhaustive", ""):
         text = f"-m {marks!r}: {count} exhaustive tests did not run; add --exhaustive"

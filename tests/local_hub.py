@@ -62,7 +62,7 @@ class LocalHub:
     surplus: bytes = b""  # sent after a large file
 
     def fetched(self) -> set[str]:
-        """Names of the files whose bytes were asked for."""
+        """Names of the files whose bytes were requested."""
         paths = [path for method, path in self.requests if method == "GET" and "/resolve/" in path]
         return {
             urllib.parse.unquote(path.split("/resolve/")[1].partition("/")[2]) for path in paths

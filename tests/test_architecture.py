@@ -251,7 +251,7 @@ def classes_with(method, *folders):
 
 
 def test_caches_are_known_by_their_specs_alone():
-    """Outside of the mixers nothing asks for the kind of one, or computes the size of a cache."""
+    """Only the mixers check the type of a mixer, or compute the size of a cache."""
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
     assert mixers == {

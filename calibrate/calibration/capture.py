@@ -216,7 +216,7 @@ def add_statistics(
             apart = run(batch_BSD, media, held_B)
             held = {s: HeldOut.of(x, expected.get(s)) for s, x in apart.items()}
         for stats in shared:
-            # An expert without a token must take its turn, too, or the next batch would wait.
+            # An expert without tokens must also take its turn; otherwise the next batch would wait.
             with nullcontext() if turns is None else turns.of(stats, number):
                 if stats in sums:
                     stats.add(sums[stats])

@@ -74,7 +74,7 @@ def open_media(
     if kind in MUTUAL_PROMPTS:
         raise CheckpointError(
             str(model.folder),
-            f"calibration data has images, which are not read for {kind}: all tokens of its"
+            f"calibration data has images, which are not supported for {kind}: all tokens of its"
             " prompts attend to each other",
             "calibrate on texts without images",
         )

@@ -128,7 +128,9 @@ def distill_checkpoint(
     device = _only(device)
     data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
     if len(data.ids_WS) < 2:
-        raise InputError("calibration data", "has one window, and none to hold out", "give more")
+        raise InputError(
+            "calibration data", "has only one window, but one more must be held out", "add texts"
+        )
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     settings = settings or TrainingSettings()
     dtype = LayerRunner(model, model.layer_map, device).dtype
@@ -211,7 +213,7 @@ def _only(device: str) -> str:
     """Return the device. Raises InputError if there are several."""
     devices = Devices.parse(device)
     if len(devices.names) > 1:
-        raise InputError(f"device {device!r}", "a model is distilled on one device", "name one")
+        raise InputError(f"device {device!r}", "distillation runs on one device", "name one")
     return devices.first
 
 

@@ -274,8 +274,8 @@ class Student:
         if weight_NK is None:
             raise InputError(
                 f"{self.layer_map.prefix(layer)}.{linear}",
-                "its codes cannot be trained: they do not stem from the float model's weight, which"
-                " a transform has changed that quality.json does not name",
+                "its codes cannot be trained: before rounding, a transform that quality.json does"
+                " not name changed the float weight",
                 "train scales and norms only: leave out --code-rate",
             )
         return weight_NK

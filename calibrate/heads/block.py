@@ -134,15 +134,15 @@ class BlockModule(nn.Module):
         self.mask_embedding: torch.Tensor | None = None
 
     def forward(
-        self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
+        self, ids_BS: torch.Tensor, aux_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:
         """Return logits [B, A, K, U]; draft d predicts the token d + 1 after the anchor."""
         config, S = self.config, ids_BS.shape[1]
         first = 0 if config.samples_anchor else 1
-        A, N, device = len(anchors_A), first + num_drafts, taps_BSF.device
+        A, N, device = len(anchors_A), first + num_drafts, aux_BSF.device
         ids_BAN = ids_BS.new_full((len(ids_BS), A, N), config.mask_token_id)
         ids_BAN[:, :, 0] = ids_BS[:, anchors_A]
-        x = functional.embedding(ids_BAN.flatten(1), self.embedding[0]).to(taps_BSF.dtype)
+        x = functional.embedding(ids_BAN.flatten(1), self.embedding[0]).to(aux_BSF.dtype)
         if self.mask_embedding is not None:
             is_mask_Q1 = (torch.arange(A * N, device=device) % N > 0)[:, None]
             x = torch.where(is_mask_Q1, self.mask_embedding.to(x), x)
@@ -150,8 +150,8 @@ class BlockModule(nn.Module):
         offsets_N = torch.arange(N, device=device)
         positions_Q = (anchors_A[:, None] + offsets_N).flatten()
         positions = torch.cat([torch.arange(S, device=device), positions_Q])
-        cos_sin = self._rotary[0].to(device)(taps_BSF, positions[None])
-        context_BSC = self.hidden_norm(self.fc(taps_BSF))
+        cos_sin = self._rotary[0].to(device)(aux_BSF, positions[None])
+        context_BSC = self.hidden_norm(self.fc(aux_BSF))
         for layer, attention in zip(self.layers, config.attentions, strict=True):
             seen = seen_keys(attention, config.block_size, anchors_A, N, S)
             x = layer(x, context_BSC, cos_sin, seen)
@@ -210,7 +210,7 @@ def start_from_target(
 def block_losses(
     head: BlockModule,
     ids_BS: torch.Tensor,
-    taps_BSF: torch.Tensor,
+    aux_BSF: torch.Tensor,
     target_BSV: torch.Tensor,
     anchors_A: torch.Tensor,
     *,
@@ -223,7 +223,7 @@ def block_losses(
     Accuracy is the fraction of anchors whose most likely token equals the target's. `after_errors`:
     weight of a block's losses after its first draft that is not the text's token.
     """
-    logits_BAKU = head(ids_BS, taps_BSF, anchors_A, num_drafts)
+    logits_BAKU = head(ids_BS, aux_BSF, anchors_A, num_drafts)
     weights_BA = torch.ones(logits_BAKU.shape[:2], device=logits_BAKU.device)
     for draft in range(num_drafts):
         target_BAV, logits_BAU = target_BSV[:, anchors_A + draft], logits_BAKU[:, :, draft]

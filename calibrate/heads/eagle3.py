@@ -182,7 +182,7 @@ class Eagle3Module(nn.Module):
             self.input_norm = RmsNorm(names.fc_inputs(config), eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
-                RmsNorm(config.target_hidden_size, eps) for _ in range(config.num_taps)
+                RmsNorm(config.target_hidden_size, eps) for _ in range(config.num_aux)
             )
         self.layers = nn.ModuleList(
             Layer(config, number, present) for number in range(config.num_layers)
@@ -193,20 +193,20 @@ class Eagle3Module(nn.Module):
         self.embedding = [embedding_VC]
         self._rotary = [rotary_of(config)]
 
-    def fused(self, taps_BSF: torch.Tensor) -> torch.Tensor:
+    def fused(self, aux_BSF: torch.Tensor) -> torch.Tensor:
         """Project the target's auxiliary states [B, S, F] to the head's first state [B, S, C]."""
         if self.config.norm_before_fc:
-            taps_BSF = self.input_norm(taps_BSF)
+            aux_BSF = self.input_norm(aux_BSF)
         if self.config.fc_norm:
-            parts = taps_BSF.chunk(self.config.num_taps, -1)
+            parts = aux_BSF.chunk(self.config.num_aux, -1)
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            taps_BSF = torch.cat(parts, -1)
-        return self.fc(taps_BSF)
+            aux_BSF = torch.cat(parts, -1)
+        return self.fc(aux_BSF)
 
     def steps(
         self,
         ids_BS: torch.Tensor,
-        taps_BSF: torch.Tensor,
+        aux_BSF: torch.Tensor,
         num_steps: int,
         images: ImagesSeen | None = None,
     ) -> Iterator[torch.Tensor]:
@@ -216,18 +216,16 @@ class Eagle3Module(nn.Module):
         and their positions.
         """
         B, S = ids_BS.shape
-        embedded_BSC = functional.embedding(ids_BS, self.embedding[0]).to(taps_BSF.dtype)
+        embedded_BSC = functional.embedding(ids_BS, self.embedding[0]).to(aux_BSF.dtype)
         if images is not None and self.config.reads_images:
             rows_BSC = images.rows_BSC.to(embedded_BSC)
             embedded_BSC = torch.where(images.is_image_BS[..., None], rows_BSC, embedded_BSC)
-        state_BSC = self.fused(taps_BSF)
+        state_BSC = self.fused(aux_BSF)
         pasts: list[list] = [[] for _ in self.layers]
         for step in range(num_steps):
             shifted = torch.zeros_like(embedded_BSC)
             shifted[:, : S - 1 - step] = embedded_BSC[:, 1 + step :]
-            cos_sin = self._cos_sin(
-                step, taps_BSF, None if images is None else images.positions_3BS
-            )
+            cos_sin = self._cos_sin(step, aux_BSF, None if images is None else images.positions_3BS)
             for layer, past in zip(self.layers, pasts, strict=True):
                 state_BSC = layer(state_BSC, shifted, cos_sin, past)
             normed_BSC = self.norm(state_BSC)
@@ -305,7 +303,7 @@ def start_from_target(
 def step_losses(
     head: Eagle3Module,
     ids_BS: torch.Tensor,
-    taps_BSF: torch.Tensor,
+    aux_BSF: torch.Tensor,
     target_BSV: torch.Tensor,
     *,
     num_steps: int,
@@ -326,7 +324,7 @@ def step_losses(
     judged_BS = torch.ones_like(inside_BS)
     if images is not None:  # placeholders are never drafted
         judged_BS[:, :-1] = ~images.is_image_BS[:, 1:]
-    for step, logits in enumerate(head.steps(ids_BS, taps_BSF, num_steps, images)):
+    for step, logits in enumerate(head.steps(ids_BS, aux_BSF, num_steps, images)):
         shift = 1 + step
         wanted = target_BSV[:, shift:].float().softmax(-1)
         counted = (inside_BS & judged_BS)[:, shift:]

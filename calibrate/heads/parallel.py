@@ -30,7 +30,7 @@ class ParallelModule(Eagle3Module):
         self.mask_hidden = nn.Parameter(0.1 * torch.randn(names.fc_inputs(config)))
 
     def parallel(
-        self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
+        self, ids_BS: torch.Tensor, aux_BSF: torch.Tensor, anchors_A: torch.Tensor, num_drafts: int
     ) -> Iterator[torch.Tensor]:
         """Yield the logits of each draft d: [B, S - 1, U] for d = 0, then [B, A, U].
 
@@ -43,8 +43,8 @@ class ParallelModule(Eagle3Module):
         ids = torch.cat(
             [ids_BS[:, 1:], ids_BS.new_full((B, 1 + A * M), self.config.mask_token_id)], 1
         )
-        masks = self.mask_hidden.to(taps_BSF.dtype).expand(B, A * M, -1)
-        state = self.fused(torch.cat([taps_BSF, masks], 1))
+        masks = self.mask_hidden.to(aux_BSF.dtype).expand(B, A * M, -1)
+        state = self.fused(torch.cat([aux_BSF, masks], 1))
         embedded = functional.embedding(ids, self.embedding[0]).to(state.dtype)
         row_S = torch.arange(S, device=device)
         depth = torch.cat(
@@ -65,7 +65,7 @@ class ParallelModule(Eagle3Module):
 def parallel_losses(
     head: ParallelModule,
     ids_BS: torch.Tensor,
-    taps_BSF: torch.Tensor,
+    aux_BSF: torch.Tensor,
     target_BSV: torch.Tensor,
     anchors_A: torch.Tensor,
     *,
@@ -78,7 +78,7 @@ def parallel_losses(
     The first draft is judged at all rows, later drafts only at the anchors. `after_errors`: weight
     of the losses at an anchor after its first draft that is not the text's token.
     """
-    drafts = head.parallel(ids_BS, taps_BSF, anchors_A, num_drafts)
+    drafts = head.parallel(ids_BS, aux_BSF, anchors_A, num_drafts)
     weights_BA = torch.ones(len(ids_BS), len(anchors_A), device=ids_BS.device)
     for draft, logits in enumerate(drafts):
         if draft == 0:

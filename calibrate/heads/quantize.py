@@ -42,7 +42,7 @@ from formats.scheme import Scheme
 from formats.table import size_text, text_table
 
 DEFAULT_LENGTH = 512
-WITH_TAPS = (EAGLE3, PEAGLE, DFLASH, DSPARK)  # types of heads that read auxiliary hidden states
+WITH_AUX = (EAGLE3, PEAGLE, DFLASH, DSPARK)  # types of heads that read auxiliary hidden states
 JUDGED = 8  # one window in this many is held out for evaluation
 
 
@@ -201,11 +201,11 @@ def _check_dynamic(plan: Plan) -> None:
 
 
 def _open(folder: HeadFolder, target: str | Path, device: str) -> HeadModule:
-    taps: tuple[int, ...] = ()
-    if folder.config.kind in WITH_TAPS:
+    aux_layers: tuple[int, ...] = ()
+    if folder.config.kind in WITH_AUX:
         config = CheckpointReader(target).config
-        taps = folder.config.taps(find_layer_map(config).num_layers(config))
-    return HeadModule(folder, Target(target, device=device, taps=taps))
+        aux_layers = folder.config.aux_layers(find_layer_map(config).num_layers(config))
+    return HeadModule(folder, Target(target, device=device, aux_layers=aux_layers))
 
 
 def _windows(

@@ -73,12 +73,12 @@ class HeadModule:
         if self.folder.config.kind == MEDUSA:
             yield from head_losses(self.module, seen.last_BSC.to(self.dtype), seen.logits_BSV)
             return
-        taps_BSF, kind = seen.taps_BSF.to(self.dtype), self.folder.config.kind
+        aux_BSF, kind = seen.aux_BSF.to(self.dtype), self.folder.config.kind
         if kind == EAGLE3:
             yield from step_losses(
                 self.module,
                 ids_BS,
-                taps_BSF,
+                aux_BSF,
                 seen.logits_BSV,
                 num_steps=NUM_STEPS,
                 draft_ids_U=self.draft_ids_U,
@@ -94,7 +94,7 @@ class HeadModule:
         yield from (parallel_losses if kind == PEAGLE else block_losses)(
             self.module,
             ids_BS,
-            taps_BSF,
+            aux_BSF,
             seen.logits_BSV,
             anchors_A.to(ids_BS.device),
             num_drafts=num_drafts,

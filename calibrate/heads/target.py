@@ -18,7 +18,7 @@ from formats.architecture.rope_types import axes_of_pairs
 from formats.architecture.text_part import has_text_part
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
-from formats.heads.config import usual_taps
+from formats.heads.config import usual_aux_layers
 
 # Do not download, and do not run code from the folder.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
@@ -35,7 +35,7 @@ MUTUAL_PROMPTS = ("paligemma",)  # model types whose prompts see themselves in b
 class Seen:
     """Hidden states and logits of a target for a batch of windows."""
 
-    taps_BSF: torch.Tensor  # auxiliary hidden states: residuals before the chosen layers
+    aux_BSF: torch.Tensor  # auxiliary hidden states: residuals before the chosen layers
     last_BSC: torch.Tensor  # after the last norm: the input of the output matrix
     logits_BSV: torch.Tensor
     images: ImagesSeen | None = None  # None: the windows have no images
@@ -44,11 +44,14 @@ class Seen:
 class Target:
     """A frozen causal language model, or vision-language model."""
 
-    def __init__(self, folder: str | Path, *, device: str, taps: tuple[int, ...] | None = None):
-        """Load the model. `taps`: number of layers before each auxiliary hidden state; None: the
-        usual ones of EAGLE-3.
+    def __init__(
+        self, folder: str | Path, *, device: str, aux_layers: tuple[int, ...] | None = None
+    ):
+        """Load the model.
 
-        Raises InputError if transformers cannot load it, or a tap is not in the model.
+        `aux_layers`: number of layers before each auxiliary hidden state; None: those of EAGLE-3.
+
+        Raises InputError if transformers cannot load it, or has no such layer.
         """
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -78,15 +81,17 @@ class Target:
         norm = "norm" if hasattr(self._decoder, "norm") else "embedding_norm"  # LFM2's
         self._norm = self._decoder.get_submodule(norm)
         num_layers = self.config.num_hidden_layers
-        self.taps = usual_taps(num_layers) if taps is None else taps
+        self.aux_layers = usual_aux_layers(num_layers) if aux_layers is None else aux_layers
         places = [*self._decoder.layers, self._norm]
-        if not all(0 <= tap < len(places) for tap in self.taps):
-            raise InputError(f"taps {self.taps}", f"the model has {num_layers} layers")
+        if not all(0 <= layer < len(places) for layer in self.aux_layers):
+            raise InputError(
+                f"auxiliary layers {self.aux_layers}", f"the model has {num_layers} layers"
+            )
         self._states: dict[int, torch.Tensor] = {}
-        for tap in self.taps:
-            places[tap].register_forward_pre_hook(
-                lambda _, args, kwargs, tap=tap: self._states.__setitem__(
-                    tap, args[0] if args else kwargs["hidden_states"]
+        for layer in self.aux_layers:
+            places[layer].register_forward_pre_hook(
+                lambda _, args, kwargs, layer=layer: self._states.__setitem__(
+                    layer, args[0] if args else kwargs["hidden_states"]
                 ),
                 with_kwargs=True,
             )
@@ -122,10 +127,10 @@ class Target:
         """Run the model on windows of token ids."""
         output = self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
         last_BSC = output.last_hidden_state
-        taps = [self._states[tap] for tap in self.taps]
+        aux = [self._states[layer] for layer in self.aux_layers]
         self._states.clear()
         return Seen(
-            taps_BSF=torch.cat(taps, -1) if taps else last_BSC[..., :0],
+            aux_BSF=torch.cat(aux, -1) if aux else last_BSC[..., :0],
             last_BSC=last_BSC,
             logits_BSV=self._logits(last_BSC),
         )
@@ -157,7 +162,7 @@ class Target:
             plain_3BS = torch.arange(len(windows[0][1]), device=self.device).expand(3, 1, -1)
             positions = [plain_3BS if each is None else each for each in positions]
         return Seen(
-            taps_BSF=torch.cat([each.taps_BSF for each in found]),
+            aux_BSF=torch.cat([each.aux_BSF for each in found]),
             last_BSC=torch.cat([each.last_BSC for each in found]),
             logits_BSV=torch.cat([each.logits_BSV for each in found]),
             images=ImagesSeen(
@@ -172,12 +177,12 @@ class Target:
         whole = getattr(self.model, "model", self.model)  # Llama 4 has no model without its head
         whole(**self._moved(inputs), use_cache=False)
         last_BSC = seen["last_BSC"]
-        taps = [self._states[tap] for tap in self.taps]
+        aux = [self._states[layer] for layer in self.aux_layers]
         self._states.clear()
         positions = seen.get("position_ids")
         has_axes = positions is not None and positions.ndim == 3
         return Seen(
-            taps_BSF=torch.cat(taps, -1) if taps else last_BSC[..., :0],
+            aux_BSF=torch.cat(aux, -1) if aux else last_BSC[..., :0],
             last_BSC=last_BSC,
             logits_BSV=self._logits(last_BSC),
             images=ImagesSeen(

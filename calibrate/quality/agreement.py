@@ -91,7 +91,7 @@ class AgreementSum:
     def result(self) -> Agreement:
         """Return the means over all windows. Raises InputError if no token was counted."""
         if not self.tokens:
-            raise InputError("windows", "no token is predicted", "use a longer text")
+            raise InputError("windows", "contain no token to predict", "use a longer text")
         reference, other = (_exp(nll / self.tokens) for nll in self.nll)
         return Agreement(
             windows=self.windows,

@@ -92,8 +92,8 @@ def verify(
     if quant_config.act_order != regrouped:
         raise CheckpointError(
             f"{BLOCK} in config.json",
-            f"states {'an' if quant_config.act_order else 'no'} order of inputs (act-order), the"
-            f" tensors have {'one' if regrouped else 'none'}",
+            f"states act-order {str(quant_config.act_order).lower()}, but the tensors have"
+            f" {'a' if regrouped else 'no'} group index",
             REMEDY,
         )
     for name in kept:

@@ -113,7 +113,7 @@ def read_calibration(
     if source is not None and any(map(has_images, documents)):
         if chats is None:
             raise InputError(
-                source, "has images, which are not read here", "remove the chats with images"
+                source, "has images, which are not supported here", "remove the chats with images"
             )
         folder, reader = Path(source).absolute().parent, chats
         pieces = excerpts(

@@ -1,8 +1,8 @@
 """Default calibration texts: excerpts drawn so that few windows have the mixture of the whole set.
 
-The texts are of several kinds (prose, code, ...), and each kind is of several sources. Each kind
-has its share of any number of windows, and so has each source within its kind: the code of a few
-windows is in several programming languages.
+The texts are of several kinds (prose, code, ...), and each kind is of several sources. Any number
+of windows has the same proportions of kinds, and of sources within a kind. For example, even a few
+windows of code are in several programming languages.
 """
 
 import json
@@ -74,8 +74,8 @@ def _in_turn(texts: list[list[Excerpt]]) -> list[Excerpt]:
 def _spread(lists: Iterable[list[Excerpt]]) -> list[Excerpt]:
     """Merge lists so that each has its share of the characters of any beginning.
 
-    An excerpt is placed where its middle is in its own list: the one after half of a list is after
-    half of every other list, too.
+    An excerpt is placed by the relative position of its middle in its own list: the excerpt in the
+    middle of one list comes after half of every other list.
     """
     placed = []
     for excerpts in lists:

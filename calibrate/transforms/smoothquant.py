@@ -3,8 +3,8 @@
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models" (2022). The factors are s_j = max|X_j|^alpha / max|W_j|^(1-alpha). alpha is given for the
 whole model, or searched for each input to minimize the error of the rounded product on a sample of
-tokens. With a scale per token, searched factors are then fitted one by one (fitting.py). Of no
-factors, the searched and the fitted ones, those with the least error on held-out windows are used.
+tokens. With a scale per token, searched factors are then fitted one by one (fitting.py). The
+held-out windows decide between no factors, the searched factors and the fitted factors.
 """
 
 import math

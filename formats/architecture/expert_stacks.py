@@ -108,7 +108,7 @@ def _split_codes(
         if config.get(EITHER_ORDER):
             raise CheckpointError(
                 f"{match['stem']}.{match['stack']}",
-                f"has codes of all experts in one tensor, whose order of dims is not known: {name}",
+                f"holds the codes of all experts in one tensor of unknown dimension order: {name}",
                 REMEDY,
             )
         found |= _linears(match, entry, entries, _block_rows(config))

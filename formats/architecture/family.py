@@ -239,8 +239,8 @@ class Family:
         if not found:
             raise CheckpointError(
                 f"config.json {self.shared_layers_key}",
-                f"layer {layer} reads keys and values of an earlier layer of its type,"
-                f" {kinds[layer]}, and there is none among the first {max(first, 0)}",
+                f"layer {layer} reads the keys and values of an earlier {kinds[layer]} layer, but"
+                f" the first {max(first, 0)} layers have none",
                 "copy it from the float model",
             )
         return found[-1]

@@ -90,7 +90,7 @@ def make_padding(
             raise CheckpointError(name, f"has {found} features, config.json's {key} is {before!r}")
     if not isinstance(before, int) or not any(_widened(name) is not None for name in shapes):
         raise CheckpointError(
-            f"config.json {key}", "says no width that could grow", "quantize without `pad`"
+            f"config.json {key}", "states no width for `pad` to enlarge", "quantize without `pad`"
         )
     length = max(1, scheme.weight.group_size)
     multiple = math.lcm(MULTIPLE, length)

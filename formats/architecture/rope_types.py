@@ -43,7 +43,7 @@ def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bo
     if len(sections) != 3 or sum(sections) != num_pairs:
         raise InputError(
             "config.json mrope_section",
-            f"expected three numbers of sum {num_pairs}, found {list(sections)}",
+            f"expected three numbers that add up to {num_pairs}, found {list(sections)}",
             "copy config.json from the original model",
         )
     if not is_interleaved:
@@ -64,7 +64,7 @@ def axes_of_halves(sections: Sequence[int], num_pairs: int) -> tuple[list[int], 
     if len(sections) < 3 or sum(sections) != num_pairs:
         raise InputError(
             "config.json mrope_section",
-            f"expected three numbers or more of sum {num_pairs}, found {list(sections)}",
+            f"expected at least three numbers that add up to {num_pairs}, found {list(sections)}",
             "copy config.json from the original model",
         )
     axes = [axis for axis, count in enumerate(sections) for _ in range(2 * count)]

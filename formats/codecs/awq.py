@@ -36,7 +36,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
     if missing:
         raise CheckpointError(name, f"tensors missing: {', '.join(missing)}")
     if spec.bits != BITS:
-        raise CheckpointError(name, f"AWQ has 4 bits, found {spec.bits}")
+        raise CheckpointError(name, f"expected 4 bits in AWQ, found {spec.bits}")
     qweight, scales_GN = tensors["qweight"], tensors["scales"]
     for field in ("qweight", "qzeros"):
         tensor = tensors.get(field)

@@ -38,7 +38,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{BLOCK}.version",
             f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}",
-            "the other layouts of AWQ are not read",
+            "AWQ's other layouts are not supported",
         )
     spec = QuantSpec(
         bits=4,
@@ -80,7 +80,7 @@ def rules_for(
         if scheme is not None:
             raise CheckpointError(
                 name,
-                f"cannot have the scheme {scheme}: AWQ has one for all linears",
+                f"cannot have the scheme {scheme}: AWQ has one scheme for all linears",
                 "write compressed-tensors or gptq",
             )
     return tuple(Rule(kind="contains", text=name, scheme=None) for name in others)

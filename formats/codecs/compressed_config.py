@@ -61,7 +61,9 @@ def unrounded(schemes: Iterable[Scheme | None]) -> str:
     mixed = next((each for each in micro if stored(each) in found), None)
     if mixed is not None:
         raise CheckpointError(
-            f"scheme {mixed}", f"is not written next to {stored(mixed)}", "use one of them"
+            f"scheme {mixed}",
+            f"cannot be stored in one checkpoint with {stored(mixed)}",
+            "use only one of them",
         )
     return next((f"{scheme.activation.bits}-bit float" for scheme in micro), "")
 
@@ -238,7 +240,7 @@ def _activation_keys(spec: ActivationSpec | None) -> dict[str, Any] | None:
 def _weight(args: Any, where: str) -> QuantSpec:
     bits, kind, symmetric = _common(args, where)
     if args.get("dynamic"):
-        raise CheckpointError(f"{where}.dynamic", "weights have static scales")
+        raise CheckpointError(f"{where}.dynamic", "expected false: scales of weights are static")
     if _actorder(args) not in (*IN_ORDER, *REORDERED):
         raise CheckpointError(f"{where}.actorder", f"unknown: {args['actorder']!r}")
     fp4 = _fp4_type(args, bits, kind, symmetric)

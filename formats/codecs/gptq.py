@@ -119,23 +119,23 @@ def stored_version(
             return "v1" if low == middle - 1 else "v2"
         raise CheckpointError(
             f"{name}.qzeros",
-            f"a symmetric scheme stores {middle - 1} (v1) or {middle} (v2) throughout, found"
+            f"expected only {middle - 1} (v1) or only {middle} (v2) in a symmetric scheme, found"
             f" {stored_GN.unique().tolist()[:8]}",
             "set sym to false if these zeros are intended",
         )
     if low == high == (middle if label == "v1" else middle - 1):
         raise CheckpointError(
             f"{name}.qzeros",
-            f"stores {low} throughout under a {label} label: symmetric zeros of the other version,"
-            " or a rare choice",
+            f"contains only {low}, and the label is {label}: either these are symmetric zeros of"
+            " the other version, or the label is right and the zeros are unusual",
             "set sym to true if the model is symmetric, or fix checkpoint_format",
         )
     if label == "v1" and high == spec.max_code:
         raise CheckpointError(
             f"{name}.qzeros",
-            f"stores {high}, which under a v1 label is a zero point of 0 that some writers spread"
-            " over its neighbours, or v2 zeros; which one is not certain",
-            "write it again with gptq_v2 zeros",
+            f"contains {high}, and the label is v1: either a zero point of 0 overflowed, possibly"
+            " into neighbouring codes, or these are v2 zeros; the file does not say which",
+            "write the checkpoint again with gptq_v2 zeros",
         )
     return label
 

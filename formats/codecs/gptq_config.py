@@ -104,11 +104,13 @@ def rules_for(
     """Return `dynamic` entries for the modules that differ from the rest."""
     activations = {scheme.activation for scheme in schemes.values() if scheme is not None}
     if len(activations) > 1:
-        raise CheckpointError("gptq", "has one kind of activations for all modules")
+        raise CheckpointError("gptq", "expected one activation type for all modules, found several")
     versions = {zeros_rule(scheme.weight) for scheme in schemes.values() if scheme is not None}
     if len(versions) > 1:
         raise CheckpointError(
-            "gptq", "has one label for the zeros of all modules, symmetric and asymmetric differ"
+            "gptq",
+            "has one zeros label for all modules, but symmetric and asymmetric modules need"
+            " different ones",
         )
     return tuple(
         Rule(kind="regex", text=text, scheme=scheme)

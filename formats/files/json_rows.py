@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
     Raises InputError if the file is unreadable, a pipe, too large, not UTF-8, or a table.
     """
     if path.suffix.lower() in _TABLES:
-        raise InputError(str(path), "is a table, which is not read", "give JSON Lines or parquet")
+        raise InputError(str(path), "tables are not supported", "give JSON Lines or parquet")
     check_is_file(path)
     try:
         content = path.read_bytes()

@@ -8,7 +8,7 @@ from pathlib import Path
 def write_whole(path: Path, text: str) -> None:
     """Create the folder if needed, and replace the file by a rename. Raises OSError.
 
-    Of two concurrent writers, the last one to finish wins.
+    If two processes write the file concurrently, the last one to finish wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")

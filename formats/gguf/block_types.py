@@ -93,6 +93,8 @@ def find_type(id: int, subject: str) -> BlockType:
         raise CheckpointError(subject, f"has the unknown type {id}", REMEDY)
     if not row.decoded:
         raise CheckpointError(
-            subject, f"has type {row.name}, which is not read: {', '.join(READ_NAMES)} are", REMEDY
+            subject,
+            f"has the unsupported type {row.name}; supported are {', '.join(READ_NAMES)}",
+            REMEDY,
         )
     return row

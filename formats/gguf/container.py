@@ -150,7 +150,7 @@ class _Header:
             raise self._wrong("is not a GGUF file: it does not start with GGUF", "give a model")
         version = self._number("I")
         if version & 0xFFFF == 0 and version:
-            raise self._wrong("is big-endian, which is not read", "convert it on this machine")
+            raise self._wrong("is big-endian, which is not supported", "convert it on this machine")
         if version not in VERSIONS:
             raise self._wrong(
                 f"has version {version} of the format; 2 and 3 are read",

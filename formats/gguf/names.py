@@ -79,7 +79,9 @@ class NameMap:
                 continue
             for each in self._of(stored, tensors, subject):
                 if each.name in found:
-                    raise CheckpointError(f"{subject}: {stored.name}", f"is {each.name} again")
+                    raise CheckpointError(
+                        f"{subject}: {stored.name}", f"is a second tensor for {each.name}"
+                    )
                 found[each.name] = each
         return found
 
@@ -431,5 +433,5 @@ def _unplaced(stored: StoredTensor, architecture: Architecture, subject: str) ->
     return CheckpointError(
         f"{subject}: {stored.name}",
         f"is not known as a tensor of {architecture.name}",
-        "this variant of the architecture is not read; take the model's safetensors",
+        "this variant of the architecture is not supported; use the model's safetensors files",
     )

@@ -65,7 +65,8 @@ def _scaling(
     if kind in (None, "linear") and factor:
         return None if factor == 1.0 else {"rope_type": "linear", "factor": float(factor)}
     if kind != "yarn" or not factor:
-        raise metadata.wrong("rope.scaling.type", f"{kind!r:.40} with factor {factor} is not read")
+        problem = f"{kind!r:.40} with factor {factor} is not supported"
+        raise metadata.wrong("rope.scaling.type", problem)
     scaling = {"rope_type": "yarn", "factor": float(factor)}
     if original is not None:
         scaling[ORIGINAL] = metadata.size("rope.scaling.original_context_length")

@@ -13,7 +13,7 @@ from formats.heads.layers_config import ORIGINAL, LayersConfig, flag, layers_of,
 
 DFLASH, DSPARK = "dflash", "dspark"
 DFLASH2 = "dflash2"  # known by name, not served
-FLAT_TAPS_KEY, NESTED_TAPS_KEY = "target_layer_ids", "aux_hidden_state_layer_ids"
+FLAT_AUX_KEY, NESTED_AUX_KEY = "target_layer_ids", "aux_hidden_state_layer_ids"
 INNER = "dflash_config"
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 DEFAULT_BLOCK = {DFLASH: 16, DSPARK: 7}
@@ -40,7 +40,7 @@ class BlockConfig(LayersConfig):
     """A DFlash or DSpark head: its layers, its block, and the target's states that it reads."""
 
     kind: Literal["dflash", "dspark"]
-    stated_taps: tuple[int, ...]  # layer ids as config.json counts them
+    stated_aux_layers: tuple[int, ...]  # layer ids as config.json counts them
     block_size: int  # rows in training: the newest token, then mask tokens
     mask_token_id: int
     samples_anchor: bool  # the row of the newest token predicts the first draft
@@ -53,32 +53,32 @@ class BlockConfig(LayersConfig):
     logits_cap: float = 0.0  # 0: none
 
     @property
-    def num_taps(self) -> int:
+    def num_aux(self) -> int:
         """Number of the target's auxiliary hidden states per token."""
-        return len(self.stated_taps)
+        return len(self.stated_aux_layers)
 
     @property
     def most_drafts(self) -> int:
         """Largest number of drafts of a block."""
         return self.block_size if self.samples_anchor else self.block_size - 1
 
-    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
         A flat config names the layer whose output the state is, with -1 for the embedding. Raises
         CheckpointError for states that the target does not have.
         """
-        taps = self.stated_taps
+        aux_layers = self.stated_aux_layers
         if self.layout == ORIGINAL:
-            taps = tuple(tap + 1 for tap in taps)
-        if not all(0 <= tap <= num_target_layers for tap in taps):
+            aux_layers = tuple(layer + 1 for layer in aux_layers)
+        if not all(0 <= layer <= num_target_layers for layer in aux_layers):
             raise CheckpointError(
-                f"config.json {FLAT_TAPS_KEY if self.layout == ORIGINAL else NESTED_TAPS_KEY}",
-                f"expected states of a target of {num_target_layers} layers, found"
-                f" {list(self.stated_taps)}",
+                f"config.json {FLAT_AUX_KEY if self.layout == ORIGINAL else NESTED_AUX_KEY}",
+                f"expected auxiliary layers of a target model with {num_target_layers} layers,"
+                f" found {list(self.stated_aux_layers)}",
                 "is this the model that the head was trained for?",
             )
-        return taps
+        return aux_layers
 
 
 def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
@@ -96,10 +96,13 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
                 f"expected {served}, found {stated[key]!r}",
                 "use another head",
             )
-    taps_key = FLAT_TAPS_KEY if is_flat else NESTED_TAPS_KEY
-    taps = numbers(stated, taps_key)
-    if not taps:
-        raise CheckpointError(f"config.json {taps_key}", "is missing: the states that it reads")
+    aux_key = FLAT_AUX_KEY if is_flat else NESTED_AUX_KEY
+    aux_layers = numbers(stated, aux_key)
+    if not aux_layers:
+        raise CheckpointError(
+            f"config.json {aux_key}",
+            "is missing: it lists the target layers whose states the head reads",
+        )
     rank = whole(stated, "markov_rank", 0 if is_flat else 256, least=0) if kind == DSPARK else 0
     markov = stated.get("markov_head_type", MARKOV_TYPES[0])
     if markov not in MARKOV_TYPES:
@@ -112,7 +115,7 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
     return BlockConfig(
         **layers,
         kind=kind,
-        stated_taps=taps,
+        stated_aux_layers=aux_layers,
         block_size=whole(stated, "block_size", DEFAULT_BLOCK[kind]),
         mask_token_id=whole(stated, "mask_token_id", least=0),
         samples_anchor=flag(stated, "sample_from_anchor", kind == DSPARK),

@@ -23,8 +23,8 @@ from formats.heads.layers_config import (
 )
 
 EAGLE3, PEAGLE, EAGLE, MEDUSA = "eagle3", "peagle", "eagle", "medusa"
-NUM_TAPS = 3
-TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+NUM_AUX = 3
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # keys of the token of rows whose token is not known yet: speculators' key, then flat configs' keys
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 IMAGES_KEY = "image_embeddings"
@@ -38,8 +38,8 @@ class EagleConfig(LayersConfig):
     """An EAGLE, EAGLE-3 or P-EAGLE head: its layers, and the target's states that it reads."""
 
     kind: Literal["eagle3", "peagle", "eagle"]
-    num_taps: int  # number of the target's auxiliary hidden states per token; EAGLE: 1
-    stated_taps: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
+    num_aux: int  # number of the target's auxiliary hidden states per token; EAGLE: 1
+    stated_aux_layers: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
     norm_before_residual: bool
     norm_output: bool  # the next step reads the state after the norm
     norm_before_fc: bool  # one norm over all auxiliary hidden states
@@ -57,8 +57,9 @@ class EagleConfig(LayersConfig):
     def reads_images(self) -> bool:
         """True if the head was trained with the embeddings of images.
 
-        If config.json does not state it: heads of speculators and AngelSlim were not, but heads
-        that SGLang serves were, and SGLang gives embeddings of images to all of them.
+        If config.json does not state it, it follows from the layout: heads of speculators and
+        AngelSlim were trained without image embeddings, and heads for SGLang were trained with
+        them.
         """
         if self.image_embeddings is not None:
             return self.image_embeddings
@@ -74,7 +75,7 @@ class EagleConfig(LayersConfig):
     def has_interleaved_axes(self) -> bool:
         return bool(_axes(self.values).get("mrope_interleaved"))
 
-    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
         A flat config uses SGLang's ids, which name the layer whose output the state is, so they are
@@ -83,18 +84,19 @@ class EagleConfig(LayersConfig):
         """
         if self.kind == EAGLE:
             return ()
-        usual = usual_taps(num_target_layers)
-        taps = self.stated_taps or usual
-        if self.stated_taps and self.layout == ORIGINAL and taps != usual:
-            taps = tuple(tap + 1 for tap in taps)
-        if not all(0 <= tap <= num_target_layers for tap in taps) or len(taps) != self.num_taps:
+        usual = usual_aux_layers(num_target_layers)
+        aux_layers = self.stated_aux_layers or usual
+        if self.stated_aux_layers and self.layout == ORIGINAL and aux_layers != usual:
+            aux_layers = tuple(layer + 1 for layer in aux_layers)
+        is_in_target = all(0 <= layer <= num_target_layers for layer in aux_layers)
+        if not is_in_target or len(aux_layers) != self.num_aux:
             raise CheckpointError(
-                f"config.json {TAPS_KEY}",
-                f"expected {self.num_taps} states of a target of {num_target_layers} layers, found"
-                f" {list(taps)}",
+                f"config.json {AUX_LAYERS_KEY}",
+                f"expected {self.num_aux} auxiliary layers of a target model with"
+                f" {num_target_layers} layers, found {list(aux_layers)}",
                 "is this the model that the head was trained for?",
             )
-        return taps
+        return aux_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ class MedusaConfig:
     kind: Literal["medusa"] = "medusa"
 
 
-def usual_taps(num_layers: int) -> tuple[int, ...]:
+def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Return EAGLE-3's default auxiliary hidden states, as numbers of layers before them."""
     return (2, num_layers // 2, num_layers - 3)
 
@@ -162,17 +164,18 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     is_nested = layers["layout"] == SPECULATORS
     if kind == EAGLE and is_nested:
         raise CheckpointError(
-            f"config.json {KIND_KEY}", "EAGLE is read only in its original layout, found eagle"
+            f"config.json {KIND_KEY}",
+            "expected eagle3 or peagle; eagle heads are supported only in their original layout",
         )
-    taps = numbers(stated, TAPS_KEY)
-    num_taps = len(taps) or NUM_TAPS
+    aux_layers = numbers(stated, AUX_LAYERS_KEY)
+    num_aux = len(aux_layers) or NUM_AUX
     if stated.get("num_aux_hidden_states") is not None:
-        num_taps = whole(stated, "num_aux_hidden_states")
+        num_aux = whole(stated, "num_aux_hidden_states")
     return EagleConfig(
         **layers,
         kind=kind,
-        num_taps=1 if kind == EAGLE else num_taps,
-        stated_taps=taps,
+        num_aux=1 if kind == EAGLE else num_aux,
+        stated_aux_layers=aux_layers,
         # Before this was a choice, speculators did not write the key; those heads have the norm.
         norm_before_residual=flag(stated, "norm_before_residual", is_nested and kind == EAGLE3),
         norm_output=flag(stated, "norm_output", False),

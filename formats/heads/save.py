@@ -11,12 +11,12 @@ from formats.errors import CheckpointError
 from formats.heads import tensors as names
 from formats.heads.block_config import (
     DFLASH,
-    FLAT_TAPS_KEY,
+    FLAT_AUX_KEY,
     INNER,
-    NESTED_TAPS_KEY,
+    NESTED_AUX_KEY,
     BlockConfig,
 )
-from formats.heads.config import IMAGES_KEY, PEAGLE, TAPS_KEY, EagleConfig, MedusaConfig
+from formats.heads.config import AUX_LAYERS_KEY, IMAGES_KEY, PEAGLE, EagleConfig, MedusaConfig
 from formats.heads.folder import HeadFolder
 from formats.heads.layers_config import NESTED, ORIGINAL, SPECULATORS
 
@@ -27,10 +27,10 @@ CONFIG_VERSION = "0.9.0"  # version of speculators whose keys are written
 def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a head. `verifier`: the target's config.json with its `name_or_path`.
 
-    `config.stated_taps` counts the layers before a state, as speculators does. Flat configs name
-    the layer whose output the state is. The default states are not written in either layout.
+    `config.stated_aux_layers` counts the layers before a state, as speculators does. Flat configs
+    name the layer whose output the state is. The default layers are not written in either layout.
     """
-    taps = list(config.stated_taps)
+    aux_layers = list(config.stated_aux_layers)
     flags: dict[str, Any] = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -47,13 +47,14 @@ def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any])
     if layout == ORIGINAL:
         if config.kind == PEAGLE:
             flags["ptd_token_id"] = flags.pop("mask_token_id")
-        stated = {"eagle_config": {TAPS_KEY: [tap - 1 for tap in taps]}} if taps else {}
+        flat = [layer - 1 for layer in aux_layers]
+        stated = {"eagle_config": {AUX_LAYERS_KEY: flat}} if aux_layers else {}
         return {**values, "architectures": ["LlamaForCausalLMEagle3"], **flags, **stated}
     architecture = "PEagleDraftModel" if config.kind == PEAGLE else "Eagle3DraftModel"
     return {
         **_speculators(config.kind, architecture, DEFAULT_DRAFT_TOKENS, verifier),
         NESTED: values,
-        TAPS_KEY: taps,
+        AUX_LAYERS_KEY: aux_layers,
         **flags,
     }
 
@@ -61,7 +62,7 @@ def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any])
 def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a DFlash or DSpark head. `verifier`: as for `eagle3_config`.
 
-    `config.stated_taps` counts the layers before a state, as speculators does.
+    `config.stated_aux_layers` counts the layers before a state, as speculators does.
     """
     is_dflash = config.kind == DFLASH
     shared: dict[str, Any] = {
@@ -81,9 +82,9 @@ def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) 
             "confidence_head_with_markov": config.confidence_inputs > config.hidden_size,
         }
     values = {**config.values, "num_hidden_layers": config.num_layers}
-    taps = list(config.stated_taps)
+    aux_layers = list(config.stated_aux_layers)
     if layout == ORIGINAL:
-        shared[FLAT_TAPS_KEY] = [tap - 1 for tap in taps]
+        shared[FLAT_AUX_KEY] = [layer - 1 for layer in aux_layers]
         flat = {**values, "num_target_layers": verifier.get("num_hidden_layers"), **sizes}
         if is_dflash:
             return {**flat, "architectures": ["DFlashDraftModel"], INNER: shared}
@@ -92,7 +93,7 @@ def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) 
     return {
         **_speculators(config.kind, architecture, config.most_drafts, verifier),
         NESTED: values,
-        NESTED_TAPS_KEY: taps,
+        NESTED_AUX_KEY: aux_layers,
         **shared,
         **sizes,
     }
@@ -134,11 +135,12 @@ def save_eagle3(
             writer.add(name if below == name else f"{first}.{below}", tensor)
         writer.seal(eagle3_config(config, layout, verifier), side_files_from=writer.staging)
         num_layers = verifier["num_hidden_layers"]
-        if HeadFolder(writer.staging).config.taps(num_layers) != config.taps(num_layers):
+        written = HeadFolder(writer.staging).config
+        if written.aux_layers(num_layers) != config.aux_layers(num_layers):
             raise CheckpointError(
-                f"taps {list(config.stated_taps)}",
-                "readers of a flat config would take them for the defaults, counted differently",
-                "choose others",
+                f"auxiliary layers {list(config.stated_aux_layers)}",
+                "readers of a flat config would mistake these layers for the default ones",
+                "choose other layers",
             )
         writer.publish()
 

@@ -101,7 +101,7 @@ def _markov_linears(config: HeadConfig) -> dict[str, Shape]:
 def fc_inputs(config: EagleConfig | BlockConfig) -> int:
     """Return the width of `fc`'s input: all auxiliary states, or EAGLE's embedding and state."""
     if isinstance(config, BlockConfig) or config.is_eagle3:
-        return config.num_taps * config.target_hidden_size
+        return config.num_aux * config.target_hidden_size
     return config.hidden_size + config.target_hidden_size
 
 
@@ -136,8 +136,8 @@ def required(config: HeadConfig) -> dict[str, Shape]:
             found["input_norm.weight"] = (F,)
         if config.fc_norm:
             found |= {
-                f"fc_norm.{tap}.weight": (config.target_hidden_size,)
-                for tap in range(config.num_taps)
+                f"fc_norm.{number}.weight": (config.target_hidden_size,)
+                for number in range(config.num_aux)
             }
     return found
 

@@ -66,7 +66,7 @@ def side_files(files: Iterable[str], kind: Kind, folder: str = "") -> list[str]:
 
 
 def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -> list[str] | None:
-    """Choose the weight files; None means those that the index lists. Raises CheckpointError."""
+    """Choose the weight files; None: the files that the index lists. Raises CheckpointError."""
     if not kind.weights:
         return []
     if folder + kind.required in files:
@@ -158,7 +158,7 @@ def _no_weights(files: Collection[str], kind: Kind, folder: str, source: str) ->
         ),
         (
             PICKLES,
-            "has its weights as pickles alone, which may contain code and are not read",
+            "has only pickled weights, which may contain code and are not supported",
             "choose a copy or a --revision with safetensors",
         ),
     )

@@ -226,7 +226,7 @@ class Fp4Weight:
                 and same_activation(part, first)
             ):
                 raise CheckpointError(
-                    name, f"its parts differ: {first.scheme} against {part.scheme}"
+                    name, f"linears merged into it differ: {first.scheme} against {part.scheme}"
                 )
         whole = {
             field: _whole_of_rows([getattr(part, field) for part in parts], parts)

@@ -124,11 +124,13 @@ class Fp8Weight:
         first = parts[0]
         for part in parts[1:]:
             if (part.spec, part.in_features) != (first.spec, first.in_features):
-                raise CheckpointError(name, f"its parts differ: {first.spec} against {part.spec}")
+                raise CheckpointError(
+                    name, f"linears merged into it differ: {first.spec} against {part.spec}"
+                )
             if not same_activation(first, part):
                 raise CheckpointError(
                     name,
-                    f"its parts differ: inputs {describe_scale(first)} against"
+                    f"linears merged into it differ: inputs {describe_scale(first)} against"
                     f" {describe_scale(part)}",
                 )
         rows = first.spec.rows

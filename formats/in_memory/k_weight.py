@@ -174,7 +174,7 @@ class KWeight:
                 first.input_range,
             ):
                 raise CheckpointError(
-                    name, f"its parts differ: {first.scheme} against {part.scheme}"
+                    name, f"linears merged into it differ: {first.scheme} against {part.scheme}"
                 )
         return replace(first, bytes_NX=torch.cat([part.bytes_NX for part in parts]))
 

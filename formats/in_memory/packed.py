@@ -220,17 +220,17 @@ class PackedWeight:
             if (part.spec, part.in_features) != (first.spec, first.in_features):
                 raise CheckpointError(
                     name,
-                    f"its parts differ: {first.spec} with {first.in_features} inputs"
+                    f"linears merged into it differ: {first.spec} with {first.in_features} inputs"
                     f" against {part.spec} with {part.in_features}",
                 )
             if not same_activation(first, part):
                 raise CheckpointError(
                     name,
-                    f"its parts differ: inputs {describe_scale(first)} against"
+                    f"linears merged into it differ: inputs {describe_scale(first)} against"
                     f" {describe_scale(part)}",
                 )
             if not _same_order(first.input_order, part.input_order):
-                raise CheckpointError(name, "its parts order their inputs differently")
+                raise CheckpointError(name, "linears merged into it have different input orders")
         return replace(
             first,
             words_NW=torch.cat([part.words_NW for part in parts]),

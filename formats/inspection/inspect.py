@@ -282,7 +282,9 @@ def _quantized_linears(
             summary = _quantized_linear(name, shards, quant, findings)
         if _is_there_twice(name, shards):
             findings.error(
-                f"{name}.weight", "is stored beside codes of the same linear", "remove one of them"
+                f"{name}.weight",
+                "is stored together with codes of the same linear",
+                "remove one of them",
             )
         if summary is not None:
             yield summary

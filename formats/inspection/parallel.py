@@ -1,6 +1,6 @@
 """Checks whether a checkpoint can be divided over several GPUs, by shapes and groups alone.
 
-Heads and feed-forward features are divided as the loader does it (shares.py): in whole units, with
+Heads and feed-forward features are divided as the loader does it (shards.py): in whole units, with
 possibly more units on one GPU than on another. Experts too narrow for that may be placed whole.
 """
 
@@ -12,8 +12,8 @@ from formats.architecture.sizes import check_heads, num_experts
 from formats.errors import InputError
 from formats.families import FAMILIES, family_of
 from formats.in_memory.dense import is_dense
-from formats.in_memory.shares import EXPERT, share_features, share_heads
-from formats.in_memory.state_shares import share_states
+from formats.in_memory.shards import EXPERT, shard_features, shard_heads
+from formats.in_memory.state_shards import shard_states
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.rules import LAYER_NUMBER
@@ -85,7 +85,7 @@ def _why_not(
             layer = -1 if number is None else int(number[1])
             is_end = state_end is not None and linear.name.endswith(state_end)
             if is_end and (mixer.beside_attention or family.has_state(layer, config)):
-                share_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
+                shard_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
             elif inputs in BY_HEAD and sizes.get("num_attention_heads"):
                 heads, kv_heads = family.heads_of_layer(layer, config)
                 check_heads(heads, kv_heads)
@@ -94,7 +94,7 @@ def _why_not(
             elif inputs in BY_HEAD:
                 continue
             elif inputs is not None:
-                share_features(linear.name, linear.in_features, size, scheme)
+                shard_features(linear.name, linear.in_features, size, scheme)
         heads, kv_heads, head_dim = (
             sizes.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
@@ -102,11 +102,11 @@ def _why_not(
         if has_attention and not attention and heads and head_dim:
             attention[heads, kv_heads or heads, head_dim] = {None}
         for each, schemes in attention.items():
-            share_heads(*each, size, sorted(schemes, key=str))
+            shard_heads(*each, size, sorted(schemes, key=str))
         if not whole_experts and family.experts and family.experts.fused and num_experts(config):
             inner = sizes.get(family.experts.down.inputs)
             if inner:
-                share_features(family.experts.module, inner, size, None)
+                shard_features(family.experts.module, inner, size, None)
     except InputError as error:
         return error.problem
     return ""

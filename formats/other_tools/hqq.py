@@ -32,7 +32,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
         if field not in tensors:
             remedy = "the checkpoint is incomplete"
             if field in ("scale", "zero"):
-                remedy = "scales that are quantized too are not read; quantize the float original"
+                remedy = "quantized scales are not supported; quantize the float original"
             raise CheckpointError(f"{name}.{field}", "is missing", remedy)
     bits, axis = (_number(tensors[field], f"{name}.{field}") for field in ("nbits", "axis"))
     if bits != spec.bits:
@@ -75,7 +75,7 @@ def _codes(
 ) -> torch.Tensor:
     """Unpack to uint8 [rows, columns]; if `viewed`, the words are stored as another dtype."""
     if bits not in PACKED:
-        raise CheckpointError(name, f"{bits} bits are not read, only {', '.join(map(str, PACKED))}")
+        raise CheckpointError(name, f"{bits} bits: supported are {', '.join(map(str, PACKED))}")
     per_word, dtype = PACKED[bits]
     packed_rows = -(-rows // per_word)
     if not viewed and (words.dtype, words.shape) != (dtype, (packed_rows, columns)):

@@ -146,7 +146,7 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
     if name in REFUSED:
         raise CheckpointError(
             f"{where}.quant_algo",
-            f"{algorithm} {REFUSED[name]}, which is not read",
+            f"{algorithm} {REFUSED[name]}, which is not supported",
             "quantize the float model",
         )
     if name not in ALGORITHMS:

@@ -48,7 +48,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         )
     for key in ("layer_type_quant_config", "softmax_quant_spec"):
         if block.get(key):
-            raise CheckpointError(f"{BLOCK}.{key}", "is not read", "quantize the float model")
+            raise CheckpointError(f"{BLOCK}.{key}", "is not supported", "quantize the float model")
     excluded = block.get("exclude") or []
     if not isinstance(excluded, list) or not all(isinstance(n, str) and n for n in excluded):
         raise CheckpointError(f"{BLOCK}.exclude", "expected a list of names and patterns")
@@ -86,7 +86,7 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme | None, str]:
     if not isinstance(keys, dict):
         raise CheckpointError(where, f"expected an object, found {keys!r:.80}")
     if keys.get("bias") is not None:
-        raise CheckpointError(f"{where}.bias", "is not read: biases are float")
+        raise CheckpointError(f"{where}.bias", "is not supported: biases must be float")
     if keys.get("weight") is None:
         return None, ""
     weight = _weight(keys["weight"], f"{where}.weight")

@@ -44,7 +44,9 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         )
     if block.get("include_input_output_embeddings"):
         raise CheckpointError(
-            f"{BLOCK}.include_input_output_embeddings", "quantized embeddings are not read", ANEW
+            f"{BLOCK}.include_input_output_embeddings",
+            "quantized embeddings are not supported",
+            ANEW,
         )
     skipped = float_modules(block.get("modules_to_not_convert"), f"{BLOCK}.modules_to_not_convert")
     rules, others = (), []
@@ -102,7 +104,7 @@ def _object(value: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 def _scheme(kind: str, data: Mapping[str, Any]) -> tuple[Scheme, str]:
     """Return (scheme, input rounding that is not applied here)."""
     if kind not in _READ:
-        raise CheckpointError(WHERE, f"{kind[:60]!r} is not read, only {', '.join(_READ)}", ANEW)
+        raise CheckpointError(WHERE, f"{kind[:60]!r}: supported are {', '.join(_READ)}", ANEW)
     return _READ[kind](data)
 
 
@@ -155,7 +157,7 @@ def _intx(data: Mapping[str, Any]) -> tuple[Scheme, str]:
     packing = _value(data, "intx_packing_format", "UNPACKED_TO_INT8")
     if dtype not in INTX_BITS or packing.upper() != "UNPACKED_TO_INT8":
         raise CheckpointError(
-            WHERE, f"{dtype[:40]} as {packing[:40]} is not read, only UNPACKED_TO_INT8", ANEW
+            WHERE, f"{dtype[:40]} as {packing[:40]}: supported is UNPACKED_TO_INT8", ANEW
         )
     mapping = _value(data, "weight_mapping_type", "") or _value(data, "mapping_type", "SYMMETRIC")
     return Scheme(

@@ -44,4 +44,4 @@ def describe(method: object, keys: set[str]) -> str:
     if not isinstance(method, str) or method.lower() not in METHODS:
         return ""
     tool, form = METHODS[method.lower()]
-    return f"is a format of {tool} ({form}), which is not read"
+    return f"is a format of {tool} ({form}), which is not supported"

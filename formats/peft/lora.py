@@ -151,7 +151,8 @@ def read_adapter(
     if missing:
         raise CheckpointError(
             str(folder),
-            f"{config.source} names {missing[0]}, which has no tensors, as {len(missing)} in all",
+            f"{config.source} lists {missing[0]}, but the file has no tensors for it"
+            f" ({len(missing)} such modules)",
             "was it trained on this model?",
         )
     pairs = {}
@@ -164,7 +165,7 @@ def read_adapter(
 
 def _check_wanted(folder: Path, is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise CheckpointError(str(folder), "was only partly read: no request waits for it")
+        raise CheckpointError(str(folder), "loading was stopped: no request waits for it any more")
 
 
 class _File:
@@ -232,7 +233,7 @@ def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
             raise CheckpointError(
                 f"{file.path}: {name}",
                 f"{reason or 'is not a tensor of a LoRA adapter'}; not supported",
-                "train or save the adapter with linears as targets alone",
+                "train or save the adapter with linear layers as its only targets",
             )
         stored = name.removeprefix(PREFIX).removesuffix(end)
         # an adapter of a model without a head lacks the prefix, as the model does

@@ -113,7 +113,7 @@ class Tile:
 
     @gluon.jit
     def steps(self, attention):
-        """Return the first key that the tile sees, and its range of steps, at least one."""
+        """Return the first key that the tile attends to, and its range of one step or more."""
         GROUP: gl.constexpr = attention.GROUP
         KEYS: gl.constexpr = attention.KEYS
         before = self.length - self.count  # keys before the request's first row

@@ -175,7 +175,7 @@ def _want(x_MC: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.T
         gate_up, down = (_float(each[expert]) for each in (weights.gate_up, weights.down))
         gate, up = (x_MC[token].float() @ gate_up.t()).chunk(2, -1)
         out = (functional.silu(gate) * up) @ down.t()
-        total_MC.index_add_(0, token, out * routes.shares_Mk[token, choice, None])
+        total_MC.index_add_(0, token, out * routes.weights_Mk[token, choice, None])
     return total_MC
 
 

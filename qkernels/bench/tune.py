@@ -33,7 +33,7 @@ TUNED_OPS = (ATTENTION, MOE, W4A8, W8A8, WNA16)  # all tunable operations
 
 
 class NotTaken(Exception):
-    """No kernel asked for the config: another kernel runs this problem on this GPU."""
+    """No kernel read the config, because another kernel runs this problem on this GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +207,9 @@ def tune(
         tuning_table.write(table, path)
         done += 1
     if not done and untuned:
-        raise KernelError(f"--tune {untuned[0]}", "is done by a kernel without tiles to choose")
+        raise KernelError(f"--tune {untuned[0]}", "runs a kernel that has nothing to tune")
     if not done:
-        raise KernelError("--tune", "nothing was measured", "give it more --tune-seconds")
+        raise KernelError("--tune", "nothing was measured", "raise --tune-seconds")
     return path
 
 

@@ -72,7 +72,7 @@ def lacking_rows_(
 
 
 def check_recent(
-    op: str, recent_PNI: torch.Tensor | None, inputs: int, step: StateStep, beside: torch.Tensor
+    op: str, recent_PNI: torch.Tensor | None, inputs: int, step: StateStep, like: torch.Tensor
 ) -> None:
     """Raise KernelError unless the kept inputs of recent rows match the step."""
     if (recent_PNI is None) != (step.lacking_R is None):
@@ -81,21 +81,21 @@ def check_recent(
         )
     if recent_PNI is None:
         return
-    check_tensor(f"{op} recent", recent_PNI, (None, None, inputs), (beside.dtype,), beside)
+    check_tensor(f"{op} recent", recent_PNI, (None, None, inputs), (like.dtype,), like)
     check_dense(f"{op} recent", recent_PNI)
     if recent_PNI.shape[1] % 2:
         raise KernelError(f"{op} recent", f"expected an even N, found {recent_PNI.shape[1]}")
     (R,) = step.slots_R.shape
-    check_tensor(f"{op} lacking", step.lacking_R, (R,), (torch.int32,), beside)
+    check_tensor(f"{op} lacking", step.lacking_R, (R,), (torch.int32,), like)
 
 
-def check_step(op: str, step: StateStep, beside: torch.Tensor) -> None:
+def check_step(op: str, step: StateStep, like: torch.Tensor) -> None:
     """Raise KernelError unless the step's tensors match each other."""
     (R,) = expect_ndim(f"{op} slots", step.slots_R, 1)
     int32 = (torch.int32,)
-    check_tensor(f"{op} slots", step.slots_R, (R,), int32, beside)
-    check_tensor(f"{op} query_starts", step.query_starts_R1, (R + 1,), int32, beside)
-    check_tensor(f"{op} context_lengths", step.context_lengths_R, (R,), int32, beside)
+    check_tensor(f"{op} slots", step.slots_R, (R,), int32, like)
+    check_tensor(f"{op} query_starts", step.query_starts_R1, (R + 1,), int32, like)
+    check_tensor(f"{op} context_lengths", step.context_lengths_R, (R,), int32, like)
 
 
 def check_dense(name: str, states: torch.Tensor) -> None:

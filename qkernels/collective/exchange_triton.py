@@ -26,7 +26,7 @@ LOOKS_A_LOOK_AT_THE_HOST = tl.constexpr(1024)
 
 
 class Wait(NamedTuple):
-    """Limit of a block's wait for a peer, and where it reports a peer that sent nothing."""
+    """Limit of a block's wait for a peer, and the address to report a peer that sent nothing."""
 
     spin_limit: tl.tensor  # polls
     broken_ptr: tl.tensor
@@ -104,9 +104,9 @@ def arrived(words, ptrs, mask, sender, wait):
         words = tl.load(ptrs, mask=mask, other=0, volatile=True)
         spins += 1
         if spins % LOOKS_A_LOOK_AT_THE_HOST == 0:
-            told = tl.load(wait.report_ptr, volatile=True)
-            if told < 0:
-                tl.store(wait.broken_ptr, told)
+            reported = tl.load(wait.report_ptr, volatile=True)
+            if reported < 0:
+                tl.store(wait.broken_ptr, reported)
         unbroken = tl.load(wait.broken_ptr, volatile=True) == 0
         going = (unbroken & (spins < wait.spin_limit)).to(tl.int32)
     if spins >= wait.spin_limit:

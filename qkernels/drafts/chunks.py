@@ -60,10 +60,10 @@ class DraftTables:
     """State of requests that lasts from step to step."""
 
     tokens_NK1: torch.Tensor  # int64: each request's newest token, then its drafts
-    refused_N: torch.Tensor  # int64: number of rejected drafts of its last verification
+    rejected_N: torch.Tensor  # int64: number of rejected drafts of its last verification
 
 
-class DraftPlaces(NamedTuple):
+class DraftPositions(NamedTuple):
     """Positions and KV slots of the K draft rows after each chunk with sampled rows."""
 
     positions_KD: torch.Tensor  # int64
@@ -74,15 +74,15 @@ class DraftPlaces(NamedTuple):
 class Settled(NamedTuple):
     """Verification result of a step's drafts, and the inputs of the next drafts."""
 
-    told: torch.Tensor  # int64 [S + D], for the host: all tokens, then the output tokens per chunk
+    for_host: torch.Tensor  # int64 [S + D]: all tokens, then the number of output tokens per chunk
     next_tokens_T: torch.Tensor  # int64: the token after each row, if it is known
     last_rows_D: torch.Tensor  # int64: index in T of the row before the chunk's newest token
     rows_D: torch.Tensor  # int64: the chunk's row of the tables
     # int64: sampling settings of each draft: those of the newest token, at the draft's position
     words_KDP: torch.Tensor
-    places: DraftPlaces  # rows after last_rows_D
+    draft_positions: DraftPositions  # rows after last_rows_D
 
     @property
     def emitted_D(self) -> torch.Tensor:
         """Number of output tokens of each chunk with sampled rows."""
-        return self.told[len(self.told) - len(self.last_rows_D) :]
+        return self.for_host[len(self.for_host) - len(self.last_rows_D) :]

@@ -62,17 +62,17 @@ def settle_drafts_(
     """
     what = "settle_drafts_"
     _check(what, chunks, tables)
-    D, beside = len(chunks.chunk_D), chunks.rows_R
+    D, like = len(chunks.chunk_D), chunks.rows_R
     if (tokens_S is None) != (words_SP is None) or (tokens_S is None and D):
         raise KernelError(what, f"expected tokens and words of {D} chunks, found none")
     if tokens_S is not None:
-        check_tensor(f"{what} tokens", tokens_S, (None,), INT64, beside)
-        check_tensor(f"{what} words", words_SP, (len(tokens_S), NUM_WORDS), INT64, beside)
+        check_tensor(f"{what} tokens", tokens_S, (None,), INT64, like)
+        check_tensor(f"{what} words", words_SP, (len(tokens_S), NUM_WORDS), INT64, like)
     if passes_DK is not None:
         shape = D, chunks.most_sampled - 1
-        check_tensor(f"{what} passes", passes_DK, shape, (torch.bool,), beside)
+        check_tensor(f"{what} passes", passes_DK, shape, (torch.bool,), like)
     if accepted_D is not None:
-        check_tensor(f"{what} accepted", accepted_D, (D,), INT64, beside)
+        check_tensor(f"{what} accepted", accepted_D, (D,), INT64, like)
     run = _run(rows.SETTLE_DRAFTS, chunks, kernel)
     return run(
         *(tokens_S, words_SP, chunks, tables),
@@ -101,24 +101,24 @@ def spread_logits(
 
 
 def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
-    beside, T, R = chunks.rows_R, len(chunks.token_ids_T), len(chunks.rows_R)
+    like, T, R = chunks.rows_R, len(chunks.token_ids_T), len(chunks.rows_R)
     D = len(chunks.chunk_D)
     for name in ("token_ids_T", "positions_T", "slots_T"):
-        check_tensor(f"{what} {name}", getattr(chunks, name), (T,), INT64, beside)
+        check_tensor(f"{what} {name}", getattr(chunks, name), (T,), INT64, like)
     for name in ("rows_R", "known_R", "next_R", "capacity_R", "place_R"):
-        check_tensor(f"{what} {name}", getattr(chunks, name), (R,), INT64, beside)
+        check_tensor(f"{what} {name}", getattr(chunks, name), (R,), INT64, like)
     for name in ("chunk_D", "first_D", "count_D"):
-        check_tensor(f"{what} {name}", getattr(chunks, name), (D,), INT64, beside)
+        check_tensor(f"{what} {name}", getattr(chunks, name), (D,), INT64, like)
     int32 = (torch.int32,)
     for name, least in (("query_starts_R1", R + 1), ("context_lengths_R", R)):
         tensor = getattr(chunks, name)
-        check_tensor(f"{what} {name}", tensor, (None,), int32, beside)
+        check_tensor(f"{what} {name}", tensor, (None,), int32, like)
         if len(tensor) < least:
             raise KernelError(f"{what} {name}", f"expected {least} or more, found {len(tensor)}")
-    check_tensor(f"{what} block_tables", chunks.block_tables_RX, (None, None), int32, beside)
-    N = len(tables.refused_N)
-    check_tensor(f"{what} refused", tables.refused_N, (N,), INT64, beside)
-    check_tensor(f"{what} tokens of tables", tables.tokens_NK1, (N, None), INT64, beside)
+    check_tensor(f"{what} block_tables", chunks.block_tables_RX, (None, None), int32, like)
+    N = len(tables.rejected_N)
+    check_tensor(f"{what} rejected", tables.rejected_N, (N,), INT64, like)
+    check_tensor(f"{what} tokens of tables", tables.tokens_NK1, (N, None), INT64, like)
     if chunks.most_sampled > tables.tokens_NK1.shape[1]:
         found = f"found {chunks.most_sampled} rows that sample"
         raise KernelError(what, f"expected {tables.tokens_NK1.shape[1]} or fewer, {found}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from qkernels.drafts.chunks import NEUTRAL, DraftChunks, DraftPlaces, DraftTables, Settled
+from qkernels.drafts.chunks import NEUTRAL, DraftChunks, DraftPositions, DraftTables, Settled
 from qkernels.sampling.words import NUM_WORDS, POSITION
 
 
@@ -24,7 +24,7 @@ def fill_drafts_(
         last = tables.tokens_NK1.shape[1] - 1
         tokens_T = tables.tokens_NK1[rows_R[chunk_T], column_T.clamp(max=last)]
         token_ids_T.copy_(torch.where(column_T < known_R[chunk_T], token_ids_T, tokens_T))
-    back_R = torch.where(known_R == 0, tables.refused_N[rows_R], 0)
+    back_R = torch.where(known_R == 0, tables.rejected_N[rows_R], 0)
     back_T = back_R[chunk_T]
     positions_T -= back_T
     slots_T = chunks.slots_T[:count]
@@ -79,14 +79,14 @@ def settle_drafts_(
     drawn_D = first_D + accepted_D
     last_D = begin_D + accepted_D
     tables.tokens_NK1[rows_D, 0] = tokens_S[drawn_D].clamp(min=0)
-    tables.refused_N[rows_D] = count_D - 1 - accepted_D
+    tables.rejected_N[rows_D] = count_D - 1 - accepted_D
     return Settled(
-        told=torch.cat([tokens_S, accepted_D + 1]),
+        for_host=torch.cat([tokens_S, accepted_D + 1]),
         next_tokens_T=next_T,
         last_rows_D=last_D,
         rows_D=rows_D,
         words_KDP=draft_words(words_SP[drawn_D], num_drafts),
-        places=draft_places(
+        draft_positions=draft_positions(
             chunks.positions_T[last_D],
             chunks.block_tables_RX[chunks.chunk_D],
             chunks.capacity_R[chunks.chunk_D],
@@ -113,7 +113,7 @@ def draft_words(words_DP: torch.Tensor, num_drafts: int) -> torch.Tensor:
     return words_KDP
 
 
-def draft_places(
+def draft_positions(
     positions_D: torch.Tensor,
     tables_DX: torch.Tensor,
     capacity_D: torch.Tensor,
@@ -121,13 +121,13 @@ def draft_places(
     num_drafts: int,
     page_size: int,
     max_model_len: int,
-) -> DraftPlaces:
+) -> DraftPositions:
     """Return positions and slots of the rows 1, 2 .. `num_drafts` positions after `positions_D`."""
     wanted_KD = positions_D + torch.arange(1, num_drafts + 1, device=positions_D.device)[:, None]
     positions_KD = wanted_KD.clamp(max=max_model_len - 1)
     pages_KD = (positions_KD // page_size).clamp(max=tables_DX.shape[1] - 1)
     slots_KD = tables_DX.long().gather(1, pages_KD.T).T * page_size + positions_KD % page_size
-    return DraftPlaces(
+    return DraftPositions(
         positions_KD=positions_KD,
         slots_KD=torch.where(wanted_KD < capacity_D, slots_KD, -1),
         # if the row is beyond the pages, its keys end with the pages

@@ -38,7 +38,7 @@ def fill_drafts_(
             chunks.rows_R,
             chunks.known_R,
             tables.tokens_NK1,
-            tables.refused_N,
+            tables.rejected_N,
             back_R if words_TP is None else words_TP,
             back_R,
             chunks.block_tables_RX.stride(0),
@@ -67,7 +67,7 @@ def _fill_drafts(
     rows_ptr,  # [R]
     known_ptr,  # [R]
     newest_ptr,  # [N, K1]
-    refused_ptr,  # [N]
+    rejected_ptr,  # [N]
     words_ptr,  # [T, P]
     back_ptr,  # [R]
     stride_table,
@@ -82,7 +82,7 @@ def _fill_drafts(
     row, known = tl.load(rows_ptr + r), tl.load(known_ptr + r)
     back = tl.full([], 0, tl.int64)
     if known == 0:
-        back = tl.load(refused_ptr + row)
+        back = tl.load(rejected_ptr + row)
     tl.store(back_ptr + r, back)
     first = tl.minimum(known, end - start).to(tl.int32)
     for begin in range(first, end - start, BLOCK):

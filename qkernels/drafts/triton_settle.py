@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.drafts.chunks import NEUTRAL, DraftChunks, DraftPlaces, DraftTables, Settled
+from qkernels.drafts.chunks import NEUTRAL, DraftChunks, DraftPositions, DraftTables, Settled
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, launches_nothing, on_device
 from qkernels.sampling.words import NUM_WORDS, POSITION
@@ -30,19 +30,19 @@ def settle_drafts_(
     """Implement ops.settle_drafts_."""
     token_ids_T, device = chunks.token_ids_T, chunks.rows_R.device
     D, K = len(chunks.chunk_D), num_drafts
-    # each draft's places start at a 16-byte boundary, as other kernels expect
+    # each draft's positions start at a 16-byte boundary, as other kernels expect
     stride = ceil_div(D, 4) * 4
     S = 0 if tokens_S is None else len(tokens_S)
     # if launches are only recorded, other operations still use tokens and rows as indices
     new = torch.zeros if launches_nothing() else torch.empty
     int64 = {"dtype": torch.int64, "device": device}
     settled = Settled(
-        told=new(S + D, **int64),
+        for_host=new(S + D, **int64),
         next_tokens_T=new(len(token_ids_T), **int64),
         last_rows_D=new(D, **int64),
         rows_D=new(D, **int64),
         words_KDP=new((K, D, NUM_WORDS), **int64),
-        places=DraftPlaces(
+        draft_positions=DraftPositions(
             positions_KD=new((K, stride), **int64)[:, :D],
             slots_KD=new((K, stride), **int64)[:, :D],
             lengths_KD=new((K, stride), dtype=torch.int32, device=device)[:, :D],
@@ -69,9 +69,9 @@ def settle_drafts_(
             chunks.first_D,
             chunks.count_D,
             tables.tokens_NK1,
-            tables.refused_N,
+            tables.rejected_N,
             *settled[:5],
-            *settled.places,
+            *settled.draft_positions,
             len(token_ids_T),
             S,
             D,
@@ -131,8 +131,8 @@ def _settle_drafts(
     first_ptr,  # [D]
     count_ptr,  # [D]
     newest_ptr,  # [N, K1]
-    refused_ptr,  # [N]
-    told_ptr,  # [S + D]
+    rejected_ptr,  # [N]
+    for_host_ptr,  # [S + D]
     next_tokens_ptr,  # [T]
     last_rows_ptr,  # [D]
     rows_of_d_ptr,  # [D]
@@ -193,13 +193,13 @@ def _settle_drafts(
         if HAS_PASSES:
             token = tl.where(k < accepted, draft, token)
             tl.store(tokens_ptr + first + k, token, mask=k < accepted)
-        tl.store(told_ptr + first + k, token, mask=k < count)
-        tl.store(told_ptr + S + d, (accepted + 1).to(tl.int64))
+        tl.store(for_host_ptr + first + k, token, mask=k < count)
+        tl.store(for_host_ptr + S + d, (accepted + 1).to(tl.int64))
         token = tl.maximum(token, 0)
         tl.store(next_tokens_ptr + begin + k, token, mask=k < count)
         newest = tl.sum(tl.where(k == accepted, token, 0), 0)
         tl.store(newest_ptr + row * K1, newest)
-        tl.store(refused_ptr + row, (count - 1 - accepted).to(tl.int64))
+        tl.store(rejected_ptr + row, (count - 1 - accepted).to(tl.int64))
         last = begin + accepted
         tl.store(last_rows_ptr + d, last.to(tl.int64))
         tl.store(rows_of_d_ptr + d, row)

@@ -1,8 +1,8 @@
 """Patch Triton so that a compiled kernel has the same cache key in every process.
 
 A kernel's key includes the constants that its device functions use. Triton 3.6 hashes them only for
-functions that another kernel has already used, so the key depends on what ran before, and a process
-does not find the kernel that a compile worker made. Triton 3.9 computes the functions' keys first;
+functions that another kernel has already used. So the key depends on what ran before, and a process
+may not find the kernel that a compile worker made. Triton 3.9 computes the functions' keys first;
 this patch does the same.
 """
 

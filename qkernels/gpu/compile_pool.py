@@ -155,7 +155,7 @@ class CompilePool:
             except OSError:
                 answer = ""
             if not answer.endswith("\n"):
-                logger.warning("A compile worker ended early; the others go on")
+                logger.warning("A kernel compile process ended early; the others continue")
                 return
             if answer == "\n":
                 self._done.add(digest(job))
@@ -164,7 +164,7 @@ class CompilePool:
             on_done()
 
     def _version(self) -> str:
-        """Return a hash of everything that machine code depends on, apart from the job."""
+        """Return a hash of everything except the job that machine code depends on."""
         hashed = hashlib.sha256(" ".join([toolchain(), *self._target]).encode())
         for path in sorted((HOME / "qkernels").rglob("*.py")):
             hashed.update(path.relative_to(HOME).as_posix().encode() + path.read_bytes())

@@ -155,16 +155,16 @@ def expanded_latent_attention(
     return expanded_attention(q_NHD, cache, chunks, key_up_HPL, value_up_HLV, scale=scale)
 
 
-def _check_pages(op: str, cache: PagedLatents, width: int, beside: torch.Tensor) -> None:
-    dtypes = (beside.dtype, *CODE_DTYPES.values())
-    check_tensor(f"{op} pages", cache.pages, (None, None, width), dtypes, beside)
+def _check_pages(op: str, cache: PagedLatents, width: int, like: torch.Tensor) -> None:
+    dtypes = (like.dtype, *CODE_DTYPES.values())
+    check_tensor(f"{op} pages", cache.pages, (None, None, width), dtypes, like)
     if cache.pages.dtype.itemsize == 1:
         if cache.scales is None:
             raise KernelError(
                 f"{op} scales", f"expected scales of {cache.pages.dtype} pages, found none"
             )
         shape = (*cache.pages.shape[:2], 2)
-        check_tensor(f"{op} scales", cache.scales, shape, (torch.float32,), beside)
+        check_tensor(f"{op} scales", cache.scales, shape, (torch.float32,), like)
     for name, tensor in (("pages", cache.pages), ("scales", cache.scales)):
         if tensor is not None and not tensor.is_contiguous():
             raise KernelError(f"{op} {name}", f"expected contiguous, found {tensor.stride()}")

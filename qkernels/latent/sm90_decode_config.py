@@ -17,8 +17,9 @@ MIN_COLUMNS = 16
 LOAD_REGISTERS = 40  # per thread of the warps that load
 MIN_SPLIT_KEYS = 128  # two steps: both stages are loaded together
 
-# Estimates, in keys of which a block loads the entries meanwhile (not measured): to start a block
-# and fill its pipeline; per column, to write a split's sums and read them in the merge.
+# Estimated costs (not measured), as the number of keys whose entries a block could load meanwhile:
+# to start a block and fill its pipeline; per column, to write a split's sums and read them in the
+# merge.
 BLOCK_START_KEYS = 128
 MERGE_KEYS_PER_COLUMN = 4
 

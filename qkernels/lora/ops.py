@@ -84,5 +84,5 @@ def lora_expand_(
     run(y_TN, h_TSR, slots_T, weights)
 
 
-def _check_slots(name: str, slots_T: torch.Tensor, T: int, beside: torch.Tensor) -> None:
-    check_tensor(name, slots_T, (T,), (torch.int32,), beside)
+def _check_slots(name: str, slots_T: torch.Tensor, T: int, like: torch.Tensor) -> None:
+    check_tensor(name, slots_T, (T,), (torch.int32,), like)

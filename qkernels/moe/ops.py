@@ -155,16 +155,16 @@ def experts(
 ) -> LinearOutput:
     """Return the weighted sum over each token's experts, plus `shared_MC` if given: [M, C].
 
-    An expert computes down(glu(gate_up(x))); the weights are its routing weights
-    (`routes.shares_Mk`). Experts on other ranks (ExpertWeights.routed_experts) add nothing and cost
-    nothing. With a plan whose output is "parts", the result is partial sums for the next norm.
+    An expert computes down(glu(gate_up(x))); the sum is weighted by `routes.weights_Mk`. Experts
+    on other ranks (ExpertWeights.routed_experts) add nothing and cost nothing. With a plan whose
+    output is "parts", the result is partial sums for the next norm.
     """
     problem = prepared.problem
     check_tensor("experts x", x_MC, (None, problem.hidden), (problem.dtype,), x_MC)
     M = x_MC.shape[0]
     check_tensor("experts ids", routes.ids_Mk, (M, problem.top_k), (torch.int32,), x_MC)
     check_tensor(
-        "experts shares", routes.shares_Mk, tuple(routes.ids_Mk.shape), (torch.float32,), x_MC
+        "experts shares", routes.weights_Mk, tuple(routes.ids_Mk.shape), (torch.float32,), x_MC
     )
     if shared_MC is not None:
         check_tensor("experts shared", shared_MC, (M, problem.hidden), (problem.dtype,), x_MC)

@@ -47,18 +47,18 @@ def route(
         keep_MG = torch.zeros_like(best_MG, dtype=torch.bool).scatter(1, chosen, True)
         choice_ME = choice_MGS.masked_fill(~keep_MG[..., None], -torch.inf).flatten(1)
     ids_Mk = _largest(choice_ME, routing.top_k)
-    shares_Mk = scores_ME.gather(1, ids_Mk)
+    weights_Mk = scores_ME.gather(1, ids_Mk)
     if routing.scores == "softmax_of_chosen":
-        shares_Mk = shares_Mk.softmax(-1)
+        weights_Mk = weights_Mk.softmax(-1)
     elif routing.scores == "sparsemixer":
-        shares_Mk = _sparsemixer(scores_ME, ids_Mk, routing.jitter)
+        weights_Mk = _sparsemixer(scores_ME, ids_Mk, routing.jitter)
     if routing.normalized:
-        shares_Mk = shares_Mk / (shares_Mk.sum(-1, keepdim=True) + TINY)
-    shares_Mk = shares_Mk * routing.factor
+        weights_Mk = weights_Mk / (weights_Mk.sum(-1, keepdim=True) + TINY)
+    weights_Mk = weights_Mk * routing.factor
     if routing.rounded:
-        shares_Mk = shares_Mk.to(logits_ME.dtype).float()
+        weights_Mk = weights_Mk.to(logits_ME.dtype).float()
     ids_Mk = ids_Mk.to(torch.int32) if numbers_E is None else numbers_E[ids_Mk]
-    return Routes(ids_Mk, shares_Mk)
+    return Routes(ids_Mk, weights_Mk)
 
 
 def route_tokens(
@@ -84,14 +84,14 @@ def route_tokens(
 
 def _sparsemixer(logits_ME: torch.Tensor, ids_Mk: torch.Tensor, jitter: float) -> torch.Tensor:
     """Return routing weights [M, k] by the sparsemixer rule of Routing.scores."""
-    shares, left_ME = [], logits_ME
+    weights, left_ME = [], logits_ME
     for ids_M1 in ids_Mk.split(1, dim=1):
         best_M1 = logits_ME.gather(1, ids_M1)
         distance_ME = (best_M1 - logits_ME) / logits_ME.abs().maximum(best_M1)
         near_ME = left_ME.masked_fill(distance_ME > 2 * jitter, -torch.inf)
-        shares.append(near_ME.softmax(-1).gather(1, ids_M1))
+        weights.append(near_ME.softmax(-1).gather(1, ids_M1))
         left_ME = left_ME.scatter(1, ids_M1, -torch.inf)
-    return torch.cat(shares, 1)
+    return torch.cat(weights, 1)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -180,10 +180,10 @@ def experts(
     It waits for the device, so a CUDA graph cannot capture it.
     """
     if parse_choice(prepared.problem.requested).only == FIXED_ORDER and x_MC.shape[0] > 1:
-        rows = zip(x_MC.split(1), routes.ids_Mk.split(1), routes.shares_Mk.split(1), strict=True)
+        rows = zip(x_MC.split(1), routes.ids_Mk.split(1), routes.weights_Mk.split(1), strict=True)
         out_MC = torch.cat([experts(x, Routes(*of_row), prepared) for x, *of_row in rows])
         return out_MC if shared_MC is None else out_MC + shared_MC
-    ids_Mk, shares_Mk = routes
+    ids_Mk, weights_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
     for expert in ids_Mk.unique().tolist():
         if expert == prepared.problem.num_experts:  # on another rank
@@ -191,7 +191,7 @@ def experts(
         token, choice = (ids_Mk == expert).nonzero(as_tuple=True)
         hidden = glu(_product(x_MC[token], prepared.gate_up, expert), prepared.glu)
         out = _product(hidden, prepared.down, expert).float()
-        total_MC.index_add_(0, token, out * shares_Mk[token, choice, None])
+        total_MC.index_add_(0, token, out * weights_Mk[token, choice, None])
     out_MC = total_MC.to(x_MC.dtype)
     return out_MC if shared_MC is None else out_MC + shared_MC
 

@@ -50,7 +50,7 @@ class Routes(NamedTuple):
 
     # int32, distinct for a token, best first; E is the id of every expert of another rank
     ids_Mk: torch.Tensor
-    shares_Mk: torch.Tensor  # float32
+    weights_Mk: torch.Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

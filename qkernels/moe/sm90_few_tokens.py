@@ -37,7 +37,7 @@ from qkernels.moe.experts import ExpertStack
 from qkernels.moe.routing import Glu
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig
 from qkernels.moe.sm90_few_tokens_structs import Experts, TokensTile
-from qkernels.moe.triton_wanted import Wanted
+from qkernels.moe.triton_active import ActiveExperts
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import stack_numerics
 from qkernels.wna16.sm90_k_step import (
@@ -56,7 +56,7 @@ from qkernels.wna16.sm90_k_step import (
 def gate_up(
     x_MC: torch.Tensor,
     ids_Mk: torch.Tensor,
-    wanted: Wanted,
+    active: ActiveExperts,
     weight: ExpertStack,
     glu: Glu,
     config: FewTokensConfig,
@@ -66,28 +66,28 @@ def gate_up(
     Row d M + m belongs to token m and the d-th active expert; rows of tokens that did not choose
     the expert are undefined.
     """
-    sorts = wanted.order is not None
+    sorts = active.order is not None
     tile = TokensTile(
         top_k=ids_Mk.shape[1],
         glu=True,
         sorted=sorts,
-        counted=wanted.counted,
+        counted=active.counted,
         alpha=glu.alpha,
         offset=glu.offset,
         limit=glu.limit or 0.0,
     )
-    rows = ids_Mk.numel() if sorts else wanted.most * len(ids_Mk)
+    rows = ids_Mk.numel() if sorts else active.most * len(ids_Mk)
     y = x_MC.new_empty(rows, weight.out_features // 2)
-    x = wanted.x_PC if sorts else x_MC
-    _launch(x, ids_Mk, None, wanted, weight, config, y, tile)
+    x = active.x_PC if sorts else x_MC
+    _launch(x, ids_Mk, None, active, weight, config, y, tile)
     return y
 
 
 def down(
     hidden: torch.Tensor,
     ids_Mk: torch.Tensor,
-    shares_Mk: torch.Tensor,
-    wanted: Wanted,
+    weights_Mk: torch.Tensor,
+    active: ActiveExperts,
     weight: ExpertStack,
     config: FewTokensConfig,
     y: torch.Tensor,
@@ -97,22 +97,22 @@ def down(
     It must follow gate_up directly, or a kernel that started after gate_up: it loads the first
     weights of the active experts before that kernel has ended.
     """
-    sorts = wanted.order is not None
+    sorts = active.order is not None
     tile = TokensTile(
         top_k=ids_Mk.shape[1],
         glu=False,
         sorted=sorts,
-        counted=wanted.counted,
+        counted=active.counted,
         parts=y.ndim == 3,
     )
-    _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, y, tile)
+    _launch(hidden, ids_Mk, weights_Mk, active, weight, config, y, tile)
 
 
 def _launch(
     x: torch.Tensor,
     ids_Mk: torch.Tensor,
-    shares_Mk: torch.Tensor | None,
-    wanted: Wanted,
+    weights_Mk: torch.Tensor | None,
+    active: ActiveExperts,
     weight: ExpertStack,
     config: FewTokensConfig,
     y: torch.Tensor,
@@ -129,22 +129,22 @@ def _launch(
     tiles = N // config.block_n
     launch(
         _experts_few_tokens,
-        (min(config.blocks_per_sm * sm_count(x.device), wanted.most * tiles * config.split),),
+        (min(config.blocks_per_sm * sm_count(x.device), active.most * tiles * config.split),),
         descriptor(weight.tensors["packed"].view(-1, WEIGHT_BOX[1]), WEIGHT_BOX),
         descriptor(x, [config.block_m, X_BOX_K]),
         descriptor(scales.view(-1), [box]),
         descriptor(offsets.view(-1), [box]),
         scales if weight.bias_EN is None else weight.bias_EN,
         scales if factors is None else factors,
-        ids_Mk if wanted.order is None else wanted.order,
-        shares_Mk if wanted.shares is None or shares_Mk is None else wanted.shares,
-        wanted.list,
+        ids_Mk if active.order is None else active.order,
+        weights_Mk if active.weights is None or weights_Mk is None else active.weights,
+        active.list,
         y,
         len(ids_Mk),
         N,
         ceil_div(K, 128),
         tiles,
-        wanted.most,
+        active.most,
         CONFIG=config,
         NUMERICS=numerics,
         TILE=tile,
@@ -204,7 +204,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             state = state.advance()
         if not LOOK_FIRST:
             pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
-        rows, shares = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
+        rows, weights = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
         first_n = gemm.first_output(work_tile, CONSUMER)
         n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         if gemm.NUMERICS.fp4 is not None:
@@ -215,7 +215,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         if gemm.TILE.glu:
             _store(gemm, _activated(gemm, sums), rows, first_n // 2, gemm.N // 2)
         else:
-            _store(gemm, sums * shares[None, :], rows, first_n, gemm.N)
+            _store(gemm, sums * weights[None, :], rows, first_n, gemm.N)
 
 
 @gluon.jit
@@ -226,14 +226,14 @@ def _choices(gemm):
     m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, LAYOUT))[:, None]
     j = gl.arange(0, TILE.slots, gl.SliceLayout(0, LAYOUT))[None, :]
     experts = m + j
-    shares = experts
+    weights = experts
     if not TILE.sorted:
         mask = (m < gemm.M) & (j < TILE.top_k)
         pair = m * TILE.top_k + j
         experts = gl.load(gemm.ids_ptr + pair, mask=mask, other=-1, cache_modifier=".cg")
         if not TILE.glu:
-            shares = gl.load(gemm.shares_ptr + pair, mask=mask, other=0.0, cache_modifier=".cg")
-    return experts, shares, j
+            weights = gl.load(gemm.weights_ptr + pair, mask=mask, other=0.0, cache_modifier=".cg")
+    return experts, weights, j
 
 
 @gluon.jit
@@ -241,13 +241,13 @@ def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
     """Load the pairs and routing weights [BM] of columns that are sorted pairs (down only)."""
     TILE: gl.constexpr = gemm.TILE
     pairs = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
-    shares = pairs
+    weights = pairs
     if TILE.sorted and not TILE.glu:
         place = work_tile.first + pairs
         mask = pairs < work_tile.pairs
         pairs = gl.load(gemm.ids_ptr + place, mask=mask, other=0, cache_modifier=".cg")
-        shares = gl.load(gemm.shares_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
-    return pairs, shares
+        weights = gl.load(gemm.weights_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return pairs, weights
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
     """Return the row of y (-1: none) and, for down, the routing weight of each column [BM]."""
     TILE: gl.constexpr = gemm.TILE
     column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
-    pair, shares = pairs
+    pair, weights = pairs
     if TILE.sorted:
         wants = column < work_tile.pairs
         if TILE.glu:
@@ -265,19 +265,19 @@ def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
         else:
             row = pair
     else:
-        of_tokens, their_shares, j = choices
-        wanted = of_tokens == work_tile.expert
-        choice = gl.convert_layout(gl.max(gl.where(wanted, j, -1), 1), COLUMNS)
+        of_tokens, their_weights, j = choices
+        active = of_tokens == work_tile.expert
+        choice = gl.convert_layout(gl.max(gl.where(active, j, -1), 1), COLUMNS)
         wants = choice >= 0
         if not TILE.glu:
-            shares = gl.convert_layout(gl.sum(gl.where(wanted, their_shares, 0.0), 1), COLUMNS)
+            weights = gl.convert_layout(gl.sum(gl.where(active, their_weights, 0.0), 1), COLUMNS)
         if TILE.glu:
             row = work_tile.entry * gemm.M + column
         elif TILE.parts:
             row = (work_tile.split * TILE.top_k + choice) * gemm.M + column
         else:
             row = column * TILE.top_k + choice
-    return gl.where(wants, row, -1), shares
+    return gl.where(wants, row, -1), weights
 
 
 @gluon.jit
@@ -357,8 +357,8 @@ def _experts_few_tokens(
     bias_ptr,
     factors_ptr,
     ids_ptr,
-    shares_ptr,
-    wanted_ptr,
+    weights_ptr,
+    active_ptr,
     y_ptr,
     M,
     N,
@@ -380,8 +380,8 @@ def _experts_few_tokens(
         bias_ptr=bias_ptr,
         factors_ptr=factors_ptr,
         ids_ptr=ids_ptr,
-        shares_ptr=ids_ptr if shares_ptr is None else shares_ptr,
-        wanted_ptr=wanted_ptr,
+        weights_ptr=ids_ptr if weights_ptr is None else weights_ptr,
+        active_ptr=active_ptr,
         y_ptr=y_ptr,
         M=M,
         N=N,

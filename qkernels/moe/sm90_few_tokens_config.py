@@ -17,7 +17,7 @@ FEW_TOKENS_ROWS = (8, 16, 32)  # possible values of block_m
 # Columns of a tile -> largest average number of pairs per expert for which it is chosen. An expert
 # with more pairs than columns takes another entry, and its weights are read again, from the L2.
 MOST_ROWS = {8: 5, 16: 11, 32: 40}
-MOST_PAIRS = 1024  # most pairs, which each block of wanted_pairs searches
+MOST_PAIRS = 1024  # most pairs, which each block of active_pairs searches
 REGISTERS_OF_THREAD = 232  # most registers per thread that setmaxnreg is given
 
 
@@ -152,8 +152,8 @@ def few_tokens_tiles(
     # tiles of 64 outputs only if x is small, because every tile reads x again
     gate_up, down = (1 if block_m == 8 or N % (2 * TILE_N) else 2 for N in (2 * inner, hidden))
     stages, blocks_per_sm = (6, 4) if block_m == 8 else (4, 2)
-    wanted = num_experts * (1 - (1 - top_k / num_experts) ** M)  # expected active experts
-    tiles = wanted * hidden / (TILE_N * down)
+    active = num_experts * (1 - (1 - top_k / num_experts) ** M)  # expected active experts
+    tiles = active * hidden / (TILE_N * down)
     splits = most_splits(M=M, top_k=top_k, hidden=hidden)
     return FewTokensTiles(
         block_m=block_m,

@@ -57,8 +57,8 @@ class Experts:
     bias_ptr: gl.tensor  # [E, N], valid if has_bias
     factors_ptr: gl.tensor  # float32 [E, N], valid with fp4
     ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
-    shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
-    wanted_ptr: gl.tensor  # as in Wanted
+    weights_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
+    active_ptr: gl.tensor  # as in ActiveExperts
     y_ptr: gl.tensor  # gate_up: [D M, N / 2] or [P, N / 2]; down: as in TokensTile
     M: integer
     N: integer
@@ -74,7 +74,7 @@ class Experts:
         # .cg, here and below: a block may start before the kernel that wrote these values has
         # ended, and the SM's L1 may hold older values
         if self.TILE.counted:
-            return gl.load(self.wanted_ptr, cache_modifier=".cg")
+            return gl.load(self.active_ptr, cache_modifier=".cg")
         else:
             return gl.to_tensor(self.TILE.top_k)
 
@@ -84,7 +84,7 @@ class Experts:
         SPLIT: gl.constexpr = self.CONFIG.split
         split = work % SPLIT
         entry = gl.minimum(work // SPLIT // self.tiles, num_entries - 1)
-        ptr = self.wanted_ptr + entry
+        ptr = self.active_ptr + entry
         if self.TILE.counted:
             ptr += 1
         expert = gl.load(ptr, cache_modifier=".cg")

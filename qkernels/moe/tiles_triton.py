@@ -80,7 +80,7 @@ def clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN: tl.constexpr, 
 def store_pairs(
     sums,  # float32 [BN, BM]
     y_ptr,
-    shares_ptr,
+    weights_ptr,
     pair,
     valid,
     tile_n,
@@ -123,7 +123,7 @@ def store_pairs(
             positive = tl.where(rounded < 0, 0.0, rounded)  # propagates NaN
             sums = positive * positive
         if TILE.weighted:
-            share = tl.load(shares_ptr + pair, mask=valid, other=0.0)
+            share = tl.load(weights_ptr + pair, mask=valid, other=0.0)
             sums = sums * share[None, :]
         n = tile_n * BN + tl.arange(0, BN)
         if TILE.parts:

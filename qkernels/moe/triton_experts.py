@@ -24,10 +24,10 @@ from qkernels.moe.experts import (
 from qkernels.moe.routing import Glu, Routes
 from qkernels.moe.stack import SCALE_INPUTS, products_alike, stack, stack_bits
 from qkernels.moe.tiles_triton import ExpertsTile
+from qkernels.moe.triton_active import active_experts, active_pairs
 from qkernels.moe.triton_packed import experts_packed, experts_w4a8
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
-from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
 from qkernels.moe.tuned import measured_plan
 from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
@@ -105,10 +105,10 @@ def experts(
 ) -> LinearOutput:
     """Implement ops.experts."""
     (M, C), problem = x_MC.shape, prepared.problem
-    ids_Mk, shares_Mk = routes.ids_Mk.contiguous(), routes.shares_Mk.contiguous()
+    ids_Mk, weights_Mk = routes.ids_Mk.contiguous(), routes.weights_Mk.contiguous()
     k, E = ids_Mk.shape[1], problem.num_experts
     if plan.variant == "sm90_few_tokens":
-        return _few_tokens(x_MC, Routes(ids_Mk, shares_Mk), prepared, plan, shared_MC)
+        return _few_tokens(x_MC, Routes(ids_Mk, weights_Mk), prepared, plan, shared_MC)
     elsewhere = (ids_Mk, E) if problem.is_partial else (None, 0)
     lists = (ids_Mk, None, None)
     if plan.variant == "sorted":
@@ -118,19 +118,19 @@ def experts(
     with on_device(x_MC):
         hidden_PI = x_MC.new_empty(M * k, problem.inner)
         tile = ExpertsTile(**common, **_constants(prepared.glu))
-        _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, shares_Mk, hidden_PI, tile)
+        _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, weights_Mk, hidden_PI, tile)
         if plan.output == "parts":
             parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
             if problem.is_partial and not few:
                 parts.zero_()  # no block writes the pairs of experts of other ranks
             tile = ExpertsTile(parts=True, weighted=True, **common)
-            _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
+            _product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, parts, tile)
             if shared_MC is not None:
                 parts[-1].copy_(shared_MC)
             return SplitKPartials(parts=parts, dtype=x_MC.dtype)
         y_PC = x_MC.new_empty(M * k, C)
         tile = ExpertsTile(weighted=True, **common)
-        _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, y_PC, tile)
+        _product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, y_PC, tile)
         out_MC = torch.empty_like(x_MC)
         sum_pairs(y_PC, k, shared_MC, out_MC, *elsewhere)
     return out_MC
@@ -146,7 +146,7 @@ def _few_tokens(
     # import Gluon only if this kernel runs
     from qkernels.moe import sm90_few_tokens as kernel
 
-    ids_Mk, shares_Mk = routes
+    ids_Mk, weights_Mk = routes
     E, is_partial = prepared.problem.num_experts, prepared.problem.is_partial
     parts = cleared = None
     with on_device(x_MC):
@@ -155,18 +155,18 @@ def _few_tokens(
             parts = _empty_parts(x_MC, count, shared_MC)
             cleared = parts[:count] if is_partial else None
         if plan.gate_up.sorts:
-            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m, cleared)
+            active = active_pairs(x_MC, routes, E, plan.gate_up.block_m, cleared)
         else:
-            wanted = wanted_experts(ids_Mk, E, is_partial, cleared)
+            active = active_experts(ids_Mk, E, is_partial, cleared)
         gate_up, down = prepared.gate_up, prepared.down
-        hidden = kernel.gate_up(x_MC, ids_Mk, wanted, gate_up, prepared.glu, plan.gate_up)
+        hidden = kernel.gate_up(x_MC, ids_Mk, active, gate_up, prepared.glu, plan.gate_up)
         if parts is not None:
-            kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, parts)
+            kernel.down(hidden, ids_Mk, weights_Mk, active, down, plan.down, parts)
             if shared_MC is not None:
                 parts[-1].copy_(shared_MC)
             return SplitKPartials(parts=parts, dtype=x_MC.dtype)
         y_PC = x_MC.new_empty(ids_Mk.numel(), x_MC.shape[1])
-        kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, y_PC)
+        kernel.down(hidden, ids_Mk, weights_Mk, active, down, plan.down, y_PC)
         out_MC = torch.empty_like(x_MC)
         elsewhere = (ids_Mk, E) if is_partial else (None, 0)
         sum_pairs(y_PC, ids_Mk.shape[1], shared_MC, out_MC, *elsewhere)
@@ -195,7 +195,7 @@ def _product(
     weight: ExpertStack,
     config: ExpertsConfig,
     lists: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    shares_Mk: torch.Tensor,
+    weights_Mk: torch.Tensor,
     y: torch.Tensor,
     tile: ExpertsTile,
 ) -> None:
@@ -220,7 +220,7 @@ def _product(
             weight.tensors.get("blocks"),
             weight.bias_EN,
             *lists,
-            shares_Mk,
+            weights_Mk,
             y,
             *sizes,
             ROW_PAIRS=row_pairs,
@@ -261,7 +261,7 @@ def _product(
             scales,
             weight.bias_EN,
             *lists,
-            shares_Mk,
+            weights_Mk,
             y,
             *sizes,
             DTYPE=TRITON_DTYPE[dtype],
@@ -293,7 +293,7 @@ def _product(
         scales,
         weight.bias_EN,
         *lists,
-        shares_Mk,
+        weights_Mk,
         y,
         *sizes,
         DTYPE=TRITON_DTYPE[dtype],

@@ -36,7 +36,7 @@ def experts_packed(
     ids_ptr,  # [P]
     sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
-    shares_ptr,  # [P]
+    weights_ptr,  # [P]
     y_ptr,
     P,
     N,
@@ -153,7 +153,9 @@ def experts_packed(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             total += tl.where(split == 0, bias, 0.0)[:, None]
-        store_pairs(total, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+        store_pairs(
+            total, y_ptr, weights_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE
+        )
     elif TILE.partial and TILE.parts:
         clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)
 
@@ -168,7 +170,7 @@ def experts_w4a8(
     ids_ptr,  # [P]
     sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
-    shares_ptr,  # [P]
+    weights_ptr,  # [P]
     y_ptr,
     P,
     N,
@@ -239,6 +241,6 @@ def experts_w4a8(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             sums += tl.where(split == 0, bias, 0.0)[:, None]
-        store_pairs(sums, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+        store_pairs(sums, y_ptr, weights_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
     elif TILE.partial and TILE.parts:
         clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)

@@ -20,7 +20,7 @@ def experts_plain(
     ids_ptr,  # [P]
     sorted_ptr,  # [P], or None if there are few ids
     counts_ptr,  # [E], or None
-    shares_ptr,  # [P]
+    weights_ptr,  # [P]
     y_ptr,
     P,
     N,
@@ -76,6 +76,6 @@ def experts_plain(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + n).to(tl.float32)
             sums += tl.where(split == 0, bias, 0.0)[:, None]
-        store_pairs(sums, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+        store_pairs(sums, y_ptr, weights_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
     elif TILE.partial and TILE.parts:
         clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)

@@ -35,9 +35,9 @@ def route(
     k = routing.top_k
     logits_ME = logits_ME.contiguous()
     ids_Mk = _new_ids(M, k, logits_ME.device)
-    shares_Mk = torch.empty((M, k), dtype=torch.float32, device=logits_ME.device)
+    weights_Mk = torch.empty((M, k), dtype=torch.float32, device=logits_ME.device)
     if M == 0:
-        return Routes(ids_Mk, shares_Mk)
+        return Routes(ids_Mk, weights_Mk)
     with on_device(logits_ME):
         launch(
             _route,
@@ -46,14 +46,14 @@ def route(
             correction_E,
             numbers_E,
             ids_Mk,
-            shares_Mk,
+            weights_Mk,
             E,
             routing.factor,
             RULE=rule_of(routing),
             num_warps=1,
             **pdl_options(logits_ME, M),
         )
-    return Routes(ids_Mk, shares_Mk)
+    return Routes(ids_Mk, weights_Mk)
 
 
 def route_tokens(
@@ -82,7 +82,7 @@ def route_tokens(
         return route(logits_ME, routing, correction_E, numbers_E)
     logits_ME = torch.empty((M, E), dtype=weight_EC.dtype, device=device)
     ids_Mk = _new_ids(M, k, device)
-    shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
+    weights_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
     _, counters = workspace(device)
     block_e = power_of_two(ceil_div(E, ROUTER_BLOCKS))
     with on_device(x_MC):
@@ -96,7 +96,7 @@ def route_tokens(
             numbers_E,
             logits_ME,
             ids_Mk,
-            shares_Mk,
+            weights_Mk,
             counters,
             E,
             C,
@@ -107,7 +107,7 @@ def route_tokens(
             num_warps=4,
             **pdl_options(x_MC, M),
         )
-    return Routes(ids_Mk, shares_Mk)
+    return Routes(ids_Mk, weights_Mk)
 
 
 def _new_ids(tokens: int, choices: int, device: torch.device) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _route_tokens(
     numbers_ptr,  # [E] or None
     logits_ptr,  # [M, E]
     ids_ptr,  # [M, k]
-    shares_ptr,  # [M, k]
+    weights_ptr,  # [M, k]
     counters_ptr,  # zero, one for each token
     E,
     C,
@@ -172,7 +172,7 @@ def _route_tokens(
             correction_ptr,
             numbers_ptr,
             ids_ptr,
-            shares_ptr,
+            weights_ptr,
             token,
             E,
             factor,
@@ -230,7 +230,7 @@ def _route(
     correction_ptr,  # [E] or None
     numbers_ptr,  # [E] or None
     ids_ptr,  # [M, k]
-    shares_ptr,  # [M, k]
+    weights_ptr,  # [M, k]
     E,
     factor,
     RULE: tl.constexpr,
@@ -243,7 +243,7 @@ def _route(
         correction_ptr,
         numbers_ptr,
         ids_ptr,
-        shares_ptr,
+        weights_ptr,
         tl.program_id(0),
         E,
         factor,
@@ -257,24 +257,24 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
     """Return (ids, routing weights) [SLOTS] of the TOP_K largest; ties go to the lowest id."""
     NONE: tl.constexpr = 1 << 30
     ids = tl.zeros_like(j)
-    shares = tl.full(j.shape, -float("inf"), tl.float32)
+    weights = tl.full(j.shape, -float("inf"), tl.float32)
     left = mask
     for i in tl.static_range(TOP_K):
-        # only among experts that are left, so that one is found even if all scores are NaN or -inf
+        # only among experts not chosen yet, so that one is found even if all scores are NaN or -inf
         best_score = tl.max(tl.where(left, choice, -float("inf")))
         candidates = left & (choice >= best_score)
         chosen = tl.min(tl.where(candidates, e, NONE))
         chosen = tl.where(chosen == NONE, tl.min(tl.where(left, e, NONE)), chosen)
-        share = tl.sum(tl.where(e == chosen, tl.where(mask, scores, 0.0), 0.0))
+        weight = tl.sum(tl.where(e == chosen, tl.where(mask, scores, 0.0), 0.0))
         ids = tl.where(j == i, chosen, ids)
-        shares = tl.where(j == i, share, shares)
+        weights = tl.where(j == i, weight, weights)
         left = left & (e != chosen)
-    return ids, shares
+    return ids, weights
 
 
 @triton.jit
 def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
-    """Choose the same as `_one_by_one`, in parallel: an expert's rank is how many come before it.
+    """Choose as `_one_by_one` does, in parallel: an expert's rank is the count of those before it.
 
     `_one_by_one` needs four reductions for each choice, and each waits for all warps of the block.
     """
@@ -289,8 +289,8 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
     rank = tl.sum((ahead & inside[:, None]).to(tl.int32), 0)
     chosen = (rank[None, :] == j[:, None]) & inside[None, :]
     ids = tl.sum(tl.where(chosen, e.reshape(SIZE)[None, :], 0), 1)
-    shares = tl.sum(tl.where(chosen, scores.reshape(SIZE)[None, :], 0.0), 1)
-    return ids, tl.where(j < TOP_K, shares, -float("inf"))
+    weights = tl.sum(tl.where(chosen, scores.reshape(SIZE)[None, :], 0.0), 1)
+    return ids, tl.where(j < TOP_K, weights, -float("inf"))
 
 
 @triton.jit
@@ -301,16 +301,16 @@ def _sparsemixer(logits, ids, chosen_logits, mask, e, j, RULE: tl.constexpr):
     """
     TOP_K: tl.constexpr = RULE.top_k
     REACH: tl.constexpr = 2 * RULE.jitter
-    shares = tl.zeros_like(chosen_logits)
+    weights = tl.zeros_like(chosen_logits)
     left = mask
     for i in tl.static_range(TOP_K):
         best = tl.sum(tl.where(j == i, chosen_logits, 0.0))
         distance = (best - logits) / tl.maximum(tl.abs(logits), best)
         near = left & ~(distance > REACH)
         total = tl.sum(tl.where(near, tl.exp(logits - best), 0.0))
-        shares = tl.where(j == i, 1 / total, shares)
+        weights = tl.where(j == i, 1 / total, weights)
         left = left & (e != tl.sum(tl.where(j == i, ids, 0)))
-    return shares
+    return weights
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def choose_experts(
     correction_ptr,
     numbers_ptr,
     ids_ptr,
-    shares_ptr,
+    weights_ptr,
     token,
     E,
     factor,
@@ -367,21 +367,21 @@ def choose_experts(
         choice = tl.where(kept[:, None], choice, -float("inf"))
     j = tl.arange(0, SLOTS)
     if BY_RANK:
-        ids, shares = _first_ranks(choice, scores, mask, e, j, TOP_K)
+        ids, weights = _first_ranks(choice, scores, mask, e, j, TOP_K)
     else:
-        ids, shares = _one_by_one(choice, scores, mask, e, j, TOP_K)
+        ids, weights = _one_by_one(choice, scores, mask, e, j, TOP_K)
     if RULE.scores == "softmax_of_chosen":
-        exps = tl.exp(shares - tl.max(shares))
-        shares = exps / tl.sum(exps)
+        exps = tl.exp(weights - tl.max(weights))
+        weights = exps / tl.sum(exps)
     elif RULE.scores == "sparsemixer":
-        shares = _sparsemixer(logits, ids, shares, mask, e, j, RULE)
-    shares = tl.where(j < TOP_K, shares, 0.0)
+        weights = _sparsemixer(logits, ids, weights, mask, e, j, RULE)
+    weights = tl.where(j < TOP_K, weights, 0.0)
     if RULE.normalized:
-        shares = shares / (tl.sum(shares) + 1e-20)
-    shares = shares * factor
+        weights = weights / (tl.sum(weights) + 1e-20)
+    weights = weights * factor
     if RULE.rounded:
-        shares = shares.to(logits_ptr.dtype.element_ty).to(tl.float32)
+        weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
     if numbers_ptr is not None:
         ids = tl.load(numbers_ptr + ids, mask=j < TOP_K, other=0)
     tl.store(ids_ptr + token * TOP_K + j, ids, mask=j < TOP_K)
-    tl.store(shares_ptr + token * TOP_K + j, shares, mask=j < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + j, weights, mask=j < TOP_K)

@@ -1,6 +1,6 @@
 """Norms, activations and conversions: each operation checks its arguments, then runs a kernel.
 
-A form (operands/forms.py) is the input format that the plan of the next linear asks for. Legend:
+A form (operands/forms.py) is the input format that the plan of the next linear requires. Legend:
 see qkernels/ops.py.
 """
 

@@ -27,9 +27,9 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 def search(values_ptr, n, target, largest, by_mass, ROUNDS: tl.constexpr):
     """Return the largest order t for which the values of order t or above reach `target`.
 
-    They reach it by their number, or by their weight if `by_mass`. t is 0 if all values together
-    do not reach it. With fewer than 8 ROUNDS the low bits of t stay 0, so t may be too low, by
-    less than 2^(32 - 4 ROUNDS).
+    Each value counts as 1, or as its weight if `by_mass`. t is 0 if all values together do not
+    reach it. With fewer than 8 ROUNDS the low bits of t stay 0, so t may be too low, by less than
+    2^(32 - 4 ROUNDS).
     """
     pivot = tl.arange(0, 16)
     found = tl.full([], 0, tl.uint32)

@@ -146,7 +146,7 @@ def row_logprobs(
 
 
 def _likeliest(logprobs_SV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tokens [S, count] of the largest values; of equal values the lower id comes first.
+    """Return the tokens [S, count] of the largest values; among equals the lower id comes first.
 
     It searches over unique integers: a stable sort of a whole row takes ten times as long.
     """

@@ -12,8 +12,8 @@ from operator import attrgetter
 class SampleRow:
     """How to draw one row's token.
 
-    Steps run in this order: bias, mask, penalties, temperature, min_p, top_k, top_p. Of equal
-    values the lower token id ranks higher. Log probabilities are those of the unchanged logits.
+    Steps run in this order: bias, mask, penalties, temperature, min_p, top_k, top_p. If values are
+    equal, the lower token id ranks higher. Log probabilities are those of the unchanged logits.
     """
 
     temperature: float = 0.0  # 0: greedy, and filters have no effect

@@ -86,7 +86,7 @@ class Turns:
     """Order in which the consumers of a block use the tensor core: one after the other.
 
     Without it, warpgroups that begin together also end together, because the tensor core serves
-    them in turn; then all of them convert their sums at the same time, and the tensor core idles.
+    them in turn. Then all of them convert their sums at the same time, and the tensor core idles.
     """
 
     barriers: gl.shared_memory_descriptor  # of consumers: the one before has passed on

@@ -4,10 +4,10 @@ A thread loads word t = lane % 4 of rows lane // 4 and lane // 4 + 8, its own el
 Only this load crosses threads; a thread unpacks its own words. Weights are rounded once, to the
 same bits as PackedWeight.dequantize.
 
-4 bits: a packed word has two codes at the same bits of its two halves. A mask alone makes them
-numbers: in bfloat16 a code in bits 0 to 7 is that many times 2^-133, and a fused multiply-add with
-a power of two subtracts the zero point; in float16 it is or-ed into 1024. So the codes at bits 0
-and 4 need no shift, and those at bits 8 and 12 share one.
+4 bits: a packed word has two codes at the same bits of its two halves. A mask alone turns codes
+into numbers. In bfloat16 a code q in bits 0 to 7 is q times 2^-133, and a fused multiply-add with a
+power of two subtracts the zero point. In float16 it is or-ed into 1024. So the codes at bits 0 and
+4 need no shift, and those at bits 8 and 12 share one.
 
 8 bits: in float16 the byte permute that takes two codes out of a word makes both 1024 + code. In
 bfloat16 the 11 bits of a scale times the 8 bits of a code need float32 and one rounding at the end.

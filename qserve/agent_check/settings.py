@@ -14,8 +14,8 @@ class AgentCheckConfig:
 
     forced: bool = setting(
         False,
-        "force the tool calls of every task, so that only the server is checked and any model"
-        " passes; without this flag the model must choose the right tools",
+        "force the tool calls of every task: this checks only the server, and any model passes;"
+        " without this flag the model must choose the right tools",
     )
     api: list[str] = setting([], f"APIs to check, of {', '.join(APIS)}; default: all", many=True)
     task: list[str] = setting(

@@ -84,7 +84,7 @@ BENCH_COMMANDS: dict[str, Command] = {
         **MODEL,
     ),
     "forward": Command(
-        help="measure single steps of exactly given requests, in microseconds",
+        help="measure single steps with specified requests, in microseconds",
         settings=(EngineConfig, ForwardSettings),
         run=_late("steps.forward", "bench_forward"),
         **MODEL,

@@ -24,7 +24,7 @@ def bench_kernels(config: KernelBenchSettings) -> int:
                 json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
             ),
         )
-        print(f"Wrote {path}; the kernels use it from now on", file=sys.stderr)
+        print(f"Wrote {path}, which the kernels now use", file=sys.stderr)
         return 0
     shown = []
 

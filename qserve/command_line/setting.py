@@ -27,7 +27,7 @@ def setting(
 
     A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
     and `high`: bounds of a number, inclusive. `aliases`: other names of choices, or texts for a
-    number; None stands for the default.
+    number; None means the default.
     """
     metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
     metadata |= {"low": low, "high": high, "aliases": aliases or {}}

@@ -15,8 +15,8 @@ def bos_setting() -> bool:
     """Declare the field of --bos."""
     return setting(
         True,
-        "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
-        "beginning-of-text token only where a text starts",
+        "start each window with the special tokens that the model's tokenizer adds (such as BOS); "
+        "--no-bos: only windows that start a text",
     )
 
 
@@ -24,8 +24,8 @@ def eval_text_setting() -> str | None:
     """Declare the field of --eval-text."""
     return setting(
         None,
-        "text file to measure the quality on instead of the package's held-out texts, in windows "
-        "of 1024 tokens",
+        "text file for the quality measurement, in windows of 1024 tokens; default: the package's "
+        "held-out texts",
     )
 
 
@@ -55,8 +55,8 @@ class QuantizeConfig(HubSettings):
     )
     target: str | None = setting(
         None,
-        "for a draft head: the model that it drafts for (folder or hub name); the head is"
-        " calibrated on this model's hidden states",
+        "only for draft heads: folder or hub name of the target model, whose hidden states"
+        " calibrate the head",
     )
     calibration: str | None = setting(
         None,
@@ -64,7 +64,7 @@ class QuantizeConfig(HubSettings):
         " (messages may have images); or the name or folder of a data set (default: a"
         " small set in the package)",
     )
-    samples: int = setting(128, "calibration windows", low=1)
+    samples: int = setting(128, "number of calibration windows", low=1)
     sequence_length: int = setting(2048, "length of a calibration window in tokens", low=2)
     quantize_head: str | None = setting(
         None,
@@ -86,8 +86,8 @@ class QuantizeConfig(HubSettings):
     )
     moe_calibrate_all_experts: bool = setting(
         False,
-        "mixture of experts: collect statistics of every token at every expert, not only of "
-        "routed tokens; slower",
+        "for mixtures of experts: every expert collects statistics of all tokens, not only of "
+        "those routed to it; slower",
     )
     seed: int = setting(0, "seed for the order of the texts, and for rotations")
     bos: bool = bos_setting()
@@ -104,7 +104,7 @@ class QuantizeConfig(HubSettings):
         " is quantized",
     )
     spill: str | None = setting(
-        None, "folder for the hidden states of the calibration data, to save memory"
+        None, "folder to keep the hidden states of the calibration data in, to save memory"
     )
     group_size: int | str | None = setting(
         None,
@@ -119,8 +119,8 @@ class QuantizeConfig(HubSettings):
     )
     bits: float | None = setting(
         None,
-        "mean bits per weight, scales included: each linear gets 2 to 8 bits, according to "
-        "its sensitivity on the data (compressed-tensors only)",
+        "mean number of bits per weight, scales included: each linear gets 2 to 8 bits, depending "
+        "on its sensitivity on the calibration data (compressed-tensors only)",
         low=2,
         high=9,
     )
@@ -130,11 +130,11 @@ class QuantizeConfig(HubSettings):
     act_order: bool = setting(
         False,
         "group inputs of similar magnitude and store a group index (gptq only): more accurate, "
-        "but slower to run, and rejected by vLLM 0.33",
+        "but slower, and rejected by vLLM 0.33",
     )
     ignore: list[str] = setting(
         [],
-        "keep linears in float whose name contains this text or matches this glob or "
+        "keep a linear in float if its name contains this text or matches this glob or "
         "re:EXPRESSION; may be repeated",
     )
     override: list[str] = setting(
@@ -246,8 +246,8 @@ class EvalConfig:
     )
     bos: bool = setting(
         True,
-        "begin each window as the model's tokenizer begins a text; --no-bos: the "
-        "beginning-of-text token only where a text starts",
+        "start each window with the special tokens that the model's tokenizer adds (such as BOS); "
+        "--no-bos: only windows that start a text",
     )
     json: bool = setting(False, "print the result as JSON")
 

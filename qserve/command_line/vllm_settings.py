@@ -1,7 +1,7 @@
 """Settings of vLLM that this project does not have. Loads no torch.
 
-A value that asks for what happens anyway is accepted, so that a script or command written for vLLM
-runs as it is. Other values are refused with the remedy.
+A value that changes nothing here is accepted, so that a script or command written for vLLM runs
+unchanged. Other values are refused with the remedy.
 """
 
 import difflib

@@ -6,7 +6,7 @@ probabilities and the log probabilities of its prompt must be bit-identical. Wit
 some requests use adapters; with a vision-language model some have images. Drafts are left out with
 --prefill-context-parallel-size. Loads torch only when it computes.
 
-A "company" is a set of requests that are submitted together, and the settings of that run.
+A "comparison" runs the requests in given batches and settings, and compares the results.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qserve.llm import LLM
     from qserve.model.model_config import ModelConfig
 
-COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
+COMPARISONS = ("together", "random", "chunks", "preemption", "drafts", "crossed")
 FEW_SEQS = 16  # --max-num-seqs of the run that computes prompts in chunks
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 ROW = "{:<34}{:>10}{:>16}{:>14}{:>16}{:>14}{:>17}"
@@ -50,31 +50,31 @@ class InvarianceConfig:
     structured_output: bool = setting(
         False, "give some requests a structured output (requires a tokenizer and llguidance)"
     )
-    company: list[str] = setting(
-        [], f"comparisons to run, of {', '.join(COMPANIES)}; default: all", many=True
+    comparison: list[str] = setting(
+        [], f"comparisons to run, of {', '.join(COMPARISONS)}; default: all", many=True
     )
     default_kernels: bool = setting(
         False, "check the default kernels instead of those of --batch-invariant"
     )
 
     def __post_init__(self) -> None:
-        """Raise InputError for an unknown company or a number outside of its range."""
+        """Raise InputError for an unknown comparison or a number outside of its range."""
         check_settings(self)
-        for name in self.company:
-            if name not in COMPANIES:
-                expected = f"expected one of {', '.join(COMPANIES)}, found {name!r}"
-                raise InputError("--company", expected)
+        for name in self.comparison:
+            if name not in COMPARISONS:
+                expected = f"expected one of {', '.join(COMPARISONS)}, found {name!r}"
+                raise InputError("--comparison", expected)
 
-    def has(self, *companies: str) -> bool:
-        """True if at least one of these companies was requested."""
-        return not self.company or any(each in self.company for each in companies)
+    def has(self, *comparisons: str) -> bool:
+        """True if at least one of these comparisons was requested."""
+        return not self.comparison or any(each in self.comparison for each in comparisons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Comparison of one company's requests with the same requests computed alone."""
+    """Comparison of requests in one run with the same requests computed alone."""
 
-    company: str
+    comparison: str
     requests: int
     tokens_differ: int
     bits_differ: int  # requests that differ in a token or in a log probability
@@ -96,7 +96,7 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
     if config.has("drafts", "crossed") and not _takes_drafts(engine):
         print("Without drafts: they do not work with --prefill-context-parallel-size", flush=True)
     results = []
-    columns = ("company", "requests", "tokens differ", "bits differ")
+    columns = ("comparison", "requests", "tokens differ", "bits differ")
     print(ROW.format(*columns, "cached tokens", "preemptions", "accepted drafts"), flush=True)
     for result in compare(engine, config):
         results.append(result)
@@ -133,12 +133,12 @@ class RandomRequests:
         self.longest = max(len(each.prompt_token_ids) for each in outputs.values())
         self.longest += config.output_len
 
-    def judged(self, company: str, llm: "LLM", *companies: Sequence[int]) -> Result:
-        """Compute the requests of each company together, and compare them with those alone."""
-        outputs = [pair for numbers in companies for pair in self._run(llm, numbers).items()]
+    def judged(self, comparison: str, llm: "LLM", *batches: Sequence[int]) -> Result:
+        """Compute the requests of each batch together, and compare them with those alone."""
+        outputs = [pair for numbers in batches for pair in self._run(llm, numbers).items()]
         found = [(_facts(output), self._alone[n]) for n, output in outputs]
         return Result(
-            company=company,
+            comparison=comparison,
             requests=len(found),
             tokens_differ=sum(facts[0] != others[0] for facts, others in found),
             bits_differ=sum(facts != others for facts, others in found),
@@ -158,7 +158,7 @@ class RandomRequests:
 
 
 def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
-    """Compute the requests alone, then yield a Result for each company. Raises InputError."""
+    """Compute the requests alone, then yield a Result per comparison. Raises InputError."""
     from qserve import LLM
 
     rng = random.Random(engine.seed)
@@ -179,9 +179,9 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
         if config.has("together"):
             yield requests.judged("all together", llm, everyone)
         most = min(config.num_requests, engine.max_num_seqs)
-        companies = _companies(rng, everyone, most)
+        batches = _random_batches(rng, everyone, most)
         if config.has("random"):
-            yield requests.judged(f"random companies of 1 to {most}", llm, *companies)
+            yield requests.judged(f"random batches of 1 to {most}", llm, *batches)
     finally:
         llm.close()
     chunks, seqs = _chunk_limits(engine, config, model, requests.longest)
@@ -204,8 +204,8 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "max_num_seqs": seqs}
     if config.has("crossed"):
         with closing(start(**crossed, enforce_eager=True)) as llm:
-            companies = _companies(rng, everyone, most)
-            yield requests.judged("all of these, without CUDA graphs", llm, *companies)
+            batches = _random_batches(rng, everyone, most)
+            yield requests.judged("all of these, without CUDA graphs", llm, *batches)
 
 
 def _chunk_limits(
@@ -231,15 +231,15 @@ def _takes_drafts(engine: EngineConfig) -> bool:
     return engine.prefill_context_parallel_size == 1
 
 
-def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:
-    """Shuffle the requests and divide them into companies of 1 to `most`, log-uniform in size."""
+def _random_batches(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:
+    """Shuffle the requests and divide them into batches of 1 to `most`, log-uniform in size."""
     left = rng.sample(everyone, len(everyone))
-    companies = []
+    batches = []
     while left:
         size = int(math.exp(rng.uniform(0, math.log(most + 1))))
-        companies.append(left[:size])
+        batches.append(left[:size])
         left = left[size:]
-    return companies
+    return batches
 
 
 def _facts(output: "RequestOutput") -> Facts:
@@ -262,7 +262,7 @@ def _accepted_drafts(llm: "LLM") -> int:
 
 
 CHECK_INVARIANCE = Command(
-    help="compare a request's bits alone and in other batches",
+    help="check that a request's output bits do not depend on its batch",
     settings=(EngineConfig, InvarianceConfig),
     run=check_invariance,
 )

@@ -21,8 +21,8 @@ from formats.quant_config import QuantConfig
 from qserve.model.blocks.linear import FloatLinear
 
 NUM_TOKENS = 256
-# Mean KL divergence in nats below which no model counts as broken: correct models of 4 and 8 bits
-# stay far below; zero points off by one or misplaced groups give several.
+# Mean KL divergence in nats below which no model counts as broken. Correct models of 4 and 8 bits
+# stay far below it; zero points off by one, or misplaced groups, give several nats.
 ALWAYS_FINE = 1.0
 # Limit relative to plain rounding. On docs-5m at 2 to 4 bits, correct files have 0.8 to 1.4 times
 # the divergence of rounding; files with zero points off by one, or misplaced groups or inputs, have

@@ -1,4 +1,4 @@
-"""`qserve eval`: measure perplexity on texts and chats, and the distance from another model.
+"""`qserve eval`: measure perplexity on texts and chats, and the KL divergence from another model.
 
 Texts are joined and cut into windows. A chat with images is a separate window, in which image
 tokens are not counted. Loads torch only when it computes.
@@ -181,7 +181,7 @@ def _for_windows(engine: EngineConfig, length: int) -> EngineConfig:
 
 
 EVAL = Command(
-    help="measure perplexity on texts or chats with images, and the distance from another model",
+    help="measure perplexity on texts or chats with images, and KL divergence from another model",
     settings=(EngineConfig, EvalConfig),
     run=evaluate,
 )

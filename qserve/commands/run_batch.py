@@ -56,8 +56,8 @@ def run_batch(engine_config: EngineConfig, config: BatchConfig, *, engine: str =
     answers = BatchAnswers(target, digest(content, *models))
     try:
         if answers.answered:
-            told = f"already answered: {len(answers.answered)} of {len(lines)} lines"
-            print(f"{answers.partial}: {told}", file=sys.stderr)
+            text = f"already answered: {len(answers.answered)} of {len(lines)} lines"
+            print(f"{answers.partial}: {text}", file=sys.stderr)
         left = [request for request in requests if request.custom_id not in answers.answered]
         if left:
             asyncio.run(_run(engine_config, config, left, answers, engine))

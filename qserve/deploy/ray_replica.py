@@ -105,7 +105,7 @@ class EngineReplica:
 
 
 def multiplexing(models_per_replica: int) -> type[EngineReplica]:
-    """Return the replica class for several models, of which each actor loads at most so many."""
+    """Return the replica class for several models; an actor loads at most a given number."""
 
     class MultiplexingReplica(EngineReplica):
         @serve.multiplexed(max_num_models_per_replica=models_per_replica)

@@ -26,14 +26,14 @@ class DeploySettings:
     )
     target_ongoing_requests: int | None = setting(
         None,
-        "requests in progress per engine above which engines are added; default: 0.8 of "
+        "add engines if there are more requests in progress than this per engine; default: 0.8 of "
         "--max-num-seqs",
         low=1,
     )
     router: str = setting(
         "prefix",
         "how requests are routed; prefix: to the engine that has computed the longest prefix of "
-        "the prompt, unless it has much more load than the others",
+        "the prompt, unless its load is much higher than that of the others",
         ROUTERS,
     )
     drain_timeout: float = setting(

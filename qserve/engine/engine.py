@@ -74,9 +74,9 @@ class Engine:
         self._pause = Pause()
         self._ended: list[TokenEvent] = []  # last events of ended requests, for the next step
         self.operations = Operations(config, self.model_config, self.workers)
-        # Masks wait for the previous token of their row in three cases: masks depend on drafts;
-        # all ranks sample, so masks are part of the launch; the model has recurrent states, and a
-        # row whose mask is late would apply its token to the state twice.
+        # The mask of a row waits for the row's previous token in three cases. Masks depend on
+        # drafts. All ranks sample, so masks are part of the launch. The model has recurrent states,
+        # and a row whose mask is late would apply its token to the state twice.
         several, states = self.workers.num_ranks > 1, self.runner.has_states
         self._masks = MaskJobs(waits=speculates or several or states)
         self._deadlines = Deadlines()

@@ -171,8 +171,8 @@ class InputProcessor:
             if item.is_mutual and item.length > self._longest_item:
                 raise InputError(
                     f"{subject} media item {number}",
-                    f"expected at most {self._longest_item} tokens, found {item.length}: they"
-                    " attend to each other, in one step",
+                    f"expected at most {self._longest_item} tokens, found {item.length}: all must"
+                    " be in one step, because they attend to each other",
                     "raise --max-num-batched-tokens to twice the tokens and --max-num-seqs, or"
                     " send fewer images and a shorter prompt",
                 )

@@ -113,8 +113,8 @@ def _log_overridden_kernel(choice: str) -> None:
     names = {name for name in choice.split(",") if name and not name.startswith("-")}
     if names - {REFERENCE, FIXED_ORDER} or f"-{REFERENCE}" in choice.split(","):
         logger.warning(
-            "--kernel attention=%s does not apply to steps with images: the rows of an image see"
-            " later rows of it, which only `%s` and `%s` compute; these steps run `%s`",
+            "--kernel attention=%s does not apply to steps with images: tokens of an image attend"
+            " to later tokens of it, which only `%s` and `%s` support; these steps use `%s`",
             choice,
             REFERENCE,
             FIXED_ORDER,

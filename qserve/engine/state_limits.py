@@ -126,8 +126,8 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
     if config.batch_invariant and max_model_len > most:
         raise InputError(
             "--batch-invariant",
-            f"does not work with {model.family.architecture} in contexts of more than {most}"
-            " tokens, of which an indexer selects keys: equal scores have no fixed order",
+            f"does not work with {model.family.architecture} beyond {most} tokens: an indexer"
+            " then selects keys by score, and equal scores have no fixed order",
             f"use --max-model-len {most}, or remove it",
         )
 
@@ -138,8 +138,9 @@ def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
     if config.enable_lora and len(family.qkv.linears) > MAX_SLICES:
         raise InputError(
             "--enable-lora",
-            f"does not work with {family.architecture}: {len(family.qkv.linears)} linears of its"
-            f" attention run as one matrix, and adapters take {MAX_SLICES}",
+            f"does not work with {family.architecture}: its attention merges"
+            f" {len(family.qkv.linears)} linears into one matrix, and adapters support"
+            f" {MAX_SLICES}",
             "remove it, or serve another model",
         )
 
@@ -172,7 +173,7 @@ def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
         return StatePool(None)
     count, num_snapshots = runner.num_state_slots, runner.num_snapshots
     size = runner.bytes_of_states / GIB
-    text = "States: %d slots of requests, %d of snapshots (--num-state-snapshots), %.2f GiB%s"
+    text = "States: %d slots for requests, %d for snapshots (--num-state-snapshots), %.2f GiB%s"
     more = (count + num_snapshots) * _bytes_of_drafts(runner) / GIB
     logger.info(text, count, num_snapshots, size, f", {more:.2f} of them for drafts" * bool(more))
     if config.enable_prefix_caching and not num_snapshots:

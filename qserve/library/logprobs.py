@@ -47,10 +47,10 @@ def _to_dict(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> d
     rank = found.rank
     if rank is None and token in found.top_tokens:
         rank = found.top_tokens.index(token) + 1
-    told = {token: (found.logprob, rank)}
+    entries = {token: (found.logprob, rank)}
     for place, other in enumerate(found.top_tokens):
-        told.setdefault(other, (found.top_logprobs[place], place + 1))
+        entries.setdefault(other, (found.top_logprobs[place], place + 1))
     return {
         each: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(each))
-        for each, (logprob, rank) in told.items()
+        for each, (logprob, rank) in entries.items()
     }

@@ -129,7 +129,9 @@ class AdapterTable:
         name, number = lora.lora_name, lora.lora_int_id
         if self._ids.get(number, name) != name:
             raise InputError(
-                f"adapter {name}", f"its id {number} is that of {self._ids[number]}", "take another"
+                f"adapter {name}",
+                f"its id {number} is already used by {self._ids[number]}",
+                "use another id",
             )
         adapter = self._known.get(name)
         if adapter is not None and number < adapter.number:
@@ -334,5 +336,5 @@ def make_table(config: EngineConfig, shared: SharedAdapters | None) -> AdapterTa
 def adapters_of(table: AdapterTable | None) -> AdapterTable:
     """Return the table. Raises InputError if it is None."""
     if table is None:
-        raise InputError("adapters", "this engine takes none", "start it with --enable-lora")
+        raise InputError("adapters", "are not enabled", "start the engine with --enable-lora")
     return table

@@ -19,7 +19,7 @@ from formats.in_memory.slices import Rows, take_rows
 from formats.peft.lora import LoraAdapter, adapted_projections, adapted_shapes
 from qkernels.lora.weights import TABLE_COLUMNS
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import LinearPart
+from qserve.model.tp_plan import LinearPart
 
 ALIGNMENT = 16  # elements: addresses are multiples of 32 bytes, as kernels require
 

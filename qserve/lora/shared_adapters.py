@@ -32,7 +32,7 @@ class OtherRanks(Protocol):
     def begin(self, name: str, *values: Any) -> list[Future]:
         """Start a call on each rank. Returns the futures of the results."""
 
-    def tell(self, name: str, *values: Any) -> None:
+    def send(self, name: str, *values: Any) -> None:
         """Send a call to each rank, in order with the steps."""
 
 
@@ -77,7 +77,7 @@ class SharedAdapters:
         """Copy an adapter to a slot on all ranks, after all launched steps."""
         self._tell_forgotten()
         if self._rank_group is not None:
-            self._rank_group.tell("place_adapter", slot, adapter.number)
+            self._rank_group.send("place_adapter", slot, adapter.number)
         self._ours.place(slot, adapter.number)
 
     def _forget(self, number: int) -> None:
@@ -89,4 +89,4 @@ class SharedAdapters:
     def _tell_forgotten(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may have sent the last one
             while self._forgotten:
-                self._rank_group.tell("forget_adapter", self._forgotten.popleft())
+                self._rank_group.send("forget_adapter", self._forgotten.popleft())

@@ -18,7 +18,7 @@ from qserve.model.blocks.moe import MoeMlp
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import LinearPart
+from qserve.model.tp_plan import LinearPart
 from qserve.parallel.pipeline import Pipeline
 
 
@@ -95,7 +95,7 @@ class Decoder(torch.nn.Module):
         A pipeline stage other than the first returns the hidden states that it sends on.
         """
         if self.pipeline is None:
-            return self.forward_tapped(token_ids_T, step, caches, ())[0]
+            return self.forward_with_aux(token_ids_T, step, caches, ())[0]
         return self.forward_parts([token_ids_T], [step], caches)[0]
 
     def forward_parts(
@@ -103,19 +103,19 @@ class Decoder(torch.nn.Module):
         token_ids: Sequence[torch.Tensor],
         steps: Sequence[StepInputs],
         caches: list[Cache],
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         begin: Callable[[StepInputs], None] = lambda step: None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run `forward_tapped` in microbatches over pipeline stages.
+        """Run `forward_with_aux` in microbatches over pipeline stages.
 
         Stages compute different microbatches at the same time. Auxiliary hidden states, in the
         order of the layers, and rows that later stages add are sent along with the hidden states.
         Only for models with pipeline stages. `begin` is called before the layers compute each
         microbatch.
         """
-        pipeline, wanted = self.pipeline, sorted(set(taps))
+        pipeline, wanted = self.pipeline, sorted(set(aux_layers))
         own_layers = self.layer_numbers
-        owners = [pipeline.stage_of(tap, self.config.num_layers) for tap in wanted]
+        owners = [pipeline.stage_of(layer, self.config.num_layers) for layer in wanted]
         num_before = 1 + sum(owner < pipeline.stage for owner in owners)
         ours = [t for t, owner in zip(wanted, owners, strict=True) if owner == pipeline.stage]
         sent, passed = [], []
@@ -129,8 +129,8 @@ class Decoder(torch.nn.Module):
                 x_TC, *before = pipeline.receive(self._empty(num_before + num_added, ids))
                 before, added = before[: num_before - 1], before[num_before - 1 :]
             begin(step)
-            x_TC, tapped = self._layers(x_TC, step, caches, ours, added)
-            states = [x_TC, *before, *tapped, *added[len(own_layers) :]]
+            x_TC, aux_states = self._layers(x_TC, step, caches, ours, added)
+            states = [x_TC, *before, *aux_states, *added[len(own_layers) :]]
             passed.append(torch.stack(states) if len(states) > 1 else x_TC[None].contiguous())
             sent.append(pipeline.send(passed[-1]))
             if pipeline.is_first:
@@ -147,7 +147,7 @@ class Decoder(torch.nn.Module):
             work.wait()
         x_TC, *states = torch.cat(ends, 1)
         found = dict(zip(wanted, states, strict=True))
-        return self.norm(x_TC, None, None)[0], tuple(found[tap] for tap in taps)
+        return self.norm(x_TC, None, None)[0], tuple(found[layer] for layer in aux_layers)
 
     def embedded(self, token_ids_T: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Return token embeddings, with media embeddings in their rows."""
@@ -163,42 +163,42 @@ class Decoder(torch.nn.Module):
         x_TC: torch.Tensor,
         step: StepInputs,
         caches: list[Cache],
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         added: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the residual stream after this stage's layers, and before each layer in `taps`.
+        """Return the residual stream after this stage's layers and before each of `aux_layers`.
 
         `added`: [T, C] for each of the stage's first layers, to add after the layer.
         """
         residual_TC, first = None, self.layer_numbers.start
         found: dict[int, torch.Tensor] = {}
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), first):
-            tapped: list[torch.Tensor] = []
-            wanted = tapped if number in taps else None
+            aux_states: list[torch.Tensor] = []
+            wanted = aux_states if number in aux_layers else None
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, wanted)
-            found.update((number, state_TC) for state_TC in tapped)
+            found.update((number, state_TC) for state_TC in aux_states)
             if number - first < len(added):
                 residual_TC = residual_TC + added[number - first]
         if residual_TC is not None:
             _, x_TC = self._sum(x_TC, residual_TC, None)
-        return x_TC, [found.get(tap, x_TC) for tap in taps]
+        return x_TC, [found.get(layer, x_TC) for layer in aux_layers]
 
     def _empty(self, count: int, token_ids_T: torch.Tensor) -> torch.Tensor:
         shape = count, len(token_ids_T), self.config.hidden_size
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def forward_tapped(
+    def forward_with_aux(
         self,
         token_ids_T: torch.Tensor,
         step: StepInputs,
         caches: list[Cache],
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return the result of `forward`, and the residual stream [T, C] before layers `taps`.
+        """Return the result of `forward`, and the residual stream [T, C] before `aux_layers`.
 
-        The tap `num_layers` is the residual stream after the last layer, before the norm. A decoder
-        with a sample of the layers returns its last state for a layer that it lacks: its callers
-        need only the shapes.
+        `num_layers` in `aux_layers` means the residual stream after the last layer, before the
+        norm. A decoder with a sample of the layers returns its last state for a layer that it
+        lacks: its callers need only the shapes.
         """
         x_TC, residual_TC = self.embedded(token_ids_T, step), None
         inputs_TLP = None
@@ -209,17 +209,18 @@ class Decoder(torch.nn.Module):
         added = () if step.embeds is None else step.embeds.added_MC
         states: list[torch.Tensor] = []
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            tapped = states if number in taps else None
+            aux_states = states if number in aux_layers else None
             if inputs_TLP is not None:
                 step = replace(step, layer_input_TP=inputs_TLP[:, number])
-            x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
+            x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, aux_states)
             if number < len(added):
                 residual_TC = step.embeds.added_to(residual_TC, number)
         if self.streams is not None:
             x_TC = self.streams.merge(x_TC)
         hidden_TC, last_TC = self.norm(x_TC, residual_TC, None)
-        found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
-        return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)
+        numbers = sorted(n for n in set(aux_layers) if n < len(self.layers))
+        found = dict(zip(numbers, states, strict=True))
+        return hidden_TC, tuple(found.get(layer, last_TC) for layer in aux_layers)
 
     def compute_for_others(self) -> None:
         """Compute this engine's experts for a step in which the engine has no tokens."""

@@ -49,7 +49,7 @@ class VisionConfig:
     def placeholder_of(self, encode: Callable[[str, bool], list[int]]) -> int:
         """Return the token of an image in a prompt that is not expanded yet. Raises InputError.
 
-        `encode`: the model's tokenizer, which alone knows the placeholder of Llama 4.
+        `encode`: the model's tokenizer; only the tokenizer knows the placeholder of Llama 4.
         """
         text = self.family.placeholder
         if text:

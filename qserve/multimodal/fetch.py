@@ -190,7 +190,7 @@ def _body(response: http.client.HTTPResponse, host: str, max_bytes: int) -> byte
     if response.status != 200:
         raise FetchError(f"{host:.100} answered with status {response.status}")
     if response.getheader("Content-Encoding", "identity") != "identity":
-        raise FetchError(f"{host:.100} sent it compressed, which is not read")
+        raise FetchError(f"{host:.100} sent it with a Content-Encoding, which is not supported")
     stated = response.getheader("Content-Length", "")
     body = bytearray()
     is_large = stated.isdecimal() and int(stated[:19]) > max_bytes

@@ -213,7 +213,8 @@ class MediaProcessor:
     def _processed(self, image: "Image", *, has_others: bool) -> Any:
         """Run transformers' image processor on an image. Raises InputError.
 
-        `has_others`: add a small image, so that the processor does not see a single one.
+        `has_others`: add a small image, so that the processor does not treat the image as the only
+        one.
         """
         options, (width, height) = self._layout.options(self.config.values), image.size
         if not width or not height:

@@ -83,13 +83,13 @@ class MediaSettings:
 
     allowed_media_domains: list[str] = setting(
         [],
-        "hosts from which images and videos of requests may be fetched: HOST, HOST:PORT,"
-        " *.example.com, or * for all; an address that is not public must be listed itself;"
-        " default: none, so that only data: URLs can be sent",
+        "hosts from which requests may fetch images and videos: HOST, HOST:PORT, *.example.com, or"
+        " * for all public ones; a private IP address must be listed itself; default: none (only"
+        " data: URLs)",
         many=True,
     )
     allowed_local_media_path: str | None = setting(
-        None, "folder whose files requests may name as file: URLs; default: none"
+        None, "folder whose files requests may read through file: URLs; default: none"
     )
     limit_mm_per_prompt: str | None = setting(
         None,
@@ -105,11 +105,11 @@ class MediaSettings:
     )
     max_video_bytes: int = setting(64 * 2**20, "largest video file in bytes", low=1)
     max_video_frames: int = setting(
-        768, "maximum frames of one video that the model sees", low=1, high=2**14
+        768, "maximum number of frames sampled from one video", low=1, high=2**14
     )
     max_video_pixels: int = setting(
         3 * 2**23,
-        "maximum pixels of these frames together; those of longer or larger videos are scaled down",
+        "maximum pixels of all sampled frames of one video; larger frames are scaled down",
         low=1,
         high=3 * 2**23,
     )

@@ -1,8 +1,8 @@
 """Chooses the parsers of tool calls and reasoning from a model's chat template and config.
 
 A rule matches a template that contains all of the rule's texts, and a model type if the rule names
-any. The first matching rule counts. So if format A has all texts of format B and more, the rule for
-A comes first.
+any. The first matching rule counts. So if format A includes all texts of format B, the rule for A
+comes first.
 """
 
 import json

@@ -21,21 +21,21 @@ class ParallelSettings:
     )
     prefill_context_parallel_size: int = setting(
         1,
-        "number of GPUs, or of sets of --tensor-parallel-size GPUs, that divide the tokens of a"
-        " long prompt; each holds all weights and KV pages, and all compute the same decode steps",
+        "number of GPUs, or of groups of --tensor-parallel-size GPUs, that divide the tokens of a"
+        " long prompt; each one holds all weights and KV pages and repeats the decode steps",
         low=1,
         high=64,
     )
     prefill_context_parallel_min_tokens: int = setting(
         1024,
-        "with --prefill-context-parallel-size: minimum number of prompt tokens of a request in a"
-        " step that are divided over the GPUs",
+        "with --prefill-context-parallel-size: a prompt's tokens in a step are divided over the"
+        " GPUs if there are at least this many",
         low=1,
     )
     data_parallel_size: int = setting(
         1,
-        "number of engines that each run the whole model, on their own GPUs and with their own KV"
-        " pages; requests are divided among them",
+        "number of engines, each with the whole model, its own GPUs and its own KV pages; requests"
+        " are divided among them",
         low=1,
         high=64,
     )
@@ -47,13 +47,13 @@ class ParallelSettings:
     )
     data_parallel_address: str | None = setting(
         None,
-        "with --data-parallel-rank and --enable-expert-parallel: where the engines connect;"
-        " file:///PATH of a new file, or tcp://HOST:PORT",
+        "with --data-parallel-rank and --enable-expert-parallel: address at which the engines"
+        " connect; file:///PATH of a new file, or tcp://HOST:PORT",
     )
     prefill_engines: int = setting(
         0,
-        "number of prefill engines: these only compute prompts, on GPUs of their own, and send the"
-        " KV pages to the other engines from GPU to GPU",
+        "number of additional engines, on their own GPUs, that only compute prompts and send the KV"
+        " pages from GPU to GPU to the engines that decode",
         low=0,
         high=64,
     )
@@ -71,7 +71,7 @@ class ParallelSettings:
     )
     gpu_offset: int = setting(
         0,
-        "index of the first GPU to use, if others are used by servers that exchange KV pages",
+        "index of the first GPU to use, for several servers on one host that exchange KV pages",
         low=0,
         high=255,
     )
@@ -84,25 +84,26 @@ class ParallelSettings:
     )
     all_reduce: str = setting(
         "auto",
-        "how GPUs sum their results; auto: directly through peer memory where the GPUs can "
-        "reach each other's, else NCCL",
+        "all-reduce implementation; auto: kernels over peer memory if every GPU can access the "
+        "memory of the others, else NCCL",
         ALL_REDUCES,
     )
 
     enable_expert_parallel: bool = setting(
         False,
-        "for mixtures of experts with --tensor-parallel-size: each GPU holds some of the experts"
-        " whole, instead of a slice of every expert",
+        "for mixtures of experts on several GPUs: each GPU holds some experts whole, instead of a"
+        " slice of every expert",
     )
     expert_placement_strategy: str = setting(
         "linear",
-        "with --enable-expert-parallel: which GPU holds which experts; linear: contiguous runs;"
-        " round_robin: in turn; or a file that --record-expert-loads wrote: GPUs with equal loads",
+        "with --enable-expert-parallel: how experts are assigned to GPUs; linear: contiguous"
+        " ranges; round_robin: one after another; or a file from --record-expert-loads: balanced by"
+        " the recorded loads",
     )
     record_expert_loads: str | None = setting(
         None,
-        "count the tokens of each expert, and write the table to this file when the engine ends;"
-        " runs without CUDA graphs",
+        "count the tokens routed to each expert, and write the counts to this file when the engine"
+        " exits; disables CUDA graphs",
     )
 
     def check_experts(self) -> None:

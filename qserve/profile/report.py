@@ -15,10 +15,10 @@ def write_report(trace: str | Path, floors_us: Mapping[str, float] | None = None
     `floors_us`: operator class -> lower bound of its time per step, if known.
     """
     summary = summarize(trace)
-    beside = Path(str(trace).removesuffix(".gz").removesuffix(".json") + ".summary.json")
+    target = Path(str(trace).removesuffix(".gz").removesuffix(".json") + ".summary.json")
     content = summary.to_dict() | ({"floors_us": dict(floors_us)} if floors_us else {})
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return f"{to_text(summary, floors_us)}\nTrace: {trace}\nSummary: {beside}"
+    target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return f"{to_text(summary, floors_us)}\nTrace: {trace}\nSummary: {target}"
 
 
 def to_text(summary: TraceSummary, floors_us: Mapping[str, float] | None = None) -> str:

@@ -44,8 +44,8 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     uds: str | None = setting(None, "Unix socket to listen on instead of --host and --port")
     check: bool = setting(
         True,
-        "before serving, compare scales and a few logits with those that quantize stored in the "
-        "folder, if any, and refuse a model that differs; --no-check: skip this check",
+        "before serving, compare the scales and a few logits with those that `quantize` stored in "
+        "the folder, if any, and refuse a model that differs",
     )
     root_path: str = setting(
         "", "path under which a reverse proxy exposes this server, such as /llm"
@@ -63,7 +63,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     allowed_hosts: list[str] = setting(
         [],
-        "more values of the Host header to accept when no API key is set, such as"
+        "additional values of the Host header to accept if no API key is set, such as"
         " llm.example.com, *.example.com, or * for all; always accepted: IP addresses, localhost,"
         " names without a dot, names in .local and .internal, the machine's own name, and --host",
         many=True,
@@ -88,8 +88,8 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     max_requests_per_minute: int | None = setting(
         None,
-        "rate limit per API key, or per client address if there are no keys; beyond it: 429;"
-        " default: no limit",
+        "rate limit per API key, or per client address if there are no keys; further requests get"
+        " 429; default: no limit",
         low=1,
     )
     request_timeout: float | None = setting(
@@ -111,32 +111,32 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     max_num_queued_reqs: int = setting(
         2048,
-        "outputs that may wait in addition to --max-num-seqs running ones; beyond that: 503",
+        "maximum number of outputs that wait while --max-num-seqs run; more are refused with 503",
         low=0,
     )
     max_num_queued_tokens: int = setting(
         2**22,
-        "prompt tokens, counted once per output, that may be running or queued; beyond that: 503",
+        "maximum number of prompt tokens of running and queued outputs; more are refused with 503",
         low=0,
     )
     max_body_bytes: int = setting(
-        8 * 2**20, "largest request body in bytes; larger ones: 413", low=1
+        8 * 2**20, "largest request body in bytes; larger ones get 413", low=1
     )
     max_connections: int | None = setting(
         None,
-        "maximum number of open connections; beyond it the longest idle one is closed, or a new"
-        " one gets 503; default: derived from the limit of file descriptors",
+        "maximum number of open connections; a further one closes the longest idle one or gets 503;"
+        " default: derived from the limit of file descriptors",
         low=1,
     )
     engine_timeout: float = setting(
-        60.0, "seconds without a message from the engine after which it is considered dead", low=1
+        60.0, "consider the engine dead after this many seconds without a message from it", low=1
     )
     engine_step_timeout: float = setting(
-        600.0, "seconds that one engine step may take before the engine is considered dead", low=1
+        600.0, "consider the engine dead if one step takes more than this many seconds", low=1
     )
     restart_engine: int = setting(
         0,
-        "how many times to restart a dead engine; requests get 503 with Retry-After meanwhile",
+        "number of times to restart a dead engine; requests get 503 with Retry-After meanwhile",
         low=0,
     )
     cache_salt_by_key: bool = setting(
@@ -157,13 +157,13 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     )
     chat_special_tokens: bool = setting(
         False,
-        "encode control tokens such as <|im_end|> in the text of chat messages; for trusted"
-        " clients only",
+        "allow control tokens such as <|im_end|> in the text of chat messages, instead of refusing"
+        " them; only for trusted clients",
     )
     enable_auto_tool_choice: bool = setting(
         True,
-        "let the model choose whether to call tools (tool_choice: auto), if --tool-call-parser is"
-        " not none",
+        "allow tool_choice: auto, where the model chooses whether to call tools; requires a"
+        " --tool-call-parser",
     )
     tool_call_parser: str | None = setting(
         AUTO,

@@ -25,20 +25,20 @@ class Verify:
     most: int  # maximum number of rows of a chunk
 
 
-def synthetic_shares(config: SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
+def synthetic_rates(config: SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
     """Return the conditional acceptance rate per position, float32 [K]; None unless synthetic."""
     rates = config.synthetic_acceptance_rates
     if config.acceptance != "synthetic":
         return None
     before = (1.0, *rates)
-    shares = [rate / max(last, 1e-9) for rate, last in zip(rates, before, strict=False)]
-    return torch.tensor(shares, dtype=torch.float32, device=device)
+    conditional = [rate / max(last, 1e-9) for rate, last in zip(rates, before, strict=False)]
+    return torch.tensor(conditional, dtype=torch.float32, device=device)
 
 
-def passes_by_chance(num_chunks: int, num_drafts: int, shares_K: torch.Tensor) -> torch.Tensor:
+def passes_by_chance(num_chunks: int, num_drafts: int, rates_K: torch.Tensor) -> torch.Tensor:
     """Return at random which drafts are accepted, bool [D, K]. For measuring speed.
 
     Accepted drafts become output, so the text is meaningless.
     """
-    chance_DK = torch.rand(num_chunks, num_drafts, device=shares_K.device)
-    return chance_DK < shares_K[:num_drafts]
+    chance_DK = torch.rand(num_chunks, num_drafts, device=rates_K.device)
+    return chance_DK < rates_K[:num_drafts]

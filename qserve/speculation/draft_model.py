@@ -21,9 +21,9 @@ from qserve.speculation.drafter import BuildContext
 class DraftModelDrafter:
     """Drafts with a smaller model. See DeviceDrafter."""
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     looks_ahead = reads_images = False
-    places_after = 0
+    extra_positions = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
         """`vocab_size`: the target's vocabulary size. The drafter's may differ by padding."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qkernels.drafts.chunks import DraftPlaces
+from qkernels.drafts.chunks import DraftPositions
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.model.axis_ropes import AxisRopes
 from qserve.model.cache_spec import Cache
@@ -32,12 +32,14 @@ class DraftStep:
 
     batch: Batch  # the model's batch: tokens, positions, slots of the T rows, and their requests
     hidden_TC: torch.Tensor  # hidden states after the model's last norm
-    taps: tuple[torch.Tensor, ...]  # auxiliary hidden states [T, C], see DeviceDrafter.taps
+    aux_states: tuple[
+        torch.Tensor, ...
+    ]  # auxiliary hidden states [T, C], see DeviceDrafter.aux_layers
     next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is known
     last_rows_D: torch.Tensor  # int64: index (into T) of the row before a request's newest token
     tables_DX: torch.Tensor  # int32: block tables of the requests that draft
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
-    places: DraftPlaces  # positions and slots of K + places_after rows after last_rows_D
+    draft_positions: DraftPositions  # of K + extra_positions rows after last_rows_D
     num_drafts: int  # K
     max_context_len: int  # upper bound of the number of keys, including drafts
     caches: list[Cache]  # caches of the drafter's layers
@@ -74,7 +76,7 @@ class DraftStep:
         `count` 1 is the row of the newest token, 2 the row of the first draft, and so on. Rows
         without a slot in the request's pages write no keys.
         """
-        positions_KD, slots_KD, lengths_KD = self.places
+        positions_KD, slots_KD, lengths_KD = self.draft_positions
         positions_D = positions_KD[count - 1]
         # Without media, the row before the newest token is text.
         shifts_T = self.batch.rope_shifts_T if self.media is None else self.media.text_shifts_T
@@ -101,7 +103,7 @@ class DraftStep:
         write no keys.
         """
         B, D = tokens_BD.shape
-        positions_BD, slots_BD, lengths_BD = (each[:B] for each in self.places)
+        positions_BD, slots_BD, lengths_BD = (each[:B] for each in self.draft_positions)
         # Positions stop at a request's last one. Only the first row at that position writes keys.
         is_new_BD = positions_BD[1:] > positions_BD[:-1]
         slots_BD = torch.cat([slots_BD[:1], torch.where(is_new_BD, slots_BD[1:], -1)])

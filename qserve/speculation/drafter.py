@@ -36,8 +36,9 @@ class DeviceDrafter(Protocol):
 
     # Indices of the model's layers whose inputs the drafter reads as auxiliary hidden states (the
     # residual stream x + residual, before the norm). DraftStep has a tensor [T, C] for each, from
-    # Decoder.forward_tapped(token_ids_T, step, caches, taps) -> (hidden_TC, tapped). (): none.
-    taps: tuple[int, ...]
+    # Decoder.forward_with_aux(token_ids_T, step, caches, aux_layers) -> (hidden_TC, aux_states).
+    # (): none.
+    aux_layers: tuple[int, ...]
     # The drafter's attention layers, in order. They use the model's page numbers (one allocator,
     # the same block tables); layer i has its keys and values in DraftStep.caches[i].
     attentions: tuple[Attention, ...]
@@ -47,8 +48,8 @@ class DeviceDrafter(Protocol):
     # True if the drafter reads embeddings of images, instead of their placeholder token.
     reads_images: bool
     # Number of rows that the drafter runs in addition to those of the newest token and of all
-    # drafts but the last. DraftStep.places includes them.
-    places_after: int
+    # drafts but the last. DraftStep.draft_positions includes them.
+    extra_positions: int
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         """Return step.num_drafts draft tokens per request, int64 [D, K], in the model's vocabulary.

@@ -192,7 +192,7 @@ class SpeculativeGraphs:
             words_SP[:num_rows] = step.sample_words_SP
         words_SP[num_rows:] = PADDING_WORDS
         # The last row of the tables is reserved for padding.
-        padding = len(self.state.tables.refused_N) - 1, 1, 0
+        padding = len(self.state.tables.rejected_N) - 1, 1, 0
         for line, name, value in zip(lines, CHANGING, padding, strict=True):
             if step is not None:
                 line[:num_chunks] = getattr(step.draft_rows, name)
@@ -319,11 +319,11 @@ class GraphedStep(SpeculativeStep):
             entry.tokens_S[:count] = samples.tokens_S
             entry.words_SP[:count] = settings.words_SP
         settled, self._drafts_DK = self._graphs.tail(self._key, entry, variant).run()
-        self._tell(settled, self._graphs.fetch(settled.told), count)
-        return samples._replace(tokens_S=settled.told[:count])
+        self._keep_results(settled, self._graphs.fetch(settled.for_host), count)
+        return samples._replace(tokens_S=settled.for_host[:count])
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
-        if self._drafts_DK is None or not self.rows.tells_drafts:
+        if self._drafts_DK is None or not self.rows.returns_drafts:
             return None
         return HostCopy(self._drafts_DK[: len(self.rows.chunk_D)])
 

@@ -2,8 +2,8 @@
 
 This is the method of Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318). A draft x
 that was sampled from q is accepted with probability min(1, p(x) / q(x)). p is the model's
-distribution for the row, with all filters and penalties. In place of the first rejected draft, a
-token is sampled from the normalized positive part of p - q; if all drafts are accepted, the bonus
+distribution for the row, with all filters and penalties. Instead of the first rejected draft, a
+token is sampled from the normalized positive part of p - q. If all drafts are accepted, the bonus
 token is sampled from p.
 
 The output has the model's distribution, whatever q is. But the text differs from the text without

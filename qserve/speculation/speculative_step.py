@@ -49,14 +49,14 @@ class State:
     page_size: int
     caches: list[Cache] = field(default_factory=list)  # caches of the drafter's layers
     # float32 [N, K, V]: distributions of the drafts, for `rejection`; None: point masses
-    draft_shares: torch.Tensor | None = None
-    synthetic_shares_K: torch.Tensor | None = None  # acceptance rates, for `synthetic`
+    draft_probs: torch.Tensor | None = None
+    synthetic_rates_K: torch.Tensor | None = None  # acceptance rates, for `synthetic`
 
-    def num_places(self, num_drafts: int) -> int:
+    def num_draft_positions(self, num_drafts: int) -> int:
         """Return the number of rows that the drafter may run after a step to make drafts."""
         if not num_drafts or self.drafter is None:
             return num_drafts
-        return num_drafts + self.drafter.places_after
+        return num_drafts + self.drafter.extra_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,9 @@ class SpeculativeStep:
         pipeline.pass_on(self.back_R)
         if not is_first:
             count = len(self.back_R)
-            of_step = DraftTables(tokens_NK1=state.tables.tokens_NK1[:count], refused_N=self.back_R)
+            of_step = DraftTables(
+                tokens_NK1=state.tables.tokens_NK1[:count], rejected_N=self.back_R
+            )
             chunks = replace(self.chunks, rows_R=torch.arange(count, device=self.back_R.device))
             ops.fill_drafts_(chunks, of_step, page_size=state.page_size, fills_tokens=False)
 
@@ -156,7 +158,7 @@ class SpeculativeStep:
         if self.rows.verifies and state.config.judges_by_row:
             verify = verify_of(found, self.batch)
             rows_D = found.rows_R[found.chunk_D]
-            q_DKV = None if state.draft_shares is None else state.draft_shares[rows_D]
+            q_DKV = None if state.draft_probs is None else state.draft_probs[rows_D]
             samples, accepted_D = draw_verify(
                 logits_SV, settings, history_WV, verify, q_DKV, judge_of(state.config)
             )
@@ -165,7 +167,7 @@ class SpeculativeStep:
         self._settled = settle_(
             state, self.chunks, self.rows.num_drafts, samples.tokens_S, settings, accepted_D
         )
-        self._tell(self._settled, HostCopy(self._settled.told), len(samples.tokens_S))
+        self._keep_results(self._settled, HostCopy(self._settled.for_host), len(samples.tokens_S))
         return samples
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
@@ -185,14 +187,14 @@ class SpeculativeStep:
             self._settings,
             self.media,
         )
-        return HostCopy(drafts_DK) if self.rows.tells_drafts else None
+        return HostCopy(drafts_DK) if self.rows.returns_drafts else None
 
-    def _tell(self, settled: Settled, told: HostCopy, num_sampled: int) -> None:
+    def _keep_results(self, settled: Settled, copy: HostCopy, num_sampled: int) -> None:
         """Keep the results for the host, without the padding after rows and chunks."""
-        first = len(settled.told) - len(settled.last_rows_D)
-        self.tokens = told.part(0, num_sampled)
+        first = len(settled.for_host) - len(settled.last_rows_D)
+        self.tokens = copy.part(0, num_sampled)
         if self.rows.verifies:
-            self.num_emitted = told.part(first, first + len(self.rows.chunk_D))
+            self.num_emitted = copy.part(first, first + len(self.rows.chunk_D))
 
     def _corrected(self, settings: SampleSettings) -> SampleSettings:
         """Return the settings with corrected positions."""
@@ -263,14 +265,14 @@ def settle_(
     """
     passes_DK = None
     num_judged = chunks.most_sampled - 1
-    if num_judged and state.synthetic_shares_K is not None and tokens_S is not None:
-        passes_DK = passes_by_chance(len(chunks.chunk_D), num_judged, state.synthetic_shares_K)
+    if num_judged and state.synthetic_rates_K is not None and tokens_S is not None:
+        passes_DK = passes_by_chance(len(chunks.chunk_D), num_judged, state.synthetic_rates_K)
     return ops.settle_drafts_(
         tokens_S,
         None if settings is None else settings.words_SP,
         chunks,
         state.tables,
-        num_drafts=state.num_places(num_drafts),
+        num_drafts=state.num_draft_positions(num_drafts),
         page_size=state.page_size,
         max_model_len=state.max_model_len,
         passes_DK=passes_DK,
@@ -295,16 +297,18 @@ def propose(
     tables_DX = batch.block_tables_RX[: len(found.rows_R)]
     if len(found.chunk_D) < len(found.rows_R):
         tables_DX = tables_DX[found.chunk_D]
-    longest = min(batch.max_context_len + state.num_places(num_drafts), state.max_model_len)
+    longest = min(
+        batch.max_context_len + state.num_draft_positions(num_drafts), state.max_model_len
+    )
     step = DraftStep(
         batch=batch,
         hidden_TC=outputs.hidden_TC,
-        taps=outputs.taps,
+        aux_states=outputs.aux_states,
         next_tokens_T=settled.next_tokens_T,
         last_rows_D=settled.last_rows_D,
         tables_DX=tables_DX,
         starts_D1=found.starts_D1,
-        places=settled.places,
+        draft_positions=settled.draft_positions,
         num_drafts=num_drafts,
         # keys without a slot in the pages are not written
         max_context_len=min(longest, tables_DX.shape[1] * state.page_size),
@@ -314,13 +318,13 @@ def propose(
             any_random=settings is not None and settings.any_random,
             any_filter=settings is not None and settings.any_filter,
             is_greedy=state.config.draft_sample_method == "greedy",
-            kept=None if state.draft_shares is None else [],
+            kept=None if state.draft_probs is None else [],
         ),
         media=media,
     )
     drafts_DK = state.drafter.propose(step)
     if num_drafts and settings is not None:
         state.tables.tokens_NK1[settled.rows_D, 1 : 1 + num_drafts] = drafts_DK
-        for index, shares_DV in enumerate(step.draws.kept or ()):
-            state.draft_shares[settled.rows_D, index] = shares_DV
+        for index, probs_DV in enumerate(step.draws.kept or ()):
+            state.draft_probs[settled.rows_D, index] = probs_DV
     return drafts_DK

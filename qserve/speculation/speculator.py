@@ -23,7 +23,7 @@ from qserve.engine.step.transfer import all_to_device, to_device
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, make_caches
 from qserve.model.decoder import Decoder
 from qserve.parallel.ranks import Ranks
-from qserve.speculation.acceptance import synthetic_shares
+from qserve.speculation.acceptance import synthetic_rates
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.drafter import BuildContext, DeviceDrafter, build_device_drafter
 from qserve.speculation.graphs import SpeculativeGraphs
@@ -45,10 +45,10 @@ class Speculator:
         device: torch.device,
     ) -> None:
         self.drafter = drafter
-        shares = None
+        probs = None
         if drafter is not None and config.draws_drafts:
             shape = max_num_seqs + 1, config.most_tokens, vocab_size
-            shares = torch.zeros(shape, dtype=torch.float32, device=device)
+            probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.device = device
         self.state = State(
             config=config,
@@ -58,18 +58,18 @@ class Speculator:
                 tokens_NK1=torch.zeros(
                     max_num_seqs + 1, 1 + config.most_tokens, dtype=torch.int64, device=device
                 ),
-                refused_N=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
+                rejected_N=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
             ),
             max_model_len=max_model_len,
             page_size=page_size,
-            draft_shares=shares,
-            synthetic_shares_K=synthetic_shares(config, device),
+            draft_probs=probs,
+            synthetic_rates_K=synthetic_rates(config, device),
         )
         self.graphs: SpeculativeGraphs | None = None
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.aux_layers
 
     @property
     def drafting(self) -> Drafting:

@@ -1,9 +1,9 @@
 """SuffixDrafter: suffix decoding (Oliaro et al., arXiv 2411.04975).
 
 It proposes the most frequent continuation of the last tokens, in the request and in past outputs.
-For each length of a suffix that occurs elsewhere, it follows the most frequent next token, as long
-as the product of the tokens' frequencies is at least suffix_decoding_min_token_prob. The sum of
-these products is the score of the draft. The draft with the best score is returned.
+For each suffix that also occurs elsewhere, it follows the most frequent next token as long as the
+product of the tokens' frequencies is at least suffix_decoding_min_token_prob. The sum of these
+products is the score of the draft. The draft with the best score is returned.
 
 There is no suffix tree. Only the newest MAX_OCCURRENCES occurrences of the last token, and of the
 last three tokens, are compared, which bounds memory and time.

@@ -244,7 +244,7 @@ class Algebra:
         return found
 
     def _tempered(self, low: int, items: list, follows: Term) -> Term:
-        """Return the term of `(?:(?!X)c)*` at the end of a text: X starts at none of the c."""
+        """Return the term of `(?:(?!X)c)*` at the end of a text: X matches at none of the c."""
         is_form = len(items) == 2 and items[0][0] is op.ASSERT_NOT and items[0][1][0] > 0
         if low or not is_form or follows is not self.empty or _asserts(items[1:]):
             raise UnsupportedPattern("look-around that is repeated")

@@ -1,9 +1,9 @@
 """Tokenizer of PLaMo 2 and 3, whose files have a vocabulary (`tokenizer.jsonl`) and code.
 
-The code is not run. It searches for the split of a text into pieces whose scores have the largest
-sum, and spells characters that no piece has in bytes: the library tokenizers' Unigram does, too. Of
-splits with equal sums the code takes the one with the longest first piece, Unigram the one with the
-longest last piece; they are seen in long runs of one character.
+The code is not run. Like Unigram in the library tokenizers, it searches for the split of a text
+into pieces with the largest sum of scores, and spells characters that no piece contains in bytes.
+If sums are equal, the code chooses the split with the longest first piece, and Unigram the one with
+the longest last piece. This happens in long runs of one character.
 """
 
 import json

@@ -71,7 +71,7 @@ def test_training_writes_what_servers_read(kind, docs_5m, tmp_path, monkeypatch)
     assert told["batches"] >= 1 and len(told["accuracy_of_steps"]) >= 3
     heads = [HeadFolder(tmp_path / "out" / layout) for layout in ("original", "speculators")]
     assert [head.config.kind for head in heads] == [kind] * 2
-    assert heads[0].config.taps(4) == heads[1].config.taps(4)
+    assert heads[0].config.aux_layers(4) == heads[1].config.aux_layers(4)
     name = "layers.0.mlp.down_proj.weight"
     assert torch.equal(*(head.get(head.stored(name)) for head in heads))
     weights = load_file(tmp_path / "out" / "original" / "model.safetensors")
@@ -110,16 +110,16 @@ def test_a_block_depends_on_nothing_after_its_anchor():
         head = BlockModule(config, torch.randn(8192, 256))
         if config.markov_rank:
             torch.nn.init.normal_(head.markov_head.markov_w2.weight)
-        ids, taps = torch.randint(0, 8000, (1, 24)), torch.randn(1, 24, 512)
+        ids, aux = torch.randint(0, 8000, (1, 24)), torch.randn(1, 24, 512)
         with torch.no_grad():
-            one = head(ids, taps, torch.tensor([5, 9]), 3)[0, 1]
-            later = taps.clone()
+            one = head(ids, aux, torch.tensor([5, 9]), 3)[0, 1]
+            later = aux.clone()
             later[:, 9:] = 7.0
             other = head(ids, later, torch.tensor([9]), 3)[0, 0]
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             changed = ids.clone()
             changed[:, 10] = 8001  # the token that the first draft predicts
-            again = head(changed, taps, torch.tensor([9]), 3)[0, 0]
+            again = head(changed, aux, torch.tensor([9]), 3)[0, 0]
         torch.testing.assert_close(one[0], again[0], rtol=1e-4, atol=1e-4)
         assert torch.allclose(one[1], again[1], rtol=1e-3, atol=1e-3) == (kind == "dflash")
 
@@ -137,10 +137,10 @@ class ConstantHead(torch.nn.Module):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.zeros(2, 8))
 
-    def forward(self, ids_BS, taps_BSF, anchors_A, num_drafts):
+    def forward(self, ids_BS, aux_BSF, anchors_A, num_drafts):
         return self.logits.expand(len(ids_BS), len(anchors_A), num_drafts, -1)
 
-    def parallel(self, ids_BS, taps_BSF, anchors_A, num_drafts):
+    def parallel(self, ids_BS, aux_BSF, anchors_A, num_drafts):
         rest_RV = torch.zeros(ids_BS.shape[1] - 2, 8)  # rows that are no anchors
         yield torch.cat([self.logits[:1], rest_RV]).expand(len(ids_BS), -1, -1)
         yield self.logits[1].expand(len(ids_BS), len(anchors_A), -1)

@@ -240,7 +240,7 @@ def test_gpus_by_name(monkeypatch):
     for text in ("cuda:0,cuda:0", "cuda,cuda:0"):
         with pytest.raises(InputError, match="names a GPU twice"):
             Devices.parse(text)
-    with pytest.raises(InputError, match="of a kind"):
+    with pytest.raises(InputError, match="only GPUs or only CPUs"):
         Devices.parse("cuda:0,cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match="'all': no GPU is visible"):

@@ -48,7 +48,7 @@ def test_training_writes_what_servers_read(trained, docs_5m):
     assert told["batches"] >= 3 and len(told["accuracy_of_steps"]) == 5
     for layout in ("original", "speculators"):
         head = HeadFolder(trained / "train_eagle3" / layout)
-        assert head.config.taps(4) == (1, 2, 3)  # the usual ones of 4 layers are not three
+        assert head.config.aux_layers(4) == (1, 2, 3)  # the usual ones of 4 layers are not three
         offsets, ids = head.get("d2t"), head.get("t2d").nonzero()[:, 0]
         assert torch.equal(offsets + torch.arange(256), ids)
     weights = HeadFolder(trained / "train_medusa" / "medusa")
@@ -78,7 +78,7 @@ def test_a_rate_that_falls_within_the_time(monkeypatch):
 
 def test_continuations_are_the_models_own(docs_5m, monkeypatch):
     """The loop over fixed memory gives transformers' greedy tokens."""
-    target = Target(docs_5m, device="cpu", taps=(1,))
+    target = Target(docs_5m, device="cpu", aux_layers=(1,))
     prompts = torch.randint(3, 8000, (5, 11), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr("calibrate.heads.sampling.PREFILL_TOKENS", 22)
     found = target.continued(prompts, 24, temperature=0)

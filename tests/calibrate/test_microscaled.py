@@ -120,7 +120,7 @@ def test_engine_runs_the_weights_alone_and_says_so(made, small_5m, caplog, name)
         module._forward_pre_hooks.clear()
     with caplog.at_level(logging.WARNING):
         LLM(folder, device="cpu", max_model_len=64)
-    assert "they stay in 16 bits, and only weights are quantized" in caplog.text
+    assert "they stay in 16 bits, and only the weights are quantized" in caplog.text
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
     assert relative(logits(folder), expected) < 3e-3
@@ -180,7 +180,7 @@ def test_mxfp8_scales_are_powers_of_two_that_clip_nothing():
 
 def test_files_with_both_kinds_of_inputs_are_refused():
     schemes = {"a": MICROSCALED["w4a4-mxfp4"], "b": Scheme.parse("w4a16-mxfp4")}
-    with pytest.raises(InputError, match="w4a4-mxfp4: is not written next to w4a16-mxfp4"):
+    with pytest.raises(InputError, match="w4a4-mxfp4: cannot be stored in one checkpoint"):
         QuantConfig.of_modules("compressed-tensors", schemes)
     with pytest.raises(SchemeError, match="stores integer codes"):
         make_plan({"a": (64, 64)}, MICROSCALED["w4a4-mxfp4"], output_format="gptq")

@@ -198,7 +198,7 @@ def test_what_cannot_be_written_is_named(small_5m, tmp_path, options, message):
 
 
 def test_gguf_has_types_of_its_own_for_head_and_embedding(small_5m, tmp_path):
-    with pytest.raises(InputError, match="`quantize_head`: GGUF has a type of its own"):
+    with pytest.raises(InputError, match="`quantize_head`: does not apply to GGUF files"):
         quantize_to_gguf(small_5m(), tmp_path / "a.gguf", scheme="q4_0", quantize_head=W8)
 
 

@@ -86,7 +86,7 @@ def test_a_head_is_trained_quantized_and_measured(folder, family, tmp_path, caps
 def toy(folder):
     """A head that was trained on a model's own answers about six pictures, for a few seconds."""
     data = str(folder / "chats.jsonl")
-    target = Target(folder / "llava", device="cpu", taps=(1, 2, 3))
+    target = Target(folder / "llava", device="cpu", aux_layers=(1, 2, 3))
     chats = CalibrationChats(folder / "llava")
     settings = {"temperature": 0, "seconds": 600, "progress": False}
     length = len(chats.read([question("0.png")], folder, add_generation_prompt=True).ids)
@@ -100,8 +100,8 @@ def toy(folder):
         values={**sizes, **heads, "model_type": "llama", "rope_theta": 10000.0},
         target_hidden_size=64,
         draft_vocab_size=sizes["vocab_size"],
-        num_taps=3,
-        stated_taps=target.taps,
+        num_aux=3,
+        stated_aux_layers=target.aux_layers,
         norm_before_residual=True,
         norm_output=False,
         norm_before_fc=False,
@@ -113,7 +113,7 @@ def toy(folder):
     start_from_target(head, {"lm_head": target.head, "norm": target.last_norm}, None)
 
     def losses(_):  # of all windows
-        states = seen.taps_BSF, seen.logits_BSV
+        states = seen.aux_BSF, seen.logits_BSV
         return list(step_losses(head, windows.ids_WS, *states, num_steps=3, images=seen.images))
 
     settings = FitSettings(epochs=80, batch=NUM_CHATS, rate=2e-2, output_rate=5e-3)
@@ -167,7 +167,9 @@ def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_rotations_are_those_of_the_target(family, tmp_path):
     """With positions of three axes, as transformers computes them."""
-    target = Target(write_tiny_vision(tmp_path / family, family, 100), device="cpu", taps=(1,))
+    target = Target(
+        write_tiny_vision(tmp_path / family, family, 100), device="cpu", aux_layers=(1,)
+    )
     assert target.axes["mrope_interleaved"] == (family == "qwen3_vl")
     config = read_head_config(
         {

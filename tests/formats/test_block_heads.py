@@ -90,12 +90,15 @@ def test_kinds_are_told_apart(config, kind, tmp_path):
 
 def test_states_are_counted_as_each_layout_does():
     """A flat config names the layer whose output a state is; speculators counts the layers."""
-    assert read_head_config(ZLAB, "dflash").taps(8) == (2, 6)
-    assert read_head_config(NESTED, "dspark").taps(8) == (2, 6)
+    assert read_head_config(ZLAB, "dflash").aux_layers(8) == (2, 6)
+    assert read_head_config(NESTED, "dspark").aux_layers(8) == (2, 6)
     embedding = {**DEEPSPEC, "target_layer_ids": [-1, 7]}
-    assert read_head_config(embedding, "dspark").taps(8) == (0, 8)
-    with pytest.raises(CheckpointError, match="target_layer_ids: expected states of a target of 5"):
-        read_head_config(ZLAB, "dflash").taps(5)
+    assert read_head_config(embedding, "dspark").aux_layers(8) == (0, 8)
+    with pytest.raises(
+        CheckpointError,
+        match="target_layer_ids: expected auxiliary layers of a target model with 5",
+    ):
+        read_head_config(ZLAB, "dflash").aux_layers(5)
 
 
 def test_what_rows_of_a_block_see():
@@ -151,7 +154,7 @@ def test_dflash_2_is_refused_by_name(tmp_path):
 def test_both_layouts_are_the_same_head(config, tmp_path):
     read = read_head_config(config, head_kind(config))
     if config is not NESTED:  # counted as speculators does
-        read = replace(read, stated_taps=(2, 6))
+        read = replace(read, stated_aux_layers=(2, 6))
     tensors = tensors_of(read)
     if read.draft_vocab_size < 64:
         tensors |= {"d2t": torch.arange(40), "t2d": torch.zeros(64, dtype=torch.bool)}
@@ -159,8 +162,10 @@ def test_both_layouts_are_the_same_head(config, tmp_path):
         out = tmp_path / layout
         save_block(out, read, tensors, layout=layout, verifier={"num_hidden_layers": 8})
         found = HeadFolder(out).config
-        assert found.taps(8) == (2, 6)
-        same = replace(found, layout=read.layout, stated_taps=read.stated_taps, values=read.values)
+        assert found.aux_layers(8) == (2, 6)
+        same = replace(
+            found, layout=read.layout, stated_aux_layers=read.stated_aux_layers, values=read.values
+        )
         assert same == read
         assert load_file(out / "model.safetensors").keys() == tensors.keys()
 

@@ -111,7 +111,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source)
 
 
 def test_folder_that_cannot_be_made_or_written_is_an_input_error(tmp_path, source):
-    with pytest.raises(CheckpointError, match="out: cannot be made: Not a directory"):
+    with pytest.raises(CheckpointError, match="out: cannot be created: Not a directory"):
         CheckpointWriter(source / "notes.txt" / "out")
     with (
         pytest.raises(CheckpointError, match="out: cannot be written"),
@@ -237,7 +237,10 @@ def test_file_system_without_locks(tmp_path, source, monkeypatch):
 def test_finished_checkpoint_that_cannot_get_its_name_is_kept(tmp_path, source):
     target = tmp_path / "out"
     with (
-        pytest.raises(CheckpointError, match=r"out: the finished.*not empty.*in .*\.out\.partial"),
+        pytest.raises(
+            CheckpointError,
+            match=r"out: cannot rename the finished.*not empty.*in .*\.out\.partial",
+        ),
         CheckpointWriter(target) as writer,
     ):
         writer.add("a", torch.ones(4))
@@ -278,7 +281,7 @@ def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
 def test_side_file_that_cannot_be_read_is_named_before_the_work(
     tmp_path, gptq_model, write_folder, monkeypatch, what
 ):
-    """A link of a hub's cache whose blob is gone, and a file of somebody else's."""
+    """A link of a hub cache whose blob is missing, and a file of another user."""
     folder = write_folder(*gptq_model)
     path = folder / "tokenizer.json"
     path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
-from formats.heads.config import EAGLE3, head_kind, read_head_config, usual_taps
+from formats.heads.config import EAGLE3, head_kind, read_head_config, usual_aux_layers
 from formats.heads.folder import HeadFolder, kind_of_folder, read_torch_file
 from formats.heads.inspect import inspect_head
 from formats.heads.save import save_eagle3, save_medusa
@@ -66,21 +66,21 @@ def test_norm_before_residual_follows_the_layout(config, first, expected, tmp_pa
     assert folder.linear_shapes()["layers.0.self_attn.q_proj"] == (32, 64)
 
 
-def test_usual_taps_and_those_that_are_stated():
-    assert usual_taps(32) == (2, 16, 29) and usual_taps(8) == (2, 4, 5)
+def test_usual_and_stated_aux_layers():
+    assert usual_aux_layers(32) == (2, 16, 29) and usual_aux_layers(8) == (2, 4, 5)
 
-    def taps(config, layers, ids):
+    def aux_layers(config, layers, ids):
         stated = {**config, "eagle_aux_hidden_state_layer_ids": ids}
-        return read_head_config(stated, EAGLE3).taps(layers)
+        return read_head_config(stated, EAGLE3).aux_layers(layers)
 
     # SGLang counts from the layer whose output it is; speculators counts layers
-    assert taps(FLAT, 36, [1, 17, 32]) == (2, 18, 33)
-    assert taps(NESTED, 36, [1, 17, 32]) == (1, 17, 32)
-    assert taps(FLAT, 36, [2, 18, 33]) == (2, 18, 33)  # the usual ones, whoever wrote them
+    assert aux_layers(FLAT, 36, [1, 17, 32]) == (2, 18, 33)
+    assert aux_layers(NESTED, 36, [1, 17, 32]) == (1, 17, 32)
+    assert aux_layers(FLAT, 36, [2, 18, 33]) == (2, 18, 33)  # the usual ones, whoever wrote them
     inner = {**FLAT, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}
-    assert read_head_config(inner, EAGLE3).taps(36) == (2, 18, 33)
-    with pytest.raises(CheckpointError, match="expected 3 states of a target of 8 layers"):
-        taps(NESTED, 8, [2, 4, 9])
+    assert read_head_config(inner, EAGLE3).aux_layers(36) == (2, 18, 33)
+    with pytest.raises(CheckpointError, match="expected 3 auxiliary layers of a target model with"):
+        aux_layers(NESTED, 8, [2, 4, 9])
 
 
 def test_kinds_are_told_apart(tmp_path):
@@ -147,13 +147,13 @@ def test_keys_of_another_type_are_refused_by_name(key, value):
         read_head_config({**FLAT, key: value}, EAGLE3)
 
 
-def test_old_names_of_tap_norms():
+def test_old_names_of_aux_norms():
     assert canonical("aux_norm_mid.weight") == "fc_norm.1.weight"
     assert canonical("model.midlayer.mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
     assert canonical("medusa_head.0.1.weight") == "0.1.weight"
 
 
-def test_a_norm_of_taps_is_seen_by_its_tensors(tmp_path):
+def test_norm_of_aux_states_is_detected_by_its_tensors(tmp_path):
     """Older configs have no key for it."""
     config = read_head_config(FLAT, EAGLE3)
     norms = {f"aux_norm_{n}.weight": torch.ones(32) for n in ("low", "mid", "high")}
@@ -191,30 +191,34 @@ def test_pytorch_model_bin_is_read(tmp_path):
     )
 
 
-@pytest.mark.parametrize("taps", [(), (1, 2, 3)])
-def test_both_layouts_are_the_same_head(taps, tmp_path):
-    config = replace(read_head_config(NESTED, EAGLE3), stated_taps=taps, norm_output=True)
+@pytest.mark.parametrize("aux_layers", [(), (1, 2, 3)])
+def test_both_layouts_are_the_same_head(aux_layers, tmp_path):
+    config = replace(
+        read_head_config(NESTED, EAGLE3), stated_aux_layers=aux_layers, norm_output=True
+    )
     tensors = tensors_of(config)
     verifier = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
-    if not taps:
+    if not aux_layers:
         verifier["num_hidden_layers"] = 8
     for layout in ("original", "speculators"):
         save_eagle3(tmp_path / layout, config, tensors, layout=layout, verifier=verifier)
         folder = HeadFolder(tmp_path / layout)
         assert folder.config.layout == layout
-        same = replace(folder.config, layout=config.layout, stated_taps=taps, values=config.values)
+        same = replace(
+            folder.config, layout=config.layout, stated_aux_layers=aux_layers, values=config.values
+        )
         assert same == config
-        assert folder.config.taps(verifier["num_hidden_layers"]) == (taps or (2, 4, 5))
+        assert folder.config.aux_layers(verifier["num_hidden_layers"]) == (aux_layers or (2, 4, 5))
         for name, tensor in tensors.items():
             assert torch.equal(folder.get(folder.stored(name)), tensor)
     names = load_file(tmp_path / "original" / "model.safetensors").keys()
     assert "midlayer.hidden_norm.weight" in names and "d2t" in names
 
 
-def test_taps_that_a_flat_config_cannot_say_are_refused(tmp_path):
+def test_aux_layers_that_a_flat_config_cannot_state_are_refused(tmp_path):
     """One more than the usual ones would be read as the usual ones."""
-    config = replace(read_head_config(NESTED, EAGLE3), stated_taps=(3, 5, 6))
-    with pytest.raises(CheckpointError, match="take them for the defaults"):
+    config = replace(read_head_config(NESTED, EAGLE3), stated_aux_layers=(3, 5, 6))
+    with pytest.raises(CheckpointError, match="mistake these layers for the default"):
         save_eagle3(
             tmp_path / "head",
             config,

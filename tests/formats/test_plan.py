@@ -70,14 +70,14 @@ def test_config_of_every_format_says_what_stays_in_float(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ignore": ["nothing"]}, "fits no linear"),
-        ({"overrides": [("nothing", G32)]}, "fits no linear"),
+        ({"ignore": ["nothing"]}, "matches no linear"),
+        ({"overrides": [("nothing", G32)]}, "matches no linear"),
         ({"ignore": ["re:("]}, "not a regular expression"),
         ({"ignore": ["model"]}, "no linear can be quantized"),
         ({"output_format": "awq", "overrides": [("*.o_proj", Scheme.parse("w8a8"))]}, "4-bit"),
         (
             {"output_format": "gptq", "overrides": [("o_proj", Scheme.parse("w4a16-asym-g32"))]},
-            "symmetric and asymmetric differ",
+            "symmetric and asymmetric modules need",
         ),
     ],
 )

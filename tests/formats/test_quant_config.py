@@ -242,7 +242,8 @@ def test_a_layer_in_float_has_one_pattern_however_many_experts(method):
 
 
 def test_a_modules_own_name_counts_before_that_of_its_fused_matrix():
-    """Whatever the order of the rules: some configs name q_proj, some the matrix that holds it."""
+    """In any order of the rules: some configs name q_proj, some the fused matrix that contains
+    it."""
     own = Rule(kind="name", text="attn.q_proj", scheme=None)
     fused = Rule(kind="name", text="attn.qkv_proj", scheme=Scheme.parse("w8a16-sym"))
     for rules in ((own, fused), (fused, own)):

@@ -1,4 +1,4 @@
-"""Digests of weights: equal for equal bits, whatever format stored them, and for nothing else."""
+"""Digests of weights are equal exactly if the bits are equal, in every storage format."""
 
 import hashlib
 import struct

@@ -57,7 +57,7 @@ def draft_case(
     )
     tables = DraftTables(
         tokens_NK1=torch.randint(100, 200, (num_rows, 1 + most), generator=generator),
-        refused_N=torch.randint(0, 4, (num_rows,), generator=generator),
+        rejected_N=torch.randint(0, 4, (num_rows,), generator=generator),
     )
     drawn = torch.tensor(drawn, dtype=torch.int64)
     return moved(chunks, device), moved(tables, device), drawn.to(device), words.to(device)

@@ -49,7 +49,7 @@ DRAFTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One request, and the step before which it comes."""
+    """One request, and the step before which it is added."""
 
     name: str
     step: int

@@ -1,4 +1,4 @@
-"""--batch-invariant on a GPU: a request's bits are the same in any company."""
+"""--batch-invariant on a GPU: a request's bits are the same in any batch."""
 
 import pytest
 
@@ -19,12 +19,12 @@ CONFIG = InvarianceConfig(num_requests=64, max_input_len=700, output_len=12)
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
-def test_requests_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme, kv_cache_dtype):
+def test_requests_have_the_same_bits_in_any_batch(docs_5m, tmp_path, scheme, kv_cache_dtype):
     assert differing(quantized(docs_5m, tmp_path, scheme), kv_cache_dtype) == []
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
-def test_experts_have_the_same_bits_in_any_company(tmp_path, scheme):
+def test_experts_have_the_same_bits_in_any_batch(tmp_path, scheme):
     config_class, extra = TINY_FAMILIES["qwen2_moe"]
     sizes = {
         "hidden_size": 512,
@@ -43,13 +43,13 @@ def test_experts_have_the_same_bits_in_any_company(tmp_path, scheme):
 @pytest.mark.parametrize(
     "family", ["qwen3_5", "qwen3_next", "granite_hybrid", "falcon_h1", "lfm2", "minicpm3"]
 )
-def test_states_and_latents_have_the_same_bits_in_any_company(tmp_path, family):
+def test_states_and_latents_have_the_same_bits_in_any_batch(tmp_path, family):
     config_class, extra = TINY_FAMILIES[family]
     longer = {"max_position_embeddings": 1024}
     assert differing(make_tiny(tmp_path / family, config_class, {**extra, **longer})) == []
 
 
-def test_8bit_latents_have_the_same_bits_in_any_company(tmp_path):
+def test_8bit_latents_have_the_same_bits_in_any_batch(tmp_path):
     config_class, extra = TINY_FAMILIES["minicpm3"]
     longer = {"max_position_embeddings": 1024}
     folder = make_tiny(tmp_path / "minicpm3", config_class, {**extra, **longer})
@@ -57,7 +57,7 @@ def test_8bit_latents_have_the_same_bits_in_any_company(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
-def test_adapters_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme):
+def test_adapters_have_the_same_bits_in_any_batch(docs_5m, tmp_path, scheme):
     ranks = {"wide": 20, "thin": 3, "whole": 16}
     modules = [
         f"{name}={write_adapter(docs_5m, tmp_path / name, rank=rank, seed=rank)}"
@@ -68,7 +68,7 @@ def test_adapters_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
-def test_images_have_the_same_bits_in_any_company(tmp_path, family):
+def test_images_have_the_same_bits_in_any_batch(tmp_path, family):
     folder = write_tiny_vision(tmp_path / family, family)
     config = InvarianceConfig(num_requests=24, max_input_len=100, output_len=8)
     assert differing(folder, config=config, max_model_len=256) == []

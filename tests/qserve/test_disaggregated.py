@@ -120,7 +120,7 @@ def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
         assert (await task)[-1].finish_reason == "stop"
 
     asyncio.run(main())
-    assert "Request a: its prompt is computed where it is decoded" in caplog.text
+    assert "Request a: remote prefill failed" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])

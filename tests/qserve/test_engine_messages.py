@@ -154,7 +154,7 @@ def test_crowd_of_messages_waits_for_the_next_step():
 
 
 def test_aborts_overtake_what_waits_and_take_it_with_them():
-    """A client that asked for much and left: nothing of it is begun."""
+    """A client sent many requests and disconnected: none of them is started."""
     inbox, (engine, told) = process_module.Inbox(), busy_engine()
     line = SimpleNamespace(busy_since=None)
     names = [str(index) for index in range(3 * process_module.MESSAGES_PER_STEP)]

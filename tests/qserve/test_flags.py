@@ -200,7 +200,7 @@ FLAGS = {
     "check-invariance": ENGINE_FLAGS
     | {
         *("--num-requests", "--max-input-len", "--output-len", "--default-kernels"),
-        *("--long-every", "--chunk-tokens", "--structured-output", "--company"),
+        *("--long-every", "--chunk-tokens", "--structured-output", "--comparison"),
     },
     "agent-check": {
         *("--forced", "--api", "--task", "--model-name", "--api-key", "--max-tokens"),

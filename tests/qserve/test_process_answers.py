@@ -1,4 +1,4 @@
-"""The engine process answers what it is asked, each question by its number."""
+"""The engine process answers every question, by its number."""
 
 import asyncio
 

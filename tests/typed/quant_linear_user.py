@@ -1,4 +1,4 @@
-"""A program of somebody with a framework of his own. Type checkers read it; nothing runs it."""
+"""A program for a user's own quantization framework. Type checkers read it; nothing runs it."""
 
 from typing import assert_type
 

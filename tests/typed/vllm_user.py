@@ -1,4 +1,4 @@
-"""A program of somebody who comes from vLLM. Type checkers read it; nothing runs it."""
+"""A program written for vLLM. Type checkers read it; nothing runs it."""
 
 import asyncio
 from typing import assert_type

@@ -100,7 +100,7 @@ BAICHUAN: dict[str, Any] = {
 QWEN_1: dict[str, Any] = {
     **_LLAMA,
     **_attention("attn.c_attn", "attn.c_proj", True),
-    # A name alone says what servers fuse (rules.FUSED), and w2 is down in other families.
+    # rules.FUSED goes only by names, and w2 is the down projection in other families.
     **_gated_mlp("w2", "w1", apart_elsewhere=True),
     "norms": _norms("ln_1", "attn.c_attn", "ln_2", "mlp.gate_up_proj"),
     "norm_eps_key": "layer_norm_epsilon",

@@ -98,7 +98,7 @@ def step_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"config.json {_OTHER}.{key}" if place is other else f"config.json {key}",
                 f"expected {usual}, found {place[key]!r:.80}",
-                "use a model whose layers differ in their attention heads alone",
+                "use a model whose layers differ only in their attention heads",
             )
     local = config.get("num_sliding_attention_heads") or other.get("num_attention_heads") or heads
     return {

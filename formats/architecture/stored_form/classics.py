@@ -87,7 +87,7 @@ def minicpm(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("num_experts"):
         raise CheckpointError(
             "config.json num_experts",
-            f"expected none, found {config['num_experts']!r:.80}: MiniCPM's experts are not read",
+            f"expected no experts, found {config['num_experts']!r:.80}: they are not supported",
             "use a model of the family without them",
         )
     layers, hidden, heads = (

@@ -118,7 +118,8 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
 def plamo_2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, the sizes of mixers, and a rotation for each kind of attention.
 
-    Of `mamba_step` layers one has attention. It has a window unless `full_attention_idx` names it.
+    One layer in every `mamba_step` layers has attention. It has a window unless
+    `full_attention_idx` names it.
     """
     heads, width = config.get("mamba_n_heads", 64), config.get("head_dim", 128)
     found: dict[str, Any] = {

@@ -63,7 +63,7 @@ MIXTURES = (
             "num_local_experts": "expert_count",
             "intermediate_size": "expert_feed_forward_length",
         },
-        # llama.cpp has these numbers in its code, and reads biases and a head of their own
+        # llama.cpp has these numbers in its code, and reads biases and a separate head
         fixed={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         needs={"attention_bias": True},
         more_metadata=gpt_oss_metadata,

@@ -14,7 +14,7 @@ from formats.gguf.writing.container_writer import Value
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
 _ROTATED, _ROTATED_LOCAL = "rope.dimension_count", "rope.dimension_count_swa"
-# heads of each kind of layer; a file states none of a kind that no layer has
+# heads of each kind of layer; a file omits a kind that no layer has
 _BY_KIND = ("num_attention_heads", "num_sliding_attention_heads")
 _BY_KIND += ("num_global_attention_heads", "num_local_attention_heads")
 # config.json key -> metadata: limits by layer of what activations give; 0: none
@@ -86,7 +86,8 @@ def _rope_config(metadata: Any) -> dict[str, Any]:
     kind = metadata.get("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
     if kind not in (None, "none") or factor not in (None, 0.0, 1.0):
-        raise metadata.wrong("rope.scaling.type", f"{kind!r:.40} with factor {factor} is not read")
+        problem = f"{kind!r:.40} with factor {factor} is not supported"
+        raise metadata.wrong("rope.scaling.type", problem)
     theta = float(metadata.number("rope.freq_base", 10000.0))
     usual = {"rope_type": "default"}
     full = {**usual, **_scaling(metadata, theta, rotated, local), "rope_theta": theta}

@@ -61,7 +61,7 @@ def held_tensors(
 def halves(maker: TensorMaker, stem: str, name: str) -> list[NewTensor]:
     """Return kv_b_proj as two tensors by head: keys, transposed, and values."""
     if name not in maker.reader:
-        raise CheckpointError(name, "is missing", "take a whole checkpoint")
+        raise CheckpointError(name, "is missing", "use a complete checkpoint")
     entry, config = maker.reader.entries[name], maker.reader.config
     maker.left.discard(name)
     heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
@@ -90,7 +90,7 @@ def _columns_moved(data: torch.Tensor, order: Order, whole: NewTensor) -> torch.
     if order.numbers[-1] % step:
         raise CheckpointError(
             whole.name,
-            f"has heads of {order.numbers[-1]} inputs, which blocks of {step} do not divide",
+            f"has heads of {order.numbers[-1]} inputs, not a multiple of the block size {step}",
             "quantize it in blocks of 32, such as q8_0",
         )
     blocks = data.reshape(N, K // step, -1)

@@ -55,7 +55,8 @@ def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
         names += (row.with_shared, row.without_experts, *row.also)
         if family.architecture in names:
             return row.variant_of_config(config)
-    raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
+    subject = f"architecture {family.architecture}"
+    raise CheckpointError(subject, "cannot be written as GGUF", REMEDY)
 
 
 def head_width(config: Mapping[str, Any]) -> int:
@@ -261,7 +262,8 @@ def _rope(
             SHORT: scaling["short_factor"],
         }
     if kind not in ("linear", "yarn"):
-        raise CheckpointError("config.json rope_scaling", f"{kind!r} is not written", REMEDY)
+        problem = f"{kind!r} cannot be stored in GGUF"
+        raise CheckpointError("config.json rope_scaling", problem, REMEDY)
     keys["rope.scaling.type"] = kind
     keys["rope.scaling.factor"] = _f32(factor)
     if original:

@@ -78,7 +78,7 @@ class TensorMaker:
             leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
             found.append(self.floats(f"{name}{leaf}", modules, stack))
         elif not optional:
-            raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
+            raise CheckpointError(f"{modules[0]}.weight", "is missing", "use a complete checkpoint")
         if f"{modules[0]}.bias" in self.reader:
             names = [f"{module}.bias" for module in modules]
             found.append(self.floats(f"{name}.bias", names, stack))
@@ -94,7 +94,7 @@ class TensorMaker:
         if self._factors(f"{name}.weight"):
             raise CheckpointError(
                 modules[0],
-                f"has a factor in config.json, which {self.row.name} has in the weights in GGUF",
+                f"config.json states a factor that {self.row.name} in GGUF includes in its weights",
                 "convert the float model to GGUF, and quantize that file",
             )
 
@@ -103,7 +103,7 @@ class TensorMaker:
             for module in modules:
                 weight = self._weight(module)
                 if type_of(weight, module) != kind:
-                    raise CheckpointError(module, f"is not {kind.name} as {modules[0]} is")
+                    raise CheckpointError(module, f"expected {kind.name}, the type of {modules[0]}")
                 parts.append(encode_weight(weight, module, exact=self._exact))
             return to_bytes(self._reordered(name, torch.cat(parts)))
 
@@ -120,7 +120,7 @@ class TensorMaker:
         entry = self.reader.entries[names[0]]
         for each in names:
             if each not in self.reader:
-                raise CheckpointError(each, "is missing", "take a whole checkpoint")
+                raise CheckpointError(each, "is missing", "use a complete checkpoint")
             self.left.discard(each)
         kind = self.float_type(name, entry)
         local = name.removesuffix(".weight").rpartition(".")[2]
@@ -132,7 +132,7 @@ class TensorMaker:
             if holds_blocks(entry):
                 for each in names:
                     if self.type_of_floats(each) != kind:
-                        raise CheckpointError(each, f"is not {kind.name} as {names[0]} is")
+                        raise CheckpointError(each, f"expected {kind.name}, the type of {names[0]}")
                 rows = [self.reader.entries[each].stored_rows() for each in names]
                 return to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self.reader.get(each) for each in names]

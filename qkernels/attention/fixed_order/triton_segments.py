@@ -12,7 +12,8 @@ The number of rows in a tile does not change any bit, for these reasons:
 - Every step of keys is masked.
 - A product with ones adds the weights: tensor cores add in the order of keys, while the order of a
   reduction would depend on the layout.
-- Both folds have explicit multiply-adds; otherwise the compiler might contract them in one only.
+- Both folds have explicit multiply-adds; otherwise the compiler might fuse them in only one of the
+  two.
 
 A segment that a row does not see leaves the row's bits unchanged, so rows that see keys after their
 own (`last_keys_T`) fit into the same tiles.

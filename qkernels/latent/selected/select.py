@@ -1,4 +1,4 @@
-"""Choice of the keys that each row of a step sees: those with the highest indexer scores.
+"""Select the keys that each row of a step attends to: those with the highest indexer scores.
 
 Legend: see latent/selected/ops.py; N some rows.
 """

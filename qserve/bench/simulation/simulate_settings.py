@@ -34,8 +34,8 @@ class SimulateSettings(MetricSettings):
     )
     max_tokens: int | None = setting(
         None,
-        "limit of output tokens that each request states; the scheduler does not know that its "
-        "output ends earlier; default: each request states the length of its output",
+        "max_tokens of each request, as the scheduler sees it, even if the output ends earlier; "
+        "default: the length of its output",
         low=1,
     )
     prefill_batch_size: int = setting(
@@ -43,8 +43,8 @@ class SimulateSettings(MetricSettings):
     )
     prefix_caching: bool = setting(
         False,
-        "reuse KV pages of earlier prompts; a --trace must state which prompts share a prefix, as "
-        "Mooncake's do",
+        "reuse KV pages of earlier prompts; a --trace must then state which prompts share a "
+        "prefix, as Mooncake's traces do",
     )
     sync_scheduling: bool = setting(False, "do not plan a step while another one runs")
     request_overhead_ms: float = setting(

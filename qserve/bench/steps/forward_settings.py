@@ -15,9 +15,9 @@ class ForwardSettings:
 
     case: list[str] = setting(
         [],
-        "NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests with TOKENS new tokens each "
-        "after CONTEXT computed tokens; c: a chunk before the end of its prompt; DRAFTS: number "
-        "of drafts to verify; such as decode=32*1@8192 or mix=2048,32*1@4096",
+        "step to measure, NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests with TOKENS new "
+        "tokens each after CONTEXT computed tokens; c: a chunk that does not end its prompt; "
+        "DRAFTS: number of drafts to verify; such as decode=32*1@8192 or mix=2048,32*1@4096",
         many=True,
     )
     shapes: str | None = setting(
@@ -30,10 +30,10 @@ class ForwardSettings:
     )
     decode_contexts: str = setting("512", "context lengths of these decode steps, such as 512,4096")
     prefill_tokens: str | None = setting(
-        None, "also measure prompts of these lengths, such as 128,2048"
+        None, "also measure prefill steps of these lengths, such as 128,2048"
     )
     prefill_contexts: str = setting(
-        "0", "numbers of computed tokens before these prompts, such as 0,4096"
+        "0", "context lengths before these prefill steps, such as 0,4096"
     )
     iters: int = setting(20, "number of replays per sample", low=1)
     samples: int = setting(5, "number of samples; the result is their median", low=1)

@@ -38,10 +38,10 @@ def model_floors_us(
 ) -> dict[str, float]:
     """Return the floors of one of `ranks` equal shards of a model.
 
-    The time of products is that of reading all weights once, or of two operations per weight and
-    token on the bf16 units, whichever is longer. The time of attention is that of reading the keys
-    and values of the context once, or of its operations; windows are not taken into account.
-    Reading and writing the states of recurrent layers is not counted.
+    The floor of products is the time to read all weights once, or to compute two operations per
+    weight and token on the bf16 units, whichever is longer. The floor of attention is the time to
+    read the keys and values of the context once, or to compute its operations, whichever is longer;
+    windows are ignored. Reading and writing the states of recurrent layers is not counted.
     """
     in_layers, num_bytes = linear_weights(model)
     in_head = model.hidden_size * model.vocab_size

@@ -60,7 +60,7 @@ class WakeUp(Command):
 
 
 class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """CUDA IPC handle of a tensor, as torch makes it. Of an empty tensor only `device` is set."""
+    """CUDA IPC handle of a tensor, as torch makes it. An empty tensor has only `device` set."""
 
     device: str  # UUID or number of the GPU; processes may number GPUs in different ways
     handle: bytes = b""

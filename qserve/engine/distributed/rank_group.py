@@ -30,7 +30,7 @@ class RankGroup:
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
-        self._was_told = False  # True once the leader's thread has raised the failure
+        self._was_reported = False  # True once the leader's thread has raised the failure
         self._on_stuck: Callable[[Exception], None] | None = None
         self._exit = _Exit()
         self.is_waiting = False  # True while the leader's thread may wait for ranks in a step
@@ -72,7 +72,7 @@ class RankGroup:
         self._exit.abort = abort or self._exit.abort
         self._on_stuck = on_stuck or self._on_stuck
 
-    def tell(self, name: str, *values: Any) -> None:
+    def send(self, name: str, *values: Any) -> None:
         """Send a call to every rank. Raises the error of a dead rank."""
         self.check()
         frame = call(name, *values)
@@ -100,13 +100,13 @@ class RankGroup:
     def check(self) -> None:
         """Raise the error of a dead rank."""
         if self._failure is not None:
-            self._was_told = True
+            self._was_reported = True
             raise self._failure.as_error()
 
     def explain(self, error: BaseException) -> None:
         """Raise the error of a dead rank if its death caused `error`, an error in the leader."""
         if self._has_failed.wait(FAILURE_SECONDS):
-            self._was_told = True
+            self._was_reported = True
             raise self._failure.as_error() from error
 
     def break_off(self, reason: str) -> None:
@@ -135,7 +135,7 @@ class RankGroup:
         timer.start()
 
     def _escalate(self, error: Exception) -> None:
-        if self._was_told:
+        if self._was_reported:
             return
         if self._on_stuck is not None:
             self._on_stuck(error)

@@ -99,7 +99,7 @@ SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
-    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay"),
+    *("place_adapter", "forget_adapter", "set_aux_layers", "prepare_replay", "run_replay"),
     *("overlap_sums", "leave"),
     *SENT,
 )

@@ -15,7 +15,7 @@ from qserve.kv_transfer.connector import make_connector
 from qserve.kv_transfer.peer.rank_pages import PeerRankPages
 from qserve.kv_transfer.rank_pages import RankPages
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import first_kv_heads
+from qserve.model.tp_plan import first_kv_heads
 from qserve.parallel.ranks import Ranks
 
 

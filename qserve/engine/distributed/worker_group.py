@@ -125,7 +125,7 @@ class WorkerGroup:
         self._rank_group.at_end(executor.end)
         with phase(f"Starting {config.num_ranks} ranks"):
             self._rank_group.replies()
-            self._rank_group.tell("load")
+            self._rank_group.send("load")
             with self._in_step():
                 ranks = join(
                     executor.address,
@@ -152,8 +152,8 @@ class WorkerGroup:
 
         self._rank_group.at_leave(leave)
         facts = [self._ours.facts(), *(reply[0] for reply in self._rank_group.replies())]
-        if self._ours.runner.taps:
-            self._rank_group.tell("tap", self._ours.runner.taps)
+        if self._ours.runner.aux_layers:
+            self._rank_group.send("set_aux_layers", self._ours.runner.aux_layers)
         self._page_bytes = tuple(page_bytes for *_, page_bytes, _ in facts)
         self._state_bytes = tuple(state_bytes for *_, state_bytes in facts)
         for rank, (name, size, layers, heads, kv_heads, *_) in enumerate(facts):
@@ -218,7 +218,7 @@ class WorkerGroup:
                 return
         shapes = self._ours.warm_up_shapes()
         if self._rank_group is not None:
-            self._rank_group.tell("warm_up_shapes")
+            self._rank_group.send("warm_up_shapes")
             # Ranks with unequal shards launch different kernels, but all ranks run each step.
             theirs = [shape for reply in self._rank_group.replies() for shape in reply[0]]
             shapes = list(dict.fromkeys([*shapes, *theirs]))
@@ -361,7 +361,7 @@ class WorkerGroup:
         if self._rank_group is None:
             yield
             return
-        self._rank_group.tell(name, *values)
+        self._rank_group.send(name, *values)
         with self._in_step():
             yield
 

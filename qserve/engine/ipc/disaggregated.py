@@ -132,12 +132,15 @@ class DisaggregatedEngines(DataParallelEngines):
                 async for event in events:
                     if event.error:
                         logger.warning(
-                            "Request %s: its prompt is computed where it is decoded: %s",
+                            "Request %s: remote prefill failed, so the decode engine computes the"
+                            " prompt: %s",
                             *(request_id, event.error),
                         )
         except Exception as error:  # refused, or this engine is closing
             logger.warning(
-                "Request %s: its prompt is computed where it is decoded: %s", request_id, error
+                "Request %s: remote prefill failed, so the decode engine computes the prompt: %s",
+                request_id,
+                error,
             )
         finally:
             await decoder.stop_waiting(request_id)

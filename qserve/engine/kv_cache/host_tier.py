@@ -79,15 +79,15 @@ class HostTier:
         self._loads.append((self._slots[key], page))
         self.num_loaded += 1
 
-    def reserve(self, count: int, beside: Sequence[bytes] = ()) -> list[int]:
+    def reserve(self, count: int, keep: Sequence[bytes] = ()) -> list[int]:
         """Reserve up to `count` slots that are filled from outside, independently of steps.
 
-        The keys in `beside` are not evicted for these slots. The caller must pass each slot to
+        The keys in `keep` are not evicted for these slots. The caller must pass each slot to
         `fill` or to `give_up`.
         """
-        for key in beside:
+        for key in keep:
             self._slots.move_to_end(key)
-        count = min(count, self.num_slots // 2 - self._num_reserved, self.num_slots - len(beside))
+        count = min(count, self.num_slots // 2 - self._num_reserved, self.num_slots - len(keep))
         slots = []
         while len(slots) < count:
             slot = self._free.pop() if self._free else self._evict()

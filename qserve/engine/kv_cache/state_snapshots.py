@@ -31,7 +31,8 @@ from qserve.engine.kv_cache.host_tier import HostTier, PageMoves
 from qserve.engine.request import Request, Status
 
 SPACING = 256  # tokens between copies; recomputing fewer tokens takes little time
-# Minimum number of tokens that a copy must save, since ending a chunk there costs one more step.
+# A copy is made only if it saves at least this many tokens, since ending a chunk there costs one
+# more step.
 LEAST_GAIN = 64
 
 

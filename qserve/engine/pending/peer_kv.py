@@ -125,7 +125,8 @@ class PeerKv:
             if fetch.loads is None and not self._begin(fetch):
                 if self._clock() - fetch.since > ROOM_SECONDS:
                     logger.warning(
-                        "No free KV pages for %s: its prompt is computed", request.request_id
+                        "No free KV pages to receive the prompt of %s; computing it here",
+                        request.request_id,
                     )
                     self._finish(fetch)
             elif fetch.loads.done():
@@ -219,7 +220,9 @@ class PeerKv:
         if not request.awaits_pages:
             keys = keys[: self._pages.match(keys)]
         elif not self._pages.num_peers:
-            logger.warning("No KV peer for %s: its prompt is computed", request.request_id)
+            logger.warning(
+                "No KV peer to send the prompt of %s; computing it here", request.request_id
+            )
             keys = []
         if not keys:
             return False
@@ -245,7 +248,7 @@ class PeerKv:
         self._num_hits += count * self._pool.page_size
         if count < len(fetch.keys):
             logger.info(
-                "%d of %d KV pages of %s arrived; the others are computed",
+                "%d of %d KV pages of %s arrived; computing the others",
                 *(count, len(fetch.keys), fetch.request.request_id),
             )
         self._pool.settle_(fetch.table, fetch.keys[:count])

@@ -76,7 +76,7 @@ class _Fetch:
     """A request that waits for pages."""
 
     request: Request
-    beside: list[bytes]  # keys before the missing ones, whose pages are in the host tier
+    keep: list[bytes]  # keys before the missing ones, whose pages are in the host tier
     keys: list[bytes]  # keys whose pages this engine lacks
     since: float  # start of the wait
     match: Future | None  # number of pages found; None: another request fetches the same first key
@@ -210,7 +210,7 @@ class RemoteKv:
         self._num_queries += len(keys) * self._cache.pool.page_size
         fetch = _Fetch(
             request=request,
-            beside=missing.on_host,
+            keep=missing.on_host,
             keys=keys,
             since=self._clock(),
             match=None,
@@ -261,7 +261,7 @@ class RemoteKv:
         for request, fetch in list(self._fetches.items()):
             if self._clock() - fetch.since > PATIENCE_SECONDS:
                 logger.warning(
-                    "KV pages of %s did not arrive within %g s: they are computed",
+                    "KV pages of %s did not arrive within %g s; computing them",
                     request.request_id,
                     PATIENCE_SECONDS,
                 )
@@ -307,8 +307,8 @@ class RemoteKv:
             if self._asks_again(fetch.states, count):
                 return False
             count = self._pages_to_state(fetch.states)
-        beside = [key for key in fetch.beside if key in self._host]
-        fetch.slots = self._host.reserve(count, beside) if count else []
+        keep = [key for key in fetch.keep if key in self._host]
+        fetch.slots = self._host.reserve(count, keep) if count else []
         if fetch.states is not None and not self._begin_state(fetch, count):
             return True
         if not fetch.slots and not fetch.loads:
@@ -352,8 +352,8 @@ class RemoteKv:
         if not states.key or not is_there or len(fetch.slots) < count:
             if states.key:
                 logger.info(
-                    "No room on the host for %d KV pages of %s and their states: they are computed"
-                    " (--kv-offload-gb)",
+                    "No host memory for %d KV pages of %s and their states; computing them"
+                    " (raise --kv-offload-gb)",
                     count,
                     fetch.request.request_id,
                 )
@@ -418,7 +418,7 @@ class RemoteKv:
         most -= sum(self._writes.values())
         if len(pairs) > most:
             logger.warning(
-                "%d KV pages of %s are not saved: too many wait to be written",
+                "%d KV pages of %s are not saved: too many pages are queued for writing",
                 len(pairs) - most,
                 export.request_id,
             )
@@ -443,7 +443,10 @@ class RemoteKv:
             if STATE + key in self._known:
                 continue
             if most <= 0:
-                logger.warning("States of %s are not saved: too many pages wait", export.request_id)
+                logger.warning(
+                    "States of %s are not saved: too many pages are queued for writing",
+                    export.request_id,
+                )
                 break
             size = -(-sum(self._states.page_bytes) // sum(self._pages.page_bytes))
             self._note(STATE + key)

@@ -85,7 +85,7 @@ class ModelRunner:
         self.adapters: SlotMemory | None = None  # set by the worker
         self.encoder: Encoder | None = None  # encodes media; set by the worker
         # Layers whose hidden states the drafter reads. Only the first stage has a drafter.
-        self.taps = () if speculator is None else speculator.taps
+        self.aux_layers = () if speculator is None else speculator.aux_layers
 
     @property
     def drafting(self) -> Drafting | None:
@@ -186,7 +186,7 @@ class ModelRunner:
         runner = ModelRunner(decoder, self.config, self.device, self.speculator, ranks)
         runner.layer_caches.layers = [self.caches[number] for number in numbers if self.caches]
         runner.layer_caches.covered = self.layer_caches.covered
-        runner.adapters, runner.taps = self.adapters, self.taps
+        runner.adapters, runner.aux_layers = self.adapters, self.aux_layers
         return runner
 
     def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
@@ -374,18 +374,22 @@ class ModelRunner:
     def _hidden(
         self, step: StepInput | None, batch: Batch
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
+        """Run Decoder.forward_with_aux, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
         if self.layer_caches.covered is not None:
             batch = self.layer_caches.covered.advance_(batch)
         batch = batch.with_rope_positions()
         if pipeline is None:
             self._adapt(batch)
-            return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
+            return self.decoder.forward_with_aux(
+                batch.token_ids_T, batch, self.caches, self.aux_layers
+            )
         parts = [] if step is None else microbatches(step, pipeline)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
         token_ids = [each.token_ids_T for each in batches]
-        return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
+        return self.decoder.forward_parts(
+            token_ids, batches, self.caches, self.aux_layers, self._adapt
+        )
 
     def _captured(self, batch: Batch) -> StepOutputs | None:
         """`forward_logits` without unused outputs, since a graph keeps its outputs allocated."""
@@ -401,11 +405,11 @@ class ModelRunner:
 
         `step`: the step of the batch; if given, microbatches may be used.
         """
-        hidden_TC, tapped = self._hidden(step, batch)
+        hidden_TC, aux_states = self._hidden(step, batch)
         if not self._draws:
             return None
         logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
-        return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, taps=tapped)
+        return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, aux_states=aux_states)
 
     def batch_of(self, step: StepInput) -> Batch:
         """Copy a step to the device."""

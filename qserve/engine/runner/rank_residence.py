@@ -54,7 +54,7 @@ class RankResidence:
                 raise InputError(f"tensor {name}", f"has the dtype {dtype}", f"known: {known}")
             self._received[name] = torch.empty(shape, dtype=DTYPES[dtype])
         if name not in self._received:
-            raise InputError(f"tensor {name}", "its first part was refused")
+            raise InputError(f"tensor {name}", "its first bytes were rejected")
         whole = self._received[name].flatten().view(torch.uint8)
         whole[start : start + len(content)] = torch.from_numpy(content)
 

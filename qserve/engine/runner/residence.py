@@ -111,7 +111,9 @@ class Residence:
             return
         if self._weights is not None:
             raise InputError(
-                "wake_up", "KV pages wake up after the weights", "wake up the weights first"
+                "wake_up",
+                "KV pages cannot wake up before the weights",
+                "wake up the weights first",
             )
         with (
             phase("Waking up the KV pages"),

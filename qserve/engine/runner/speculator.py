@@ -43,7 +43,7 @@ class Speculator(Protocol):
     """Drafter of one worker, with its caches and the requests' tokens on the device."""
 
     @property
-    def taps(self) -> Sequence[int]:
+    def aux_layers(self) -> Sequence[int]:
         """Layers whose auxiliary hidden states the drafter reads."""
 
     @property

@@ -56,7 +56,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
-from qserve.model.sharing import place_experts
+from qserve.model.tp_plan import place_experts
 from qserve.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
@@ -372,9 +372,9 @@ class Worker:
             (free - left) / GIB,
         )
 
-    def tap(self, taps: Sequence[int]) -> None:
+    def set_aux_layers(self, aux_layers: Sequence[int]) -> None:
         """Set the auxiliary hidden states to pass to the drafter, which the first stage has."""
-        self.runner.taps = tuple(taps)
+        self.runner.aux_layers = tuple(aux_layers)
 
     def read_adapter(self, number: int, path: str) -> Future:
         """Read this rank's shard of an adapter in a thread. The future's result is its digest."""

@@ -226,7 +226,7 @@ class BeamGroup:
         if most > limit:
             raise InputError(
                 subject,
-                f"expected at most {limit - ends}, {limit} less {ends} tokens that end a beam,"
+                f"expected at most {limit - ends} ({limit} less {ends} tokens that end a beam),"
                 f" found {params.beam_width}",
                 "search with fewer beams",
             )

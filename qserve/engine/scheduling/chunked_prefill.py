@@ -17,8 +17,8 @@ from qserve.engine.scheduling.running_set import RunningSet
 from qserve.engine.scheduling.speculation import Speculation
 
 # Maximum number of prompt tokens whose log probabilities are computed in a step that also decodes.
-# Each costs a product with the LM head and work on the host: 256 rows of the model docs-5m take
-# 0.2 s on a CPU.
+# Each such row costs a product with the LM head and work on the host: 256 rows of the model docs-5m
+# take 0.2 s on a CPU.
 ROWS_BESIDE_DECODES = 256
 
 

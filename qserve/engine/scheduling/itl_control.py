@@ -14,7 +14,7 @@ import numpy as np
 # every prompt finishes.
 MIN_PROMPT_TOKENS = 64
 FORGET = 0.98  # weight of a step relative to the step after it: about 50 steps count
-# Margin below the target, in mean relative errors of the prediction.
+# Margin below the target, as a multiple of the mean relative error of the prediction.
 ERRORS_KEPT = 2.0
 # If a step takes longer than this many times the prediction, something else delayed it, such as
 # the compilation of a kernel. The excess is ignored.

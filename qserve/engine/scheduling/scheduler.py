@@ -113,7 +113,7 @@ class Scheduler:
         if needed > self.pool.num_pages:
             raise InputError(
                 f"request {request.request_id}",
-                f"needs {needed} KV pages for {what}, and there are {self.pool.num_pages}",
+                f"needs {needed} KV pages for {what}, but only {self.pool.num_pages} exist",
                 "shorten it, or give the server more memory for KV pages",
             )
 

@@ -31,8 +31,8 @@ class FairOrder:
     """Start-time fair queueing (Goyal, Vin and Cheng 1996) over the names of waiting clients.
 
     The start of a name is the cost of its turns so far. The name with the smallest start is next;
-    ties go to the name that joined first. A name that joins gets the start of the others: it
-    neither jumps ahead nor pays for its absence.
+    ties go to the name that joined first. A name that joins starts at the current turn of the
+    others: it neither jumps ahead nor pays for its absence.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class WaitingQueue:
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request out of turn."""
+        """Remove a request before its turn."""
         self._uncount(request)
         waiting = self._flows.get(request.flow, ())
         if request not in waiting:
@@ -311,7 +311,7 @@ class WaitingLevels:
             self._age(level)
 
     def remove(self, request: Request) -> None:
-        """Remove a request out of turn."""
+        """Remove a request before its turn."""
         self._queues[request.level].remove(request)
         self._forget_empty(request.level)
 

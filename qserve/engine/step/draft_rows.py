@@ -30,7 +30,7 @@ class DraftRows:
     # int64: for a chunk that does not sample, the prompt token after it
     next_R: np.ndarray
     capacity_R: np.ndarray  # int64: number of positions that the request's pages hold
-    tells_drafts: bool  # True: the host needs the proposed drafts
+    returns_drafts: bool  # True: the host needs the proposed drafts
     is_uniform: bool  # True: all rows sample, equally many per request, with drafts on the device
 
     @property
@@ -78,5 +78,5 @@ class DraftRows:
             * page_size,
             is_uniform=bool((counts_R == sampled_R).all() and (counts_R == counts_R[0]).all())
             and (counts_R[0] == 1 or bool((on_host_R == 0).all())),
-            tells_drafts=any(request.follows_last for request in requests),
+            returns_drafts=any(request.follows_last for request in requests),
         )

@@ -165,7 +165,7 @@ class AddressFinder:
             self._not_before[address] = time.monotonic() + RETRY_SECONDS
             if address not in self._reported:
                 self._reported.add(address)
-                logger.warning("KV peer %s %s; it is tried again", name, _reason(error))
+                logger.warning("KV peer %s %s; retrying later", name, _reason(error))
             return None
         self._reported.discard(address)
         if connection.announcement.facts.engine == self._engine:

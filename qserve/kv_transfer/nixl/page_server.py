@@ -112,7 +112,7 @@ class PageServer:
                 answer = _receive(reader, NONCE_BYTES + DIGEST_BYTES)
                 nonces = nonce + answer[:NONCE_BYTES]
                 if not hmac.compare_digest(answer[NONCE_BYTES:], self._digest(b"read", nonces)):
-                    logger.warning("KV reader %s has another secret", _name(reader))
+                    logger.warning("KV reader %s was refused: its secret differs", _name(reader))
                     return
                 digest = self._digest(b"page", nonces + self._text)
                 reader.sendall(len(self._text).to_bytes(8, "little") + self._text + digest)

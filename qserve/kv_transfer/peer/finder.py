@@ -52,7 +52,7 @@ class FolderFinder:
             except (OSError, ValueError, IndexFileError) as error:
                 if not isinstance(error, FileNotFoundError) and path.name not in self._refused:
                     self._refused.add(path.name)
-                    logger.warning("KV peer: %s %s; it is not used", path, error)
+                    logger.warning("KV peer: %s %s; ignoring it", path, error)
                 continue
             if index.is_alive:
                 found.setdefault(engine, []).append(index)

@@ -187,6 +187,6 @@ def _register(tensor: torch.Tensor) -> bool:
     try:
         register_host(tensor)
     except PeerAccessError as error:
-        logger.warning("KV peer: copies to the index make the host wait: %s", error)
+        logger.warning("KV peer: copies to the page index block the host: %s", error)
         return False
     return True

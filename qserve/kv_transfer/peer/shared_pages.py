@@ -20,7 +20,7 @@ class OtherRanks(Protocol):
     def begin(self, name: str, *values: Any) -> list[Future]:
         """Start a call on each rank. Returns the futures of the results."""
 
-    def tell(self, name: str, *values: Any) -> None:
+    def send(self, name: str, *values: Any) -> None:
         """Send a call without a result to each rank."""
 
 
@@ -46,7 +46,7 @@ class SharedPeerPages:
         for start in range(0, len(keys), size):
             values = _array(keys[start : start + size]), list(pages[start : start + size])
             if self._rank_group is not None:
-                self._rank_group.tell("send_pages", *values)
+                self._rank_group.send("send_pages", *values)
             self._ours.send(*values)
 
     def match(self, keys: Sequence[bytes]) -> int:
@@ -77,13 +77,13 @@ class SharedPeerPages:
     def expect_no_more(self, number: int) -> None:
         """Stop the call `number` of `receive` from waiting for pages that are not announced."""
         if self._rank_group is not None:
-            self._rank_group.tell("expect_no_more_pages", number)
+            self._rank_group.send("expect_no_more_pages", number)
         self._ours.expect_no_more(number)
 
     def cancel(self, number: int) -> None:
         """Make the call `number` of `receive` end soon."""
         if self._rank_group is not None:
-            self._rank_group.tell("cancel_pages", number)
+            self._rank_group.send("cancel_pages", number)
         self._ours.cancel(number)
 
 

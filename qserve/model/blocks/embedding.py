@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from formats.in_memory.fp8 import Fp8Weight
-from formats.in_memory.shares import Share
+from formats.in_memory.shards import Shard
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, tensors_of
 from qserve.model.blocks.norm import Norm
@@ -19,19 +19,19 @@ class VocabularyPart:
     """The range of token ids whose embedding and head rows this rank has."""
 
     communicator: Communicator
-    shares: tuple[Share, ...]  # (start, stop) of each rank
+    shards: tuple[Shard, ...]  # (start, stop) of each rank
 
     @property
     def start(self) -> int:
-        return self.shares[self.communicator.rank][0]
+        return self.shards[self.communicator.rank][0]
 
     @property
     def stop(self) -> int:
-        return self.shares[self.communicator.rank][1]
+        return self.shards[self.communicator.rank][1]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.shares)
+        return tuple(stop - start for start, stop in self.shards)
 
 
 class PackedTable(torch.nn.Module):

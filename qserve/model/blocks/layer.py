@@ -73,16 +73,16 @@ class Layer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Return the MLP's output, and the residual stream to which the next norm adds it.
 
-        `taps`: if given, the residual stream before this layer is appended to it.
+        `aux_states`: if given, the residual stream before this layer is appended to it.
         """
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.attention_norm(x_TC, residual_TC, plan.input)
-        if taps is not None:
-            taps.append(residual_TC)
+        if aux_states is not None:
+            aux_states.append(residual_TC)
         x_TC = self.attention_end(self.attention(x_TC, plan, step, cache))
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
@@ -109,10 +109,10 @@ class ScaledLayer(Layer):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor | None]:
         """Return the sum, and None for the residual. Arguments are those of Layer.forward."""
-        x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, taps)
+        x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, aux_states)
         _, sum_TC = self._sum(x_TC, residual_TC, None)
         if self.layer_input is not None:
             sum_TC = self.layer_input(sum_TC, step.layer_input_TP)
@@ -149,7 +149,7 @@ class SkipLayer(Layer):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Run the layer. Arguments and result are those of Layer.forward."""
         if self.keeps or self.mixes:
@@ -159,7 +159,7 @@ class SkipLayer(Layer):
                 kept.x_TC = x_TC
             for kept, factor in self.mixes:
                 x_TC = torch.lerp(x_TC, kept.x_TC, factor)
-        return super().forward(x_TC, residual_TC, step, cache, taps)
+        return super().forward(x_TC, residual_TC, step, cache, aux_states)
 
 
 class NormedStreamLayer(torch.nn.Module):
@@ -188,12 +188,12 @@ class NormedStreamLayer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Run the layer. Arguments and result are those of Layer.forward."""
         h_TC, sum_TC = self.attention_norm(x_TC, residual_TC, None)
-        if taps is not None:
-            taps.append(sum_TC)
+        if aux_states is not None:
+            aux_states.append(sum_TC)
         plan = self.attention.plan(h_TC.shape[0])
         attended = self.attention(ops.in_form(h_TC, plan.input), plan, step, cache)
         residual_TC = h_TC * self.attention_alpha
@@ -224,7 +224,7 @@ class ParallelLayer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Run the layer. Arguments and result are those of Layer.forward."""
         rows = x_TC.shape[0]
@@ -233,8 +233,8 @@ class ParallelLayer(torch.nn.Module):
         is_alone = self.mlp_norm is not None
         form = plan.input if is_alone or plan.input == mlp_plan.input else None
         x_TC, residual_TC = self.norm(x_TC, residual_TC, form)
-        if taps is not None:
-            taps.append(residual_TC)
+        if aux_states is not None:
+            aux_states.append(residual_TC)
         mlp_TC = x_TC
         if is_alone:
             mlp_TC, _ = self.mlp_norm(residual_TC, None, mlp_plan.input)

@@ -238,8 +238,8 @@ class AdaptedLinear(torch.nn.Module):
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
         """Return the plan of the base if no row has an adapter, else a plan with adapters.
 
-        With `fixed_order` it is always the plan with adapters: an input that the previous operation
-        rounds to codes differs in bits from an input that is rounded afterwards.
+        With `fixed_order` it is always the plan with adapters, because an input that the previous
+        operation rounds to codes has other bits than an input that is rounded afterwards.
         """
         if self.rows.slots_T is None and not self.fixed_order:
             return self.base.plan(rows, consumer)

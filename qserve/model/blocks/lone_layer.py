@@ -82,11 +82,11 @@ class LoneLayer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Run the layer. Arguments and result are those of Layer.forward."""
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.norm(x_TC, residual_TC, plan.input)
-        if taps is not None:
-            taps.append(residual_TC)
+        if aux_states is not None:
+            aux_states.append(residual_TC)
         return self.attention(x_TC, plan, step, cache), residual_TC

@@ -66,10 +66,10 @@ class Router(torch.nn.Module):
         if not scaled:
             return routes
         ids_Mk = routes.ids_Mk.long()
-        shares_Mk = routes.shares_Mk * self.expert_scale[ids_Mk]
+        weights_Mk = routes.weights_Mk * self.expert_scale[ids_Mk]
         if numbers_E is None:
-            return routes._replace(shares_Mk=shares_Mk)
-        return Routes(numbers_E[ids_Mk], shares_Mk)
+            return routes._replace(weights_Mk=weights_Mk)
+        return Routes(numbers_E[ids_Mk], weights_Mk)
 
 
 class SharedExpert(torch.nn.Module):
@@ -149,8 +149,8 @@ class MoeMlp(torch.nn.Module):
         routes = self.router(x_TC if routed_TC is None else routed_TC, self.numbers)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
-            x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)
-            routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
+            x_TC = x_TC * routes.weights_Mk.to(x_TC.dtype)
+            routes = routes._replace(weights_Mk=torch.ones_like(routes.weights_Mk))
         if self.before is not None:
             out_TC = ops.experts(_applied(self.before, x_TC), routes, self.experts)
             out_TC = _applied(self.after, reduced(out_TC))
@@ -167,8 +167,8 @@ class MoeMlp(torch.nn.Module):
         rows_MC = self.exchange.gather(x_TC)
         routes = self.router(rows_MC, self.numbers)
         if self.scales_inputs:
-            rows_MC = rows_MC * routes.shares_Mk.to(rows_MC.dtype)
-            routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
+            rows_MC = rows_MC * routes.weights_Mk.to(rows_MC.dtype)
+            routes = routes._replace(weights_Mk=torch.ones_like(routes.weights_Mk))
         out_TC = self.exchange.scatter(reduced(ops.experts(rows_MC, routes, self.experts)))
         return out_TC if shared_TC is None else out_TC + shared_TC
 

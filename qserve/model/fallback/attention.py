@@ -132,7 +132,7 @@ def _attend(
         _find_form(site, q_THD, k_TJD, v_TJD, attention_mask, scaling, options)
     index = call.num_done
     if site.index != index:
-        raise call.refuse("its layers do not call attention once each, in one order")
+        raise call.refuse("its layers do not each call attention once in a fixed order")
     form, cache = call.forms[index], (call.scratch or call.caches)[index]
     call.num_done += 1
     sinks = options.get("s_aux")
@@ -163,19 +163,19 @@ def _find_form(
     call = site.call
     unknown = sorted(name for name in options.keys() - _KNOWN if options[name] is not None)
     if unknown:
-        raise call.refuse(f"its attention takes {', '.join(unknown)}")
+        raise call.refuse(f"its attention uses the unsupported {', '.join(unknown)}")
     if mask is not None:
         raise call.refuse("its attention has a mask of its own")
     if options.get("is_causal") is False:
         raise call.refuse("its attention is not causal")
     is_wide = v_TJD.shape[-1] > k_TJD.shape[-1]
     if is_wide or k_TJD.shape[:2] != v_TJD.shape[:2] or q_THD.shape[-1] != k_TJD.shape[-1]:
-        raise call.refuse("its values are wider than its keys, or queries have another width")
+        raise call.refuse("its values are wider than its keys, or its queries have another width")
     if site.index is not None:
         raise call.refuse("a layer calls attention twice")
     num_heads, num_kv_heads = q_THD.shape[1], k_TJD.shape[1]
     if num_heads % num_kv_heads:
-        raise call.refuse(f"{num_heads} heads have {num_kv_heads} key/value heads")
+        raise call.refuse(f"{num_heads} heads are no multiple of {num_kv_heads} key/value heads")
     window, cap = options.get("sliding_window"), options.get("softcap")
     form = CallForm(
         num_heads=num_heads,

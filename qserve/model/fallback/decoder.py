@@ -54,14 +54,14 @@ class FallbackDecoder(Decoder):
             if isinstance(module, QuantLinear):
                 yield from products_of(module, None)
 
-    def forward_tapped(
+    def forward_with_aux(
         self,
         token_ids_T: torch.Tensor,
         step: StepInputs,
         caches: list[Cache],
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return hidden states [T, C] after the final norm. `taps` is not supported: returns ()."""
+        """Return hidden states [T, C] after the final norm, and () since aux_layers is ignored."""
         self._call.begin(step, caches)
         found = self.body(
             input_ids=token_ids_T[None].long(),

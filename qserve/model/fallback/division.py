@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
-from formats.in_memory.shares import HeadShare, share_features, share_heads
+from formats.in_memory.shards import HeadShard, shard_features, shard_heads
 from formats.in_memory.slices import take_rows
 from formats.scheme import Scheme
 from qserve.model.fallback.support import config_of, model_class
-from qserve.model.sharing import Cut
+from qserve.model.tp_plan import LinearShard
 from qserve.parallel.communicator import Communicator
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -50,9 +50,9 @@ class Division:
     """Describes one rank's shard of a model."""
 
     layers: str  # name of the list of layers
-    cuts: Mapping[str, Cut]  # name of a linear -> its shard
+    cuts: Mapping[str, LinearShard]  # name of a linear -> its shard
     sinks: Mapping[str, tuple[int, int]]  # name of a sinks tensor -> heads of this rank
-    heads: Mapping[str, HeadShare]  # name of an attention module -> heads of this rank
+    heads: Mapping[str, HeadShard]  # name of an attention module -> heads of this rank
 
     def in_first_layer(self, name: str) -> bool:
         """Return True for names in the first layer."""
@@ -64,9 +64,9 @@ def divide(
 ) -> Division:
     """Return a rank's shard. Raises InputError with the module's name if layers are not plain."""
     layers = _layers(model, architecture)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, LinearShard] = {}
     sinks: dict[str, tuple[int, int]] = {}
-    heads: dict[str, HeadShare] = {}
+    heads: dict[str, HeadShard] = {}
     inside: list[str] = []  # name prefixes of sharded modules
     for name, module in _within(model, layers):
         parts = dict(module.named_children())
@@ -76,24 +76,24 @@ def divide(
             q, k, v = (parts[each].out_features for each in ATTENTION)
             if type(width) is not int or q % width or k % width or k != v:
                 raise _refused(architecture, name, "heads of one width")
-            shares = share_heads(q // width, k // width, width, size, [scheme_of(f"{name}.{out}")])
-            share = heads[name] = shares[rank]
-            rows = {"q_proj": share.heads, "k_proj": share.kv_heads, "v_proj": share.kv_heads}
+            shards = shard_heads(q // width, k // width, width, size, [scheme_of(f"{name}.{out}")])
+            shard = heads[name] = shards[rank]
+            rows = {"q_proj": shard.heads, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
             for each, (first, last) in rows.items():
-                cuts[f"{name}.{each}"] = Cut(rows=((first * width, last * width),))
-            columns = share.heads[0] * width, share.heads[1] * width
-            cuts[f"{name}.{out}"] = Cut(columns=columns, has_bias=rank == 0)
+                cuts[f"{name}.{each}"] = LinearShard(rows=((first * width, last * width),))
+            columns = shard.heads[0] * width, shard.heads[1] * width
+            cuts[f"{name}.{out}"] = LinearShard(columns=columns, has_bias=rank == 0)
             if isinstance(getattr(module, SINKS, None), torch.Tensor):
-                sinks[f"{name}.{SINKS}"] = share.heads
+                sinks[f"{name}.{SINKS}"] = shard.heads
             inside.append(f"{name}.")
             _check_rest(architecture, module, name, {*ATTENTION, out}, width)
         for first, down in FEED_FORWARDS:
             if not all(_is_linear(parts.get(each)) for each in (*first, down)):
                 continue
             full = f"{name}.{down}"
-            share = share_features(full, parts[down].in_features, size, scheme_of(full))[rank]
-            cuts |= {f"{name}.{each}": Cut(rows=(share,)) for each in first}
-            cuts[full] = Cut(columns=share, has_bias=rank == 0)
+            shard = shard_features(full, parts[down].in_features, size, scheme_of(full))[rank]
+            cuts |= {f"{name}.{each}": LinearShard(rows=(shard,)) for each in first}
+            cuts[full] = LinearShard(columns=shard, has_bias=rank == 0)
             if name != layers and not name.removeprefix(f"{layers}.").isdecimal():
                 inside.append(f"{name}.")
                 _check_rest(architecture, module, name, {*first, down}, 0)
@@ -147,14 +147,14 @@ def cut_(model: torch.nn.Module, division: Division, communicator: Communicator)
                 linear.bias = None if bias is None else torch.nn.Parameter(bias, False)
         if cut.columns is not None:
             model.set_submodule(name, SummedLinear(linear, communicator))
-    for name, share in division.sinks.items():
+    for name, shard in division.sinks.items():
         sinks = model.get_parameter(name)
-        sinks.data = take_rows(sinks.data, (share,)).contiguous()
-    for name, share in division.heads.items():
+        sinks.data = take_rows(sinks.data, (shard,)).contiguous()
+    for name, shard in division.heads.items():
         attention = model.get_submodule(name)
-        counts = {**dict.fromkeys(HEADS, share.num_heads)}
-        counts |= dict.fromkeys(KV_HEADS, share.num_kv_heads)
-        counts[GROUPS] = share.num_heads // share.num_kv_heads
+        counts = {**dict.fromkeys(HEADS, shard.num_heads)}
+        counts |= dict.fromkeys(KV_HEADS, shard.num_kv_heads)
+        counts[GROUPS] = shard.num_heads // shard.num_kv_heads
         for attribute, count in counts.items():
             if type(getattr(attention, attribute, None)) is int:
                 setattr(attention, attribute, count)
@@ -192,7 +192,7 @@ def _check_others(
     architecture: str,
     model: torch.nn.Module,
     layers: str,
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, LinearShard],
     inside: list[str],
 ) -> None:
     """Refuse matrices in layers that are not sharded."""

@@ -28,7 +28,7 @@ from qserve.model.loading.finite_check import FiniteCheck
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import kernel_operation
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import WHOLE, Cut
+from qserve.model.tp_plan import WHOLE, LinearShard
 from qserve.parallel.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
         if names := sorted(found[kind]):
             raise CheckpointError(
                 str(folder),
-                f"{names[0]} {what}, as {len(names)} tensors in all",
+                f"{names[0]} {what} ({len(names)} such tensors)",
                 "check that config.json and the weights belong together",
             )
     return model
@@ -203,7 +203,7 @@ class _Quantized:
         self._first.clear()
 
     def _replace_(
-        self, model: Any, name: str, weight: Weight, bias: torch.Tensor | None, cut: Cut
+        self, model: Any, name: str, weight: Weight, bias: torch.Tensor | None, cut: LinearShard
     ) -> None:
         part, device, dtype = cut.weight(weight, name).to(self._device), self._device, self._dtype
         bias = None if bias is None else cut.bias(bias)
@@ -347,15 +347,16 @@ def _compare(call: Call, found_TC: torch.Tensor, want_TC: torch.Tensor, what: st
     least, share = AGREEMENT[found_TC.element_size()]
     if not (cosines_T >= least).float().mean() >= share:
         raise call.refuse(
-            f"over a paged cache its {what} differ from those of its own attention (least cosine"
-            f" {cosines_T.min():.3g} of {len(cosines_T)} tokens)"
+            f"with paged attention its {what} differ from those of its own attention (smallest"
+            f" cosine similarity of {len(cosines_T)} tokens: {cosines_T.min():.3g})"
         )
 
 
 def _check_layers(config: ModelConfig, call: Call) -> None:
     """Refuse layers without attention, and a sliding window that is not passed to attention."""
     if len(call.forms) != config.num_layers:
-        raise call.refuse(f"{len(call.forms)} of its {config.num_layers} layers call attention")
+        count = len(call.forms)
+        raise call.refuse(f"only {count} of its {config.num_layers} layers call attention")
     kinds = config.values.get("layer_types") or ()
     others = sorted({*map(str, kinds)} - {FULL, SLIDING})
     if others:

@@ -48,8 +48,8 @@ def model_class(config: Mapping[str, Any]) -> type:
     if name is None or not _is_causal(name):
         raise InputError(
             SUBJECT,
-            f"{config.get('architectures')!r:.200} is no causal language model that transformers"
-            f" {transformers.__version__} has",
+            f"{config.get('architectures')!r:.200} is not a causal language model of transformers"
+            f" {transformers.__version__}",
             _REMEDY,
         )
     try:
@@ -67,7 +67,9 @@ def model_class(config: Mapping[str, Any]) -> type:
         problem = f"{CHUNK_SIZE}: attention in chunks"
     if problem:
         raise InputError(
-            SUBJECT, f"{name} has no row here, and its transformers model {problem}", _REMEDY
+            SUBJECT,
+            f"{name} is not in `qserve families`, and its transformers model {problem}",
+            _REMEDY,
         )
     return cls
 

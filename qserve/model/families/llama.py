@@ -48,13 +48,13 @@ def build_norm(config: ModelConfig, weights: LayerWeights, name: str) -> Norm:
 def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any) -> Attention:
     orders = None
     if config.family.qkv.by_head:
-        orders = {config.family.qkv.name: weights.sharing.rows_by_head()}
+        orders = {config.family.qkv.name: weights.tp_plan.rows_by_head()}
     elif config.family.qkv.blocks:
-        orders = {config.family.qkv.name: weights.sharing.rows_in_blocks()}
+        orders = {config.family.qkv.name: weights.tp_plan.rows_in_blocks()}
     elif config.family.gated_attention and len(config.family.qkv.members) == 3:
         # On disk rows are grouped by head: queries, gate. The block needs all queries first.
         (name, _), *_ = config.family.qkv.members
-        heads = range(*weights.sharing.own_heads)
+        heads = range(*weights.tp_plan.own_heads)
         orders = {name: parts_together((config.head_dim, config.head_dim), heads)}
     return Attention(
         config,

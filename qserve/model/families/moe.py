@@ -55,10 +55,10 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         router=weights.router(),
         experts=weights.experts(),
         shared=shared,
-        communicator=weights.sharing.communicator,
+        communicator=weights.tp_plan.communicator,
         numbers_E=weights.expert_numbers(),
         scales_inputs=experts.scaled_inputs,
         before=before,
         after=after,
-        exchange=weights.sharing.exchange,
+        exchange=weights.tp_plan.exchange,
     )

@@ -21,7 +21,7 @@ from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
-from qserve.model.sharing import WHOLE, Cut
+from qserve.model.tp_plan import WHOLE, LinearShard
 
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
 STACKED_ENDS = ("", "_bias", "_blocks", "_scales")  # suffixes of tensors that stack all experts
@@ -81,7 +81,7 @@ def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
     routing = routing_of(experts, config)
     limit = weights.config.limit(experts.limits_key, layer)
     glu = glu_of(experts, weights.config.activation, config, limit)
-    E, here = routing.num_experts, weights.sharing.experts(layer)
+    E, here = routing.num_experts, weights.tp_plan.experts(layer)
     if experts.fused and not _are_apart(weights, prefix):
         matrices = _fused(weights, f"{prefix}.{experts.stem}", E, here)
     else:
@@ -154,7 +154,7 @@ def _biases(
     return {f"{name}_bias_EN": torch.stack(rows)}
 
 
-def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> list[Cut]:
+def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> list[LinearShard]:
     """Return this rank's shard of each linear of an expert."""
 
     def order_of(name: str, shape: tuple[int, int]) -> torch.Tensor | None:
@@ -164,11 +164,11 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
         )
 
     experts = weights.family.experts
-    if weights.sharing.has_whole_experts:
+    if weights.tp_plan.has_whole_experts:
         return [WHOLE] * len(projection.expert(number).linears)
     down = experts.down.expert(number) if projection is experts.gate_up else None
     return [
-        weights.sharing.cut(projection, linear, prefix, order_of, down)
+        weights.tp_plan.cut(projection, linear, prefix, order_of, down)
         for linear in projection.expert(number).linears
     ]
 
@@ -180,12 +180,12 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
     has a shard of each expert.
     """
     C = weights.config.hidden_size
-    sharing, down = weights.sharing, weights.family.experts.down
+    tp_plan, down = weights.tp_plan, weights.family.experts.down
     (inner,) = weights.shape(((down.inputs,),))
     ours, is_mxfp4 = slice(None), f"{stem}.down_proj_blocks" in weights.source
-    divides = not sharing.is_whole and here is None
+    divides = not tp_plan.is_whole and here is None
     if divides:
-        ours = slice(*sharing.features(stem, down.inputs, MXFP4 if is_mxfp4 else None))
+        ours = slice(*tp_plan.features(stem, down.inputs, MXFP4 if is_mxfp4 else None))
     found: dict[str, Any] = {}
     for name, N, K in (("gate_up", 2 * inner, C), ("down", C, inner)):
         stored = f"{stem}.{name}_proj"
@@ -194,7 +194,7 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
         if name == "gate_up":
             order = torch.cat([order[0::2][ours], order[1::2][ours]])
         bias_EN = weights.tensor(f"{stored}_bias", (E, N), here)
-        if name == "gate_up" or not divides or sharing.communicator.rank == 0:
+        if name == "gate_up" or not divides or tp_plan.communicator.rank == 0:
             found[f"{name}_bias_EN"] = bias_EN[:, order.to(bias_EN.device)]
         if f"{stored}_blocks" in weights.source:
             groups = K // mxfp4.GROUP

@@ -14,7 +14,7 @@ from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.latent.indexer import Indexer
 from qserve.model.blocks.linear import FloatLinear, Linear
 from qserve.model.blocks.rotary import Rotary
-from qserve.model.sharing import LinearPart
+from qserve.model.tp_plan import LinearPart
 
 
 def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
         whole_NL = weights.source.weight(name, stored).dequantize()
     else:
         whole_NL = weights.source.tensor(f"{name}.weight", stored)
-    rows = weights.sharing.head_rows("latent_kv")
+    rows = weights.tp_plan.head_rows("latent_kv")
     if rows is not None:
         weights.parts[name] = LinearPart(rows=(rows,))
         whole_NL = whole_NL[slice(*rows)]

@@ -33,8 +33,8 @@ from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import expert_weights, routing_of
 from qserve.model.loading.latent_weights import absorbed, indexer
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import HEAD_SIZES, WHOLE, Cut, LinearPart, Sharing
-from qserve.model.state_sharing import StateShard
+from qserve.model.state_shard import StateShard
+from qserve.model.tp_plan import HEAD_SIZES, WHOLE, LinearPart, LinearShard, TpPlan
 from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
 
 
@@ -53,7 +53,7 @@ class LayerWeights:
     @property
     def config(self) -> ModelConfig:
         """Config of this layer, with this rank's numbers of heads."""
-        return self.sharing.of_layer(self._weights.config, self.number)
+        return self.tp_plan.of_layer(self._weights.config, self.number)
 
     def linear(
         self,
@@ -69,9 +69,9 @@ class LayerWeights:
         are sharded, the caller sums the results over ranks. `orders`: for linears with another
         order of outputs in the checkpoint, the rows of this rank in the needed order.
         """
-        sharing = self._weights.sharing
+        tp_plan = self._weights.tp_plan
         cuts = [
-            sharing.cut(projection, linear, self._prefix, self._order_of, down)
+            tp_plan.cut(projection, linear, self._prefix, self._order_of, down)
             for linear in projection.linears
         ]
         if orders:
@@ -80,7 +80,7 @@ class LayerWeights:
                 for cut, linear in zip(cuts, projection.linears, strict=True)
             ]
         by_head = projection.inputs in HEAD_SIZES
-        widths = sharing.head_widths(projection.inputs) if by_head else ()
+        widths = tp_plan.head_widths(projection.inputs) if by_head else ()
         has_order = bool(orders)
         return self._made(projection, cuts, widths, has_order=has_order, summed=summed)
 
@@ -91,14 +91,14 @@ class LayerWeights:
 
         `orders`: as in `linear`.
         """
-        mixer, sharing, shard = self._family.state_mixer, self._weights.sharing, self.state_shard
+        mixer, tp_plan, shard = self._family.state_mixer, self._weights.tp_plan, self.state_shard
         grouped = mixer.grouped and projection in mixer.readers
         has_order = bool(orders) or grouped
-        if sharing.is_whole and not has_order:
+        if tp_plan.is_whole and not has_order:
             cuts = [WHOLE for _ in projection.linears]
         elif projection.split == "outputs":
             cuts = [
-                Cut(
+                LinearShard(
                     rows=orders[linear.name]
                     if orders and linear.name in orders
                     else shard.rows(linear.outputs, grouped=grouped)
@@ -107,25 +107,25 @@ class LayerWeights:
             ]
         else:
             (linear,) = projection.linears
-            columns, rank = shard.columns, sharing.communicator.rank
+            columns, rank = shard.columns, tp_plan.communicator.rank
             if self._order_of(linear.name, self._weights.shape(linear.shape)) is not None:
-                columns = sharing.sorted_inputs(linear, self._prefix)
-            cuts = [Cut(columns=columns, has_bias=rank == 0)]
-        widths = () if sharing.is_whole else shard.widths
+                columns = tp_plan.sorted_inputs(linear, self._prefix)
+            cuts = [LinearShard(columns=columns, has_bias=rank == 0)]
+        widths = () if tp_plan.is_whole else shard.widths
         return self._made(projection, cuts, widths, has_order=has_order)
 
     def partial_linear(self, projection: Projection) -> Linear:
         """Return a replicated Linear whose input is a rank's partial sum."""
         cuts = [WHOLE for _ in projection.linears]
-        sharing = self._weights.sharing
-        if not sharing.is_whole and sharing.communicator.rank:
-            cuts = [Cut(has_bias=False) for _ in cuts]
+        tp_plan = self._weights.tp_plan
+        if not tp_plan.is_whole and tp_plan.communicator.rank:
+            cuts = [LinearShard(has_bias=False) for _ in cuts]
         return self._made(projection, cuts, summed=False)
 
     def _made(
         self,
         projection: Projection,
-        cuts: Sequence[Cut],
+        cuts: Sequence[LinearShard],
         widths: tuple[int, ...] = (),
         *,
         has_order: bool = False,
@@ -136,15 +136,15 @@ class LayerWeights:
         `widths`: number of input channels of each rank; a matrix with sorted inputs gathers them.
         `has_order`: True if outputs have another order than in the checkpoint.
         """
-        linears, sharing = projection.linears, self._weights.sharing
+        linears, tp_plan = projection.linears, self._weights.tp_plan
         shapes = [self._weights.shape(linear.shape) for linear in linears]
-        if has_order or not sharing.is_whole:
+        if has_order or not tp_plan.is_whole:
             for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
                 order = None if cut.columns is None else self._order_of(linear.name, shape)
                 part = LinearPart.of(cut, order)
                 self._weights.parts[f"{self._prefix}.{linear.name}"] = part
         gathered = None
-        if not sharing.is_whole and projection.split == "inputs" and widths:
+        if not tp_plan.is_whole and projection.split == "inputs" and widths:
             order = self._order_of(linears[0].name, shapes[0])
             if order is not None:
                 ours = order[slice(*cuts[0].columns)]
@@ -156,9 +156,9 @@ class LayerWeights:
             bias=is_set(projection.bias, self._weights.config.values),
             cuts=cuts,
         )
-        if sharing.is_whole or projection.split == "outputs" or not summed:
+        if tp_plan.is_whole or projection.split == "outputs" or not summed:
             return made
-        return RowParallel(made, sharing.communicator, gathered)
+        return RowParallel(made, tp_plan.communicator, gathered)
 
     def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
         """Return the order of a linear's inputs, if the checkpoint sorts them by group, or None."""
@@ -172,7 +172,7 @@ class LayerWeights:
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape, row.offset)
-        part = self._weights.sharing.head_rows(row.size)
+        part = self._weights.tp_plan.head_rows(row.size)
         return factors if part is None else factors[slice(*part)].clone()
 
     def head_norms(self) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ class LayerWeights:
         weights, found = self._weights, {}
         for name, (local, shape) in self._family.head_norms.items():
             stored = weights.tensor(f"{self._prefix}.{local}", weights.shape(shape))
-            part = weights.sharing.head_rows(shape[0][0])
+            part = weights.tp_plan.head_rows(shape[0][0])
             found[name] = stored if part is None else stored[slice(*part)].clone()
         return found
 
@@ -197,7 +197,7 @@ class LayerWeights:
         weights, mixer, found = self._weights, self._family.state_mixer, {}
         for local, each in mixer.present(weights.config.values):
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
-            if not weights.sharing.is_whole and each.of_heads:
+            if not weights.tp_plan.is_whole and each.of_heads:
                 rows = self.state_shard.rows(each.shape[each.axis])
                 stored = take_rows(stored, rows, each.axis)
             dtype = torch.float32 if each.float32 else weights.dtype
@@ -211,17 +211,17 @@ class LayerWeights:
     @functools.cached_property
     def state_shard(self) -> StateShard:
         """This rank's shard of the layer's mixer with states."""
-        return self._weights.sharing.state(self.number)
+        return self._weights.tp_plan.state(self.number)
 
     def group_norm_over_ranks(self) -> GroupNormOverRanks | None:
         """Return the norm for groups that are sharded over ranks; None: ranks have whole groups."""
-        sharing, split = self._weights.sharing, self.state_shard.split_group
+        tp_plan, split = self._weights.tp_plan, self.state_shard.split_group
         if split is None:
             return None
         group, num_groups = split
         sizes, mixer = self._weights.config.sizes, self._family.state_mixer
         return GroupNormOverRanks(
-            communicator=sharing.communicator,
+            communicator=tp_plan.communicator,
             group=group,
             num_groups=num_groups,
             total=sizes[mixer.out.inputs] // num_groups,
@@ -230,11 +230,11 @@ class LayerWeights:
 
     def state_norm_over_ranks(self) -> NormOverRanks | None:
         """Return the norm over all heads of a mixer with states; None: this rank has all heads."""
-        sharing, mixer = self._weights.sharing, self._family.state_mixer
-        if sharing.is_whole:
+        tp_plan, mixer = self._weights.tp_plan, self._family.state_mixer
+        if tp_plan.is_whole:
             return None
         return NormOverRanks(
-            communicator=sharing.communicator,
+            communicator=tp_plan.communicator,
             total=self._weights.config.sizes[mixer.out.inputs],
             counts=True,
             fixed_order=self.kernels.get("states") == FIXED_ORDER,
@@ -339,7 +339,7 @@ class LayerWeights:
         each expert.
         """
         weights = self._weights
-        here = weights.sharing.experts(self.number)
+        here = weights.tp_plan.experts(self.number)
         if here is None:
             return None
         E = routing_of(self._family.experts, weights.config.values).num_experts
@@ -375,7 +375,7 @@ class LayerWeights:
         size = "num_attention_heads"
         name, shape = f"{self._prefix}.{self._family.sinks}", self._weights.shape(((size,),))
         found = self._weights.source.tensor(name, shape)
-        part = self._weights.sharing.head_rows(size)
+        part = self._weights.tp_plan.head_rows(size)
         found = found if part is None else found[slice(*part)].clone()
         return {"sinks": found.to(self._weights.device, torch.float32)}
 
@@ -387,28 +387,28 @@ class LayerWeights:
         slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
         if self._family.scaled_alibi:
             slopes *= self._weights.config.head_dim**-0.5
-        part = self.sharing.head_rows("num_attention_heads")
+        part = self.tp_plan.head_rows("num_attention_heads")
         slopes = slopes if part is None else slopes[slice(*part)].clone()
         return {"slopes": slopes.to(self._weights.device)}
 
     @property
-    def sharing(self) -> Sharing:
+    def tp_plan(self) -> TpPlan:
         """Tensor-parallel shard of these weights."""
-        return self._weights.sharing
+        return self._weights.tp_plan
 
     def norms_over_ranks(self) -> tuple[NormOverRanks, NormOverRanks] | None:
         """Return norms of queries and keys for norms over all heads, if heads are sharded.
 
         Returns None if this rank can compute the norms alone.
         """
-        sharing, sizes = self._weights.sharing, {norm.size for norm in self._family.norms}
-        if sharing.is_whole or not sizes & {"q", "kv"}:
+        tp_plan, sizes = self._weights.tp_plan, {norm.size for norm in self._family.norms}
+        if tp_plan.is_whole or not sizes & {"q", "kv"}:
             return None
         q, k = (
             NormOverRanks(
-                communicator=sharing.communicator,
+                communicator=tp_plan.communicator,
                 total=self._weights.shape(((size,),))[0],
-                counts=size == "q" or sharing.heads.is_first,
+                counts=size == "q" or tp_plan.heads.is_first,
                 fixed_order=self.kernels.get("float") == FIXED_ORDER,
             )
             for size in ("q", "kv")
@@ -418,7 +418,7 @@ class LayerWeights:
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """Return k_scale and v_scale as arguments, if the checkpoint has them for a KV cache."""
         scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
-        part = self._weights.sharing.kv_head_rows(self.number)
+        part = self._weights.tp_plan.kv_head_rows(self.number)
         if part is not None:  # if scales are per KV head, take this rank's
             scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}

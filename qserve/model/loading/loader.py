@@ -17,7 +17,7 @@ from qserve.model.fallback.loading import load_fallback
 from qserve.model.fallback.support import BUILDER
 from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import Sharing
+from qserve.model.tp_plan import TpPlan
 from qserve.parallel.ranks import ALONE, Ranks
 
 
@@ -56,8 +56,8 @@ def load(
             kernels=kernels or {},
             communicator=ranks.communicator,
         )
-    sharing = Sharing(config, ranks.communicator, ranks.experts, ranks.exchange)
-    config = sharing.local(config)
+    tp_plan = TpPlan(config, ranks.communicator, ranks.experts, ranks.exchange)
+    config = tp_plan.local(config)
     weights = Weights(
         config,
         source,
@@ -66,7 +66,7 @@ def load(
         max_model_len=max_model_len,
         progress=progress,
         kernels=kernels,
-        sharing=sharing,
+        tp_plan=tp_plan,
         pipeline=ranks.pipeline,
         on_layer=on_layer,
     )

@@ -305,7 +305,7 @@ class WeightSource:
         self._finite.check()
         if self.reader.num_other_parts:
             logger.info(
-                "%s: loading only the text model; %d tensors of other parts are not read",
+                "%s: loading only the text model; skipping %d tensors of its other parts",
                 self.reader.folder,
                 self.reader.num_other_parts,
             )
@@ -313,21 +313,21 @@ class WeightSource:
             logger.info("%s", self.reader.gguf_summary)
         if self.reader.unties_head:
             logger.warning(
-                "%s: config.json states a tied head, but lm_head differs from the "
-                "embedding; lm_head is used (set tie_word_embeddings to false)",
+                "%s: config.json states a tied head, but lm_head differs from the embedding; using"
+                " lm_head (set tie_word_embeddings to false)",
                 self.reader.folder,
             )
         if self.quant is not None and self.quant.unrounded_inputs:
             logger.warning(
-                "%s: inputs of its linears are %s, for which there is no kernel: they stay in 16"
-                " bits, and only weights are quantized",
+                "%s: activations are %s, for which there is no kernel; they stay in 16 bits, and"
+                " only the weights are quantized",
                 self.reader.folder,
                 self.quant.unrounded_inputs,
             )
         if self._mislabelled:
             logger.warning(
-                "%s: checkpoint_format says that zeros are %s, but the data of %d linears "
-                "says otherwise; loaded according to the data",
+                "%s: checkpoint_format states %s zeros, but the data of %d linears contradicts it;"
+                " loading them according to the data",
                 self.reader.folder,
                 self.quant.zeros,
                 self._mislabelled,

@@ -40,7 +40,7 @@ from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
-from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
+from qserve.model.tp_plan import WHOLE, LinearPart, LinearShard, TpPlan
 from qserve.parallel.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,13 @@ class Weights:
         max_model_len: int,
         progress: bool = True,
         kernels: Mapping[str, str] | None = None,
-        sharing: Sharing | None = None,
+        tp_plan: TpPlan | None = None,
         pipeline: Pipeline | None = None,
         on_layer: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         """`kernels`: operation -> selected and excluded kernels (EngineConfig).
 
-        `sharing`: this rank's shard of each layer; None: whole layers. `pipeline`: this rank's
+        `tp_plan`: this rank's shard of each layer; None: whole layers. `pipeline`: this rank's
         stage; None: all layers. `on_layer`: called with each finished layer.
         """
         self._on_layer = on_layer
@@ -77,7 +77,7 @@ class Weights:
         self.parts: dict[str, LinearPart] = {}
         # Names of linears of experts on other ranks. Filled as layers are created.
         self.elsewhere: set[str] = set()
-        self.sharing = sharing or Sharing(config)
+        self.tp_plan = tp_plan or TpPlan(config)
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
@@ -113,10 +113,10 @@ class Weights:
         return self._rows_of_table(self.config.vocab_size)
 
     def _rows_of_table(self, num_tokens: int) -> VocabularyPart | None:
-        if self.sharing.is_whole:
+        if self.tp_plan.is_whole:
             return None
-        shares = self.sharing.vocabulary(num_tokens)
-        return VocabularyPart(communicator=self.sharing.communicator, shares=shares)
+        shards = self.tp_plan.vocabulary(num_tokens)
+        return VocabularyPart(communicator=self.tp_plan.communicator, shards=shards)
 
     def last_norm(self) -> Norm:
         """Return the norm before the head."""
@@ -186,7 +186,7 @@ class Weights:
     def output_matrix(self, name: str) -> Linear:
         """Return a linear from hidden states to logits of the whole vocabulary."""
         part = self.vocabulary
-        cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
+        cut = WHOLE if part is None else LinearShard(rows=((part.start, part.stop),))
         sizes = [self.config.vocab_size], self.config.hidden_size
         return self._gathered(self.linear([name], *sizes, bias=self.family.head_bias, cuts=[cut]))
 
@@ -208,7 +208,7 @@ class Weights:
             for number in bar:
                 # In a sharded model the first layer shows which rows of later layers are needed,
                 # so reading ahead starts after it.
-                last = number + (self.sharing.is_whole or number > numbers[0])
+                last = number + (self.tp_plan.is_whole or number > numbers[0])
                 for next_number in range(number, last + 1):
                     if next_number in numbers:
                         prefix = self.family.layer.format(i=next_number)
@@ -218,7 +218,7 @@ class Weights:
     def not_ahead(self, number: int) -> set[str]:
         """Return the tensors and linears of a layer that this rank does not read ahead."""
         prefix = self.family.layer.format(i=number)
-        return not_read_ahead(self, prefix, self.sharing.experts(number))
+        return not_read_ahead(self, prefix, self.tp_plan.experts(number))
 
     def finished(self, layer: AnyLayer) -> AnyLayer:
         """Report a finished layer to `on_layer`, and return the layer."""
@@ -275,7 +275,7 @@ class Weights:
         ins: int,
         *,
         bias: bool = False,
-        cuts: Sequence[Cut] | None = None,
+        cuts: Sequence[LinearShard] | None = None,
     ) -> Linear:
         """Create one layer from several linears whose outputs are concatenated.
 
@@ -421,4 +421,4 @@ class _Member:
     name: str
     shape: tuple[int, int]  # of the whole linear
     has_bias: bool
-    cut: Cut
+    cut: LinearShard

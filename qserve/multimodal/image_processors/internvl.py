@@ -45,8 +45,8 @@ def stretched(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
 def closest_shape(sides: Sequence[int], side: int, least: int, most: int) -> tuple[int, int]:
     """Return the rows and columns of tiles whose shape is nearest to the image's.
 
-    Of shapes that are equally near, the largest one counts that has less than twice the pixels of
-    the image.
+    If several shapes are equally near, the largest one with less than twice the pixels of the image
+    is used.
     """
     height, width = sides
     shapes = [

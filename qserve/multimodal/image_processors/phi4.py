@@ -76,7 +76,7 @@ def _shape(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     rows, columns = math.ceil(height / side), math.ceil(width / side)
     if rows * columns <= most:
         return rows, columns
-    # in the order in which transformers meets them: of equals the last one counts for large images
+    # in the order of transformers: if several are equal, the last one is used for large images
     shapes = {
         (across, down)
         for number in range(1, most + 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.architecture.text_part import LANGUAGE_CONFIG, TEXT_CONFIG
 
-# of the code in the model's folder: SAM's, and those of the model that reads SAM's output
+# from the code in the model's folder: values of SAM, and of the model that reads SAM's output
 _SAM = {"mlp_ratio": 4, "output_channels": 256, "window_size": 14}
 _QWEN_2 = {
     "hidden_size": 896,

@@ -18,8 +18,8 @@ class AdminSettings:
     )
     admin_api_key_file: str | None = setting(
         None,
-        "file with API keys, one per line, for the routes of --enable-admin-routes; other keys get"
-        " 403 there, and these keys may use all routes; default: every API key may use all routes",
+        "file with API keys, one per line, that may use the routes of --enable-admin-routes (and"
+        " all other routes); other keys get 403 there; default: every API key may use all routes",
     )
     paused_requests: str = setting(
         WAIT,

@@ -69,8 +69,8 @@ class OriginForm:
 class CheckHead:
     """ASGI middleware that refuses heads that are too long or allow request smuggling.
 
-    If a request has both Content-Length and Transfer-Encoding, a proxy may follow the other of the
-    two headers, and take the rest of the body for another client's request.
+    A request may have both Content-Length and Transfer-Encoding. A proxy may then use the header
+    that this server ignores, and treat the rest of the body as another client's request.
     """
 
     def __init__(self, app: ASGIApp) -> None:

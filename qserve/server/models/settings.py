@@ -16,19 +16,19 @@ class ModelsSettings:
     )
     model_settings: str | None = setting(
         None,
-        "YAML, TOML or JSON file with settings per model: a mapping from MODEL, written as on the"
-        " command line, to engine flags, served-model-name and parsers",
+        "YAML, TOML or JSON file with settings per model; it maps MODEL, written as on the command"
+        " line, to engine flags, served-model-name and parsers",
     )
     memory_sharing: str = setting(
         SPLIT,
-        "with several models; split: each gets a share of --gpu-memory-utilization; sleep: one"
-        " model is awake and gets all of it, the others sleep with their weights in host memory"
-        " until a request asks for them",
+        "GPU memory of several models; split: each gets a share of --gpu-memory-utilization; sleep:"
+        " one model at a time is awake and gets all of it, and the others keep their weights in"
+        " host memory until a request needs them",
         (SPLIT, SLEEP),
     )
     model_turn_seconds: float = setting(
         5.0,
-        "with --memory-sharing sleep: seconds for which the model that is awake accepts new"
-        " requests while requests for another model wait",
+        "with --memory-sharing sleep: seconds for which the awake model accepts new requests while"
+        " another model has waiting requests",
         low=0,
     )

@@ -30,7 +30,7 @@ class ModelTurns:
     """Decides which of several models on one device is awake. Use it on one event loop only.
 
     A request for the awake model starts immediately. A request for another model waits until the
-    running requests have finished; then the awake model goes to sleep and the other one wakes up.
+    running requests have finished. Then the awake model goes to sleep and the other one wakes up.
     While such a request waits, the awake model accepts new requests only until `seconds` after its
     wake-up.
     """

@@ -67,7 +67,9 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # in the order of Admission.held
 ADMITTED = {
     "num_requests_admitted": "Outputs running or queued, limited by --max-num-queued-reqs.",
-    "num_prompt_tokens_admitted": "Prompt tokens of these, limited by --max-num-queued-tokens.",
+    "num_prompt_tokens_admitted": (
+        "Prompt tokens of running and queued outputs, limited by --max-num-queued-tokens."
+    ),
 }
 COUNTERS = {
     "engine_restarts": "Number of times the engine process was restarted.",

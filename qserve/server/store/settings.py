@@ -16,10 +16,10 @@ class StoreSettings:
     )
     response_store_bytes: int = setting(
         2**30,
-        "maximum size of --response-store in bytes; beyond it the least recently used responses of"
-        " the API key with the most bytes are deleted",
+        "maximum size of --response-store in bytes; if it is exceeded, the API key with the most"
+        " bytes loses its least recently used responses",
         low=2**12,
     )
     response_store_days: float = setting(
-        30.0, "days after which --response-store deletes a response that is not used", low=0.001
+        30.0, "days after which --response-store deletes an unused response", low=0.001
     )

@@ -73,10 +73,10 @@ class BlockHead(torch.nn.Module):
         return tuple(layer.attention for layer in self.layers)
 
     def write_context_(
-        self, taps: tuple[torch.Tensor, ...], batch: Batch, caches: list[PagedKv]
+        self, aux_states: tuple[torch.Tensor, ...], batch: Batch, caches: list[PagedKv]
     ) -> None:
         """Write the keys and values of the step's rows into the caches of all layers."""
-        fused_TC = self.fc(torch.cat(taps, -1))
+        fused_TC = self.fc(torch.cat(aux_states, -1))
         plan = self.context_kv.plan(len(fused_TC))
         normed_TC, _ = self.hidden_norm(fused_TC, None, plan.input)
         heads = (self.config.num_kv_heads,) * (2 * len(self.layers))
@@ -146,13 +146,13 @@ class BlockDrafter:
     # A key depends only on the target's states at its own position.
     looks_ahead = reads_images = False
 
-    def __init__(self, head: BlockHead, taps: tuple[int, ...]) -> None:
-        """`taps`: indices of the target's layers whose states the head reads, see DeviceDrafter."""
-        self.head, self.taps, self.attentions = head, taps, head.attentions
-        self.places_after = 0 if head.config.samples_anchor else 1
+    def __init__(self, head: BlockHead, aux_layers: tuple[int, ...]) -> None:
+        """`aux_layers`: target layers whose states the head reads, see DeviceDrafter."""
+        self.head, self.aux_layers, self.attentions = head, aux_layers, head.attentions
+        self.extra_positions = 0 if head.config.samples_anchor else 1
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        self.head.write_context_(step.taps, step.batch, step.caches)
+        self.head.write_context_(step.aux_states, step.batch, step.caches)
         if not len(step.last_rows_D) or not step.num_drafts:  # kernels require at least one row
             return step.last_rows_D.new_zeros(len(step.last_rows_D), step.num_drafts)
         return self.head.draft(step)
@@ -170,18 +170,18 @@ def build(context: BuildContext) -> BlockDrafter:
             f"expected at most {config.most_drafts}, since the head has blocks of"
             f" {config.block_size} rows, found {wanted}",
         )
-    taps = config.taps(context.target.config.num_layers)
+    aux_layers = config.aux_layers(context.target.config.num_layers)
     logger.info(
         "%s head %s: %s layout, blocks of %d, states before layers %s (config.json states %s)",
         config.kind,
         folder.folder,
         config.layout,
         config.block_size,
-        ", ".join(map(str, taps)),
-        list(config.stated_taps),
+        ", ".join(map(str, aux_layers)),
+        list(config.stated_aux_layers),
     )
     weights = HeadWeights(folder, context)
-    return BlockDrafter(load_head(weights, config, weights.rotary(config)), taps)
+    return BlockDrafter(load_head(weights, config, weights.rotary(config)), aux_layers)
 
 
 def load_head(weights: HeadWeights, config: BlockConfig, rotary: Rotary) -> BlockHead:

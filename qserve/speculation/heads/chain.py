@@ -52,22 +52,22 @@ class ChainDrafter:
     """Drafts one token after the other. See DeviceDrafter."""
 
     looks_ahead = True
-    places_after = 0
+    extra_positions = 0
 
     def __init__(
         self,
         head: ChainHead,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         *,
         reads_images: bool = False,
         ropes: AxisRopes | None = None,
     ) -> None:
         """Use a head.
 
-        taps: indices of the target's layers, see DeviceDrafter
+        aux_layers: indices of the target's layers, see DeviceDrafter
         ropes: for a head that was trained with positions of three axes
         """
-        self.head, self.taps, self.attentions = head, taps, head.attentions
+        self.head, self.aux_layers, self.attentions = head, aux_layers, head.attentions
         self.reads_images, self._ropes = reads_images, ropes
 
     def propose(self, step: DraftStep) -> torch.Tensor:

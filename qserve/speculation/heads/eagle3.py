@@ -105,18 +105,18 @@ class Eagle3Head(torch.nn.Module):
         """Attention of the layers, in order."""
         return (self.first.attention, *(layer.attention for layer in self.others))
 
-    def fused(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def fused(self, aux_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the head's first state [T, C] from the auxiliary hidden states, [T, C] each."""
         if self.config.fc_norm:
-            pairs = zip(taps, self.fc_norms, strict=True)
-            taps = tuple(norm(tap, None, None)[0] for tap, norm in pairs)
-        taps_TF = torch.cat(taps, -1)
+            pairs = zip(aux_states, self.fc_norms, strict=True)
+            aux_states = tuple(norm(state, None, None)[0] for state, norm in pairs)
+        aux_TF = torch.cat(aux_states, -1)
         if self.config.norm_before_fc:
-            taps_TF, _ = self.fc_norms[0](taps_TF, None, None)
-        return self.fc(taps_TF)
+            aux_TF, _ = self.fc_norms[0](aux_TF, None, None)
+        return self.fc(aux_TF)
 
     def start(self, step: DraftStep) -> torch.Tensor:
-        return self.fused(step.taps)
+        return self.fused(step.aux_states)
 
     def forward(
         self,
@@ -142,20 +142,20 @@ def build(context: BuildContext) -> ChainDrafter:
     folder = open_head(context, EAGLE3)
     config = folder.config
     check_fits(config, context)
-    taps = config.taps(context.target.config.num_layers)
-    log_head(folder, taps)
+    aux_layers = config.aux_layers(context.target.config.num_layers)
+    log_head(folder, aux_layers)
     weights = HeadWeights(folder, context)
     rotary = weights.rotary(config)
     images = ImageInputs.of(config, context, rotary)
     return ChainDrafter(
         load_head(weights, config, rotary),
-        taps,
+        aux_layers,
         reads_images=images.reads_images,
         ropes=images.ropes,
     )
 
 
-def log_head(folder: HeadFolder, taps: tuple[int, ...]) -> None:
+def log_head(folder: HeadFolder, aux_layers: tuple[int, ...]) -> None:
     """Log the layout of an EAGLE-3 or P-EAGLE head, and the states that it reads."""
     config: EagleConfig = folder.config
     logger.info(
@@ -164,8 +164,8 @@ def log_head(folder: HeadFolder, taps: tuple[int, ...]) -> None:
         folder.folder,
         config.layout,
         config.draft_vocab_size,
-        ", ".join(map(str, taps)),
-        f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
+        ", ".join(map(str, aux_layers)),
+        f" (config.json states {list(stated)})" if (stated := config.stated_aux_layers) else "",
     )
 
 
@@ -178,7 +178,7 @@ def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagl
 
     fc_norms = []
     if config.fc_norm:
-        fc_norms = [norm(f"fc_norm.{tap}") for tap in range(config.num_taps)]
+        fc_norms = [norm(f"fc_norm.{number}") for number in range(config.num_aux)]
     if config.norm_before_fc:
         fc_norms.append(norm("input_norm"))
     if len(fc_norms) > 1 and config.norm_before_fc:

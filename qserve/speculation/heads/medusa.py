@@ -35,9 +35,9 @@ class MedusaHead(torch.nn.Module):
 class MedusaDrafter:
     """Head k drafts the token k + 1 positions after the newest token. See DeviceDrafter."""
 
-    looks_ahead, taps, attentions = False, (), ()
+    looks_ahead, aux_layers, attentions = False, (), ()
     reads_images = False
-    places_after = 0
+    extra_positions = 0
 
     def __init__(self, heads: list[MedusaHead]) -> None:
         self.heads = heads

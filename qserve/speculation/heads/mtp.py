@@ -28,7 +28,7 @@ from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import Sharing
+from qserve.model.tp_plan import TpPlan
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
@@ -196,8 +196,8 @@ def load_head(
 ) -> MtpHead:
     """Load the layer. It shares the model's embedding and head if its own are missing or equal."""
     target, communicator = context.target, context.ranks.communicator
-    sharing = Sharing(config, communicator, context.ranks.experts)
-    config = sharing.local(config)
+    tp_plan = TpPlan(config, communicator, context.ranks.experts)
+    config = tp_plan.local(config)
     weights = Weights(
         config,
         source,
@@ -206,7 +206,7 @@ def load_head(
         max_model_len=context.max_model_len,
         progress=False,
         kernels=context.kernels,
-        sharing=sharing,
+        tp_plan=tp_plan,
     )
     C, eps = config.hidden_size, config.norm_eps
     number = config.num_layers - 1

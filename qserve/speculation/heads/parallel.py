@@ -31,15 +31,17 @@ class ParallelDrafter:
     """Drafts in one pass over the step's rows and K - 1 mask rows. See DeviceDrafter."""
 
     looks_ahead, reads_images = True, False
-    places_after = 0
+    extra_positions = 0
 
-    def __init__(self, head: Eagle3Head, taps: tuple[int, ...], mask_state_C: torch.Tensor) -> None:
+    def __init__(
+        self, head: Eagle3Head, aux_layers: tuple[int, ...], mask_state_C: torch.Tensor
+    ) -> None:
         """Use a head.
 
-        taps: indices of the target's layers, see DeviceDrafter
+        aux_layers: indices of the target's layers, see DeviceDrafter
         mask_state_C: state of mask rows
         """
-        self.head, self.taps, self.attentions = head, taps, head.attentions
+        self.head, self.aux_layers, self.attentions = head, aux_layers, head.attentions
         self.mask_state_C = mask_state_C
 
     def propose(self, step: DraftStep) -> torch.Tensor:
@@ -92,8 +94,8 @@ def build(context: BuildContext) -> ParallelDrafter:
     folder = open_head(context, PEAGLE)
     config = folder.config
     check_fits(config, context)
-    taps = config.taps(context.target.config.num_layers)
-    log_head(folder, taps)
+    aux_layers = config.aux_layers(context.target.config.num_layers)
+    log_head(folder, aux_layers)
     weights = HeadWeights(folder, context)
     mask_F = _mask(weights, config)
     head = load_head(weights, config, weights.rotary(config))
@@ -104,7 +106,7 @@ def build(context: BuildContext) -> ParallelDrafter:
             f" {config.mask_token_id}",
             "use a head that was trained for this model",
         )
-    return ParallelDrafter(head, taps, head.fused(mask_F[None].chunk(config.num_taps, -1))[0])
+    return ParallelDrafter(head, aux_layers, head.fused(mask_F[None].chunk(config.num_aux, -1))[0])
 
 
 def _mask(weights: HeadWeights, config: EagleConfig) -> torch.Tensor:

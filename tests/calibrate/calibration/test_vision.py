@@ -313,7 +313,7 @@ def check_gradient(case, codes):
 def test_text_only_options_refuse_images(case, calibration, tmp_path):
     folder, target = case("qwen3_vl").folder, tmp_path / "new"
     for settings, words in (
-        ({"calibration": calibration}, "chats.jsonl: has images, which are not read here"),
+        ({"calibration": calibration}, "chats.jsonl: has images, which are not supported here"),
         ({"recipe": "rotate"}, "recipe rotate: changes the embeddings of tokens; those of images"),
     ):
         with pytest.raises(InputError, match=words):
@@ -325,7 +325,9 @@ def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
     """The attention of such prompts is not computed here."""
     folder, target = write_tiny_vision(tmp_path / "paligemma", "paligemma"), tmp_path / "new"
     settings = {"scheme": SCHEME, "recipe": "gptq", "calibration": calibration, "samples": 2}
-    with pytest.raises(CheckpointError, match=r"images, which are not read for paligemma.*texts"):
+    with pytest.raises(
+        CheckpointError, match=r"images, which are not supported for paligemma.*texts"
+    ):
         quantize_checkpoint(
             folder, target, sequence_length=LENGTH, chats=CalibrationChats(folder), **settings
         )

@@ -318,10 +318,10 @@ def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
     floats = quantized("qwen3", "w8a8-fp8", "compressed-tensors")
     with pytest.raises(InputError, match="has no integer codes"):
         distilled(floats, reference, target)
-    with pytest.raises(InputError, match="distilled on one device"):
+    with pytest.raises(InputError, match="distillation runs on one device"):
         distilled(source, reference, target, device="cpu,cpu")
     one = CalibrationData(ids_WS=IDS[:1], source="random", seed=0)
-    with pytest.raises(InputError, match="none to hold out"):
+    with pytest.raises(InputError, match="one more must be held out"):
         distill_checkpoint(source, reference, target, calibration=one, quality_windows=0)
     config = json.loads((reference / "config.json").read_text())
     other = tmp_path / "other"

@@ -55,7 +55,7 @@ def test_tokens_that_the_tokenizer_adds_do_not_count():
     assert found.tokens == 4  # 3, 4, 5 and 2, after 1, 3, 1 and 1
     expected = float(divergence_V[[1, 3, 1, 1]].mean())
     assert found.divergence == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(InputError, match="no token is predicted"):
+    with pytest.raises(InputError, match="no token to predict"):
         compare_logits(windows[:, :1].repeat(1, 3), lambda i: i, lambda i: i, [1], progress=False)
 
 

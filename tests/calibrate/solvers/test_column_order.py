@@ -164,8 +164,8 @@ def test_resumed_run_keeps_its_orders(tiny_model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_format": "awq"}, "act-order: awq is not written with it .write gptq"),
-        ({"recipe": "rtn"}, "recipe 'rtn': rounds inputs in their given order.*use gptq, gptaq"),
+        ({"output_format": "awq"}, "act-order: cannot be stored as awq .write gptq"),
+        ({"recipe": "rtn"}, "recipe 'rtn': does not support act-order.*use gptq, gptaq"),
         ({"kv_cache": "int8"}, "gptq cannot store its scales"),
     ],
 )

@@ -85,8 +85,8 @@ def test_prose_that_begins_with_a_bracket_is_one_text(tmp_path, text):
         ("a.json", "[1, 2]", "row 1: expected an object"),
         ("a.json", '[{"text": null}]', "row 1: expected .*, found 'text': None"),
         ("a.json", '[{"messages": "Hi", "id": 1}]', "row 1: expected .*, found 'messages': 'Hi'"),
-        ("a.csv", "text\nhello\n", "is a table"),
-        ("a.TSV", "text\nhello\n", "is a table"),
+        ("a.csv", "text\nhello\n", "tables are not supported"),
+        ("a.TSV", "text\nhello\n", "tables are not supported"),
     ],
 )
 def test_what_holds_no_texts_is_refused(tmp_path, name, content, problem):

@@ -114,5 +114,5 @@ def test_data_with_images(docs_5m, tmp_path):
     assert torch.equal(data.ids_WS, other.ids_WS)
     assert data.sha256 == again.sha256 != other.sha256, "a pixel is another"
     assert len(read(reader, samples=500).pictured) < 500
-    with pytest.raises(InputError, match="data.jsonl: has images, which are not read here"):
+    with pytest.raises(InputError, match="data.jsonl: has images, which are not supported here"):
         read(None)

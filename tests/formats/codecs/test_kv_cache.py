@@ -1,4 +1,4 @@
-"""Scales of an 8-bit KV cache: config keys, arithmetic, conversion, and what the doctor says."""
+"""Scales of an 8-bit KV cache: config keys, arithmetic, conversion, and inspection."""
 
 import pytest
 import torch

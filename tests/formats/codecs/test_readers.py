@@ -255,7 +255,7 @@ def test_asymmetric_static_inputs_are_read_as_16_bits(model, write_folder, tmp_p
     }
     weight = weight_of(folder)
     assert weight.activation is None and weight.input_scale is None
-    with pytest.raises(InputError, match="its inputs are asymmetric 8-bit int"):
+    with pytest.raises(InputError, match="its activations are asymmetric 8-bit int"):
         convert_checkpoint(folder, tmp_path / "out", "compressed-tensors")
 
 

@@ -265,13 +265,13 @@ def test_tensor_of_a_variant_is_named(written, tmp_path):
     ("family", "different", "words"),
     [
         # families that llama.cpp has no architecture for
-        ("opt", {}, "OPTForCausalLM: is not written as GGUF"),
-        ("gptj", {}, "GPTJForCausalLM: is not written"),
-        ("nanochat", {}, "NanoChatForCausalLM: is not written"),
-        ("vaultgemma", {}, "VaultGemmaForCausalLM: is not written"),
-        ("cwm", {}, "CwmForCausalLM: is not written"),
-        ("hyperclovax", {}, "HyperCLOVAXForCausalLM: is not written"),
-        ("ministral", {}, "MinistralForCausalLM: is not written"),
+        ("opt", {}, "OPTForCausalLM: cannot be written as GGUF"),
+        ("gptj", {}, "GPTJForCausalLM: cannot be written"),
+        ("nanochat", {}, "NanoChatForCausalLM: cannot be written"),
+        ("vaultgemma", {}, "VaultGemmaForCausalLM: cannot be written"),
+        ("cwm", {}, "CwmForCausalLM: cannot be written"),
+        ("hyperclovax", {}, "HyperCLOVAXForCausalLM: cannot be written"),
+        ("ministral", {}, "MinistralForCausalLM: cannot be written"),
         # variants that its architectures do not compute
         ("falcon_rw", {}, "bias: is True, but falcon in GGUF has False"),
         ("gpt2", {"activation_function": "relu"}, "gpt2 has 'gelu_new' in GGUF, found 'relu'"),

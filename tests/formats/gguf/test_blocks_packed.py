@@ -114,7 +114,7 @@ def test_batch_invariance_reaches_every_type(file):
 
 
 @pytest.mark.exhaustive
-def test_requests_have_the_same_bits_in_any_company(file):
+def test_requests_have_the_same_bits_in_any_batch(file):
     engine = EngineConfig(model=str(file), device="cpu", max_model_len=96, batch_invariant=True)
     config = InvarianceConfig(num_requests=6, max_input_len=60, output_len=6)
     assert [each for each in compare(engine, config) if each.bits_differ] == []

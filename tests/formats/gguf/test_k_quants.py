@@ -212,7 +212,7 @@ def test_convert_names_what_it_writes_as_floats(docs_5m, tmp_path, capsys):
     quantize(docs_5m, file, "q4_k")
     assert main(["convert", str(file), str(folder), "--format", "gptq"]) == 1
     assert (
-        f"{file}: no linear has codes that gptq can store, but blocks of Q4_K"
+        f"{file}: gptq cannot store its linears, which are in blocks of Q4_K"
         in capsys.readouterr().err
     )
 

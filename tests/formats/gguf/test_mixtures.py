@@ -120,7 +120,7 @@ def test_order_of_rows_in_a_file(order, file):
 @pytest.mark.parametrize(
     ("family", "different", "words"),
     [
-        ("flex_olmo", {}, "FlexOlmoForCausalLM: is not written as GGUF"),
+        ("flex_olmo", {}, "FlexOlmoForCausalLM: cannot be written as GGUF"),
         ("minimax", {}, "linear_attn_alpha_factor: expected one factor of the residual stream"),
         ("minimax", MINIMAX | {"mlp_beta_factor": 0.5}, "mlp_beta_factor: is 0.5, but minimax"),
         (

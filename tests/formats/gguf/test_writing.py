@@ -148,8 +148,8 @@ def test_tokenizer_and_template_are_in_the_file(docs_5m, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM: is not written as GGUF"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not written"),
+        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM: cannot be written as GGUF"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' cannot be stored"),
     ],
 )
 def test_model_that_gguf_does_not_hold_is_named(docs_5m, tmp_path, change, words):

@@ -162,7 +162,7 @@ def test_refused_names(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"pytorch_model.bin": b"x"}, "has its weights as pickles alone"),
+        ({"pytorch_model.bin": b"x"}, "has only pickled weights"),
         ({INDEX: index("../x.safetensors")}, "names '../x.safetensors', which is not a"),
         ({INDEX: index(*SHARDS)}, f"lacks {next(iter(SHARDS))}, which its {INDEX} lists"),
         ({INDEX: b"{"}, "is not a JSON object"),

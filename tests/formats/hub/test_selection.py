@@ -72,7 +72,7 @@ def test_adapters_and_tokenizers():
 def test_torch_files_are_of_draft_heads_alone(file):
     files = ["config.json", file]
     assert weight_files(files, DRAFTER, "", "m") == [file]
-    with pytest.raises(CheckpointError, match=f"m: has its weights as pickles alone.*{file}"):
+    with pytest.raises(CheckpointError, match=f"m: has only pickled weights.*{file}"):
         weight_files(files, MODEL, "", "m")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.in_memory.fp4 import Fp4Weight
-from formats.in_memory.shares import input_units
+from formats.in_memory.shards import input_units
 from formats.in_memory.slices import take_inputs, take_outputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
@@ -41,9 +41,9 @@ def test_a_factor_and_a_divisor_do_not_merge():
     part = make("nvfp4", 3, 32)
     other = replace(part, global_scale=None, global_factor=1 / part.global_scale)
     assert torch.equal(merge([other, other]).dequantize()[3:], other.dequantize())
-    with pytest.raises(CheckpointError, match="w: its parts differ"):
+    with pytest.raises(CheckpointError, match="w: linears merged into it differ"):
         merge([part, other], "w")
-    with pytest.raises(CheckpointError, match="w: its parts differ"):
+    with pytest.raises(CheckpointError, match="w: linears merged into it differ"):
         merge([part, make("mxfp4", 3, 32)], "w")
 
 

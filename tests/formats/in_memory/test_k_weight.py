@@ -5,7 +5,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.in_memory.k_weight import KWeight
-from formats.in_memory.shares import input_units, share_features
+from formats.in_memory.shards import input_units, shard_features
 from formats.in_memory.slices import take_inputs, take_outputs
 from formats.in_memory.weights import merge
 from formats.scheme import BLOCK_TYPES, block_scheme
@@ -44,17 +44,19 @@ def test_shards_are_the_weight(kind):
     assert torch.equal(merge(parts).dequantize(), whole)
 
 
-def test_shares_end_where_shards_may():
+def test_shards_end_at_whole_blocks():
     scheme = block_scheme("q4_k")
     assert min(input_units(scheme)[1]) == 32
-    assert share_features("down", 768, 3, scheme) == ((0, 256), (256, 512), (512, 768))
-    assert share_features("down", 256, 2, scheme) == ((0, 128), (128, 256))
+    assert shard_features("down", 768, 3, scheme) == ((0, 256), (256, 512), (512, 768))
+    assert shard_features("down", 256, 2, scheme) == ((0, 128), (128, 256))
     with pytest.raises(CheckpointError, match="o: its inputs 16 to 255 do not begin"):
         take_inputs(made("q4_k"), 16, 256, "o")
 
 
 def test_parts_of_two_types_stay_apart():
-    with pytest.raises(CheckpointError, match="qkv: its parts differ: q4_k against q6_k"):
+    with pytest.raises(
+        CheckpointError, match="qkv: linears merged into it differ: q4_k against q6_k"
+    ):
         merge([made("q4_k"), made("q6_k")], "qkv")
 
 

@@ -121,7 +121,7 @@ def test_merge_stacks_outputs_in_order_and_refuses_mixed_specs():
     assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
     merged.check()
     other = PackedWeight.from_float(torch.randn(32, 64), ASYM)
-    with pytest.raises(CheckpointError, match="qkv_proj: its parts differ"):
+    with pytest.raises(CheckpointError, match="qkv_proj: linears merged into it differ"):
         PackedWeight.merge([*parts, other], "qkv_proj")
 
 
@@ -134,7 +134,7 @@ def test_merge_keeps_an_order_of_inputs_and_refuses_two():
     assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in sorted_]))
     for other in (plain[1], replace(plain[1], input_order=order.flip(0))):
         for pair in ([sorted_[0], other], [other, sorted_[0]]):
-            with pytest.raises(CheckpointError, match="qkv: its parts order their inputs"):
+            with pytest.raises(CheckpointError, match="qkv: linears merged into it have different"):
                 PackedWeight.merge(pair, "qkv")
 
 

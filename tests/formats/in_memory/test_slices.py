@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError, InputError
-from formats.in_memory.shares import input_units, share_heads, share_out
+from formats.in_memory.shards import input_units, shard_extent, shard_heads
 from formats.in_memory.slices import take_inputs, take_outputs
 from formats.in_memory.weights import round_to_nearest, tensors_of
 from formats.scheme import Scheme
@@ -48,9 +48,9 @@ def test_outputs(scheme):
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_inputs(scheme, size):
     weight = made(scheme)
-    shares = share_out(K, size, input_units(Scheme.parse(scheme)))
-    assert shares[0][0] == 0 and shares[-1][1] == K
-    parts = [take_inputs(weight, *share) for share in shares]
+    shards = shard_extent(K, size, input_units(Scheme.parse(scheme)))
+    assert shards[0][0] == 0 and shards[-1][1] == K
+    parts = [take_inputs(weight, *shard) for shard in shards]
     for part in parts:
         part.check()
     assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
@@ -115,15 +115,15 @@ def test_inputs_that_fill_no_words_are_named():
 )
 def test_unequal_groups(extent, size, group, widths):
     units = input_units(Scheme.parse("w4a16-sym", group))
-    assert [b - a for a, b in share_out(extent, size, units)] == widths
+    assert [b - a for a, b in shard_extent(extent, size, units)] == widths
 
 
 def test_heads():
     """Heads of 64 channels in groups of 128: two of them stay together where they can."""
     scheme = Scheme.parse("w4a16-sym")
-    pairs = share_heads(12, 12, 64, 4, [scheme])
-    assert [share.heads for share in pairs] == [(0, 4), (4, 8), (8, 10), (10, 12)]
-    copies = share_heads(8, 2, 128, 4, [scheme])
+    pairs = shard_heads(12, 12, 64, 4, [scheme])
+    assert [shard.heads for shard in pairs] == [(0, 4), (4, 8), (8, 10), (10, 12)]
+    copies = shard_heads(8, 2, 128, 4, [scheme])
     assert [(s.heads, s.kv_heads, s.is_first) for s in copies] == [
         ((0, 2), (0, 1), True),
         ((2, 4), (0, 1), False),
@@ -135,4 +135,4 @@ def test_heads():
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 2**31), (4, 0), (4, -2)])
 def test_key_value_heads_must_divide_the_heads(heads, kv_heads):
     with pytest.raises(InputError, match=f"divisor of the {heads} attention heads, found"):
-        share_heads(heads, kv_heads, 64, 2, [None])
+        shard_heads(heads, kv_heads, 64, 2, [None])

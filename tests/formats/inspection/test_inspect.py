@@ -1,4 +1,4 @@
-"""The checkpoint doctor: silent on good folders, and every kind of damage is one named finding."""
+"""`inspect` reports nothing on good folders, and one named finding for every kind of damage."""
 
 import json
 
@@ -97,7 +97,7 @@ def float_weight_for(name):
             change_tensor(f"{Q0}.qzeros", lambda z: put(z, (1, 3), 0x77777778)),
             "error",
             f"{Q0}.qzeros",
-            "stores 7 (v1) or 8 (v2) throughout, found [7, 8]",
+            "expected only 7 (v1) or only 8 (v2) in a symmetric scheme, found [7, 8]",
         ),
         (
             change_tensor(f"{Q0}.g_idx", lambda g: g.flip(0)),

@@ -1,4 +1,4 @@
-"""The doctor on config.json: it refuses what transformers refuses, and knows what servers lack."""
+"""`inspect` of config.json: it refuses what transformers refuses, and reports what servers lack."""
 
 import json
 import math

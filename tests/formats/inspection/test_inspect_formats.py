@@ -1,4 +1,4 @@
-"""The doctor on AWQ and compressed-tensors, and its table of who loads what."""
+"""`inspect` of AWQ and compressed-tensors, and its table of programs that load a checkpoint."""
 
 import json
 

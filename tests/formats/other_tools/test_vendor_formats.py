@@ -279,7 +279,7 @@ def damage(number, tensors, config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_kinds_of_damage_give_one_line(kind, float_model, model_of, tmp_path, write_folder):
-    """Loading refuses with one line, and the doctor has an error, too: neither has a traceback."""
+    """Loading is refused with one line, and `inspect` reports an error; neither has a traceback."""
     silent = []
     tensors, config, _ = model_of(kind)
     folder = write_folder(tensors, config)
@@ -326,9 +326,9 @@ def test_lossless_forms(kind, target, scheme, model_of, write_folder, tmp_path):
     ("kind", "target", "lost"),
     [
         ("modelopt-awq", "gptq", "its inputs are multiplied by pre_quant_scale"),
-        ("modelopt-nvfp4", "compressed-tensors", "its inputs are 4-bit float"),
-        ("auto-round-mxfp8", "compressed-tensors", "its inputs are 8-bit float"),
-        ("auto-round-mxfp8", "gptq", "which a conversion cannot keep .quantize the float model"),
+        ("modelopt-nvfp4", "compressed-tensors", "its activations are 4-bit float"),
+        ("auto-round-mxfp8", "compressed-tensors", "its activations are 8-bit float"),
+        ("auto-round-mxfp8", "gptq", "which conversion cannot preserve .quantize the float model"),
         ("mxfp8", "gptq", "stores integer codes"),
     ],
 )

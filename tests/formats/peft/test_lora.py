@@ -224,7 +224,7 @@ def test_names_below_a_model_that_sees_pictures(folder, shapes):
 
 
 def _at_call(number, change):
-    """An `is_wanted` that makes a change when it is asked for the n-th time."""
+    """An `is_wanted` that makes a change when it is called for the n-th time."""
     calls = iter(range(number))
 
     def is_wanted():

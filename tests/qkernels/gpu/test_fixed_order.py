@@ -455,7 +455,7 @@ def test_routes(scores, of_router):
     x = random_x(5000, 2048)
 
     def shares(x):
-        return ops.route_tokens(x, router_EC, routing, fixed_order=True).shares_Mk
+        return ops.route_tokens(x, router_EC, routing, fixed_order=True).weights_Mk
 
     assert_rows_are_alone(shares, x)
     assert_rows_are_alone(
@@ -463,5 +463,5 @@ def test_routes(scores, of_router):
     )
     exact = ops.route_tokens(x.float().cpu(), router_EC.float().cpu(), routing)
     torch.testing.assert_close(
-        shares(x).sum(-1).cpu(), exact.shares_Mk.sum(-1), rtol=1e-2, atol=1e-2
+        shares(x).sum(-1).cpu(), exact.weights_Mk.sum(-1), rtol=1e-2, atol=1e-2
     )

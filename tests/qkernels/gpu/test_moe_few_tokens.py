@@ -68,7 +68,7 @@ def want(x: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.Tenso
         out = act @ down.t()
         if weights.down_bias_EN is not None:
             out += weights.down_bias_EN[expert].to("cuda", x.dtype).double()
-        total.index_add_(0, token, out * routes.shares_Mk[token, choice, None].double())
+        total.index_add_(0, token, out * routes.weights_Mk[token, choice, None].double())
     return total
 
 
@@ -277,7 +277,7 @@ def test_experts_elsewhere_add_nothing(assert_close, tolerance, poison, scheme, 
     routes = random_routes(M, E, K)
     if M > 1:  # a token without experts here
         routes.ids_Mk[1] = torch.tensor([0, 1, 4], dtype=torch.int32)
-    local = Routes(numbers_E[routes.ids_Mk.long()], routes.shares_Mk)
+    local = Routes(numbers_E[routes.ids_Mk.long()], routes.weights_Mk)
     x = random_x(M, HIDDEN, torch.bfloat16)
     extra = random_x(M, HIDDEN, torch.bfloat16).flip(0) if shared else None
     plan = ops.plan_experts(prepared, M)
@@ -286,6 +286,6 @@ def test_experts_elsewhere_add_nothing(assert_close, tolerance, poison, scheme, 
     assert torch.equal(found, again), "equal inputs, equal bits"
     expected = want(x, local, ours) + (0 if extra is None else extra.double())
     assert_close(f"{plan.variant}", expected, found, 2 * tolerance(x.dtype))
-    none_here = Routes(torch.full_like(local.ids_Mk, len(here)), local.shares_Mk)
+    none_here = Routes(torch.full_like(local.ids_Mk, len(here)), local.weights_Mk)
     nothing = reduced(ops.experts(x, none_here, prepared, None, extra))
     assert torch.equal(nothing, torch.zeros_like(x) if extra is None else extra)

@@ -131,6 +131,6 @@ def test_outputs_for_other_kernels_are_aligned(device, step):
         max_model_len=MAX_LEN,
     )
     for index in range(3):
-        for each in (*settled.places, settled.words_KDP):
+        for each in (*settled.draft_positions, settled.words_KDP):
             assert (each[index].data_ptr() - each.data_ptr()) % 16 == 0
             assert each[index].is_contiguous()

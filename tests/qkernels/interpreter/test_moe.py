@@ -56,7 +56,7 @@ def test_route(device, half, poison, assert_close, name, ties):
     want = reference.route(logits, routing, correction)
     assert torch.equal(got.ids_Mk, want.ids_Mk)
     assert_close(
-        "shares", want.shares_Mk, got.shares_Mk, 1e-3 * COARSER[half] if routing.rounded else 1e-5
+        "shares", want.weights_Mk, got.weights_Mk, 1e-3 * COARSER[half] if routing.rounded else 1e-5
     )
 
 
@@ -82,7 +82,7 @@ def test_route_tokens(device, half, poison, assert_close, name, M, C):
     got = route_tokens(x, weight, routing, bias, correction)
     want = reference.route_tokens(x, weight, routing, bias, correction)
     assert torch.equal(got.ids_Mk, want.ids_Mk)
-    assert_close("shares", want.shares_Mk, got.shares_Mk, 2e-3 * COARSER[half])
+    assert_close("shares", want.weights_Mk, got.weights_Mk, 2e-3 * COARSER[half])
     assert not workspace(device)[1].any(), "counters are left at zero"
 
 
@@ -117,14 +117,14 @@ def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 3, 9), (2, 1, 1), (5, 2, 3), (7, 3, 40), (17, 2, 5)])
-def test_wanted_experts_are_each_named_once(device, M, k, E):
-    from qkernels.moe.triton_wanted import wanted_experts
+def test_active_experts_are_each_named_once(device, M, k, E):
+    from qkernels.moe.triton_active import active_experts
 
     generator = torch.Generator().manual_seed(M)
     ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
-    wanted = wanted_experts(ids.to(device, torch.int32), E)
-    found = wanted.list.tolist()
-    assert len(ids.unique()) <= wanted.most == min(E, M * k)
+    active = active_experts(ids.to(device, torch.int32), E)
+    found = active.list.tolist()
+    assert len(ids.unique()) <= active.most == min(E, M * k)
     if M == 1:
         assert found == ids[0].tolist(), "one token's experts as they are, without their number"
     else:
@@ -134,25 +134,25 @@ def test_wanted_experts_are_each_named_once(device, M, k, E):
 @pytest.mark.parametrize(("M", "k", "E"), [(2, 1, 1), (11, 2, 3), (7, 3, 40)])
 def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
     """No entry exceeds its columns, each pair is in one entry, and each has its token's row."""
-    from qkernels.moe.triton_wanted import wanted_pairs
+    from qkernels.moe.triton_active import active_pairs
 
     generator = torch.Generator().manual_seed(M)
     ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
     x = torch.randn(M, 1030, generator=generator).to(device, half)
     routes = Routes(ids.to(device, torch.int32), torch.rand(M, k, generator=generator).to(device))
-    wanted = wanted_pairs(x, routes, E, 8)
-    order = wanted.order.cpu().long()
+    active = active_pairs(x, routes, E, 8)
+    order = active.order.cpu().long()
     assert torch.equal(order, ids.flatten().sort(dim=0, stable=True).indices)
-    assert torch.equal(wanted.x_PC, x[wanted.order.long() // k])
-    assert torch.equal(wanted.shares, routes.shares_Mk.flatten()[wanted.order.long()])
-    count = int(wanted.list[0])
-    entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
+    assert torch.equal(active.x_PC, x[active.order.long() // k])
+    assert torch.equal(active.weights, routes.weights_Mk.flatten()[active.order.long()])
+    count = int(active.list[0])
+    entries = active.list[1:].view(3, active.most)[:, :count].t().tolist()
     covered = []
     for expert, first, pairs in entries:
         assert 0 < pairs <= 8
         covered += range(first, first + pairs)
         assert set(ids.flatten()[order[first : first + pairs]].tolist()) == {expert}
-    assert covered == list(range(M * k)) and count <= wanted.most
+    assert covered == list(range(M * k)) and count <= active.most
 
 
 def choices_of_rank(M, k, E, here, device):
@@ -163,15 +163,15 @@ def choices_of_rank(M, k, E, here, device):
 
 
 @pytest.mark.parametrize(("M", "k", "E", "here"), [(1, 3, 40, 1), (1, 2, 5, 4), (7, 3, 40, 20)])
-def test_experts_elsewhere_are_not_wanted(device, M, k, E, here):
+def test_experts_elsewhere_are_not_active(device, M, k, E, here):
     """Their parts are cleared, those of the others are left alone."""
-    from qkernels.moe.triton_wanted import wanted_experts
+    from qkernels.moe.triton_active import active_experts
 
     ids, split = choices_of_rank(M, k, E, here, device), 2
     parts = torch.full((split * k, M, 1030), 7.0, device=device)
-    wanted = wanted_experts(ids, here, True, parts)
+    active = active_experts(ids, here, True, parts)
     found = [e for e in ids.unique().tolist() if e < here]
-    assert wanted.counted and wanted.list[: 1 + len(found)].tolist() == [len(found), *found]
+    assert active.counted and active.list[: 1 + len(found)].tolist() == [len(found), *found]
     for row in range(split):
         zeros = (parts[row * k : (row + 1) * k] == 0).all(-1).t()
         assert torch.equal(zeros, ids == here)
@@ -180,18 +180,18 @@ def test_experts_elsewhere_are_not_wanted(device, M, k, E, here):
 
 @pytest.mark.parametrize(("M", "k", "E", "here"), [(11, 2, 3, 1), (7, 3, 40, 33)])
 def test_sorted_pairs_of_experts_elsewhere_are_left_out(device, half, M, k, E, here):
-    from qkernels.moe.triton_wanted import wanted_pairs
+    from qkernels.moe.triton_active import active_pairs
 
     ids = choices_of_rank(M, k, E, here, device)
     x = torch.randn(M, 70).to(device, half)
     parts = torch.full((k, M, 70), 7.0, device=device)
-    wanted = wanted_pairs(x, Routes(ids, torch.rand(M, k).to(device)), here, 8, parts)
+    active = active_pairs(x, Routes(ids, torch.rand(M, k).to(device)), here, 8, parts)
     inside = int((ids < here).sum())
     order = ids.flatten().cpu().sort(dim=0, stable=True).indices[:inside]
-    assert torch.equal(wanted.order[:inside].cpu().long(), order)
-    assert torch.equal(wanted.x_PC[:inside], x[order.to(device) // k])
-    count = int(wanted.list[0])
-    entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
+    assert torch.equal(active.order[:inside].cpu().long(), order)
+    assert torch.equal(active.x_PC[:inside], x[order.to(device) // k])
+    count = int(active.list[0])
+    entries = active.list[1:].view(3, active.most)[:, :count].t().tolist()
     assert sum(pairs for _, _, pairs in entries) == inside
     assert torch.equal((parts == 0).all(-1).t(), ids == here)
 
@@ -431,7 +431,7 @@ def test_chosen_experts_get_the_numbers_of_the_rank(device, half):
     logits = torch.randn(7, E, generator=generator).to(device, half)
     found, plain = (route(logits, routing, None, each) for each in (numbers, None))
     assert torch.equal(found.ids_Mk, numbers[plain.ids_Mk.long()])
-    assert torch.equal(found.shares_Mk, plain.shares_Mk)
+    assert torch.equal(found.weights_Mk, plain.weights_Mk)
     x, weight = torch.randn(2, 32).to(device, half), torch.randn(E, 32).to(device, half)
     found, plain = (
         route_tokens(x, weight, routing, None, None, False, each) for each in (numbers, None)

@@ -28,7 +28,7 @@ def a_verify():
         capacity_R=torch.tensor([16]),
     )
     tables.tokens_NK1[4] = torch.tensor([90, 91, 92, 93])
-    tables.refused_N[4] = 3
+    tables.rejected_N[4] = 3
     return chunks, tables
 
 
@@ -56,12 +56,12 @@ def test_drafts_are_accepted_up_to_the_first_mismatch(drawn):
     words = torch.arange(4 * NUM_WORDS).view(4, NUM_WORDS)
     settled = ops.settle_drafts_(torch.tensor(drawn), words, chunks, tables, **SIZES)
     accepted, newest = DRAWN[drawn]
-    assert settled.told.tolist() == [*drawn, accepted + 1]
+    assert settled.for_host.tolist() == [*drawn, accepted + 1]
     assert settled.next_tokens_T.tolist() == [max(0, token) for token in drawn]
     assert settled.last_rows_D.tolist() == [accepted] and settled.rows_D.tolist() == [4]
     assert tables.tokens_NK1[4].tolist() == [newest, 91, 92, 93]
-    assert tables.refused_N[4] == 3 - accepted
-    places, last = settled.places, 10 + accepted
+    assert tables.rejected_N[4] == 3 - accepted
+    places, last = settled.draft_positions, 10 + accepted
     assert places.positions_KD[:, 0].tolist() == [last + 1, last + 2]
     # pages end at 16
     slots = {11: 39, 12: 8, 13: 9, 14: 10, 15: 11}

@@ -29,7 +29,7 @@ class Compiled:
 
 
 class Kernel:
-    """A kernel that launches nothing and remembers by which way it was asked to."""
+    """A kernel that launches nothing and records how it was called."""
 
     def __init__(self, body):
         self.signature = inspect.signature(body)

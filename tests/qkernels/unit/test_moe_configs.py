@@ -297,7 +297,7 @@ def test_a_fixed_order_gives_each_token_its_own_bits_on_a_cpu(scores):
 
     def run(x_MC):
         routes = ops.route_tokens(x_MC, router_EC, routing, fixed_order=True)
-        return routes.shares_Mk, ops.experts(x_MC, routes, prepared)
+        return routes.weights_Mk, ops.experts(x_MC, routes, prepared)
 
     whole = run(x_MC)
     for first, count in ((0, 1), (3, 5), (20, 17), (36, 1)):

@@ -13,7 +13,7 @@ from qkernels import reference
 from qkernels.moe import sm90_few_tokens, triton_experts
 from qkernels.moe.routing import SILU, Routing
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig
-from qkernels.moe.triton_wanted import Wanted
+from qkernels.moe.triton_active import ActiveExperts
 from qkernels.wna16.prepack import VALUE_OF_ZERO
 from tests.qkernels import plain_gluon
 from tests.qkernels.moe_case import make_experts
@@ -50,9 +50,11 @@ FAKES = {
 }
 
 
-def entries(ids_Mk: torch.Tensor) -> Wanted:
+def entries(ids_Mk: torch.Tensor) -> ActiveExperts:
     chosen = ids_Mk.unique().tolist()
-    return Wanted(list=torch.tensor([len(chosen), *chosen], dtype=torch.int32), most=len(chosen))
+    return ActiveExperts(
+        list=torch.tensor([len(chosen), *chosen], dtype=torch.int32), most=len(chosen)
+    )
 
 
 @pytest.fixture
@@ -72,14 +74,14 @@ def run(monkeypatch):
         x = torch.randn(M, hidden, generator=generator).to(DTYPE)
         logits = torch.randn(M, E, generator=generator)
         routes = reference.route(logits, Routing(num_experts=E, top_k=K, normalized=True))
-        ids, wanted = routes.ids_Mk.contiguous(), entries(routes.ids_Mk)
+        ids, active = routes.ids_Mk.contiguous(), entries(routes.ids_Mk)
         settings = {"block_m": columns, "num_consumers": num_consumers, "blocks_per_sm": 1}
         first = FewTokensConfig(**settings, stages=3)
         second = FewTokensConfig(**settings, stages=2, split=SPLIT)
-        h = sm90_few_tokens.gate_up(x, ids, wanted, prepared.gate_up, SILU, first)
+        h = sm90_few_tokens.gate_up(x, ids, active, prepared.gate_up, SILU, first)
         parts = torch.full((SPLIT * K, M, hidden), float("nan"))
-        shares = routes.shares_Mk.contiguous()
-        sm90_few_tokens.down(h, ids, shares, wanted, prepared.down, second, parts)
+        weights_Mk = routes.weights_Mk.contiguous()
+        sm90_few_tokens.down(h, ids, weights_Mk, active, prepared.down, second, parts)
         plain = reference.prepare_experts(weights, DTYPE, "cpu")
         return parts.sum(0), reference.experts(x, routes, plain)
 

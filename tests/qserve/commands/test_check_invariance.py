@@ -1,4 +1,4 @@
-"""--batch-invariant: a request's tokens and log probabilities are the same bits in any company."""
+"""--batch-invariant: a request's tokens and log probabilities are the same bits in any batch."""
 
 import dataclasses
 import random
@@ -10,7 +10,7 @@ from formats.errors import InputError
 from formats.scheme import Scheme
 from qserve.commands.check_invariance import (
     InvarianceConfig,
-    _companies,
+    _random_batches,
     check_invariance,
     compare,
 )
@@ -63,12 +63,12 @@ def settings(folder, **changes):
     )
 
 
-def all_same(engine, config=FEW, num_companies=8):
+def all_same(engine, config=FEW, num_comparisons=8):
     results = list(compare(engine, config))
-    assert len(results) == num_companies
-    cached = next(each for each in results if each.company == "from the prefix cache")
+    assert len(results) == num_comparisons
+    cached = next(each for each in results if each.comparison == "from the prefix cache")
     assert cached.cached_tokens > 0
-    return {each.company: each.bits_differ for each in results if each.bits_differ} == {}
+    return {each.comparison: each.bits_differ for each in results if each.bits_differ} == {}
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_models_with_states(tiny_model, family):
 
 
 @pytest.mark.exhaustive
-def test_companies_are_what_their_names_say(quantized_5m):
+def test_comparisons_are_what_their_names_say(quantized_5m):
     config = dataclasses.replace(FEW, num_requests=12, output_len=17, structured_output=True)
-    found = {each.company: each for each in compare(settings(quantized_5m), config)}
+    found = {each.comparison: each for each in compare(settings(quantized_5m), config)}
     crossed = found["all of these, without CUDA graphs"]
     preempted = next(found[name] for name in found if name.endswith("with preemption"))
     assert preempted.preemptions > 0 and found["all together"].preemptions == 0
@@ -108,16 +108,18 @@ def test_companies_are_what_their_names_say(quantized_5m):
     assert {each.bits_differ for each in found.values()} == {0}
 
 
-def test_only_the_companies_that_are_asked_for(tiny_model):
-    config = dataclasses.replace(FEW, num_requests=2, company=["drafts", "random"])
-    found = [each.company for each in compare(settings(tiny_model("llama")), config)]
-    assert found == ["alone again", "random companies of 1 to 2", "with ngram drafts"]
-    with pytest.raises(InputError, match="--company: expected one of together, .* found 'alone'"):
-        InvarianceConfig(company=["alone"])
+def test_only_requested_comparisons_run(tiny_model):
+    config = dataclasses.replace(FEW, num_requests=2, comparison=["drafts", "random"])
+    found = [each.comparison for each in compare(settings(tiny_model("llama")), config)]
+    assert found == ["alone again", "random batches of 1 to 2", "with ngram drafts"]
+    with pytest.raises(
+        InputError, match="--comparison: expected one of together, .* found 'alone'"
+    ):
+        InvarianceConfig(comparison=["alone"])
 
 
 @pytest.mark.parametrize(
-    "company, found",
+    "comparison, found",
     [
         ("drafts", []),
         pytest.param(
@@ -125,8 +127,8 @@ def test_only_the_companies_that_are_asked_for(tiny_model):
         ),
     ],
 )
-def test_ranks_that_divide_prompts_have_no_drafts(tiny_model, capsys, company, found):
-    config = dataclasses.replace(FEW, num_requests=2, company=[company])
+def test_ranks_that_divide_prompts_have_no_drafts(tiny_model, capsys, comparison, found):
+    config = dataclasses.replace(FEW, num_requests=2, comparison=[comparison])
     ranks = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
     folder = tiny_model("llama")
     assert check_invariance(str(folder), settings(folder, **ranks), config) == 0
@@ -144,10 +146,10 @@ def test_numbers_out_of_range_are_refused(name, value):
         InvarianceConfig(**{name: value})
 
 
-def test_companies_have_random_sizes():
-    companies = _companies(random.Random(0), range(400), 64)
-    assert sorted(number for each in companies for number in each) == list(range(400))
-    sizes = {len(each) for each in companies}
+def test_random_batches_have_all_sizes():
+    batches = _random_batches(random.Random(0), range(400), 64)
+    assert sorted(number for each in batches for number in each) == list(range(400))
+    sizes = {len(each) for each in batches}
     assert min(sizes) == 1 and 32 < max(sizes) <= 64
 
 
@@ -157,14 +159,14 @@ def test_mtp_on_models_with_states(tmp_path, family):
     """Drafts of the model's own layer, of which some are accepted: the bits without drafts."""
     folder = make_hybrid_mtp(tmp_path / family, family, agreement=0.7)
     config = InvarianceConfig(
-        num_requests=6, max_input_len=100, output_len=24, company=["drafts", "crossed"]
+        num_requests=6, max_input_len=100, output_len=24, comparison=["drafts", "crossed"]
     )
     engine = settings(
         folder,
         max_model_len=128,
         speculative_config='{"method": "mtp", "num_speculative_tokens": 3, "adaptive": false}',
     )
-    found = {each.company: each for each in compare(engine, config)}
+    found = {each.comparison: each for each in compare(engine, config)}
     assert [each.bits_differ for each in found.values()] == [0, 0, 0]
     assert found["with mtp drafts"].accepted_drafts > 0
 
@@ -180,7 +182,7 @@ def test_images(tmp_path, family):
 
 def test_images_whose_rows_see_each_other(tmp_path):
     """Without and with images in a step, text and images keep their bits."""
-    config = dataclasses.replace(FEW, num_requests=5, max_input_len=50, company=["together"])
+    config = dataclasses.replace(FEW, num_requests=5, max_input_len=50, comparison=["together"])
     engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"), max_model_len=128)
     results = list(compare(engine, config))
     assert [each.bits_differ for each in results] == [0, 0]
@@ -243,7 +245,7 @@ def test_adapters_of_the_default_kernels_differ(tiny_model, tmp_path):
     folder = tiny_model("qwen3")
     changes = adapters(folder, tmp_path) | {"batch_invariant": False}
     results = list(compare(settings(folder, **changes), config))
-    assert next(each for each in results if each.company == "all together").bits_differ > 0
+    assert next(each for each in results if each.comparison == "all together").bits_differ > 0
 
 
 def adapters(folder, tmp_path):

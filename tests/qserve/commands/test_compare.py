@@ -40,7 +40,7 @@ def test_text_has_the_figures_of_eval(docs_5m, two_bits, capsys):
 
 
 def test_groups_out_of_place_are_called_broken_at_two_bits_too(docs_5m, two_bits):
-    """The doctor's cheap checks cannot see this: every scale is a good number."""
+    """The cheap checks of `inspect` cannot detect this: every scale is a valid number."""
     state = load_file(two_bits / "model.safetensors")
     for name in [name for name in state if name.endswith("scales")]:
         state[name] = state[name].roll(1, 0)

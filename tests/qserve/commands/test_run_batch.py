@@ -1,4 +1,4 @@
-"""`qserve run-batch`: every line gets its answer, whatever is wrong with others, once."""
+"""`qserve run-batch`: every line gets exactly one answer, even if other lines are wrong."""
 
 import asyncio
 import errno

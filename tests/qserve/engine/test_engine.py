@@ -227,7 +227,8 @@ def test_a_beam_search_without_memory_ends_once(make_engine, monkeypatch):
 
 
 def test_another_error_in_a_step_is_no_lack_of_memory(make_engine, monkeypatch):
-    """Nor is the death of a rank, whatever it died of: the engine ends."""
+    """The death of a rank, for any reason, is not treated as out of memory either: the engine
+    ends."""
     for error in (RuntimeError("a kernel failed"), RankDiedError("1: CUDA error: out of memory")):
         engine = make_engine()
         engine.add_request("a", [5, 6, 7], GREEDY)

@@ -81,7 +81,7 @@ def test_failed_call_does_not_end_the_rank(two):
     found.set_exception(MemoryError("no room"))
     with pytest.raises(InputError, match="rank 2: MemoryError: no room"):
         second.result(WAIT_SECONDS)
-    rank_group.tell("launch", 3)
+    rank_group.send("launch", 3)
     assert one.next_call() == ("launch", 3), "calls go on"
     one.line.send("reply", 4)
     other.line.send("reply", 5)

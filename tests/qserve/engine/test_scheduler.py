@@ -207,7 +207,7 @@ def test_preemption_frees_only_pages_still_held():
 
 
 def asking(name, prompt):
-    """A request that asks for the log probabilities of its prompt."""
+    """A request for the log probabilities of its prompt."""
     request = make_request(name, prompt=prompt, max_tokens=1, prompt_logprobs=20)
     request.prompt_logprobs = []
     return request

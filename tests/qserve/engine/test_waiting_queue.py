@@ -218,7 +218,7 @@ def test_turns_are_taken_in_their_stated_order(names):
 
 
 def test_log_probabilities_of_prompts_count_as_work():
-    """A client that asks for them gets as many turns as its work allows, not as its tokens do."""
+    """A client that requests them gets turns according to its work, not to its number of tokens."""
     queue, size = WaitingQueue(), 10 * COST_OF_OUTPUT
     for index in range(40):
         telling = make_request(f"t{index}", prompt=size, client="telling", prompt_logprobs=20)

@@ -259,7 +259,7 @@ def test_names_ids_and_paths_belong_together():
     table = Device(1).table
     table.find(LoRARequest("a0", 1, "/x"))
     assert table.find(LoRARequest("a0", 1)).path == "/x"
-    with pytest.raises(InputError, match="its id 1 is that of a0"):
+    with pytest.raises(InputError, match="its id 1 is already used by a0"):
         table.find(LoRARequest("a1", 1, "/y"))
     with pytest.raises(InputError, match="expected the folder /x, found /y"):
         table.find(LoRARequest("a0", 1, "/y"))

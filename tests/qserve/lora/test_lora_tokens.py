@@ -164,7 +164,7 @@ def llama(tiny_model, tmp_path_factory):
 
 @pytest.mark.exhaustive
 def test_mixed_batches_are_those_of_each_alone(llama):
-    """Whatever shares the step, in chunks of prompts and with fewer slots than adapters."""
+    """With any other requests in the step, in prompt chunks, and with fewer slots than adapters."""
     model, loras = llama
     alone = engine(model, max_loras=4)
     want = {lora: run(alone, [lora])[0] for lora in (*loras, None)}
@@ -284,7 +284,7 @@ def test_several_outputs_of_a_prompt_have_its_adapter(llama):
 def test_an_engine_without_adapters_says_so(llama):
     model, loras = llama
     llm = LLM(str(model), device="cpu", num_gpu_blocks_override=64)
-    with pytest.raises(InputError, match="this engine takes none .start it with --enable-lora"):
+    with pytest.raises(InputError, match="are not enabled .start the engine with --enable-lora"):
         run(llm, loras[:1])
     with pytest.raises(InputError, match="expected one or 1, found 2"):
         llm.generate([PROMPT], PARAMS, False, lora_request=loras[:2])

@@ -1,4 +1,4 @@
-"""Experts under the names that tools give them: loading and the doctor read the same model."""
+"""Experts under the names of other tools: loading and `inspect` read the same model."""
 
 import json
 import re

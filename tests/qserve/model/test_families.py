@@ -1,4 +1,4 @@
-"""Served families: the table, the builders and the doctor agree; a new one is a row and a file."""
+"""Served families: the table, the builders and `inspect` agree; a new one is a row and a file."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from qserve.model import families
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.loader import load
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import check_ranks
+from qserve.model.tp_plan import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.own_code.models import TINY_MODELS
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
@@ -44,7 +44,7 @@ def architecture_of(folder):
 
 
 def answer_of(folder):
-    """The doctor's answer for this project."""
+    """The answer of `inspect` for this project."""
     return next(v for v in inspect_checkpoint(folder).loads_in if v.program == "this project")
 
 
@@ -70,14 +70,14 @@ def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_two_ranks_divide_every_family(tiny_model, name):
-    """The loader and the doctor agree. Tests of ranks compute with them."""
+    """The loader and `inspect` agree. Other tests compute with several ranks."""
     folder = tiny_model(name)
     check_ranks(ModelConfig.from_folder(folder), 2, 1)
     assert not inspect_checkpoint(folder).parallel[2]
 
 
 class Recorder(DummySource):
-    """Dummy weights, and the shapes that were asked for by name."""
+    """Dummy weights, and the shapes that were requested by name."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -178,9 +178,9 @@ class Layer(torch.nn.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp, self.factor = mlp_norm, mlp, factor
 
-    def forward(self, x, residual, step, cache, taps=None):
-        if taps is not None:
-            taps.append(x)
+    def forward(self, x, residual, step, cache, aux_states=None):
+        if aux_states is not None:
+            aux_states.append(x)
         plan = self.attention.plan(x.shape[0])
         h, _ = self.attention_norm(x, None, plan.input)
         x = x + self.factor * reduced(self.attention(h, plan, step, cache))

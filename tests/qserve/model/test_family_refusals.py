@@ -6,7 +6,7 @@ from calibrate.float_model import FloatModel
 from formats.errors import InputError
 from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import check_ranks
+from qserve.model.tp_plan import check_ranks
 from tests.conftest import make_tiny
 from tests.qserve.model.variants import edited
 from tests.tiny_families import GEMMA, TINY_FAMILIES
@@ -14,7 +14,7 @@ from tests.tiny_families import GEMMA, TINY_FAMILIES
 
 def test_adapters_of_four_linears_in_one_matrix_are_refused(model_of):
     with pytest.raises(
-        InputError, match="--enable-lora: does not work with Afmoe.*adapters take 3"
+        InputError, match="--enable-lora: does not work with Afmoe.*adapters support 3"
     ):
         LLM(model_of("afmoe"), device="cpu", max_model_len=64, enable_lora=True)
 
@@ -115,7 +115,7 @@ def test_layers_that_read_others_are_not_divided_over_stages(model_of, name):
     ("changed", "reason"),
     [
         ({"vocab_size_per_layer_input": 500}, "vocab_size_per_layer_input: expected the 512"),
-        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: layer 1 reads keys .* sliding"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: layer 1 reads the keys .* sliding"),
     ],
 )
 def test_a_damaged_config_of_gemma_4_is_refused(model_of, tmp_path, changed, reason):

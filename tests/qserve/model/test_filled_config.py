@@ -18,7 +18,7 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The configs that transformers was asked about."""
+    """The configs that were passed to transformers."""
     seen, ask = [], module._by_transformers
 
     def count(stated):

@@ -139,7 +139,7 @@ def test_deepseek_v2_chooses_as_transformers_does(method):
     order = ids.argsort(-1)
     own = routes.ids_Mk.long().argsort(-1)
     assert torch.equal(routes.ids_Mk.gather(1, own).long(), ids.gather(1, order))
-    torch.testing.assert_close(routes.shares_Mk.gather(1, own), want.gather(1, order))
+    torch.testing.assert_close(routes.weights_Mk.gather(1, own), want.gather(1, order))
 
 
 def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):

@@ -123,11 +123,11 @@ def test_rows_are_those_of_the_dequantized_table(quantized, tmp_path, scheme, ti
 def test_ranks_with_parts_of_the_table_give_the_whole_rows(scheme):
     table = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     weight = round_to_nearest(table, Scheme.parse(scheme).weight)
-    shares, ids = ((0, 70), (70, 200)), torch.tensor([0, 69, 70, 199, 5, 5])
+    shards, ids = ((0, 70), (70, 200)), torch.tensor([0, 69, 70, 199, 5, 5])
 
     def embed(communicator):
-        part = VocabularyPart(communicator=communicator, shares=shares)
-        own = take_outputs(weight, (shares[communicator.rank],))
+        part = VocabularyPart(communicator=communicator, shards=shards)
+        own = take_outputs(weight, (shards[communicator.rank],))
         return Embedding(PackedTable(own, torch.float32), 2.0, part)(ids, torch.arange(6))
 
     expected = 2 * weight.dequantize()[ids]

@@ -380,7 +380,7 @@ def test_a_missing_indexer_is_named(model_of, tmp_path):
 
 
 def test_what_selected_keys_do_not_support_is_refused(model_of):
-    words = f"--batch-invariant: does not work with .* contexts of more than {SELECTED}"
+    words = f"--batch-invariant: does not work with .* beyond {SELECTED} tokens"
     with pytest.raises(InputError, match=words):
         logits(model_of("v3.2"), batch_invariant=True)
     LLM(model_of("v3.2"), device="cpu", max_model_len=SELECTED, batch_invariant=True)

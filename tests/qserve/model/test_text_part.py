@@ -412,7 +412,7 @@ def test_a_part_that_is_not_known_is_no_picture(made, tmp_path):
 
 
 def test_damage_of_a_stored_name_is_found(made, tmp_path):
-    """The doctor speaks of the tensor as the file calls it."""
+    """`inspect` uses the tensor's name in the file."""
     folder, _ = made("mistral 3")
     target = tmp_path / "x"
     target.mkdir()

@@ -200,7 +200,7 @@ def test_transformers_refuses_packed_zeros_whoever_wrote_them(
     written, tiny_model, in_transformers, tmp_path
 ):
     """On the meta device the library makes weight_zero_point [N, G], but packs it into [N/8, G]
-    when it compresses. Its own files fail alike; the doctor says which way is open."""
+    when it compresses. Its own files fail, too; `inspect` names the alternative."""
     from transformers import CompressedTensorsConfig
 
     theirs = written_by_the_library(tiny_model("llama"), tmp_path / "lib", "w4a16-asym-g32")

@@ -41,7 +41,7 @@ def bias_in_weights(decoder, monkeypatch):
     def wrong(logits_ME, routing, correction_E=None, numbers_E=None):
         found = right(logits_ME, routing, correction_E, numbers_E)
         added = correction_E[found.ids_Mk.long()]
-        return found._replace(shares_Mk=found.shares_Mk + added * routing.factor)
+        return found._replace(weights_Mk=found.weights_Mk + added * routing.factor)
 
     monkeypatch.setattr(reference, "route", wrong)
 
@@ -60,7 +60,7 @@ def norm_after(decoder, monkeypatch):
     for layer in decoder.layers:
         if isinstance(getattr(layer.attention, "mlp", None), MoeMlp):
 
-            def wrong(x_TC, residual_TC, step, cache, taps=None, layer=layer):
+            def wrong(x_TC, residual_TC, step, cache, aux_states=None, layer=layer):
                 plan = layer.attention.plan(x_TC.shape[0])
                 residual_TC = layer.norm(x_TC, residual_TC, plan.input)[1]
                 out_TC = layer.attention(residual_TC, plan, step, cache)

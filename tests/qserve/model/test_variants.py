@@ -103,7 +103,7 @@ def test_mislabelled_zeros_are_loaded_right_and_reported(written, tmp_path, capl
     with caplog.at_level(logging.WARNING):
         assert torch.equal(logits(folder), logits(source))
     assert (
-        "checkpoint_format says that zeros are v2, but the data of 21 linears says" in caplog.text
+        "checkpoint_format states v2 zeros, but the data of 21 linears contradicts" in caplog.text
     )
 
 
@@ -117,7 +117,7 @@ def test_zeros_that_are_not_certain_are_refused(written, tmp_path):
         spoil,
         lambda c: c[BLOCK].update(checkpoint_format="gptq"),
     )
-    with pytest.raises(InputError, match="layers.0.mlp.up_proj.*not certain"):
+    with pytest.raises(InputError, match="layers.0.mlp.up_proj.*does not say which"):
         logits(folder)
 
 

@@ -1,4 +1,4 @@
-"""Draft heads of vision-language models: the tokens are those without drafts, whatever they draft.
+"""Draft heads of vision-language models: the tokens equal those without drafts, for any drafts.
 
 A head is judged by a plain torch module (calibrate/heads), which sees a whole text with the images'
 embeddings in place and with transformers' positions.
@@ -148,8 +148,10 @@ class Judge:
 
     def __init__(self, model, folder, reads_images):
         opened = HeadFolder(folder)
-        taps = opened.config.taps(model.model.config.get_text_config().num_hidden_layers)
-        self.model, self.target = model, Target(model.folder, device="cpu", taps=taps)
+        aux_layers = opened.config.aux_layers(
+            model.model.config.get_text_config().num_hidden_layers
+        )
+        self.model, self.target = model, Target(model.folder, device="cpu", aux_layers=aux_layers)
         self.head = HeadModule(opened, self.target).module
         self.head.config = replace(opened.config, image_embeddings=reads_images)
 
@@ -171,7 +173,7 @@ class Judge:
             is_image_S[torch.from_numpy(item.embed_positions())] = True
         seen = self.target.see_images([(inputs, is_image_S)])
         row = len(ids) + len(more) - 2
-        steps = self.head.steps(whole, seen.taps_BSF, len(drafts), seen.images)
+        steps = self.head.steps(whole, seen.aux_BSF, len(drafts), seen.images)
         return torch.stack([logits[0, row] for logits in steps])
 
 
@@ -331,7 +333,7 @@ def test_a_head_of_another_width_reads_placeholders(vision, tmp_path):
 def test_axes_that_do_not_fit_the_head_are_refused(vision, tmp_path):
     model = vision("qwen3_vl")
     write_head(tmp_path, head_config(model, rope_scaling={"mrope_section": [4, 4, 4]}))
-    with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 8"):
+    with pytest.raises(InputError, match="mrope_section: expected three numbers that add up to 8"):
         model.engine(1, **with_drafts(tmp_path))
 
 

@@ -112,7 +112,7 @@ def test_positions_are_those_of_transformers(vision, monkeypatch, count):
 def test_axes_of_halves_are_of_channels():
     assert axes_of_halves([1, 2, 3, 2], 8) == ([0, 0, 1, 1, 1, 1, 2, 2], [2, 2, 2, 2, 3, 3, 3, 3])
     for wrong in ([4, 4], [1, 2, 3, 4], []):
-        with pytest.raises(InputError, match="mrope_section: expected three numbers or more of"):
+        with pytest.raises(InputError, match="mrope_section: expected at least three numbers"):
             axes_of_halves(wrong, 8)
 
 

@@ -70,7 +70,7 @@ def qwen(vision):
 )
 def test_axis_of_each_pair(sections, is_interleaved, axes):
     assert axes_of_pairs(sections, len(axes), is_interleaved=is_interleaved) == axes
-    with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 9, found"):
+    with pytest.raises(InputError, match="mrope_section: expected three numbers that add up to 9"):
         axes_of_pairs(sections, 9, is_interleaved=is_interleaved)
 
 

@@ -1,4 +1,4 @@
-"""Small engines of one rank and of several, and what they are asked."""
+"""Small engines of one rank and of several, and the requests that they get."""
 
 import gc
 import random

@@ -9,7 +9,7 @@ from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.sizes import read_model
 from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
-from qserve.model.sharing import place_experts
+from qserve.model.tp_plan import place_experts
 from qserve.parallel.ranks import Ranks
 from tests.tiny_families import TINY_FAMILIES
 

@@ -1,4 +1,4 @@
-"""--batch-invariant on several ranks: a request's bits are the same in any company."""
+"""--batch-invariant on several ranks: a request's bits are the same in any batch."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def differing(folder, tensor=1, stages=1, **settings):
     )
     results = list(compare(engine, FEW))
     assert len(results) == 8
-    return {each.company: each.bits_differ for each in results if each.bits_differ}
+    return {each.comparison: each.bits_differ for each in results if each.bits_differ}
 
 
 def test_requests_have_the_same_bits_on_two_ranks(quantized_5m, many):
@@ -69,7 +69,7 @@ def facts(llm, prompts):
 
 
 @pytest.mark.exhaustive
-def test_every_company_on_two_ranks(quantized_5m):
+def test_every_comparison_on_two_ranks(quantized_5m):
     assert differing(quantized_5m, 2) == {}
 
 

@@ -11,7 +11,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import check_ranks, first_kv_heads
+from qserve.model.tp_plan import check_ranks, first_kv_heads
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited

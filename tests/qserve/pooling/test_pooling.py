@@ -1,4 +1,4 @@
-"""Pooled hidden states: equal to transformers', whatever the chunks, the cache and the company."""
+"""Pooled hidden states equal those of transformers, with any chunks, cache or other requests."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def bare(folder, target, **config):
 
 
 @pytest.mark.parametrize("kind", REFERENCE)
-def test_chunks_cache_and_company_change_nothing(qwen, kind):
+def test_chunks_cache_and_other_requests_change_nothing(qwen, kind):
     llm, hidden = qwen
     llm.reset_prefix_cache()
     for _ in range(2):

@@ -109,7 +109,7 @@ class _Pages(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def web_pages():
-    """Run the server; gives it. Its port: `server_port`; paths that were asked for: `paths`."""
+    """Run the server and yield it. Its port: `server_port`; requested paths: `paths`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
     server.paths, server.is_over = [], threading.Event()
     server.is_asked, server.is_released = threading.Event(), threading.Event()

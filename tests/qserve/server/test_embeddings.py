@@ -22,7 +22,7 @@ TEXTS = ["A process is", "The standard library has it. " * 3, "x"]
 
 
 class PoolingClient(ScriptedClient):
-    """An engine without a process: it takes a step whenever somebody waits."""
+    """An engine without a process: it runs a step whenever a caller waits."""
 
     def __init__(self, tokenizer, llm):
         super().__init__(tokenizer)

@@ -69,7 +69,7 @@ def test_hosts_that_the_operator_names(make_server, monkeypatch):
 )
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", ""])
 def test_pages_of_other_origins_are_refused(server, error, origin, kind):
-    """Such as a fetch in mode no-cors, which asks for no leave."""
+    """For example a fetch in mode no-cors, which sends no preflight request."""
     headers = {"Host": "localhost:8000", "Origin": origin, "Content-Type": kind}
     reply = server.request("POST", COMPLETIONS, content=BODY, headers=headers)
     assert "--allowed-origins" in error(reply, 403)["message"]

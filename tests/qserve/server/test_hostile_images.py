@@ -1,4 +1,4 @@
-"""Hostile images: each is refused with one line, whatever its source, and nothing else waits."""
+"""Hostile images: each is refused with one line, from any source, and no other request waits."""
 
 import base64
 import os
@@ -207,7 +207,7 @@ URLS = {
     "redirect to itself": ("WEB/to?to?to?to?to?to?to?to?a", "has more than 5 redirects"),
     "no such page": ("WEB/missing", "answered with status 404"),
     "page instead of an image": ("WEB/page", "expected one of PNG, JPEG"),
-    "compressed": ("WEB/gzip", "sent it compressed"),
+    "compressed": ("WEB/gzip", "sent it with a Content-Encoding"),
     "stated length of gigabytes": ("WEB/stated", f"has more than {BYTES} bytes"),
     "endless body": ("WEB/endless", f"has more than {BYTES} bytes"),
     "body that ends early": ("WEB/short", "bytes of 60000"),

@@ -1,4 +1,4 @@
-"""Hostile videos: each is refused with one line, within the limits, whatever its source."""
+"""Hostile videos: each is refused with one line, within the limits, from any source."""
 
 import io
 import struct

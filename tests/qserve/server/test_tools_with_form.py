@@ -30,7 +30,7 @@ CONTENT = '{"answer": "Rain."}'
 
 @pytest.fixture
 def asking(make_server):
-    """A server with a parser, and the form of the last output that its engine was asked for."""
+    """A server with a parser, and the form of the last output that its engine got."""
 
     def make(parser="hermes", **config):
         server = make_server(

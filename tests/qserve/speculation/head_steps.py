@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from formats.checkpoint import CheckpointReader
 from formats.heads import tensors as names
 from formats.heads.config import HeadConfig, head_kind, read_head_config
-from qkernels.drafts.reference import draft_places
+from qkernels.drafts.reference import draft_positions
 from qserve.engine.step.device_step import Batch
 from qserve.model.cache_spec import KvFormat
 from qserve.model.loading.loader import load
@@ -111,9 +111,9 @@ def context_of(folder, target, count=3, method="eagle3", **more) -> BuildContext
     )
 
 
-def nothing(taps=()):
+def nothing(aux_layers=()):
     """A drafter without layers; its `propose` is missing."""
-    return type("Nothing", (), {"attentions": (), "places_after": 0, "taps": taps})
+    return type("Nothing", (), {"attentions": (), "extra_positions": 0, "aux_layers": aux_layers})
 
 
 class Recorded:
@@ -166,8 +166,8 @@ class Text:
             max_query_len=count,
             max_context_len=start + count,
         )
-        hidden, taps = self.target.forward_tapped(
-            batch.token_ids_T, batch, self.caches, self.drafter.taps
+        hidden, aux_states = self.target.forward_with_aux(
+            batch.token_ids_T, batch, self.caches, self.drafter.aux_layers
         )
         draws = Recorded(given)
         drafting = [] if last is None else [last]
@@ -176,16 +176,16 @@ class Text:
             DraftStep(
                 batch=batch,
                 hidden_TC=hidden,
-                taps=taps,
+                aux_states=aux_states,
                 next_tokens_T=ids[rows + 1],
                 last_rows_D=torch.tensor(drafting, dtype=torch.int64),
                 tables_DX=tables_DX,
                 starts_D1=torch.arange(len(drafting) + 1, dtype=torch.int32),
-                places=draft_places(
+                draft_positions=draft_positions(
                     rows[drafting],
                     tables_DX,
                     torch.full((len(drafting),), len(PAGES) * PAGE),
-                    num_drafts=num_drafts + self.drafter.places_after if num_drafts else 0,
+                    num_drafts=num_drafts + self.drafter.extra_positions if num_drafts else 0,
                     page_size=PAGE,
                     max_model_len=MAX_LEN,
                 ),

@@ -8,10 +8,10 @@ from qserve.speculation.drafter import DEVICE_DRAFTERS
 class Prophet:
     """A DeviceDrafter without a model: the token after each pair of a position and its token."""
 
-    taps = ()
+    aux_layers = ()
     attentions = ()
     looks_ahead = reads_images = False
-    places_after = 0
+    extra_positions = 0
     share = 0.25  # of drafts that are wrong
 
     def __init__(self, texts):
@@ -25,7 +25,7 @@ class Prophet:
         tokens = step.tokens_D.tolist()
         drafts = []
         for index in range(step.num_drafts):
-            positions = step.places.positions_KD[index].tolist()
+            positions = step.draft_positions.positions_KD[index].tolist()
             tokens = [self._next.get(each, 5) for each in zip(positions, tokens, strict=True)]
             wrong = torch.rand(len(tokens), generator=self._generator) < self.share
             tokens = [

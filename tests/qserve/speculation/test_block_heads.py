@@ -45,7 +45,7 @@ CASES = {
     ),
 }
 WRONG = {
-    "each state one layer earlier": {"tap_shift": -1},
+    "each state one layer earlier": {"layer_shift": -1},
     "the context is not normed": {"no_context_norm": True},
     "rows see no later ones": {"is_causal": True},
     "the newest token predicts the first draft": {"first": 0},
@@ -61,10 +61,12 @@ def reference(t, config, states, ids, embedding, head, **wrong):
     """
     layers = config.get("transformer_layer_config", config)
     stated = {**config, **config.get("dflash_config", {})}
-    taps = stated.get("aux_hidden_state_layer_ids") or [t + 1 for t in stated["target_layer_ids"]]
+    aux_layers = stated.get("aux_hidden_state_layer_ids") or [
+        t + 1 for t in stated["target_layer_ids"]
+    ]
     is_dspark = "Qwen3DSparkModel" in config.get("architectures", ())
     first = wrong.get("first", 0 if is_dspark else 1)
-    context = torch.cat([states[tap + wrong.get("tap_shift", 0)] for tap in taps], -1)
+    context = torch.cat([states[layer + wrong.get("layer_shift", 0)] for layer in aux_layers], -1)
     context = context @ t["fc.weight"].T
     if not wrong.get("no_context_norm"):
         context = norm(context, t["hidden_norm.weight"])
@@ -228,11 +230,11 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     offsets = made.pop("d2t", None)
     module.load_state_dict(made)
     states = states_of(target, ids)
-    taps = torch.cat([states[tap] for tap in drafter.taps], -1)
+    aux = torch.cat([states[layer] for layer in drafter.aux_layers], -1)
     # rows after the anchor have other states, which must not affect it
-    taps = torch.cat([taps, torch.full((K + 1, taps.shape[1]), 9.0)])
+    aux = torch.cat([aux, torch.full((K + 1, aux.shape[1]), 9.0)])
     with torch.no_grad():
-        expected = module(ids[None, : S + K + 1], taps[None], torch.tensor([4, S]), K)[0, 1]
+        expected = module(ids[None, : S + K + 1], aux[None], torch.tensor([4, S]), K)[0, 1]
     found = torch.cat(found)
     if offsets is not None:
         found = found[:, offsets + torch.arange(len(offsets))]
@@ -245,7 +247,9 @@ def test_heads_that_do_not_fit_are_refused(target, tmp_path):
         opened(tmp_path / "wide", target)
     states = {**INNER, "target_layer_ids": [0, 5]}
     write_head(tmp_path / "states", {**DFLASH, "dflash_config": states})
-    with pytest.raises(CheckpointError, match=r"target_layer_ids: .* of 3 layers, found \[0, 5\]"):
+    with pytest.raises(
+        CheckpointError, match=r"target_layer_ids: .* with 3 layers, found \[0, 5\]"
+    ):
         opened(tmp_path / "states", target)
     write_head(tmp_path / "head", DFLASH)
     with pytest.raises(InputError, match="expected at most 4, since the head has blocks of 5 rows"):

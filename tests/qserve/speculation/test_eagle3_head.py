@@ -25,8 +25,8 @@ CASES = {
     "original": (EAGLE3, {}),
     "norm before residual": ({**EAGLE3, "norm_before_residual": True}, {}),
     "post-norm recurs": ({**EAGLE3, "norm_output": True}, {}),
-    "a norm of each tap": ({**EAGLE3, "fc_norm": True}, {}),
-    "a norm of all taps": ({**EAGLE3, "norm_before_fc": True}, {}),
+    "a norm of each state": ({**EAGLE3, "fc_norm": True}, {}),
+    "a norm of all states": ({**EAGLE3, "norm_before_fc": True}, {}),
     "fewer draft tokens": ({**EAGLE3, "draft_vocab_size": 100}, {"extra": ("d2t",)}),
     "three layers": ({**EAGLE3, "num_hidden_layers": 3}, {"first": "layers.0"}),
     "biases": (EAGLE3, {"extra": (*BIASES, "fc.bias")}),
@@ -36,11 +36,11 @@ CASES = {
     ),
     "an embedding of its own": (EAGLE3, {"extra": ("embed_tokens.weight",)}),
     "the target's output matrix": (EAGLE3, {"without": ("lm_head.weight",)}),
-    "two taps of its own choice": ({**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]}, {}),
+    "two layers of its own choice": ({**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]}, {}),
 }
 WRONG = {
     "the state before the embedding": {"state_first": True},
-    "each tap one layer later": {"tap_shift": 1},
+    "each layer one layer later": {"layer_shift": 1},
     "the residual is the normed state": {"normed_residual": True},
     "the post-norm state recurs": {"post_norm": True},
     "tokens are not shifted": {"token_shift": 0},
@@ -58,11 +58,15 @@ def reference(t, config, states, ids, embedding, head, **wrong):
 
     `t`: tensors by canonical name. `states`: every residual state of the target [S, C].
     """
-    taps = [tap + 1 for tap in config.get("eagle_aux_hidden_state_layer_ids", [])] or [2, 1, 0]
-    taps = [states[tap + wrong.get("tap_shift", 0)] for tap in taps]
+    aux_layers = [layer + 1 for layer in config.get("eagle_aux_hidden_state_layer_ids", [])] or [
+        2,
+        1,
+        0,
+    ]
+    aux = [states[layer + wrong.get("layer_shift", 0)] for layer in aux_layers]
     if config.get("fc_norm"):
-        taps = [norm(tap, t[f"fc_norm.{n}.weight"]) for n, tap in enumerate(taps)]
-    x = torch.cat(taps, -1)
+        aux = [norm(state, t[f"fc_norm.{n}.weight"]) for n, state in enumerate(aux)]
+    x = torch.cat(aux, -1)
     if config.get("norm_before_fc"):
         x = norm(x, t["input_norm.weight"])
     state = x @ t["fc.weight"].T + t.get("fc.bias", 0)
@@ -165,7 +169,7 @@ def drafted(target, folder, ids):
 def states_of(target, ids):
     text = Text(target, nothing((0, 1, 2, 3)))
     caught = []
-    text.drafter.propose = lambda step: caught.append(step.taps)
+    text.drafter.propose = lambda step: caught.append(step.aux_states)
     text.step(ids, 0, S, num_drafts=0)
     return caught[0]
 
@@ -194,7 +198,7 @@ def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
     assert (found[rows] - wrong[rows]).abs().max() > 0.05
 
 
-def test_taps_are_states_between_layers(target, ids):
+def test_aux_states_are_residuals_between_layers(target, ids):
     """transformers' numbering: 0 is the embedding, the number of layers the last, not normed."""
     states = states_of(target, ids)
     assert torch.equal(states[0], target.embedding(ids[:S], torch.arange(S)))
@@ -230,11 +234,11 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     module = Eagle3Module(drafter.head.config, target.embedding.weight, frozenset(present))
     module.load_state_dict(made)
     states = states_of(target, ids)
-    taps = torch.cat([states[tap] for tap in drafter.taps], -1)
+    aux = torch.cat([states[layer] for layer in drafter.aux_layers], -1)
     # rows after the last one have other tokens, which must not affect it
-    taps = torch.cat([taps, torch.full((K, taps.shape[1]), 9.0)])
+    aux = torch.cat([aux, torch.full((K, aux.shape[1]), 9.0)])
     with torch.no_grad():
-        expected = [step[0, S - 1] for step in module.steps(ids[None, : S + K], taps[None], K)]
+        expected = [step[0, S - 1] for step in module.steps(ids[None, : S + K], aux[None], K)]
     torch.testing.assert_close(torch.cat(found), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -242,9 +246,11 @@ def test_heads_of_another_model_are_refused(target, tmp_path):
     write_head(tmp_path / "wide", {**EAGLE3, "target_hidden_size": 80})
     with pytest.raises(CheckpointError, match="target_hidden_size: expected 64 .* found 80"):
         eagle3.build(context_of(tmp_path / "wide", target))
-    write_head(tmp_path / "taps", {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 1, 7]})
-    with pytest.raises(CheckpointError, match=r"expected 3 states of a target of 3 layers"):
-        eagle3.build(context_of(tmp_path / "taps", target))
+    write_head(tmp_path / "aux_layers", {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 1, 7]})
+    with pytest.raises(
+        CheckpointError, match=r"expected 3 auxiliary layers of a target model with 3 layers"
+    ):
+        eagle3.build(context_of(tmp_path / "aux_layers", target))
     write_head(tmp_path / "eagle", HEAD)
     with pytest.raises(InputError, match="contains a head of kind eagle"):
         eagle3.build(context_of(tmp_path / "eagle", target))

@@ -1,4 +1,4 @@
-"""With speculation requests give the same tokens as without, whatever drafts and whatever happens.
+"""With speculation, requests give the same tokens as without, for any drafts and any events.
 
 Float32 on the CPU, where a row's result does not depend on what else is in the step.
 """

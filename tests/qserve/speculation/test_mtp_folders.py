@@ -1,4 +1,4 @@
-"""Quantize, convert and the doctor: a layer for drafts stays what it was, and they say so."""
+"""Quantize, convert and inspect: a layer for drafts stays unchanged, and they report it."""
 
 import json
 

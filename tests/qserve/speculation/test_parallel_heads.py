@@ -57,8 +57,8 @@ def expected_of(made, config, target, ids, **wrong):
         longer = torch.cat([ids[: S + 1], torch.full((rows,), token)])
         extended = [torch.cat([state, state[-1:].expand(rows, -1)]) for state in states]
         if not wrong.get("state"):
-            for tap, mask in zip((2, 1, 0), masks, strict=True):
-                extended[tap] = torch.cat([states[tap], mask.expand(rows, -1)])
+            for layer, mask in zip((2, 1, 0), masks, strict=True):
+                extended[layer] = torch.cat([states[layer], mask.expand(rows, -1)])
         found.append(
             reference(made, config, extended, longer, embedding, made["lm_head.weight"])[0]
         )
@@ -116,12 +116,12 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     made["mask_hidden"] = made.get("mask_hidden", torch.zeros(1, 1, 3 * 64)).flatten()
     module.load_state_dict(made)
     states = states_of(target, ids)
-    taps = torch.cat([states[tap] for tap in drafter.taps], -1)
+    aux = torch.cat([states[layer] for layer in drafter.aux_layers], -1)
     # rows after the last one have other states, which must not affect it
-    taps = torch.cat([taps, torch.full((K + 1, taps.shape[1]), 9.0)])
+    aux = torch.cat([aux, torch.full((K + 1, aux.shape[1]), 9.0)])
     anchors = torch.tensor([4, S - 1])
     with torch.no_grad():
-        first, *others = module.parallel(ids[None, : S + K + 1], taps[None], anchors, K)
+        first, *others = module.parallel(ids[None, : S + K + 1], aux[None], anchors, K)
     expected = torch.stack([first[0, S - 1], *(each[0, 1] for each in others)])
     if offsets is not None:
         found = found[:, offsets + torch.arange(len(offsets))]

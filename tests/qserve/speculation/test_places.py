@@ -64,7 +64,7 @@ class Watch:
         assert len(tokens) == T and ((tokens >= 0) & (tokens < self.vocab_size)).all()
         assert ((step.last_rows_D >= 0) & (step.last_rows_D < T)).all()
         assert len(step.tables_DX) == D and step.starts_D1.tolist() == list(range(D + 1))
-        positions_KD, slots_KD, lengths_KD = step.places
+        positions_KD, slots_KD, lengths_KD = step.draft_positions
         most = min(step.max_context_len, step.tables_DX.shape[1] * PAGE)
         for positions, slots, lengths in zip(positions_KD, slots_KD, lengths_KD, strict=True):
             if not D:

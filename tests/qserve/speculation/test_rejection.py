@@ -1,4 +1,4 @@
-"""The rejection sampler: what comes out has the model's distribution, whatever was drafted."""
+"""The rejection sampler: the output has the model's distribution, for any drafts."""
 
 import json
 

@@ -48,7 +48,7 @@ class Run:
     """An engine with some requests, and what they have got so far."""
 
     def __init__(self, engine, **requests):
-        self.engine, self.tokens, self.told, self.ends = engine, {}, {}, {}
+        self.engine, self.tokens, self.logprobs, self.ends = engine, {}, {}, {}
         for number, (name, fields) in enumerate(requests.items()):
             params = SamplingParams(**{"temperature": 1.0} | fields)
             engine.add_request(name, [7, 8, 9] * (3 + number), params)
@@ -57,7 +57,7 @@ class Run:
         for event in self.engine.step():
             name = event.request_id
             self.tokens.setdefault(name, []).extend(event.token_ids)
-            self.told.setdefault(name, []).extend(each.logprob for each in event.logprobs)
+            self.logprobs.setdefault(name, []).extend(each.logprob for each in event.logprobs)
             if event.finish_reason:
                 self.ends[name] = (event.finish_reason, event.error)
         self.engine.scheduler.check_integrity()
@@ -147,7 +147,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
     assert run.count("free") >= free + of_free and run.count("other") >= other + of_other - 1
     held.opened.set()
     assert run.run_out() == want
-    assert len(run.told["slow"]) == len(run.tokens["slow"])
+    assert len(run.logprobs["slow"]) == len(run.tokens["slow"])
 
 
 @pytest.mark.exhaustive

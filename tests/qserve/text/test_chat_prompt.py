@@ -1,4 +1,4 @@
-"""Messages cannot make control tokens, whatever the template does; other text is not changed."""
+"""Messages cannot create control tokens, with any template; other text is not changed."""
 
 import functools
 import json

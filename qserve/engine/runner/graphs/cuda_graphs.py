@@ -29,10 +29,10 @@ from qserve.engine.step.transfer import HostCopy
 logger = logging.getLogger(__name__)
 
 # The first token of an 8B in W4A16 on an H200 takes 17.6 / 20.4 ms with graphs, for 768 / 1000
-# tokens. Launching a step takes Python 22 to 23 ms, whatever its size (32 layers; measured with 8).
-# For longer prompts the kernels take longer than the launch (45 ms for 2048 tokens), so a graph
-# would only add padding. Prompt lengths are often powers of two, and decodes run in the same step:
-# up to 64 of them fit into the next size.
+# tokens. Python needs 22 to 23 ms to launch a step of any size (32 layers; measured with 8). For
+# longer prompts the kernels take longer than the launch (45 ms for 2048 tokens), so a graph would
+# only add padding. Prompt lengths are often powers of two, and decodes run in the same step: up to
+# 64 of them fit into the next size.
 CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 1024, 1088)
 # Layers with experts or states launch two to four times as many kernels, each with fewer weights.
 # Python needs 56 to 87 ms to launch a step of DeepSeek-V2-Lite and 141 to 196 ms for

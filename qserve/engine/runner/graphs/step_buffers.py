@@ -27,7 +27,7 @@ class StepOutputs:
 
     logits_SV: torch.Tensor  # logits of the sampled rows
     hidden_TC: torch.Tensor | None  # hidden states after the last norm; None: not needed
-    taps: tuple[torch.Tensor, ...] = ()  # auxiliary hidden states [T, C] for a drafter
+    aux_states: tuple[torch.Tensor, ...] = ()  # auxiliary hidden states [T, C] for a drafter
 
 
 PADDING_SLOT = -1

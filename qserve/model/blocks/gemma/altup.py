@@ -129,14 +129,14 @@ class AltUpLayer(Layer):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: Cache,
-        taps: list[torch.Tensor] | None = None,
+        aux_states: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Run the layer, as Layer.forward does. `taps` gets the predicted stream 0."""
+        """Run the layer, as Layer.forward does. `aux_states` gets the predicted stream 0."""
         streams_TNC = x_TC.unflatten(1, (-1, len(self.output_scale)))
         predicted_TNC = self.altup.predict(streams_TNC)
         active_TC = predicted_TNC[:, 0].contiguous()
-        if taps is not None:
-            taps.append(active_TC)
+        if aux_states is not None:
+            aux_states.append(active_TC)
         normed_TC, _ = self.attention_norm(active_TC, None, None)
         beside_TC = self.laurel(normed_TC)
         plan = self.attention.plan(x_TC.shape[0])

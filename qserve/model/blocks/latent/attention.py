@@ -52,7 +52,8 @@ from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, 
 # tests compare with transformers. vLLM uses rms_norm_eps, which is 1e-5 in some models.
 INNER_NORM_EPS = 1e-6
 # Rows times keys times heads that absorption computes in 1 ms (H100: 84 TFLOP/s). Python needs
-# about 1 ms to launch the kernels of a layer, and a third of it for those of an expansion.
+# about 1 ms to launch the kernels of a layer, and a third of a millisecond for those of an
+# expansion.
 PAIRS_OF_MS = 36_000_000
 
 

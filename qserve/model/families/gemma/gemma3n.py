@@ -59,5 +59,5 @@ def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | SparseMlp
         down_proj=weights.linear(family.down),
         sparsity=sparsity,
         total=config.sizes["intermediate_size"],
-        communicator=weights.sharing.communicator,
+        communicator=weights.tp_plan.communicator,
     )

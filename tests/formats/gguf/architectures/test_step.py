@@ -211,7 +211,7 @@ LIES = {
     "scaling": (
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
         None,
-        "'yarn' with factor 4.0 is not read",
+        "'yarn' with factor 4.0 is not supported",
     ),
     "softmax": ({"expert_gating_func": 1}, None, "expert_gating_func: expected 2, found 1"),
     "weights as they come": ({"expert_weights_norm": False}, None, "expected True, found False"),

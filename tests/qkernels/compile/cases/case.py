@@ -1,4 +1,4 @@
-"""A call of a public operation that every card is asked to compile."""
+"""A call of a public operation that is compiled for every card."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

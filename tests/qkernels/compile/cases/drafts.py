@@ -28,7 +28,7 @@ def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
     )
     tables = DraftTables(
         tokens_NK1=torch.zeros(R + 1, count, dtype=torch.int64),
-        refused_N=torch.zeros(R + 1, dtype=torch.int64),
+        rejected_N=torch.zeros(R + 1, dtype=torch.int64),
     )
     words = torch.zeros(T, NUM_WORDS, dtype=torch.int64)
     whole = rule == "drawn"

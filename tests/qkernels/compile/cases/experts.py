@@ -85,13 +85,13 @@ def route_of_rank(routing: Routing) -> None:
     ops.route_tokens(x, weight, routing, numbers_E=numbers_E)
 
 
-def wanted(M: int, shape: Shape) -> None:
+def active(M: int, shape: Shape) -> None:
     """Calls that `experts` does not make, since it has two experts."""
-    from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
+    from qkernels.moe.triton_active import active_experts, active_pairs
 
     routes = Routes(torch.zeros(M, shape[3], dtype=torch.int32), torch.ones(M, shape[3]))
-    wanted_experts(routes.ids_Mk, shape[2])
-    wanted_pairs(empty(M, shape[0]), routes, shape[2], 8)
+    active_experts(routes.ids_Mk, shape[2])
+    active_pairs(empty(M, shape[0]), routes, shape[2], 8)
 
 
 EXPERTS: dict[str, Case] = {
@@ -197,7 +197,7 @@ EXPERTS: dict[str, Case] = {
         )
     },
     "route on a rank": Case(run=lambda: route_of_rank(IN_GROUPS)),
-    "wanted experts and pairs": Case(run=lambda: wanted(128, QWEN3_30B)),
+    "active experts and pairs": Case(run=lambda: active(128, QWEN3_30B)),
     "experts bf16 M=4": Case(run=lambda: experts(4, QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: experts(1024, GPT_OSS, None), product="wgmma"),
     "route": Case(run=lambda: route(Routing(num_experts=128, top_k=8))),

@@ -1,4 +1,4 @@
-"""The calls of public operations that every card is asked to compile, by name.
+"""The calls of public operations that are compiled for every card, by name.
 
 A call launches what the card would run: its default config, the kernels that make the operand, the
 reduction.

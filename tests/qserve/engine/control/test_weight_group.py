@@ -66,7 +66,7 @@ def start(folder, **settings) -> Driven:
 
 
 def tell(driven: Driven, command):
-    """The outcome of a command. Raises its error."""
+    """Return the outcome of a command. Raises its error."""
     number = driven.tell(command)
     driven.run_out()
     (done,) = [each for each in driven.finished if each.number == number]

@@ -153,7 +153,7 @@ def test_prompt_is_computed_if_no_engine_sends(make_engine, cold, caplog):
     with caplog.at_level(logging.WARNING):
         tokens, cached = run(decode, [PROMPT], handling=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
-    assert "No KV peer for 0" in caplog.text
+    assert "No KV peer to send the prompt of 0" in caplog.text
 
 
 @pytest.mark.parametrize("ending", ["patience", "stopped"])

@@ -1,4 +1,4 @@
-"""Heads that a rank takes from ranks of another engine, whatever both numbers of ranks are."""
+"""Heads that a rank reads from the ranks of another engine, for any two numbers of ranks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from qserve.kv_transfer.peer.layout import PageTensor, sources, widened
 
 
 def tensors(heads: int, size: int) -> list[list[PageTensor]]:
-    """A layer's keys of each of `size` ranks, as formats/in_memory/shares.py divides them."""
+    """A layer's keys of each of `size` ranks, as formats/in_memory/shards.py divides them."""
     found = []
     for rank in range(size):
         first, count = rank * heads // size, max(1, heads // size)

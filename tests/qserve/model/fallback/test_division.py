@@ -13,7 +13,7 @@ from qserve.model.fallback.attention import Call
 from qserve.model.fallback.division import check_division, cut_, divide, first_layer_states
 from qserve.model.fallback.loading import _divided
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import Cut
+from qserve.model.tp_plan import LinearShard
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.in_threads import run_ranks
 
@@ -105,7 +105,11 @@ def test_a_wrong_division_is_found(tmp_path):
         name = "model.layers.0.self_attn.v_proj"
         rows = other.cuts[name].rows[0]
         ((first, last),) = division.cuts[name].rows
-        moved = Cut(rows=((48 - (last - first), 48),)) if first == 0 else Cut(rows=(rows,))
+        moved = (
+            LinearShard(rows=((48 - (last - first), 48),))
+            if first == 0
+            else LinearShard(rows=(rows,))
+        )
         division = replace(division, cuts={**division.cuts, name: moved})
         given = config, models[communicator.rank], division, communicator, None, Call("X")
         with pytest.raises(InputError, match="divided layers' states differ"):

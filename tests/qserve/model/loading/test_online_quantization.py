@@ -248,7 +248,7 @@ def test_bad_settings_are_refused_before_the_model_is_read(name, config, words):
         ("w4a16-asym-g64", {}, "down_proj: its 96 inputs"),
         ("w4a16-asym-g64", {"ignore": ["o_proj"]}, "use w4a16-asym-auto, here groups of 32"),
         ("fp8", {"targets": {"up_proj": "w4a16"}}, '"ignore": ["model.layers.0.mlp.up_proj"]'),
-        ("fp8", {"ignore": ["nothing"]}, "fits no linear"),
+        ("fp8", {"ignore": ["nothing"]}, "matches no linear"),
         ("gptq", {}, "names a kind of quantized checkpoint"),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.read_ahead import ReadAhead
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.resident.leaves import leaves
-from qserve.model.sharing import Cut
+from qserve.model.tp_plan import LinearShard
 from qserve.parallel.ranks import ALONE
 from tests.qserve.model.variants import edited
 from tests.qserve.parallel.in_threads import Meeting, ThreadCommunicator
@@ -104,7 +104,7 @@ def test_ranks_read_their_rows_of_all_layers_but_the_first(scheme, quantized, lo
         for name, count in read.items():
             assert count * (2 if name in halved else 1) == whole[name], name
         with monkeypatch.context() as patch:
-            patch.setattr(Cut, "ranges", None)
+            patch.setattr(LinearShard, "ranges", None)
             wanted, all_read, _ = loaded(folder, rank, 2)
         assert all_read == whole, "a rank used to read all"
         assert found.keys() == wanted.keys()
@@ -118,7 +118,7 @@ def test_linears_with_other_fields_are_read_whole(scheme, quantized, loaded, mon
     folder = quantized(scheme)
     found, read, entries = loaded(folder, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Cut, "ranges", None)
+        patch.setattr(LinearShard, "ranges", None)
         wanted, all_read, _ = loaded(folder, 1, 2)
     assert read == all_read and found.keys() == wanted.keys()
     for path, leaf in wanted.items():

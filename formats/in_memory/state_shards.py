@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from formats.architecture.states.mixer import Kind, StateMixer
 from formats.errors import InputError
-from formats.in_memory.shares import HeadShare, share_features, share_heads
+from formats.in_memory.shards import HeadShard, shard_features, shard_heads
 from formats.scheme import Scheme
 
 # kind -> names of the sizes (heads, groups of heads), and their names in errors
@@ -31,14 +31,14 @@ HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
 }
 
 
-def share_states(
+def shard_states(
     mixer: StateMixer,
     sizes: Mapping[str, int | None],
     inputs: int,
     size: int,
     scheme: Scheme | None,
     name: str,
-) -> tuple[HeadShare, ...]:
+) -> tuple[HeadShard, ...]:
     """Return each GPU's heads and groups of a layer; for a short convolution, its channels.
 
     `inputs` are the inputs of the layer's output projection, `name`, which has `scheme`. Raises
@@ -46,8 +46,8 @@ def share_states(
     """
     check_states(mixer, sizes)
     if mixer.kind not in HEADS:
-        shares = share_features(name, inputs, size, scheme)
-        return tuple(HeadShare(heads=share, kv_heads=share) for share in shares)
+        shards = shard_features(name, inputs, size, scheme)
+        return tuple(HeadShard(heads=shard, kv_heads=shard) for shard in shards)
     heads, groups, words = HEADS[mixer.kind]
     if mixer.kind == "lightning attention" and sizes[groups] % size and size % sizes[groups] == 0:
         raise InputError(
@@ -56,7 +56,7 @@ def share_states(
             f"use {sizes[groups]} or fewer",
         )
     width = inputs // sizes[heads]
-    return share_heads(sizes[heads], sizes[groups], width, size, [scheme], words)
+    return shard_heads(sizes[heads], sizes[groups], width, size, [scheme], words)
 
 
 def check_states(mixer: StateMixer, sizes: Mapping[str, int | None]) -> None:

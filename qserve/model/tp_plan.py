@@ -1,4 +1,4 @@
-"""Sharing: one rank's tensor-parallel shard of a model: heads, MLP features, vocabulary rows.
+"""TpPlan: how a model is divided over tensor-parallel ranks, and one rank's shard of it.
 
 N: outputs. K: inputs.
 """
@@ -14,20 +14,20 @@ from formats.architecture.family import Family
 from formats.architecture.projection import Linear, Projection
 from formats.architecture.sizes import num_experts
 from formats.errors import InputError
-from formats.in_memory.shares import (
+from formats.in_memory.shards import (
     WIDTHS,
-    HeadShare,
-    Share,
-    share_features,
-    share_heads,
-    share_out,
+    HeadShard,
+    Shard,
+    shard_extent,
+    shard_features,
+    shard_heads,
 )
 from formats.in_memory.slices import Rows, take_inputs, take_outputs, take_rows
 from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
-from qserve.model.state_sharing import StateShard
+from qserve.model.state_shard import StateShard
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.parallel.expert_placement import ExpertPlacement
@@ -35,11 +35,11 @@ from qserve.parallel.settings import ParallelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LinearShard:
     """Shard of one linear, in terms of the stored weight."""
 
     rows: Rows | None = None  # outputs; None: all
-    columns: Share | None = None  # inputs; None: all
+    columns: Shard | None = None  # inputs; None: all
     has_bias: bool = True  # False: another rank adds the bias to the sum over ranks
 
     @property
@@ -65,7 +65,7 @@ class Cut:
         return bias_N if self.rows is None else take_rows(bias_N, self.rows)
 
 
-WHOLE = Cut()
+WHOLE = LinearShard()
 LOCAL: HeadsKind = "local"
 KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
 # Size name that counts heads or their channels -> (kind of layers, True for KV heads).
@@ -93,7 +93,7 @@ class LinearPart:
     inputs: Rows | None = None
 
     @classmethod
-    def of(cls, cut: Cut, order_K: torch.Tensor | None) -> "LinearPart":
+    def of(cls, cut: LinearShard, order_K: torch.Tensor | None) -> "LinearPart":
         """Create the part of a shard.
 
         `order_K`: order of the linear's inputs, if they are sorted; `cut.columns` is then a range
@@ -106,7 +106,7 @@ class LinearPart:
         return cls(inputs=order_K[slice(*cut.columns)].clone())
 
 
-class Sharing:
+class TpPlan:
     """Shards a model over the ranks of a communicator, and describes this rank's shard.
 
     Without a communicator the shard is the whole model.
@@ -127,16 +127,16 @@ class Sharing:
         self.communicator, self._placement = communicator, placement
         self.exchange = exchange
         self._config, self._sizes = config, config.sizes
-        self._heads: dict[HeadsKind, tuple[HeadShare, ...]] = {}
+        self._heads: dict[HeadsKind, tuple[HeadShard, ...]] = {}
         if communicator is not None:
-            self._heads = _head_shares(config, communicator.size)
+            self._heads = _head_shards(config, communicator.size)
 
     @property
     def is_whole(self) -> bool:
         return self.communicator is None
 
     @property
-    def heads(self) -> HeadShare:
+    def heads(self) -> HeadShard:
         """This rank's heads, for families whose layers all have the same numbers of heads."""
         return self._heads[LOCAL][self.communicator.rank]
 
@@ -184,7 +184,7 @@ class Sharing:
         return [(first * width, (first + 1) * width) for first in firsts]
 
     @property
-    def own_heads(self) -> Share:
+    def own_heads(self) -> Shard:
         """This rank's range of attention heads."""
         return (0, self._config.num_heads) if self.is_whole else self.heads.heads
 
@@ -193,8 +193,8 @@ class Sharing:
         if self.is_whole:
             return ()
         kind, of_kv = HEAD_SIZES[size]
-        width, shares = self._head_width(size), self._heads[kind]
-        return tuple(width * (s.num_kv_heads if of_kv else s.num_heads) for s in shares)
+        width, shards = self._head_width(size), self._heads[kind]
+        return tuple(width * (s.num_kv_heads if of_kv else s.num_heads) for s in shards)
 
     def state(self, layer: int) -> StateShard:
         """Return this rank's shard of a layer's mixer with states."""
@@ -217,22 +217,22 @@ class Sharing:
         heads = self._heads[kind][self.communicator.rank]
         return replace(config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
-    def vocabulary(self, num_tokens: int) -> tuple[Share, ...]:
+    def vocabulary(self, num_tokens: int) -> tuple[Shard, ...]:
         """Return each rank's range of rows of a table with `num_tokens` rows."""
-        found = share_out(num_tokens, self.communicator.size, (WIDTHS,))
+        found = shard_extent(num_tokens, self.communicator.size, (WIDTHS,))
         assert found is not None, "the vocabulary has fewer tokens than there are ranks"
         return found
 
-    def head_rows(self, size: str) -> Share | None:
+    def head_rows(self, size: str) -> Shard | None:
         """Return this rank's rows of a tensor whose rows are a size in HEAD_SIZES; None: all."""
         if self.is_whole or size not in HEAD_SIZES:
             return None
         kind, of_kv = HEAD_SIZES[size]
-        share, width = self._heads[kind][self.communicator.rank], self._head_width(size)
-        first, last = share.kv_heads if of_kv else share.heads
+        shard, width = self._heads[kind][self.communicator.rank], self._head_width(size)
+        first, last = shard.kv_heads if of_kv else shard.heads
         return first * width, last * width
 
-    def kv_head_rows(self, layer: int) -> Share | None:
+    def kv_head_rows(self, layer: int) -> Shard | None:
         """Return this rank's KV heads of a layer; None: all."""
         kind = self._config.family.heads_kind(layer, self._config.values)
         return self.head_rows(f"num_{kind}_key_value_heads")
@@ -242,8 +242,8 @@ class Sharing:
         if size.startswith("num_"):
             return 1
         kind, of_kv = HEAD_SIZES[size]
-        shares = self._heads[kind]
-        count = shares[-1].kv_heads[1] if of_kv else shares[-1].heads[1]
+        shards = self._heads[kind]
+        count = shards[-1].kv_heads[1] if of_kv else shards[-1].heads[1]
         return self._sizes[size] // count
 
     def cut(
@@ -253,7 +253,7 @@ class Sharing:
         prefix: str,
         order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
         down: Projection | None = None,
-    ) -> Cut:
+    ) -> LinearShard:
         """Return this rank's shard of a linear of a layer, except linears of mixers with states.
 
         `prefix`: name prefix of the layer. `down`: projection that reads the outputs. `order_of`:
@@ -268,35 +268,35 @@ class Sharing:
                 columns = self.head_rows(projection.inputs)
             else:
                 columns = self._features(linear, prefix)[rank]
-            return Cut(columns=columns, has_bias=rank == 0)
+            return LinearShard(columns=columns, has_bias=rank == 0)
         rows, offset, order = [], 0, None
         if down is not None:
             (down_linear,) = down.linears
-            share = self._features(down_linear, prefix)[rank]
+            shard = self._features(down_linear, prefix)[rank]
             order = order_of(down_linear.name, self._shape(down_linear))
         for size in linear.outputs:
-            found = share if down is not None else self.head_rows(size)
+            found = shard if down is not None else self.head_rows(size)
             start, stop = found or (0, self._sizes[size])
             rows.append((offset + start, offset + stop))
             offset += self._sizes[size]
         if order is None:
-            return Cut(rows=rows)
+            return LinearShard(rows=rows)
         # The rank's range of the sorted inputs of `down` may contain any channels.
         width = self._sizes[linear.outputs[0]]
-        ours = order[share[0] : share[1]]
-        return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
+        ours = order[shard[0] : shard[1]]
+        return LinearShard(rows=torch.cat([ours + width * part for part in range(len(rows))]))
 
-    def sorted_inputs(self, linear: Linear, prefix: str) -> Share:
+    def sorted_inputs(self, linear: Linear, prefix: str) -> Shard:
         """Return this rank's range of the sorted inputs of a linear."""
         return self._features(linear, prefix)[self.communicator.rank]
 
-    def features(self, name: str, size: str, scheme: Scheme | None) -> Share:
+    def features(self, name: str, size: str, scheme: Scheme | None) -> Shard:
         """Return this rank's range of inputs of a linear whose scheme is not in the config."""
-        shares = share_features(name, self._sizes[size], self.communicator.size, scheme)
-        return shares[self.communicator.rank]
+        shards = shard_features(name, self._sizes[size], self.communicator.size, scheme)
+        return shards[self.communicator.rank]
 
-    def _features(self, linear: Linear, prefix: str) -> Sequence[Share]:
-        return _feature_shares(self._config, self._sizes, linear, prefix, self.communicator.size)
+    def _features(self, linear: Linear, prefix: str) -> Sequence[Shard]:
+        return _feature_shards(self._config, self._sizes, linear, prefix, self.communicator.size)
 
     def _shape(self, linear: Linear) -> tuple[int, int]:
         return sum(self._sizes[size] for size in linear.outputs), self._sizes[linear.inputs]
@@ -355,7 +355,7 @@ def check_ranks(
         )
     if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models
         return
-    _head_shares(config, size)
+    _head_shards(config, size)
     sizes = config.sizes
     for number in range(config.num_layers):
         if config.state_layers[number]:
@@ -365,7 +365,7 @@ def check_ranks(
         whole = () if placement is None else experts.down.expert(0).linears
         for linear in _linears_of_features(config.family, number, config.values):
             if linear not in whole:
-                _feature_shares(config, sizes, linear, prefix, size)
+                _feature_shards(config, sizes, linear, prefix, size)
         if (
             placement is None
             and experts
@@ -373,7 +373,7 @@ def check_ranks(
             and experts.stand_in(number, config.values)
         ):
             name = f"{prefix}.{experts.module}"
-            share_features(name, sizes[experts.down.inputs], size, None)
+            shard_features(name, sizes[experts.down.inputs], size, None)
 
 
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
@@ -393,14 +393,14 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
     """Return, for each layer, a rank's first KV head. `size`: number of tensor-parallel ranks."""
     if size == 1:
         return (0,) * config.num_layers
-    shares = _head_shares(config, size)
-    if not shares:
+    shards = _head_shards(config, size)
+    if not shards:
         return (0,) * config.num_layers
     kinds = (config.family.heads_kind(n, config.values) for n in range(config.num_layers))
-    return tuple(shares[kind][rank].kv_heads[0] for kind in kinds)
+    return tuple(shards[kind][rank].kv_heads[0] for kind in kinds)
 
 
-def _head_shares(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShare, ...]]:
+def _head_shards(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShard, ...]]:
     """Return the heads of all ranks, for each kind of layers; {}: no layer has attention."""
     family, values, sizes = config.family, config.values, config.sizes
     layers: dict[HeadsKind, list[int]] = {}
@@ -414,19 +414,19 @@ def _head_shares(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadSh
         schemes = {_scheme(config, name) for name in names}
         heads, kv_heads = family.heads_of_layer(numbers[0], values)
         width = sizes[o.inputs] // heads
-        found[kind] = share_heads(heads, kv_heads, width, size, sorted(schemes, key=str))
+        found[kind] = shard_heads(heads, kv_heads, width, size, sorted(schemes, key=str))
     return found
 
 
-def _feature_shares(
+def _feature_shards(
     config: ModelConfig,
     sizes: Mapping[str, int | None],
     linear: Linear,
     prefix: str,
     size: int,
-) -> Sequence[Share]:
+) -> Sequence[Shard]:
     name = f"{prefix}.{linear.name}"
-    return share_features(name, sizes[linear.inputs], size, _scheme(config, name))
+    return shard_features(name, sizes[linear.inputs], size, _scheme(config, name))
 
 
 def _scheme(config: ModelConfig, module: str) -> Scheme | None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from formats.architecture.states.mixer import StateMixer
 from formats.errors import InputError
-from formats.in_memory.shares import HeadShare, Share
+from formats.in_memory.shards import HeadShard, Shard
 from formats.in_memory.slices import Rows
-from formats.in_memory.state_shares import HEADS, check_states, share_states
+from formats.in_memory.state_shards import HEADS, check_states, shard_states
 from qserve.model.model_config import ModelConfig
 
 HEAD, GROUP = "head", "group"
@@ -58,7 +58,7 @@ class StateShard:
 
     mixer: StateMixer
     config: ModelConfig
-    shares: tuple[HeadShare, ...]  # heads and groups of all ranks, in rank order
+    shards: tuple[HeadShard, ...]  # heads and groups of all ranks, in rank order
     rank: int = 0
 
     @classmethod
@@ -69,16 +69,16 @@ class StateShard:
             name = f"{config.family.layer.format(i=layer)}.{mixer.out.linears[0].name}"
             scheme = None if config.quant is None else config.quant.scheme_for(name)
             inputs = sizes[mixer.out.inputs]
-            shares = share_states(mixer, sizes, inputs, size, scheme, name)
+            shards = shard_states(mixer, sizes, inputs, size, scheme, name)
         else:
             check_states(mixer, sizes)
             heads, groups = _counts(mixer, config)
-            shares = (HeadShare(heads=(0, heads), kv_heads=(0, groups)),)
-        return cls(mixer=mixer, config=config, shares=shares, rank=rank)
+            shards = (HeadShard(heads=(0, heads), kv_heads=(0, groups)),)
+        return cls(mixer=mixer, config=config, shards=shards, rank=rank)
 
     @property
-    def own(self) -> HeadShare:
-        return self.shares[self.rank]
+    def own(self) -> HeadShard:
+        return self.shards[self.rank]
 
     @property
     def num_heads(self) -> int:
@@ -92,10 +92,10 @@ class StateShard:
     def widths(self) -> tuple[int, ...]:
         """Number of channels of each rank's result."""
         ((_, part),) = _BLOCKS[self.mixer.out.inputs]
-        return tuple(share.num_heads * self._width(part) for share in self.shares)
+        return tuple(shard.num_heads * self._width(part) for shard in self.shards)
 
     @property
-    def columns(self) -> Share:
+    def columns(self) -> Shard:
         """This rank's range of inputs of the output projection."""
         ((start, stop),) = self.rows((self.mixer.out.inputs,))
         return start, stop
@@ -104,7 +104,7 @@ class StateShard:
     def split_group(self) -> tuple[int, int] | None:
         """(this rank's group, number of groups) if groups are sharded over ranks, else None."""
         groups = _counts(self.mixer, self.config)[1]
-        return (self.own.kv_heads[0], groups) if len(self.shares) > groups else None
+        return (self.own.kv_heads[0], groups) if len(self.shards) > groups else None
 
     def rows(self, outputs: Sequence[str], *, grouped: bool = False) -> Rows:
         """Return this rank's rows of a tensor whose rows are the sizes `outputs`.

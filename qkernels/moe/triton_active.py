@@ -20,7 +20,7 @@ COLUMNS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wanted:
+class ActiveExperts:
     """The active experts, which at least one token chose, in ascending order.
 
     `list` has one of three forms; E' is `most`:
@@ -38,16 +38,16 @@ class Wanted:
     most: int  # largest possible number of experts or entries
     counted: bool = True  # the list begins with the number of entries
     order: torch.Tensor | None = None  # [P] pairs, sorted by expert
-    shares: torch.Tensor | None = None  # [P] routing weights of the sorted pairs
+    weights: torch.Tensor | None = None  # [P] routing weights of the sorted pairs
     x_PC: torch.Tensor | None = None  # rows of x of the sorted pairs
 
 
-def wanted_experts(
+def active_experts(
     ids_Mk: torch.Tensor,
     num_experts: int,
     is_partial: bool = False,
     parts: torch.Tensor | None = None,
-) -> Wanted:
+) -> ActiveExperts:
     """List the active experts without sorting: every token is a column of each expert.
 
     `is_partial`: other ranks hold some experts; their partial sums in `parts` [split k, M, C] are
@@ -56,15 +56,15 @@ def wanted_experts(
     M, P = ids_Mk.shape[0], ids_Mk.numel()
     most = min(num_experts, P)
     if M == 1 and not is_partial:
-        return Wanted(list=ids_Mk.view(-1), most=most, counted=False)
-    wanted = torch.empty(1 + most, dtype=torch.int32, device=ids_Mk.device)
+        return ActiveExperts(list=ids_Mk.view(-1), most=most, counted=False)
+    active = torch.empty(1 + most, dtype=torch.int32, device=ids_Mk.device)
     columns = 1 if parts is None else parts.shape[2]
     with on_device(ids_Mk):
         launch(
-            _wanted_experts,
+            _active_experts,
             (1 if parts is None else 1 + P,),
             ids_Mk,
-            wanted,
+            active,
             parts,
             P,
             num_experts,
@@ -77,27 +77,27 @@ def wanted_experts(
             num_warps=4,
             **pdl_options(ids_Mk, 1),
         )
-    return Wanted(list=wanted, most=most)
+    return ActiveExperts(list=active, most=most)
 
 
-def wanted_pairs(
+def active_pairs(
     x_MC: torch.Tensor,
     routes: Routes,
     num_experts: int,
     block_m: int,
     parts: torch.Tensor | None = None,
-) -> Wanted:
+) -> ActiveExperts:
     """Sort the pairs, up to `block_m` per entry, and gather their rows of x.
 
     If `parts` [split k, M, C] is given, the partial sums of experts of other ranks are zeroed.
     """
-    ids_Mk, shares_Mk = routes
+    ids_Mk, weights_Mk = routes
     P, C = ids_Mk.numel(), x_MC.shape[1]
     most = (P + min(num_experts, P) * (block_m - 1)) // block_m
     device = x_MC.device
-    wanted = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
+    active = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
     order = torch.empty(P, dtype=torch.int32, device=device)
-    shares = torch.empty(P, dtype=torch.float32, device=device)
+    weights = torch.empty(P, dtype=torch.float32, device=device)
     x_PC = x_MC.new_empty(P, C)
     with on_device(x_MC):
         launch(
@@ -105,10 +105,10 @@ def wanted_pairs(
             (1 + P,),
             x_MC,
             ids_Mk,
-            shares_Mk,
-            wanted,
+            weights_Mk,
+            active,
             order,
-            shares,
+            weights,
             x_PC,
             parts,
             P,
@@ -124,7 +124,7 @@ def wanted_pairs(
             num_warps=4,
             **pdl_options(x_MC, 1),
         )
-    return Wanted(list=wanted, most=most, order=order, shares=shares, x_PC=x_PC)
+    return ActiveExperts(list=active, most=most, order=order, weights=weights, x_PC=x_PC)
 
 
 def _slots(num_experts: int) -> int:
@@ -165,9 +165,9 @@ def _clear(
 
 
 @triton.jit(do_not_specialize=["P", "E"])
-def _wanted_experts(
+def _active_experts(
     ids_ptr,  # [P]
-    wanted_ptr,  # [1 + E']
+    active_ptr,  # [1 + E']
     parts_ptr,  # [SPLIT TOP_K, M, C], or None: none are cleared
     P,
     E,
@@ -185,8 +185,8 @@ def _wanted_experts(
     pair = tl.program_id(0) - 1
     if pair < 0:
         found = (_count(ids_ptr, P, E, SLOTS, PAIRS) > 0).to(tl.int32)
-        tl.store(wanted_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
-        tl.store(wanted_ptr, tl.sum(found, 0))
+        tl.store(active_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
+        tl.store(active_ptr, tl.sum(found, 0))
     elif parts_ptr is not None:
         _clear(ids_ptr, parts_ptr, pair, P, E, C, TOP_K, SPLIT, BLOCK)
 
@@ -195,8 +195,8 @@ def _wanted_experts(
 def _pairs_of_experts(
     x_ptr,  # [M, C]
     ids_ptr,  # [P]
-    shares_ptr,  # [P]
-    wanted_ptr,  # [1 + 3 E']
+    weights_ptr,  # [P]
+    active_ptr,  # [1 + 3 E']
     order_ptr,  # [P]
     sorted_shares_ptr,  # [P]
     sorted_ptr,  # [P, C]
@@ -227,11 +227,11 @@ def _pairs_of_experts(
         first_pair = tl.cumsum(counts, 0) - counts
         e = tl.arange(0, SLOTS)
         for i in tl.range(0, tl.max(entries)):
-            ptrs = wanted_ptr + 1 + first_entry + i
+            ptrs = active_ptr + 1 + first_entry + i
             tl.store(ptrs, e, mask=i < entries)
             tl.store(ptrs + most, first_pair + i * BM, mask=i < entries)
             tl.store(ptrs + 2 * most, tl.minimum(counts - i * BM, BM), mask=i < entries)
-        tl.store(wanted_ptr, tl.sum(entries, 0))
+        tl.store(active_ptr, tl.sum(entries, 0))
     else:
         p = tl.arange(0, PAIRS)
         ids = tl.load(ids_ptr + p, mask=p < P, other=1 << 30)
@@ -240,7 +240,7 @@ def _pairs_of_experts(
             before = (ids < expert) | ((ids == expert) & (p < pair))
             place = tl.sum(before.to(tl.int32), 0)
             tl.store(order_ptr + place, pair)
-            tl.store(sorted_shares_ptr + place, tl.load(shares_ptr + pair))
+            tl.store(sorted_shares_ptr + place, tl.load(weights_ptr + pair))
             row_ptr = x_ptr + (pair // TOP_K).to(tl.int64) * C
             for start in tl.range(0, C, BLOCK):
                 c = start + tl.arange(0, BLOCK)

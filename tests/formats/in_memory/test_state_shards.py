@@ -4,7 +4,7 @@ import pytest
 
 from formats.architecture.states.parts import DELTA_NET, GRANITE_HYBRID, SHORT_CONV
 from formats.errors import InputError
-from formats.in_memory.state_shares import share_states
+from formats.in_memory.state_shards import shard_states
 from formats.scheme import Scheme
 
 W4 = Scheme.parse("w4a16-sym")  # groups of 128 inputs
@@ -13,8 +13,8 @@ GRANITE = {"mamba_n_heads": 48, "mamba_n_groups": 1}  # heads of 64: two in a gr
 MAMBA = GRANITE_HYBRID["state_mixer"]
 
 
-def shares(mixer, sizes, inputs, size, scheme=W4):
-    found = share_states(mixer, sizes, inputs, size, scheme, "layer.out_proj")
+def shards(mixer, sizes, inputs, size, scheme=W4):
+    found = shard_states(mixer, sizes, inputs, size, scheme, "layer.out_proj")
     assert len(found) == size
     ends = [each.heads for each in found]
     assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False)) and ends[0][0] == 0
@@ -23,13 +23,13 @@ def shares(mixer, sizes, inputs, size, scheme=W4):
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_value_heads_follow_their_key_heads(size):
-    found = shares(DELTA_NET, QWEN, 4096, size)
+    found = shards(DELTA_NET, QWEN, 4096, size)
     assert {each.num_heads for each in found} == {32 // size}
     assert {each.num_kv_heads for each in found} == {16 // size}
 
 
 def test_more_gpus_than_key_heads_hold_copies_of_them():
-    found = shares(DELTA_NET, QWEN, 4096, 32)
+    found = shards(DELTA_NET, QWEN, 4096, 32)
     assert [each.kv_heads for each in found[:3]] == [(0, 1), (0, 1), (1, 2)]
     assert {each.num_heads for each in found} == {1}
 
@@ -37,13 +37,13 @@ def test_more_gpus_than_key_heads_hold_copies_of_them():
 @pytest.mark.parametrize(("size", "heads"), [(2, [24, 24]), (4, [12] * 4), (5, [10] * 4 + [8])])
 def test_one_group_is_on_every_gpu(size, heads):
     """And shards end where groups of inputs do: at even heads."""
-    found = shares(MAMBA, GRANITE, 3072, size)
+    found = shards(MAMBA, GRANITE, 3072, size)
     assert [each.num_heads for each in found] == heads
     assert all(each.kv_heads == (0, 1) for each in found)
 
 
 def test_channels_of_a_convolution_end_where_groups_do():
-    found = shares(SHORT_CONV, {"hidden_size": 2048}, 2048, 3)
+    found = shards(SHORT_CONV, {"hidden_size": 2048}, 2048, 3)
     assert [each.heads for each in found] == [(0, 768), (768, 1408), (1408, 2048)]
 
 
@@ -57,4 +57,4 @@ def test_channels_of_a_convolution_end_where_groups_do():
 )
 def test_what_cannot_be_divided_is_named(sizes, message):
     with pytest.raises(InputError, match=message):
-        shares(DELTA_NET, sizes, 4096, 24)
+        shards(DELTA_NET, sizes, 4096, 24)

@@ -23,7 +23,7 @@ WHOLE_EXPERTS = ", or divide whole experts by --enable-expert-parallel"
 LEAST_EVEN = 16  # smallest unit that is used to make shards equal
 MIN_GROUP = 8  # smallest group, in inputs
 
-Share = tuple[int, int]  # (start, stop)
+Shard = tuple[int, int]  # (start, stop)
 Units = tuple[tuple[int, ...], ...]  # unit sizes in tiers, each tried completely
 
 
@@ -49,7 +49,7 @@ def input_units(scheme: Scheme | None) -> Units:
     return ((*wide, whole), parts)
 
 
-def share_out(extent: int, size: int, units: Units) -> tuple[Share, ...] | None:
+def shard_extent(extent: int, size: int, units: Units) -> tuple[Shard, ...] | None:
     """Divide an extent into `size` non-empty shards; None: there are too few units."""
     for tier in units:
         even = next((u for u in tier if u >= LEAST_EVEN and extent % (u * size) == 0), None)
@@ -65,11 +65,11 @@ def share_out(extent: int, size: int, units: Units) -> tuple[Share, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShare:
+class HeadShard:
     """Heads on one GPU. With fewer KV heads than GPUs, several GPUs hold the same KV head."""
 
-    heads: Share
-    kv_heads: Share
+    heads: Shard
+    kv_heads: Shard
     is_first: bool = True  # the first of the GPUs that hold these KV heads
 
     @property
@@ -81,14 +81,14 @@ class HeadShare:
         return self.kv_heads[1] - self.kv_heads[0]
 
 
-def share_heads(
+def shard_heads(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     size: int,
     schemes: Sequence[Scheme | None],
     words: tuple[str, str] = ("attention heads", "KV heads"),
-) -> tuple[HeadShare, ...]:
+) -> tuple[HeadShard, ...]:
     """Return each GPU's heads. `schemes` are the schemes of the output projections.
 
     `words` are the names of heads and KV heads in errors. Raises InputError if the heads cannot be
@@ -103,18 +103,18 @@ def share_heads(
         )
     per_kv_head = num_heads // num_kv_heads
     if size <= num_kv_heads:
-        found = _share_units(num_kv_heads, per_kv_head * head_dim, size, schemes)
+        found = _shard_units(num_kv_heads, per_kv_head * head_dim, size, schemes)
         if found is not None:
             return tuple(
-                HeadShare(heads=(a * per_kv_head, b * per_kv_head), kv_heads=(a, b))
+                HeadShard(heads=(a * per_kv_head, b * per_kv_head), kv_heads=(a, b))
                 for a, b in found
             )
     elif size % num_kv_heads == 0:
         copies = size // num_kv_heads
-        found = _share_units(per_kv_head, head_dim, copies, schemes)
+        found = _shard_units(per_kv_head, head_dim, copies, schemes)
         if found is not None:
             return tuple(
-                HeadShare(
+                HeadShard(
                     heads=(kv_head * per_kv_head + a, kv_head * per_kv_head + b),
                     kv_heads=(kv_head, kv_head + 1),
                     is_first=number == 0,
@@ -129,9 +129,9 @@ def share_heads(
     )
 
 
-def _share_units(
+def _shard_units(
     count: int, width: int, size: int, schemes: Sequence[Scheme | None]
-) -> tuple[Share, ...] | None:
+) -> tuple[Shard, ...] | None:
     """Divide `count` heads, in whole groups if no shard becomes empty."""
     tiers = max(len(input_units(scheme)) for scheme in schemes)
     for tier in range(tiers):
@@ -140,15 +140,15 @@ def _share_units(
             units = [unit for row in input_units(scheme)[: tier + 1] for unit in row]
             steps = [math.lcm(width, unit) // width for unit in units]
             step = math.lcm(step, min(steps))
-        found = share_out(count, size, ((step,),))
+        found = shard_extent(count, size, ((step,),))
         if found is not None and all(a < b for a, b in found):
             return found
     return None
 
 
-def share_features(name: str, extent: int, size: int, scheme: Scheme | None) -> tuple[Share, ...]:
+def shard_features(name: str, extent: int, size: int, scheme: Scheme | None) -> tuple[Shard, ...]:
     """Divide the inputs of a row-parallel linear. Raises InputError, with `name`."""
-    found = share_out(extent, size, input_units(scheme))
+    found = shard_extent(extent, size, input_units(scheme))
     if found is None:
         raise InputError(
             f"{FLAG} {size}",
