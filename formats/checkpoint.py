@@ -236,8 +236,13 @@ class CheckpointWriter:
 
         `transposed` names matrices to store with their dims exchanged (CheckpointReader.transposed
         of the source). `as_stated` holds keys of config.json with the values to write. Raises
-        CheckpointError if `folder` is not empty or another run is writing it.
+        CheckpointError if `folder` is not empty or another run is writing it, or if
+        `max_shard_bytes` is no positive number.
         """
+        if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise CheckpointError(
+                "max_shard_bytes", f"expected a number of bytes, found {max_shard_bytes!r:.80}"
+            )
         self._transposed, self._as_stated = frozenset(transposed), dict(as_stated or {})
         # resolve the path, because a rename cannot replace "." or a link to a folder
         self.folder = Path(folder).resolve()
