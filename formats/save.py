@@ -23,7 +23,7 @@ from formats.compatibility.loads_in import Verdict
 from formats.errors import CheckpointError, InputError, one_line
 from formats.families import known_family
 from formats.files.side_files import find_side_files
-from formats.files.whole_writer import open_writer
+from formats.files.whole_writer import least_bytes, open_writer
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, same_weight
 from formats.layouts import (
@@ -122,7 +122,8 @@ def save_quantized(
     verdicts, findings = verdicts_of(config, schemes, reader)
     check_readers(readers, verdicts, findings, layout, schemes, reader)
     block = config.to_dict()
-    with open_writer(folder, reader, max_shard_bytes=max_shard_bytes) as writer:
+    least = least_bytes(reader, schemes)
+    with open_writer(folder, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         tied = says_tied(reader.config)
         for name in reader.entries:
             module, _, field = name.rpartition(".")
