@@ -30,8 +30,8 @@ from formats.files.json_file import read_json
 from formats.files.model_path import is_gguf_folder, model_folder
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
+from formats.files.target import check_is_free
 from formats.files.tensor_entry import TensorEntry
-from formats.table import size_text
 
 __all__ = [
     "CONFIG",
@@ -41,8 +41,6 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "TensorEntry",
-    "check_has_space",
-    "check_is_free",
     "read_header",
     "read_json",
 ]
@@ -165,6 +163,12 @@ class CheckpointReader:
         return files
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        entries = (*self.entries.values(), *self.other_parts.values())
+        return sum(entry.num_bytes for entry in entries)
+
+    @property
     def num_other_parts(self) -> int:
         """Number of tensors of the vision part."""
         return len(self.other_parts)
@@ -182,40 +186,6 @@ class CheckpointReader:
         """Return the entries whose name starts with `prefix` + ".", keyed by the rest."""
         start = prefix + "."
         return {n[len(start) :]: e for n, e in self.entries.items() if n.startswith(start)}
-
-
-def check_is_free(folder: str | Path) -> None:
-    """Raise CheckpointError if the folder to write exists and is not empty, or is named *.gguf."""
-    path = Path(folder)
-    if path.suffix.lower() == ".gguf":
-        raise CheckpointError(
-            str(path),
-            "ends in .gguf, but the output of this format is a folder",
-            "remove .gguf from the name, or add --format gguf to write a GGUF file",
-        )
-    if path.is_dir() and any(path.iterdir()):
-        raise CheckpointError(
-            str(path), "already exists and is not empty", "give a new folder or empty it"
-        )
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(str(path), "is not a folder", "give a new folder")
-
-
-def check_has_space(folder: str | Path, num_bytes: int) -> None:
-    """Raise DiskError unless `folder` can be made on a disk with so many free bytes.
-
-    For work that is lost if its result cannot be written.
-    """
-    place = next(each for each in Path(folder).resolve().parents if each.is_dir())
-    if not os.access(place, os.W_OK):
-        raise DiskError(str(folder), f"{place} is not writable", "give another folder")
-    free = shutil.disk_usage(place).free
-    if free < num_bytes:
-        raise DiskError(
-            str(folder),
-            f"needs {size_text(num_bytes)}, but {place} has {size_text(free)} free",
-            "free some, or give a folder on another disk",
-        )
 
 
 class CheckpointWriter:
@@ -236,8 +206,13 @@ class CheckpointWriter:
 
         `transposed` names matrices to store with their dims exchanged (CheckpointReader.transposed
         of the source). `as_stated` holds keys of config.json with the values to write. Raises
-        CheckpointError if `folder` is not empty or another run is writing it.
+        CheckpointError if `folder` is not empty or another run is writing it, or if
+        `max_shard_bytes` is no positive number.
         """
+        if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise CheckpointError(
+                "max_shard_bytes", f"expected a number of bytes, found {max_shard_bytes!r:.80}"
+            )
         self._transposed, self._as_stated = frozenset(transposed), dict(as_stated or {})
         # resolve the path, because a rename cannot replace "." or a link to a folder
         self.folder = Path(folder).resolve()

@@ -18,20 +18,15 @@ from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
 )
-from formats.compatibility.loads_in import Facts, Verdict
-from formats.compatibility.rules import OTHERS, loads_in
+from formats.compatibility.before_writing import check_readers, verdicts_of
+from formats.compatibility.loads_in import Verdict
 from formats.errors import CheckpointError, InputError, one_line
 from formats.families import known_family
 from formats.files.side_files import find_side_files
-from formats.files.whole_writer import open_writer
+from formats.files.whole_writer import least_bytes, open_writer
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, same_weight
-from formats.inspection.config import check_config
-from formats.inspection.findings import Findings
-from formats.inspection.labels import check_fused
-from formats.inspection.linear_summary import LinearSummary
 from formats.layouts import (
-    LAYOUTS,
     Layout,
     check_shape_writable,
     check_writable,
@@ -96,8 +91,8 @@ def save_quantized(
     zeros None means symmetric. All other tensors are copied from the source bit for bit, except
     those in `tensors`, by full name.
 
-    A `scheme` such as "w8a8" states bits, symmetry and activations; without it, they follow from
-    the codes. The group size follows from the scales, unless the scheme states it
+    A `scheme` such as "w8a8" states bits, symmetry and activations of all linears; without it, they
+    follow from the codes. The group size follows from the scales, unless the scheme states it
     ("w4a16-sym-g64"). Without a `format`, the default of `qserve quantize` is used.
 
     Raises InputError before anything is written if names, shapes or numbers do not fit the model,
@@ -124,10 +119,11 @@ def save_quantized(
         check_writable(layout, weight.scheme, name)
         check_shape_writable(layout, weight.scheme, name, weight.out_features, weight.in_features)
     config = QuantConfig.of_modules(layout.name, schemes, quantizer)
-    verdicts = _verdicts(config, schemes, reader)
-    _check_readers(readers, verdicts, layout, schemes, reader)
+    verdicts, findings = verdicts_of(config, schemes, reader)
+    check_readers(readers, verdicts, findings, layout, schemes, reader)
     block = config.to_dict()
-    with open_writer(folder, reader, max_shard_bytes=max_shard_bytes) as writer:
+    least = least_bytes(reader, schemes)
+    with open_writer(folder, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         tied = says_tied(reader.config)
         for name in reader.entries:
             module, _, field = name.rpartition(".")
@@ -177,6 +173,12 @@ def _weights(
     for name, value in linears.items():
         if not isinstance(name, str):
             raise InputError("linears", f"expected names of linears as keys, found {name!r:.80}")
+        if name == HEAD and says_tied(reader.config):
+            raise InputError(
+                name,
+                "is the embedding (tie_word_embeddings), which stays in float",
+                "leave it out; `qserve quantize --quantize-head` gives it codes of its own",
+            )
         entry = reader.entries.get(f"{name}.weight")
         if entry is None:
             raise InputError(name, f"{reader.folder} has no {name}.weight", _nearest(name, reader))
@@ -186,7 +188,7 @@ def _weights(
         elif isinstance(value, Weight):
             weight = value
         elif callable(getattr(value, "packed", None)):  # a QuantLinear
-            weight = value.packed()
+            weight = _of_layer(name, value)
         else:
             raise InputError(
                 name,
@@ -194,12 +196,35 @@ def _weights(
                 f" {type(value).__name__}",
             )
         weight.check(name)
+        if scheme is not None:
+            _check_scheme(name, weight, scheme)
         if isinstance(weight, PackedWeight):
             weight.check_range(name)
         _check_shape(name, (weight.out_features, weight.in_features), tuple(entry.shape))
         weights[name] = weight.to("cpu")
     from_codes = [name for name, value in linears.items() if isinstance(value, tuple)]
     return {**weights, **_in_equal_groups({name: weights[name] for name in from_codes})}
+
+
+def _of_layer(name: str, layer: Any) -> Weight:
+    """Return the weight of a QuantLinear; its errors get the layer's name."""
+    try:
+        return layer.packed()
+    except InputError as error:
+        raise InputError(name, error.problem, error.remedy) from None
+
+
+def _check_scheme(name: str, weight: Weight, scheme: str | Scheme) -> None:
+    """Raise InputError unless a weight has the scheme that was stated for all."""
+    own, K = weight.scheme, weight.in_features
+    stated = Scheme.of_scales(scheme, own.weight.num_groups(K), K, name)
+    in_own_groups = replace(stated.weight, group_size=own.weight.group_size)
+    if (in_own_groups, stated.activation) != (own.weight, own.activation) or (
+        stated.weight.num_groups(K) != own.weight.num_groups(K)
+    ):
+        raise InputError(
+            name, f"has the scheme {own}, but scheme={str(scheme)!r} is stated", "leave it out"
+        )
 
 
 def _in_equal_groups(weights: Mapping[str, PackedWeight]) -> dict[str, PackedWeight]:
@@ -299,8 +324,6 @@ def _holds(layout: Layout, weights: Mapping[str, Weight]) -> bool:
 
 def _check_place(name: str, reader: CheckpointReader) -> None:
     """Raise InputError if readers do not support a quantized matrix of that name."""
-    if name == HEAD and says_tied(reader.config):
-        raise InputError(name, "is the embedding (tie_word_embeddings), which stays in float")
     if name.endswith(routing_names(known_family(reader.config), reader.config)):
         raise InputError(name, "routes tokens: no reader loads it quantized", "leave it in float")
     if name != HEAD and not LAYER_NUMBER.search(name):
@@ -341,8 +364,9 @@ def _other_tensors(
     for name, tensor in found.items():
         if name.removesuffix(".weight") in linears:
             raise InputError(name, "is given twice: as codes, and in tensors", "leave one out")
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__array__"):
             raise InputError(name, f"expected a tensor, found {type(tensor).__name__}")
+        tensor = _tensor(tensor, name)
         entry = reader.entries.get(name)
         if entry is None or tuple(tensor.shape) != entry.shape:
             wanted = "no such tensor" if entry is None else str(list(entry.shape))
@@ -363,79 +387,6 @@ def _schemes(weights: Mapping[str, Weight], reader: CheckpointReader) -> dict[st
         elif field == "weight" and LAYER_NUMBER.search(module) and len(entry.shape) == 2:
             schemes[module] = None
     return schemes
-
-
-def _verdicts(
-    config: QuantConfig, schemes: Mapping[str, Scheme | None], reader: CheckpointReader
-) -> list[Verdict]:
-    """Return which programs will load the folder, before it is written."""
-    linears = [
-        LinearSummary(
-            name=name,
-            out_features=reader.entries[f"{name}.weight"].shape[0],
-            in_features=reader.entries[f"{name}.weight"].shape[1],
-            scheme=str(own),
-            num_bytes=0,
-            traits=frozenset() if own is not None else frozenset({"float"}),
-        )
-        for name, own in schemes.items()
-    ]
-    findings, names = Findings(), reader.config.get("architectures")
-    whole = reader.whole_config.get("architectures")
-    choices = check_config(reader.config, findings)
-    fused_mixed = check_fused(linears, config, findings)
-    errors = [p for p in findings.problems if p.severity == "error" and not p.read_here]
-    facts = Facts(
-        architecture=names[0] if isinstance(names, list) and len(names) == 1 else "",
-        whole=whole[0] if isinstance(whole, list) and len(whole) == 1 else "",
-        method=config.method,
-        config=config,
-        config_error="",
-        linears=linears,
-        choices=choices,
-        first_error=next((f"{e.subject}: {e.text}" for e in errors), ""),
-        fused_mixed=fused_mixed,
-        unplaced="",
-        desc_act=False,
-        written_by_gptqmodel=False,
-        exceptions=bool(config.to_dict().get("dynamic")),
-    )
-    return loads_in(facts)
-
-
-def _check_readers(
-    readers: Sequence[str],
-    verdicts: Sequence[Verdict],
-    layout: Layout,
-    schemes: Mapping[str, Scheme | None],
-    reader: CheckpointReader,
-) -> None:
-    """Raise InputError if a named reader would not load the folder."""
-    known = {verdict.program: verdict for verdict in verdicts}
-    if isinstance(readers, str):
-        raise InputError("readers", f"expected a list of names, found {readers!r}", "use [name]")
-    for program in readers:
-        if program not in known:
-            raise InputError(
-                f"reader {program!r}", "unknown", f"known: {', '.join(known)}, or none of them"
-            )
-        if known[program].answer != "no":
-            continue
-        able = []
-        for other in LAYOUTS.values():
-            try:
-                for own in set(schemes.values()) - {None}:
-                    check_writable(other, own)
-                found = _verdicts(QuantConfig.of_modules(other.name, schemes), schemes, reader)
-            except InputError:
-                continue
-            if all(v.answer != "no" for v in found if v.program in readers):
-                able.append(other.name)
-        named = [p for p in OTHERS if p in readers]
-        remedy = f"no format is loaded by {', '.join(named)}: give other readers=(...)"
-        if able:
-            remedy = f"write format={able[0]!r}"
-        raise InputError(f"format {layout.name!r}", f"{program} {known[program].reason}", remedy)
 
 
 def _verify(

@@ -3,6 +3,8 @@
 Every function takes the argument's name, which its KernelError shows.
 """
 
+from typing import Any
+
 import torch
 
 from qkernels.errors import KernelError
@@ -18,6 +20,18 @@ def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
     return tensor.shape
+
+
+def check_numbers(name: str, value: Any, expected: str) -> None:
+    """Raise KernelError unless `value` is a dense tensor with data. `expected`: as in the error."""
+    if not isinstance(value, torch.Tensor):
+        remedy = "torch.from_numpy converts an array" if hasattr(value, "__array__") else ""
+        found = type(value).__name__
+        raise KernelError(name, f"expected {expected}, found {found}", remedy)
+    if value.is_meta:
+        raise KernelError(name, "is on the meta device, without numbers", "load its weights")
+    if value.layout is not torch.strided:
+        raise KernelError(name, f"has the layout {value.layout}", "convert it with .to_dense()")
 
 
 def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from formats.errors import SchemeError
+from formats.errors import CheckpointError, SchemeError
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
 from formats.names import SchemeName
 from formats.numerics import affine
 from formats.scheme import Scheme, fitting_group_size
 from qkernels import ops
+from qkernels.checks import check_numbers
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
@@ -93,11 +94,7 @@ class QuantLinear(nn.Module):
         if isinstance(linear_or_weight, nn.Linear):
             weight_NK = linear_or_weight.weight
             bias = linear_or_weight.bias if bias is None else bias
-        if not isinstance(weight_NK, torch.Tensor):
-            found = type(linear_or_weight).__name__
-            raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
-        if weight_NK.is_meta:
-            raise KernelError(name, "is on the meta device, without numbers", "load its weights")
+        check_numbers(name, weight_NK, "a torch.nn.Linear or a weight [N, K]")
         scheme = Scheme.parse(scheme)
         check_storable(scheme, name)
         if weight_NK.ndim == 2:
@@ -157,11 +154,12 @@ class QuantLinear(nn.Module):
     def from_packed(cls, packed: StoredWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
         """Create a layer from a packed weight.
 
-        Raises InputError if its format cannot store the weight.
+        Raises InputError if its format cannot store the weight, and for a bias that is no finite
+        tensor [N].
         """
         packed.check()
-        if bias is not None and bias.shape != (packed.out_features,):
-            raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
+        if bias is not None:
+            _check_bias(bias, packed.out_features)
         layer = cls(
             packed.in_features,
             packed.out_features,
@@ -255,6 +253,12 @@ class QuantLinear(nn.Module):
         Raises CheckpointError if the layer is empty or damaged.
         """
         self._check_not_released()
+        if self.scales is not None and not self.scales.any():
+            raise CheckpointError(
+                "QuantLinear",
+                "is empty: all scales are zero",
+                "call load_state_dict, or make it with from_float or from_codes",
+            )
         names = stored_names(self.scheme)
         return decode({name: getattr(self, name) for name in names}, self.scheme)
 
@@ -268,6 +272,7 @@ class QuantLinear(nn.Module):
         The unit is one grid step. 0: the layer computes with exactly this weight, even if another
         tool chose its codes.
         """
+        check_numbers("weight", weight_NK, "a float weight [N, K]")
         packed = self.packed()
         if not isinstance(packed, PackedWeight):
             raise KernelError("off_grid", f"is for integer codes, not {self.scheme}")
@@ -341,6 +346,14 @@ class QuantLinear(nn.Module):
         """Leave the kernel's copy out of copies and pickles, unless it is the only copy."""
         state = super().__getstate__()
         return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}
+
+
+def _check_bias(bias: torch.Tensor, out_features: int) -> None:
+    check_numbers("bias", bias, f"a tensor [{out_features}] or None")
+    if bias.shape != (out_features,):
+        raise KernelError("bias", f"expected [{out_features}], found {list(bias.shape)}")
+    if not torch.isfinite(bias).all():
+        raise KernelError("bias", "contains NaN or infinity", "fix the model")
 
 
 def _check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:

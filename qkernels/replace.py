@@ -47,6 +47,9 @@ def replace_linears(
     `ignore` that match no layer.
     """
     parsed = Scheme.parse(scheme)
+    if not isinstance(model, nn.Module):
+        found = f"expected a torch module, found {type(model).__name__}"
+        raise InputError("model", found, "load it, as with from_pretrained")
     if kernel is not None and not trainable:
         raise InputError("kernel", "is for trainable layers", "call prepare(kernel=) of a layer")
     layout = None if trainable else stored_layout(parsed)
@@ -74,8 +77,16 @@ def replace_linears(
 
 def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linears to replace by name; a shared linear appears under each of its names."""
-    if isinstance(ignore, str):
-        raise InputError("ignore", f"expected a list of names, found {ignore!r}", "use [name]")
+    if (
+        isinstance(ignore, str)
+        or not isinstance(ignore, Iterable)
+        or not all(isinstance(pattern, str) for pattern in ignore)
+    ):
+        raise InputError(
+            "ignore",
+            f"expected a list of names, found {ignore!r:.80}",
+            "use [name], or [] for none",
+        )
     found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -89,11 +100,11 @@ def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
     ignored = {module for name, module in found.items() if any(fits(each, name) for each in ignore)}
     linears = {name: module for name, module in found.items() if module not in ignored}
     if not linears:
-        raise InputError(
-            type(model).__name__,
-            "has no torch Linear to replace"
-            + (": `ignore` fits all of them" if found else " below it"),
-        )
+        done = sum(isinstance(m, QuantLinear | TrainableQuantLinear) for m in model.modules())
+        reason = ": `ignore` fits all of them" if found else " below it"
+        if done:
+            reason = f": {done} of its layers are quantized already"
+        raise InputError(type(model).__name__, f"has no torch Linear to replace{reason}")
     return linears
 
 

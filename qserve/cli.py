@@ -124,8 +124,8 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
 
 
 def convert(model: str, config: ConvertConfig) -> int:
-    from formats.checkpoint import check_is_free
     from formats.convert import convert_checkpoint
+    from formats.files.target import check_is_free
     from formats.table import parse_size
     from qserve.hub.local import local_model
 

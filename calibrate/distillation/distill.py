@@ -35,14 +35,13 @@ from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
-    check_has_space,
-    check_is_free,
     read_json,
 )
 from formats.errors import CheckpointError, InputError
 from formats.files.channel_factors import read_channel_factors
 from formats.files.model_path import is_gguf_folder
 from formats.files.side_files import find_side_files
+from formats.files.target import check_has_space, check_is_free
 from formats.files.whole_writer import open_writer
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
@@ -122,8 +121,7 @@ def distill_checkpoint(
     if is_gguf_folder(reader.folder):
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
     find_side_files(reader.folder)  # raises now, not after the work
-    entries = (*reader.entries.values(), *reader.other_parts.values())
-    check_has_space(target, sum(entry.num_bytes for entry in entries))
+    check_has_space(target, reader.num_bytes)
     _check_pair(reader, model)
     device = _only(device)
     data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
@@ -242,7 +240,9 @@ def _write(
     changed = dict(norms)
     for module, weight in linears.items():
         changed |= _in_file(student, module, weight)
-    with open_writer(target, reader, max_shard_bytes=max_shard_bytes) as writer:
+    with open_writer(
+        target, reader, least_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
+    ) as writer:
         for name in reader.entries:
             writer.add(name, changed[name] if name in changed else reader.get(name))
         staged = writer.seal(dict(reader.config), side_files_from=reader.folder)

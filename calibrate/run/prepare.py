@@ -27,9 +27,9 @@ from calibrate.run.settings import RunSettings
 from calibrate.solvers.solving import LayerContext, LayerState
 from calibrate.texts.data import CalibrationData
 from formats.architecture.padding import make_padding
-from formats.checkpoint import check_is_free
 from formats.errors import InputError
 from formats.files.side_files import find_side_files
+from formats.files.target import check_is_free
 from formats.hub.fetch import local_path
 from formats.hub.selection import ADAPTER
 from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, fitted_scheme, make_plan, usual_scheme

@@ -5,6 +5,8 @@ and config.json is the source's with the changes of the text model.
 """
 
 import copy
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,14 @@ from formats.architecture.text_part import (
     stored_name,
     text_prefix,
 )
-from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
+from formats.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    CheckpointReader,
+    CheckpointWriter,
+)
 from formats.codecs.config_fields import BLOCK
+from formats.files.target import check_has_space, check_is_free
+from formats.scheme import Scheme
 
 TIED = "tie_word_embeddings"
 
@@ -31,9 +39,16 @@ def open_writer(
     folder: str | Path,
     source: CheckpointReader,
     *,
+    least_bytes: int,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> CheckpointWriter:
-    """Return a writer for a model in the form of `source`. Raises CheckpointError."""
+    """Return a writer for a model in the form of `source`.
+
+    `least_bytes`: lower bound of the bytes to write. Raises CheckpointError; DiskError if the disk
+    has fewer free.
+    """
+    check_is_free(folder)
+    check_has_space(folder, least_bytes)
     if source.other_parts:
         return WholeWriter(folder, source, max_shard_bytes=max_shard_bytes)
     return CheckpointWriter(
@@ -42,6 +57,18 @@ def open_writer(
         transposed=source.transposed,
         as_stated=replaced_keys(source.whole_config),
     )
+
+
+def least_bytes(source: CheckpointReader, schemes: Mapping[str, Scheme | None]) -> int:
+    """Return a lower bound of a quantized model's bytes: codes, and the tensors that stay."""
+    total = sum(entry.num_bytes for entry in source.other_parts.values())
+    for name, entry in source.entries.items():
+        scheme = schemes.get(name.removesuffix(".weight"))
+        size = (
+            entry.num_bytes if scheme is None else math.prod(entry.shape) * scheme.weight.bits // 8
+        )
+        total += min(size, entry.num_bytes)
+    return total
 
 
 class WholeWriter(CheckpointWriter):

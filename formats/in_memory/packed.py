@@ -59,6 +59,16 @@ class PackedWeight:
                 raise CheckpointError(
                     f"{name} {field}", f"expected a tensor, found {type(tensor).__name__}"
                 )
+            if tensor.is_meta:
+                raise CheckpointError(
+                    f"{name} {field}", "is on the meta device, without numbers", "load it"
+                )
+        devices = {field: str(tensor.device) for field, tensor in given.items()}
+        if len(set(devices.values())) > 1:
+            found = ", ".join(f"{field} on {device}" for field, device in devices.items())
+            raise CheckpointError(name, f"found {found}", "move all to one device")
+        if spec.type != "int":
+            raise _no_codes(name, spec)
         if codes_NK.ndim != 2 or codes_NK.is_floating_point():
             raise CheckpointError(
                 name,
@@ -127,7 +137,7 @@ class PackedWeight:
     def check(self, name: str = "weight") -> None:
         """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
         if self.spec.type != "int":
-            raise CheckpointError(name, "float8 weights have no integer codes", "use an int scheme")
+            raise _no_codes(name, self.spec)
         self.spec.check_shape(name, self.out_features, self.in_features)
         expected = {
             "words": (self.words_NW, torch.int32, packed_length(self.in_features, self.spec.bits)),
@@ -237,6 +247,13 @@ class PackedWeight:
             scales_NG=torch.cat([part.scales_NG for part in parts]),
             zeros_NG=torch.cat([part.zeros_NG for part in parts]),
         )
+
+
+def _no_codes(name: str, spec: QuantSpec) -> CheckpointError:
+    kind = "float8" if spec.type == "float" else spec.type
+    return CheckpointError(
+        name, f"{kind} weights have no integer codes", "give an integer scheme, such as w4a16-sym"
+    )
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:

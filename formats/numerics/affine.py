@@ -262,8 +262,8 @@ def off_grid(
 
     A step is the scale of the weight's group. At 0, every weight lies on the grid and rounding
     changes nothing. Up to 0.5, rounding moves a weight. Above 0.5, a weight is outside the grid's
-    range and is clipped. Weights that were computed in float32 as s * (q - z) are within 1e-5.
-    Raises CheckpointError on NaN, infinity or another shape.
+    range and is clipped. Weights that were computed in float32 as s * (q - z) are at 0. Raises
+    CheckpointError on NaN, infinity or another shape.
     """
     weight_NK = weight_NK.detach()
     num_groups = scales_NG.shape[1]
@@ -277,7 +277,6 @@ def off_grid(
     if not torch.isfinite(weight_NK).all():
         raise CheckpointError("weight", "contains NaN or infinity", "fix the model")
     groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))
-    places = groups_NGL / scales_NG.float()[..., None]
-    zeros_NG1 = zeros_NG.float()[..., None]
-    nearest = places.round().clamp(-zeros_NG1, spec.max_code - zeros_NG1)
-    return float((places - nearest).abs().max())
+    scales_NG1, zeros_NG1 = scales_NG.float()[..., None], zeros_NG.float()[..., None]
+    nearest = (groups_NGL / scales_NG1).round().clamp(-zeros_NG1, spec.max_code - zeros_NG1)
+    return float(((groups_NGL - scales_NG1 * nearest) / scales_NG1).abs().max())

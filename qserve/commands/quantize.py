@@ -14,7 +14,7 @@ from qserve.command_line.tool_config import QuantizeConfig
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
-    from formats.checkpoint import check_is_free
+    from formats.files.target import check_is_free
     from formats.gguf.writing.container_writer import check_file_is_free
     from formats.heads.folder import is_head_folder
     from formats.hub.fetch import local_path

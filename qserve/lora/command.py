@@ -19,7 +19,7 @@ class MergeConfig(HubSettings):
 
 
 def merge(model: str, config: MergeConfig) -> int:
-    from formats.checkpoint import check_is_free
+    from formats.files.target import check_is_free
     from formats.hub.fetch import local_path
     from formats.hub.selection import ADAPTER
     from formats.table import parse_size

@@ -65,10 +65,11 @@ class ServedAdapters:
         plain = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
         found = root / name if plain and len(name) < 256 else None
         if found is None:
+            last = Path(name[:300].replace("\0", "")).name
             raise InputError(
                 "lora_path",
-                f"expected the name of a folder, found {name[:300]!r}",
-                "leave out separators",
+                f"expected the name of a folder in --lora-folder, found {name[:300]!r}",
+                f"give its name alone: {last!r}" if last not in ("", "..") else "",
             )
         # Symbolic links must not lead out of --lora-folder.
         for file in (found, found / ADAPTER_CONFIG, found / WEIGHTS):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qserve.errors import ParameterError
-from qserve.structured import structural_tag
+from qserve.structured import free_json, structural_tag
 from qserve.structured.backend import library, limits
 from qserve.structured.lark_text import quoted
 from qserve.structured.params import FIELD, StructuredOutputsParams
@@ -60,7 +60,10 @@ def check_grammar(params: StructuredOutputsParams) -> None:
 
 def json_rule(params: StructuredOutputsParams, schema: dict | bool) -> str:
     """Return Lark of a JSON value that fits a schema, with white space as in the parameters."""
-    return f"%json {json.dumps(_schema(params, schema)['json_schema'])}"
+    found = _schema(params, schema)
+    if "lark_grammar" in found:
+        return f"%lark {{\n{found['lark_grammar']}\n}}"
+    return f"%json {json.dumps(found['json_schema'])}"
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> ParameterError:
@@ -80,8 +83,11 @@ def _json_object(params: StructuredOutputsParams) -> dict[str, Any]:
 def _schema(params: StructuredOutputsParams, schema: dict | bool) -> dict[str, Any]:
     rewritten, _ = _enforceable(params, schema)
     schema = json.loads(rewritten)
+    start = free_json.start_of(schema)
+    if start is not None:
+        return {"lark_grammar": free_json.lark(start, _whitespace_in_lark(params))}
     if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
+        schema = {"enum": []}  # True is free JSON
     return {"json_schema": schema | {"x-guidance": whitespace(params)}}
 
 
@@ -108,11 +114,19 @@ def unenforced(params: StructuredOutputsParams) -> Sequence[str]:
 
 def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
     """Return llguidance's options for white space."""
+    pattern = _whitespace_pattern(params)
+    return {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
+
+
+def _whitespace_pattern(params: StructuredOutputsParams) -> str | None:
     if params.whitespace_pattern is not None:
-        return {"whitespace_pattern": params.whitespace_pattern}
-    if params.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": SHORT_WHITESPACE}
+        return params.whitespace_pattern
+    return None if params.disable_any_whitespace else SHORT_WHITESPACE
+
+
+def _whitespace_in_lark(params: StructuredOutputsParams) -> str | None:
+    pattern = _whitespace_pattern(params)
+    return None if pattern is None else library().regex_to_lark(pattern, "")
 
 
 def _regex(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from calibrate.run import finish
 from calibrate.solvers import rtn
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
-from formats.errors import CheckpointError, InputError, SchemeError
+from formats.errors import CheckpointError, DiskError, InputError, SchemeError
 from formats.in_memory.packed import PackedWeight
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
@@ -237,6 +238,15 @@ def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, mon
     refused(model.write(), CheckpointError, f"{name}.weight.*float matrix")
     model.tensors[f"{name}.weight"] = torch.ones(64, 96, dtype=torch.int8)
     refused(model.write(), CheckpointError, f"{name}.weight.*float matrix")
+
+
+def test_result_that_does_not_fit_on_the_disk_is_refused_before_any_work(
+    tiny_checkpoint, monkeypatch
+):
+    use_solver(monkeypatch, never)
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    refused(tiny_checkpoint().write(), DiskError, "out: needs .* or more, but .* has 1.0 kB free")
 
 
 @pytest.mark.parametrize(

@@ -374,3 +374,10 @@ def test_how_vectors_are_made_goes_along(tmp_path, source):
     assert not any("bin" in name or "Other" in name for name in files)
     assert not {"beside", "other.json"} & {path.name for path in target.parent.iterdir()}
     assert (target / "1_Pooling").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("size", [0, -1, "5GB"])
+def test_shards_need_a_number_of_bytes(tmp_path, size):
+    with pytest.raises(CheckpointError, match="max_shard_bytes: expected a number of bytes, found"):
+        CheckpointWriter(tmp_path / "out", max_shard_bytes=size)
+    assert list(tmp_path.iterdir()) == []

@@ -193,6 +193,12 @@ def test_tensors_replace_those_of_the_source(source, tmp_path):
     assert torch.equal(CheckpointReader(tmp_path / "out").get("model.norm.weight"), norm.bfloat16())
 
 
+def test_tensors_may_be_arrays(source, tmp_path):
+    norm = {"model.norm.weight": numpy.full(64, 2.0)}
+    save_quantized(tmp_path / "out", source, codes_of(source), tensors=norm, readers=())
+    assert (CheckpointReader(tmp_path / "out").get("model.norm.weight") == 2).all()
+
+
 def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source, tmp_path):
     given = codes_of(source, QuantSpec(bits=4, symmetric=False, group_size=32))
     with pytest.raises(InputError, match="vLLM takes symmetric.*write format='awq'"):
@@ -210,8 +216,28 @@ def test_exceptions_as_gptq_are_refused_for_transformers(source, tmp_path):
 
 def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "k_proj" not in n}
-    with pytest.raises(InputError, match="q_proj, k_proj, v_proj .*as one matrix"):
+    with pytest.raises(
+        InputError, match="0.self_attn: .*k_proj float, .*as one matrix .*one scheme"
+    ):
         save_quantized(tmp_path / "out", source, given)
+
+
+def test_a_scheme_must_be_that_of_the_given_layers(source, tmp_path):
+    weights = {n: CheckpointReader(source).get(f"{n}.weight") for n in names_of(source)}
+    layers = {n: QuantLinear.from_float(w, "w4a16-sym-g32") for n, w in weights.items()}
+    for scheme in ("w8a8", "w4a16-asym", "w4a16-sym-g64"):
+        with pytest.raises(InputError, match=f"{Q0}: has the scheme w4a16-sym-g32, .*'{scheme}'"):
+            save_quantized(tmp_path / "out", source, {Q0: layers[Q0]}, scheme=scheme, readers=())
+    for number, scheme in enumerate(("w4a16-sym", "w4a16-sym-g32")):
+        saved = save_quantized(tmp_path / f"{number}", source, layers, scheme=scheme)
+        assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
+
+
+def test_a_released_layer_is_named(source, tmp_path):
+    layer = QuantLinear.from_float(CheckpointReader(source).get(f"{Q0}.weight"), "w4a16-sym-g32")
+    layer.prepare(torch.float32, release=True)
+    with pytest.raises(InputError, match=f"{Q0}: its stored tensors were released"):
+        save_quantized(tmp_path / "out", source, {Q0: layer}, readers=())
 
 
 WRONG = [
@@ -269,6 +295,7 @@ TENSORS = [
     ({f"{Q0}.weight": torch.zeros(64, 64)}, "is given twice"),
     ({"model.norm.weight": [1.0] * 64}, "expected a tensor, found list"),
     ([torch.ones(64)], "tensors: expected a mapping by name, found list"),
+    ({"model.norm.weight": torch.ones(64, device="meta")}, "model.norm.weight: .*meta device"),
     # finite, but not in what the model stores
     ({"model.norm.weight": torch.full((64,), 1e39, dtype=torch.float64)}, "NaN or infinity in"),
 ]
@@ -281,14 +308,17 @@ def test_other_tensors_that_cannot_be_are_refused(source, tmp_path, tensors, tex
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tied_head_is_refused(tmp_path, float_model, write_folder):
-    tensors, config = float_model
-    config = {**config, "tie_word_embeddings": True}
-    tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    rows = len(tensors["lm_head.weight"])
-    head = {"lm_head": (torch.ones(rows, 64).byte(), torch.ones(rows, 2))}
-    with pytest.raises(InputError, match="lm_head: is the embedding"):
-        save_quantized(tmp_path / "out", write_folder(tensors, config), head, readers=())
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tied_head_is_refused(tmp_path, float_model, write_folder, stored):
+    embedding = float_model[0]["model.embed_tokens.weight"]
+    tensors = {n: t for n, t in float_model[0].items() if n != "lm_head.weight"}
+    source = write_folder(
+        tensors | ({"lm_head.weight": embedding.clone()} if stored else {}),
+        float_model[1] | {"tie_word_embeddings": True},
+    )
+    head = {"lm_head": (torch.ones(len(embedding), 64).byte(), torch.ones(len(embedding), 2))}
+    with pytest.raises(InputError, match="lm_head: is the embedding .*--quantize-head"):
+        save_quantized(tmp_path / "out", source, head, readers=())
 
 
 def test_one_group_of_the_others_length_is_no_other_scheme(tiny_model, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, DiskError, one_line
+from formats.files.target import check_has_space
 from formats.gguf.block_types import BlockType
 from formats.gguf.container import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
 
@@ -61,7 +62,8 @@ def check_file_is_free(target: str | Path) -> Path:
 def write_gguf(
     target: Path, metadata: dict[str, str | list[str] | Value], tensors: Sequence[NewTensor]
 ) -> int:
-    """Write a file and return its size. Raises DiskError."""
+    """Write a file and return its size. Raises DiskError, first if the disk is too small."""
+    check_has_space(target, sum(tensor.num_bytes for tensor in tensors))
     staging = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

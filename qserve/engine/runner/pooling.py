@@ -38,7 +38,7 @@ def check_pooling(subject: str, params: PoolingParams, model: ModelConfig) -> No
     if params.kind == LABELS and not model.labels:
         raise InputError(
             subject,
-            "requests class scores, and this model's checkpoint has no score.weight",
+            "asks for class scores, but this model's checkpoint has no score.weight",
             "serve a ForSequenceClassification model",
         )
     if params.kind == TOKENS and model.instead_of_head:

@@ -1,6 +1,7 @@
 """Error replies to clients: OpenAI's envelope, bounded in size, without internal details."""
 
 import logging
+import re
 
 import msgspec
 from starlette.applications import Starlette
@@ -105,11 +106,17 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ParameterError):
         return ApiError(400, str(error), error.subject)
     if isinstance(error, BusyError):
-        return ApiError(503, str(error))
+        return ApiError(503, _without_request_id(error))
     if isinstance(error, InputError):
-        return ApiError(400, str(error))
+        return ApiError(400, _without_request_id(error))
     logger.error("A request failed", exc_info=error)
     return ApiError(500, INTERNAL)
+
+
+def _without_request_id(error: InputError) -> str:
+    """Return an error's text. The engine's id of the request, which clients do not know, is cut."""
+    subject = re.sub(r"^request \S+", "request", error.subject)
+    return str(InputError(subject, error.problem, error.remedy))
 
 
 def json_response(

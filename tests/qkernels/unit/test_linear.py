@@ -142,7 +142,7 @@ def test_from_float_refuses_weights_that_scales_cannot_reach(magnitude):
 def test_load_state_dict_into_an_empty_layer():
     full = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     empty = QuantLinear(96, 64, "w4a16-sym-g32", bias=True)
-    with pytest.raises(CheckpointError, match="zero"):
+    with pytest.raises(CheckpointError, match="is empty: .*load_state_dict"):
         empty(torch.ones(1, 96))
     empty.load_state_dict(full.state_dict())
     assert_same(full.state_dict(), empty.state_dict())
@@ -258,6 +258,48 @@ def test_what_does_not_fit_is_refused():
         QuantLinear.from_float(float_linear(K=100).weight, "w4a16-sym-g32", name="layers.0.q_proj")
     with pytest.raises(KernelError, match=r"bias: expected \[64\]"):
         QuantLinear.from_float(float_linear(), "w4a16-sym-g32", bias=torch.zeros(63))
+
+
+@pytest.mark.parametrize(
+    ("bias", "text"),
+    [
+        (True, r"bias: expected a tensor \[64\] or None, found bool"),  # as of nn.Linear
+        ([0.0] * 64, "found list"),
+        (torch.zeros(64).numpy(), "found ndarray .*from_numpy"),
+        (torch.zeros(64, device="meta"), "bias: is on the meta device"),
+        (torch.full((64,), torch.nan), "bias: contains NaN"),
+    ],
+)
+def test_a_bias_that_is_no_finite_tensor_is_refused(bias, text):
+    with pytest.raises(KernelError, match=text):
+        QuantLinear.from_float(float_linear(), "w4a16-sym-g32", bias=bias)
+
+
+def test_other_objects_than_dense_tensors_are_refused():
+    layer, weight = QuantLinear.from_float(float_linear(), "w4a16-sym-g32"), float_linear().weight
+    with pytest.raises(KernelError, match="found ndarray .*from_numpy"):
+        layer.off_grid(weight.detach().numpy())
+    with pytest.raises(KernelError, match=r"expected a float weight \[N, K\], found Linear"):
+        layer.off_grid(float_linear())
+    with pytest.raises(KernelError, match="meta device"):
+        layer.off_grid(weight.to("meta"))
+    with pytest.raises(KernelError, match="sparse_coo.*to_dense"):
+        QuantLinear.from_float(weight.detach().to_sparse(), "w4a16-sym-g32")
+    codes, scales = torch.ones(64, 96, dtype=torch.uint8), torch.ones(64, 3)
+    with pytest.raises(CheckpointError, match="weight codes: is on the meta device"):
+        QuantLinear.from_codes(codes.to("meta"), scales, scheme="w4a16-sym")
+    with pytest.raises(CheckpointError, match="weight scales: is on the meta"):
+        QuantLinear.from_codes(codes, scales.to("meta"), scheme="w4a16-sym")
+    with pytest.raises(CheckpointError, match="mxfp4 weights have no integer codes"):
+        QuantLinear.from_codes(codes, scales, scheme="w4a16-mxfp4")
+
+
+def test_codes_of_float32_scales_lie_on_their_grid():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, 96), generator=generator)
+    scales = torch.rand(64, 3, generator=generator) + 0.1
+    layer = QuantLinear.from_codes(codes, scales, scheme="w4a16-sym")
+    assert layer.off_grid(layer.dequantize()) == 0
 
 
 def test_layer_tells_how_far_a_weight_is_from_its_grid():

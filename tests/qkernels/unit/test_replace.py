@@ -124,3 +124,23 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, scheme, ignore
 def test_a_model_without_linears_is_refused():
     with pytest.raises(InputError, match="has no torch Linear"):
         replace_linears(nn.ReLU(), "w4a16-sym")
+
+
+def test_a_replaced_model_is_refused_with_the_reason():
+    model = nn.ModuleDict({"lm_head": nn.Linear(128, 32), "up": nn.Linear(128, 32)})
+    for trainable in (True, False):
+        twice = copy.deepcopy(model)
+        replace_linears(twice, "w4a16-sym", trainable=trainable)
+        with pytest.raises(InputError, match=": 1 of its layers are quantized already"):
+            replace_linears(twice, "w4a16-sym")
+
+
+@pytest.mark.parametrize("ignore", [None, [3], 3])
+def test_ignore_must_be_names(ignore):
+    with pytest.raises(InputError, match="ignore: expected a list of names, found"):
+        replace_linears(nn.Sequential(nn.Linear(128, 32)), "w4a16-sym", ignore=ignore)
+
+
+def test_a_folder_in_place_of_a_model_is_refused():
+    with pytest.raises(InputError, match="model: expected a torch module, found str"):
+        replace_linears("model-folder", "w4a16-sym")

@@ -1,10 +1,12 @@
 """`qserve merge`: the weights are base plus adapter, the rest is copied, quantized ones refused."""
 
+import shutil
+
 import pytest
 import torch
 
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, DiskError
 from qserve import cli
 from qserve.lora.merge import merge_adapter
 from tests.adapters import write_adapter
@@ -78,3 +80,13 @@ def _modules(adapter):
         for name, tensor in tensors.items()
         if "lora_A" in name
     }
+
+
+def test_a_sum_that_does_not_fit_on_the_disk_is_refused_first(tiny_model, tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    adapter = write_adapter(model, tmp_path / "a", rank=1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=CheckpointReader(model).num_bytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskError, match="out: needs .* or more, but .* free .free some"):
+        merge_adapter(model, adapter, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -173,8 +173,11 @@ def test_pooling_of_each_token(embedder):
     metrics = server.get("/metrics").text
     (count,) = (line for line in metrics.splitlines() if "prompt_tokens_total{" in line)
     assert float(count.split()[-1]) >= len(llm.get_tokenizer().encode(TEXTS[0]))
-    refused = server.post("/pooling", {"input": "a", "task": "classify"})
-    assert refused.status_code == 400 and "score.weight" in refused.text
+    for path, more in (("/pooling", {"task": "classify"}), ("/classify", {})):
+        refused = server.post(path, {"input": "a"} | more)
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert message.startswith("request: asks for class scores, but this model's checkpoint")
 
 
 def test_messages_are_the_chats_tokens(embedder):

@@ -125,7 +125,8 @@ def test_load_and_unload(scripted, adapters, error):
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [
-        ("../sql", 400, "expected the name of a folder"),
+        ("../sql", 400, "expected the name of a folder in --lora-folder"),
+        ("/srv/adapters/sql", 400, "(give its name alone: 'sql')"),
         ("/etc", 400, "expected the name of a folder"),
         ("..", 400, "expected the name of a folder"),
         ("a\0b", 400, "expected the name of a folder"),

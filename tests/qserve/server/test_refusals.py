@@ -449,7 +449,8 @@ def test_unusable_defaults_of_the_model_stop_the_start(tmp_path, server, tokeniz
 def test_refusal_of_the_engine_is_a_400(server, error):
     server.client.refuses = True
     for stream in (False, True):
-        assert "can never run" in error(server.complete(stream=stream), 400)["message"]
+        message = error(server.complete(stream=stream), 400)["message"]
+        assert message == "request: can never run"  # without the engine's id
         error(server.complete(n=3, stream=stream), 400)
 
 
