@@ -1,6 +1,7 @@
 """Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
 import functools
+import gc
 import logging
 import os
 import re
@@ -42,6 +43,26 @@ if "OMP_NUM_THREADS" not in os.environ:
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     """A worker more than cores: where a test waits for a server, its core has another to run."""
     return (yield) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests out of garbage collection: each full one took 0.5 to 0.8 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Let torch's loggers propagate. For each test, pytest adds a handler to and removes it from
+    every logger that does not, six times: 1 ms of CPU time for the 50 loggers of torch.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
