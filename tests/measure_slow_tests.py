@@ -4,12 +4,13 @@
 
 conftest.py marks what is listed there as exhaustive. CPU time, with that of child processes, is
 about the same on a busy machine. Of each test with parameters at least one case stays in the
-default run, unless all take more than KEPT_CASE seconds.
+default run, unless all take more than KEPT_CASE seconds. A run of some folders keeps the list's
+other tests. Tests that are gone from files of the run are taken off the list.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,18 @@ SLOW = 0.25  # seconds of CPU time
 KEPT_CASE, KEPT_TEST = 0.7, 1.0  # of the cheapest case of a test, and of a test without parameters
 
 _seconds: dict[str, float] = {}
+_collected: set[str] = set()  # tests of whole files, with those that do not run
 
 
 def _now() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(tryfirst=True)  # before any test is left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in each for each in config.args):
+        _collected.update(item.nodeid for item in items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,9 +43,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_sessionfinish() -> None:
-    known = LIST.read_text().split("\n") if LIST.exists() else []
-    left = [each for each in known if each and each not in _seconds]  # were not run
+    known = LIST.read_text().splitlines() if LIST.exists() else []
+    left = [each for each in still_there(known, _collected) if each not in _seconds]
     LIST.write_text("".join(f"{each}\n" for each in sorted({*left, *slow(_seconds)})))
+
+
+def still_there(known: Iterable[str], collected: Iterable[str]) -> list[str]:
+    """Tests of the list without those that their files no longer have."""
+    found = {*collected}
+    files = {each.partition("::")[0] for each in found}
+    return [each for each in known if each in found or each.partition("::")[0] not in files]
 
 
 def slow(seconds: Mapping[str, float]) -> list[str]:

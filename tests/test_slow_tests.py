@@ -13,7 +13,7 @@ from tests.conftest import (
     pytest_collection_modifyitems,
     pytest_terminal_summary,
 )
-from tests.measure_slow_tests import slow
+from tests.measure_slow_tests import slow, still_there
 
 EXHAUSTIVE = {"exhaustive": pytest.mark.exhaustive.mark}
 
@@ -30,6 +30,11 @@ def test_cheapest_case_stays():
     seconds = {"a[1]": 0.4, "a[2]": 0.7, "a[3]": 0.1, "b": 0.9, "c": 1.1, "d[1]": 0.6, "d[2]": 3.0}
     assert sorted(slow(seconds)) == ["a[1]", "a[2]", "c", "d[2]"]
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
+
+
+def test_tests_that_are_gone_leave_the_list():
+    known = ["a.py::one[1]", "a.py::one[2]", "a.py::two", "b.py::three"]
+    assert still_there(known, ["a.py::one[2]", "a.py::four"]) == ["a.py::one[2]", "b.py::three"]
 
 
 @pytest.mark.parametrize("marks", ["exhaustive", "gpu and exhaustive", "not exhaustive", ""])
