@@ -68,7 +68,7 @@ def test_client_that_leaves_stops_its_requests(server, live, stream, n, when):
 
 
 def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
-    server.client.endless, server.client.delay = True, 0.05
+    server.client.endless, server.client.delay = True, 0.5
     connections = [send(live, {**BODY, "stream": bool(i % 2)}) for i in range(60)]
     until(lambda: len(server.client.running) == 60)
     for connection in connections:
