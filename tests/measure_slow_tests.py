@@ -4,22 +4,25 @@
 
 conftest.py marks what is listed there as exhaustive. CPU time, with that of child processes, is
 about the same on a busy machine. Of each test with parameters at least one case stays in the
-default run, unless all take more than KEPT_CASE seconds. A run of some folders keeps the list's
-other tests. Tests that are gone from files of the run are taken off the list.
+default run, unless all take more than KEPT_CASE seconds. Fixtures that tests share do not count:
+without the test that happens to be the first, the next one would make them. A run of some folders
+keeps the list's other tests. Tests that are gone from files of the run are taken off the list.
 """
 
+import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 LIST = Path(__file__).with_name("slow_tests.txt")
-SLOW = 0.25  # seconds of CPU time
+SLOW = 0.2  # seconds of CPU time; 0.25 until the default run took 5 minutes on two cores
 KEPT_CASE, KEPT_TEST = 0.7, 1.0  # of the cheapest case of a test, and of a test without parameters
 
 _seconds: dict[str, float] = {}
+_shared: dict[str, float] = {"seconds": 0.0}  # of fixtures that the current test shares
 _collected: set[str] = set()  # tests of whole files, with those that do not run
 
 
@@ -36,10 +39,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    start = _now()
+    start, _shared["seconds"] = _now(), 0.0
     result = yield
-    _seconds[item.nodeid] = _now() - start
+    _seconds[item.nodeid] = _now() - start - _shared["seconds"]
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, object, object]:
+    with left_out(fixturedef.scope != "function"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    with left_out(nextitem is None or nextitem.path != item.path):  # fixtures of a file end, too
+        return (yield)
+
+
+@contextlib.contextmanager
+def left_out(is_shared: bool) -> Iterator[None]:
+    """Do not count what runs inside for the current test if tests share it."""
+    start, before = _now(), _shared["seconds"]
+    yield
+    if is_shared:
+        _shared["seconds"] = before + _now() - start  # with those inside
 
 
 def pytest_sessionfinish() -> None:
