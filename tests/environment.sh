@@ -2,6 +2,29 @@
 # Usage: . tests/environment.sh EXTRAS     where EXTRAS is "" or "[test]"
 # Leaves the environment's programs first on PATH.
 
+# True if all required packages are installed in their versions. Needs no network.
+has_all() {
+    local needed
+    [ -x "$1/.venv/bin/qserve" ] && needed=$(requirements "$1" "$2") &&
+        "$1/.venv/bin/python" -m pip install --no-index --quiet --disable-pip-version-check \
+            --constraint "$1/tests/constraints.txt" --requirement <(echo "$needed") 2>/dev/null
+}
+
+# The requirements of the project with extras, one a line.
+requirements() {
+    "$1/.venv/bin/python" - "$1/pyproject.toml" "$2" <<'PYTHON'
+import re
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+print(*project["dependencies"], sep="\n")
+for extra in re.findall(r"[\w-]+", sys.argv[2]):
+    print(*project["optional-dependencies"][extra], sep="\n")
+PYTHON
+}
+
 make_environment() {
     local root python stamp wanted
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,10 +38,12 @@ make_environment() {
         return 1
     fi
     [ -x "$root/.venv/bin/python" ] || "$python" -m venv "$root/.venv" || return 1
-    # Installing again would change nothing while these files and the extras are the same.
+    # These files and the extras decide what is installed.
     stamp="$root/.venv/installed$1"
     wanted=$(cat "$root/pyproject.toml" "$root/tests/constraints.txt" | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] && has_all "$root" "$1"; then
+        echo "$wanted" >"$stamp"
+    elif [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "Installing into $root/.venv (some minutes the first time)"
         # torch first and by its exact version: a range, asked for by another package, would fetch
         # several GB of CUDA libraries on a machine without a GPU.

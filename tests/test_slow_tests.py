@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests import measure_slow_tests
 from tests.conftest import (
     LEFT_OUT,
     ROOT,
@@ -13,7 +14,7 @@ from tests.conftest import (
     pytest_collection_modifyitems,
     pytest_terminal_summary,
 )
-from tests.measure_slow_tests import slow
+from tests.measure_slow_tests import left_out, slow, still_there
 
 EXHAUSTIVE = {"exhaustive": pytest.mark.exhaustive.mark}
 
@@ -30,6 +31,23 @@ def test_cheapest_case_stays():
     seconds = {"a[1]": 0.4, "a[2]": 0.7, "a[3]": 0.1, "b": 0.9, "c": 1.1, "d[1]": 0.6, "d[2]": 3.0}
     assert sorted(slow(seconds)) == ["a[1]", "a[2]", "c", "d[2]"]
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
+
+
+def test_shared_fixtures_do_not_count(monkeypatch):
+    now = iter([10.0, 11.0, 13.0, 20.0, 30.0, 31.0, 33.0, 40.0])
+    monkeypatch.setattr(measure_slow_tests, "_now", lambda: next(now))
+    monkeypatch.setitem(measure_slow_tests._shared, "seconds", 0.0)
+    with left_out(True), left_out(True):
+        pass
+    assert measure_slow_tests._shared["seconds"] == 10, "the inner one is part of the outer one"
+    with left_out(False), left_out(True):
+        pass
+    assert measure_slow_tests._shared["seconds"] == 12
+
+
+def test_tests_that_are_gone_leave_the_list():
+    known = ["a.py::one[1]", "a.py::one[2]", "a.py::two", "b.py::three"]
+    assert still_there(known, ["a.py::one[2]", "a.py::four"]) == ["a.py::one[2]", "b.py::three"]
 
 
 @pytest.mark.parametrize("marks", ["exhaustive", "gpu and exhaustive", "not exhaustive", ""])

@@ -6,6 +6,7 @@ the version of transformers. On a cache miss transformers fills in the defaults 
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -46,9 +47,13 @@ def _by_transformers(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(stated: Mapping[str, Any]) -> str:
-    made_by = ["transformers", importlib.metadata.version("transformers"), FORMAT]
-    text = json.dumps([made_by, stated], sort_keys=True)
+    text = json.dumps([["transformers", _version(), FORMAT], stated], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("transformers")
 
 
 def _folder() -> Path:

@@ -4,6 +4,8 @@ Each golden folder of tests/formats/made_by, and each kind of made_here.py that 
 in each way of kinds.py. A few pairs run by default; the whole product is exhaustive.
 """
 
+import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,12 @@ PAIRS = [
 
 
 def folder_of(name):
+    """Return a folder of its own for each test: damage changes it."""
+    return copy.deepcopy(undamaged(name))
+
+
+@functools.cache
+def undamaged(name):
     if name in MADE_HERE:
         return MADE_HERE[name]()
     if name not in EXPERTS:

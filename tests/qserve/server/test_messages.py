@@ -346,7 +346,7 @@ def test_a_stream_begins_and_pings_before_the_first_token(server, monkeypatch, r
     """Clients that reach the server through a gateway give up on a silent connection."""
     monkeypatch.setattr(anthropic_reply, "START_SECONDS", 0.02)
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.02)
-    server.client.delay = 0.15
+    server.client.delay = 0.5
     events = events_of(ask(server, stream=True, max_tokens=2))
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "ping"] and kinds.count("ping") > 4

@@ -126,18 +126,18 @@ def test_times_are_those_of_the_tokens(server, read):
     assert samples["time_to_first_token_seconds_bucket +Inf"] == 1
 
 
-def test_tokens_of_one_event_share_its_time():
-    metrics = Metrics("tiny")
-    with metrics.output(time.perf_counter(), 3, None) as meter:
+def test_tokens_of_one_event_share_its_time(monkeypatch):
+    metrics, now = Metrics("tiny"), 8.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with metrics.output(now, 3, None) as meter:
+        now = 9.0
         meter.take(TokenEvent(request_id="r", token_ids=(7,)))
-        first = time.perf_counter()
-        time.sleep(0.04)
+        now = 9.25
         meter.take(TokenEvent(request_id="r", token_ids=(7, 7)))
-        took = time.perf_counter() - first
     samples = parse(metrics.page().decode())
     assert counts(samples) == {"first": 1, "next": 2, "whole": 0}
-    whole = samples["inter_token_latency_seconds_sum"]
-    assert 0.04 <= whole < took + 0.04, "once for both, not for each"
+    assert samples["time_to_first_token_seconds_sum"] == 1
+    assert samples["inter_token_latency_seconds_sum"] == 0.25, "once for both, not for each"
     assert samples["inter_token_latency_seconds_bucket 0.01"] == 0
     assert ended(samples) == {"abort": 1}
 
