@@ -33,6 +33,8 @@ WRAPPERS = (
     "DeepseekOcr2ForConditionalGeneration",
     "DeepseekOCRForCausalLM",
     "DeepseekVLForConditionalGeneration",
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    "Ernie4_5_VL_MoeForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -91,6 +93,7 @@ _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
     "deepseek_ocr2_text": "deepseek",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -138,7 +141,7 @@ _IN_TRANSFORMERS = {
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",
 }
-_PART_NAMES += ("sam_model", "qwen2_model", "vit")
+_PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
 _LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
 # prefixes of the other parts
@@ -147,6 +150,7 @@ _OTHER_PARTS = tuple(
 )
 # model types without a text_config
 _FLAT = (
+    "ernie4_5_moe_vl",
     "hunyuan_vl",
     "qwen2_5_vl",
     "qwen2_vl",

@@ -62,6 +62,8 @@ class Request:
     # int64 [A, N]: positions on A axes (M-RoPE) up to the end of the last media item; None: no
     # such positions
     rope_positions: np.ndarray | None = None
+    # bool: prompt tokens for which the model has other experts (ERNIE); None: no such tokens
+    is_media_N: np.ndarray | None = None
     rope_shift: int = 0  # offset from index to position of tokens after these
     cache_salt: str = ""  # KV pages are shared only between requests with the same salt
     reads_cache: bool = True  # False: compute the whole prompt, as prompt log probabilities require

@@ -41,6 +41,7 @@ class RequestRows:
         self.state_slots_N = np.full(num_rows, -1, np.int32)  # -1: no state
         self.rope_shifts_N = np.zeros(num_rows, np.int64)
         self.has_rope_shifts = False  # True once a request had such a shift
+        self.has_media_tokens = False  # True once a request had tokens with other experts
         # True: has penalties, and the device lacks its token counts
         self.needs_history_N = np.zeros(num_rows, bool)
         self._is_plain = [False] * num_rows  # True: no bias, mask, penalties or adapter
@@ -137,6 +138,7 @@ class RequestRows:
         self.state_slots_N[row] = request.state_slot
         self.rope_shifts_N[row] = request.rope_shift
         self.has_rope_shifts |= request.rope_positions is not None
+        self.has_media_tokens |= request.is_media_N is not None
 
     def _reclaim(self) -> None:
         """Free the rows of finished and preempted requests."""

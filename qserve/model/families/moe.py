@@ -35,26 +35,17 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
-    experts, activation = config.family.experts, config.activation
+    experts = config.family.experts
     if not experts.stand_in(weights.number, config.values):
         return llama.build_mlp(config, weights)
-    shared = before = after = None
+    before = after = None
     if experts.latent:
         first, last = experts.latent
         before, after = weights.linear(first), weights.partial_linear(last)
-    if experts.shared is not None:
-        mlp = Mlp(
-            up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
-            down_proj=weights.linear(experts.shared.down, summed=False),
-            activation=activation,
-            gated=experts.gated,
-            limit=config.limit(config.family.limits_key, weights.number),
-        )
-        shared = SharedExpert(mlp, weights.shared_gate())
     return MoeMlp(
         router=weights.router(),
         experts=weights.experts(),
-        shared=shared,
+        shared=None if experts.shared is None else build_shared(config, weights),
         communicator=weights.sharing.communicator,
         numbers_E=weights.expert_numbers(),
         scales_inputs=experts.scaled_inputs,
@@ -62,3 +53,15 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         after=after,
         exchange=weights.sharing.exchange,
     )
+
+
+def build_shared(config: ModelConfig, weights: LayerWeights) -> SharedExpert:
+    experts = config.family.experts
+    mlp = Mlp(
+        up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
+        down_proj=weights.linear(experts.shared.down, summed=False),
+        activation=config.activation,
+        gated=experts.gated,
+        limit=config.limit(config.family.limits_key, weights.number),
+    )
+    return SharedExpert(mlp, weights.shared_gate())
