@@ -27,7 +27,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFields:
-    """What one row of the table of families states."""
+    """The fields of one row of the table of families."""
 
     architecture: str
     title: str  # name that is shown to users

@@ -44,7 +44,7 @@ def requests_of(model):
 
 @pytest.fixture(scope="module")
 def published(vision, tmp_path_factory):
-    """The tiny model as Baidu writes it: a flat config.json, the tower beside the model."""
+    """The tiny model as Baidu writes it: a flat config.json, the tower outside of the model."""
     source = vision(FAMILY)
     folder = tmp_path_factory.mktemp("published") / FAMILY
     shutil.copytree(source.folder, folder)
