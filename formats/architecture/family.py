@@ -15,9 +15,9 @@ from formats.architecture.columns import (
     LayerKind,
     lone_block,
 )
-from formats.architecture.family_fields import FamilyFields
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Linear, Projection, Shape
+from formats.architecture.rows.fields import FamilyFields
 from formats.architecture.sizes import MAX_EXPERTS, is_size, named_sizes, num_experts
 from formats.errors import CheckpointError
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, RANKER, SCORE_OFFSET
 from formats.architecture.family import EITHER_ORDER, architecture_of
 from formats.architecture.rope_types import one_axis
 from formats.architecture.sizes import is_size
@@ -25,6 +26,7 @@ _NESTED = "language_model."  # prefix of files in which the head is part of the 
 _THINKER = "thinker."
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
+RANKING = "JinaVLForRanking"
 # architectures that contain a text model
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
@@ -48,6 +50,7 @@ WRAPPERS = (
     "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    RANKING,
     "Kimi_K25ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
@@ -183,6 +186,8 @@ _ALWAYS = {
 _ALWAYS_OF = {
     # bidirectional only in prompts with images
     "PaliGemmaForConditionalGeneration": {"use_bidirectional_attention": None},
+    # the code in jina-reranker-m0's folder subtracts 2.65 from each score
+    RANKING: {INSTEAD_OF_HEAD: RANKER, SCORE_OFFSET: -2.65},
 }
 # transformers' defaults, which published files leave out
 _DEFAULTS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, RANKER, SCORE, is_headless
 from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
@@ -263,7 +263,7 @@ class ModelConfig:
             quant=quant,
             eos_token_ids=_eos_token_ids(folder, config),
             instead_of_head=raw.get(INSTEAD_OF_HEAD, ""),
-            labels=_labels(config) if raw.get(INSTEAD_OF_HEAD) == SCORE else (),
+            labels=_labels(config, raw.get(INSTEAD_OF_HEAD)),
         )
 
 
@@ -281,8 +281,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def _labels(config: Any) -> tuple[str, ...]:
-    """Return the labels of a classifier, in the order of its rows."""
+def _labels(config: Any, instead_of_head: str | None) -> tuple[str, ...]:
+    """Return the labels of a classifier, in the order of its rows; () if the model is none."""
+    if instead_of_head == RANKER:
+        return ("score",)
+    if instead_of_head != SCORE:
+        return ()
     named = getattr(config, "id2label", None) or {}
     return tuple(str(named[key]) for key in sorted(named, key=int))
 

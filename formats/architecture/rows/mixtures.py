@@ -138,7 +138,7 @@ MIXTURES = (
         "Ernie4_5_VLMoeForCausalLM",
         "ERNIE 4.5 VL (text)",
         "ernie4_5_vl_moe_text",
-        builder="ernie_vl",
+        builder="moe",
         **ERNIE_VL,
     ),
     family_row("MiniMaxM2ForCausalLM", "MiniMax-M2", "minimax_m2", builder="moe", **MINIMAX_M2),

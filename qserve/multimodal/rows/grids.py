@@ -1,5 +1,6 @@
 """Models that cut images of any size into patches: Qwen-VL, GLM and others."""
 
+from formats.architecture.text_part import RANKING
 from qserve.multimodal.family import VisionFamily
 from qserve.multimodal.stored_forms.ernie_config import as_ernie_vl
 from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
@@ -61,15 +62,19 @@ GRIDS: tuple[VisionFamily, ...] = (
     ),
     *(
         VisionFamily(
-            architecture=f"{name}ForConditionalGeneration",
+            architecture=name,
             axis_pairs=(16, 24, 24),
             layout="grid",
             kinds_argument="mm_token_type_ids",
             encoder="grid",
-            video="qwen2",
+            video=video,
             prefixes=QWEN,
         )
-        for name in ("Qwen2VL", "Qwen2_5_VL")
+        for name, video in (
+            ("Qwen2VLForConditionalGeneration", "qwen2"),
+            ("Qwen2_5_VLForConditionalGeneration", "qwen2"),
+            (RANKING, ""),
+        )
     ),
     *(
         VisionFamily(
