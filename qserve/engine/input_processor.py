@@ -109,6 +109,7 @@ class InputProcessor:
             request.rope_positions, request.rope_shift = positions_of(handling.media, axes)
             self._check_positions(subject, int(request.rope_positions.max()))
         request.is_media_N = self.media_tokens(request.token_ids)
+        request.output_window = self._model.output_window
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
         if handling.beam_search is not None:
@@ -205,6 +206,12 @@ class InputProcessor:
             )
 
     def _check_beams(self, subject: str) -> None:
+        if self._model.output_window:
+            raise InputError(
+                f"{subject} use_beam_search",
+                "is not supported with this model, whose output has a window",
+                "send the request without it",
+            )
         if self._speculates:
             raise InputError(
                 f"{subject} use_beam_search",

@@ -15,7 +15,7 @@ from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_eps, check_factors, check_heads
 from formats.architecture.stored_form.config import usual_config
-from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
+from formats.architecture.text_part import HEAD_WEIGHT, OUTPUT_WINDOW, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
@@ -63,6 +63,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     instead_of_head: str = ""  # name of a matrix that replaces the head, such as a classifier's
     labels: tuple[str, ...] = ()  # labels of a classifier
+    # number of the output's tokens that queries attend to, besides the prompt; 0: all
+    output_window: int = 0
     # kinds of media (qserve.multimodal.settings.KINDS) that the model can encode
     media_kinds: frozenset[str] = frozenset()
     vision: VisionConfig | None = None  # config of the whole model, if its vision tower is used
@@ -264,6 +266,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(folder, config),
             instead_of_head=raw.get(INSTEAD_OF_HEAD, ""),
             labels=_labels(config, raw.get(INSTEAD_OF_HEAD)),
+            output_window=raw.get(OUTPUT_WINDOW, 0),
         )
 
 

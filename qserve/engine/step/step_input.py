@@ -206,8 +206,10 @@ class StepInput:
                 starts_R - query_starts[:-1], counts_R
             )
             chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
-        pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
-        slots_T = pages * page_size + positions % page_size
+        places = rows.replaced(rows_R[chunk_of_T], positions)
+        pages = block_tables[chunk_of_T, places // page_size].astype(np.int64)
+        slots_T = pages * page_size + places % page_size
+        contexts_R = rows.num_keys(rows_R, ends_R)
         axes_AT = rope_shifts_T = text_shifts_T = None
         if rows.has_rope_shifts:
             text_shifts_T = rows.rope_shifts_N[rows_R][chunk_of_T]
@@ -253,11 +255,11 @@ class StepInput:
             slots_T=slots_T,
             block_tables_RX=block_tables,
             query_starts_R1=query_starts,
-            context_lengths_R=ends_R.astype(np.int32),
+            context_lengths_R=contexts_R.astype(np.int32),
             logits_rows_S=last_R[of_S] - back_S,
             state_slots_R=rows.state_slots_N[rows_R],
             max_query_len=max(counts),
-            max_context_len=int(ends_R.max()),
+            max_context_len=int(contexts_R.max()),
             pending_index=last_R[pending_R].astype(np.int64),
             pending_row=pending_row,
             sample_words_SP=words,
@@ -424,7 +426,7 @@ def _is_few_decodes(plan: StepPlan, rows: RequestRows) -> bool:
     chunks = plan.chunks
     if len(chunks) > FEW_DECODES or plan.drafting is not None or plan.media is not None:
         return False
-    if rows.has_rope_shifts or rows.has_media_tokens:
+    if rows.has_rope_shifts or rows.has_media_tokens or rows.output_window:
         return False
     if any(chunk[2] != 1 or chunk[3] != 1 for chunk in chunks):
         return False
