@@ -17,7 +17,7 @@ FORMS = 'expected a text, or an image as {"type": "image_url", "image_url": {"ur
 
 
 class Picture(Body):
-    """An image in place of a text."""
+    """An image instead of a text."""
 
     image: str  # URL
 
