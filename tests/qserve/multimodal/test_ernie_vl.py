@@ -185,6 +185,19 @@ def test_statistics_of_all_tokens_are_of_one_kind(vision):
     assert first[0] is not first[4]
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16-sym-g32"])
+def test_rounded_while_loading(vision, tmp_path, scheme):
+    """Experts of two widths; the codes are those of `quantize --recipe rtn`."""
+    model, target = vision(FAMILY), tmp_path / FAMILY
+    quantize_checkpoint(
+        model.folder, target, scheme=Scheme.parse(scheme), recipe="rtn", progress=False
+    )
+    requests = requests_of(model)
+    wanted, _ = Vision(target, model.model).run(Vision(target, model.model).engine(), *requests)
+    found, _ = model.run(model.engine(quantization=scheme), *requests)
+    assert found == wanted
+
+
 def wrong_tokens(engine):
     """Tokens around images count as text."""
     engine._input_processor._expert_tokens = engine._input_processor._expert_tokens[1:2]
