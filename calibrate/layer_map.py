@@ -101,6 +101,13 @@ class LayerMap:
             linear.name.rpartition(".")[2] == kind for linear in self.experts.gate_up.linears
         )
 
+    def is_for_media(self, config: dict[str, Any], local: str) -> bool:
+        """Return True for a linear of an expert that sees only tokens of images and videos."""
+        if self.expert_kind(local) is None or not self.experts.media_inner:
+            return False
+        number = int(local.removeprefix(self.expert_modules).partition(".")[0])
+        return number >= self.num_experts(config) // 2
+
     def kept_in_float(self, config: dict[str, Any]) -> dict[str, str]:
         """Return the reason by full name for linears that stay in float by default."""
         return kept_in_float(self.family, config)

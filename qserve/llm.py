@@ -23,6 +23,7 @@ from qserve.library.llm_pooling import (
     PoolingOutput,
     PoolingRequestOutput,
     PoolingTask,
+    ScoreInput,
     ScoringOutput,
     ScoringRequestOutput,
     Vectors,
@@ -282,19 +283,27 @@ class LLM(LLMControl, EngineOwner):
 
     def score(
         self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
+        text_1: ScoreInput | Sequence[ScoreInput],
+        text_2: ScoreInput | Sequence[ScoreInput],
         use_tqdm: bool = True,
         instruction: str = scoring.INSTRUCTION,
     ) -> list[ScoringRequestOutput]:
         """Score how well texts match: one text against each of several, or pair by pair.
 
         The score of a reranker is its probability of "yes" under `instruction`; the score of other
-        models is the cosine of the two embeddings. Raises InputError.
+        models is the cosine of the two embeddings. jina-reranker-m0 reads no instruction and takes
+        Pillow images, too; text_1 is the query. Raises InputError.
         """
-        pairs = scoring.pairs(text_1, text_2)
+        sides = scoring.pairs(text_1, text_2)
         config, tokenizer = self._pooling_config(), self.get_tokenizer()
         params = scoring.score_params(config, tokenizer)
+        if config.ranks_pairs:
+            ranked = [llm_pooling.ranked_prompt(tokenizer, *pair) for pair in sides]
+            found = self._pool(ranked, params, use_tqdm, takes_media=True)
+            return [
+                each.output(ScoringOutput(score=scoring.of_logits(each.values))) for each in found
+            ]
+        pairs = llm_pooling.only_texts(sides)
         if config.is_reranker:
             prompts = [scoring.pair_tokens(tokenizer, *pair, instruction) for pair in pairs]
             found = self._pool(prompts, params, use_tqdm)
@@ -344,6 +353,7 @@ class LLM(LLMControl, EngineOwner):
         use_tqdm: bool,
         kind: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        takes_media: bool = False,
     ) -> list[Vectors]:
         self._check_awake()
         batch, config = as_batch(prompts), self._pooling_config()
@@ -358,7 +368,9 @@ class LLM(LLMControl, EngineOwner):
             [config.complete(each) for each in params],
             _each(lora_request, len(batch)),
         )
-        return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm, loras)
+        return llm_pooling.run(
+            *(self.llm_engine, batch, complete, names, use_tqdm, loras), takes_media=takes_media
+        )
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         """Run steps until all requests are finished. Raises InputError if one fails."""

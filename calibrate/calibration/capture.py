@@ -138,18 +138,22 @@ def empty_statistics(
     """Return empty statistics of each linear's input, by local name, on the runner's device.
 
     Linears that share an input share one object. With `all_experts`, all experts that read the
-    layer's input share one object, too.
+    layer's input share one object, too, and those for tokens of media another one.
     """
     statistics: dict[str, InputStatistics] = {}
-    of_experts: InputStatistics | None = None
+    of_experts: dict[bool, InputStatistics] = {}  # for tokens of media -> inputs of all experts
     for group in runner.layer_map.inputs(runner.raw_config, layer):
         name = f"{runner.layer_map.prefix(layer)}.{group[0]}"
         width = state[f"{group[0]}.weight"].shape[1]
+        of_media = runner.layer_map.is_for_media(runner.raw_config, group[0])
         if all_experts and runner.layer_map.reads_experts_input(group[0]):
-            of_experts = of_experts or InputStatistics(width, runner.device, name)
-            stats = of_experts
+            if of_media not in of_experts:
+                made = InputStatistics(width, runner.device, name, is_routed=of_media)
+                of_experts[of_media] = made
+            stats = of_experts[of_media]
         else:
-            is_routed = runner.layer_map.expert_kind(group[0]) is not None and not all_experts
+            is_routed = runner.layer_map.expert_kind(group[0]) is not None
+            is_routed &= of_media or not all_experts
             stats = InputStatistics(width, runner.device, name, is_routed=is_routed)
         statistics.update(dict.fromkeys(group, stats))
     return statistics

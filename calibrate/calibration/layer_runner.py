@@ -19,7 +19,14 @@ from torch import nn
 
 from calibrate.calibration.adapter import put_beside
 from calibrate.calibration.carried import carried_of
-from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
+from calibrate.calibration.modules import (
+    MEDIA_MIXTURES,
+    Experts,
+    ScaledMixture,
+    with_linears,
+    with_media_routers,
+)
+from calibrate.calibration.rotary import rotations, with_axes, without_states
 from calibrate.calibration.row_layer import RowLayer
 from calibrate.calibration.vision import (
     Media,
@@ -29,7 +36,6 @@ from calibrate.calibration.vision import (
 )
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
-from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError, one_line
@@ -62,7 +68,8 @@ class LayerRunner:
         self._axis_rotary = None if axis_rotary is None else axis_rotary.to(device)
         self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
         self._adapter = reader.adapter if isinstance(reader, FloatModel) else None
-        raw, row = dict(reader.config), layer_map.family
+        # A copy: transformers adds keys to the config's parts.
+        raw, row = copy.deepcopy(dict(reader.config)), layer_map.family
         architecture, model_type = raw["architectures"][0], raw.pop("model_type", None)
         try:
             config = transformers.AutoConfig.for_model(row.defaults_of or model_type, **raw)
@@ -110,10 +117,12 @@ class LayerRunner:
             # In vision-language models the class has another name.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
-            own = _without_states(config, row) if row.defaults_of else config
+            own = without_states(config, row) if row.defaults_of else config
+            if row.experts and row.experts.media_inner:
+                own = with_axes(config)
             self._rotary = rotary(own).to(device)
             if row.theta_key:
-                self._by_theta = _rotations(rotary, config, row.theta_key, device)
+                self._by_theta = rotations(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's 16-bit dtype, with float32 statistics.
         table = reader.entries.get(layer_map.embedding)  # None: the embedding is quantized
         stored = (table or reader.entries[layer_map.last_norm]).dtype
@@ -164,9 +173,7 @@ class LayerRunner:
                 own = experts.module if hasattr(module, experts.module or "-") else "mlp"
                 own = own if experts.module else ""  # the layer itself
                 mixture = module.get_submodule(own)
-                mixture.experts = Experts(
-                    self.layer_map, self.config, self.raw_config, all_tokens=all_experts
-                )
+                mixture.experts = self._experts(mixture, all_experts)
                 if experts.scaled_inputs:
                     mixture = ScaledMixture(mixture)
                     setattr(module, own, mixture)
@@ -174,6 +181,9 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
+                if experts.media_inner:
+                    second = (*second, *(f"{own}.{name}.experts." for name in MEDIA_MIXTURES))
+                    state = with_media_routers(state, experts)
             for name, theirs in self.layer_map.family.names_in_transformers.items():
                 modules = dict(module.named_modules(remove_duplicate=False))
                 if theirs in modules:
@@ -218,6 +228,18 @@ class LayerRunner:
                             lambda _, args, rounding=rounding: (rounding(args[0]),)
                         )
         return module.train(False).requires_grad_(False)
+
+    def _experts(self, mixture: nn.Module, all_tokens: bool) -> nn.Module:
+        """Return the experts of a mixture, which has them under the checkpoint's names."""
+        given = self.layer_map, self.config, self.raw_config, all_tokens
+        if not self.layer_map.experts.media_inner:
+            return Experts(*given)
+        found: list[nn.Module] = []
+        for name, of_media in zip(MEDIA_MIXTURES, (False, True), strict=True):
+            own = mixture.get_submodule(name)
+            own.experts = Experts(*given, of_media=of_media)
+            found += (own.experts[number] for number in range(own.experts.count))
+        return nn.ModuleList(found)
 
     def _fill_buffers(self, module: nn.Module, layer: int) -> None:
         """Fill in buffers that a layer computes when it is built, and that no file has."""
@@ -301,6 +323,11 @@ class LayerRunner:
         indexer = self.layer_map.family.indexer
         if indexer is not None and not indexer.is_in(layer, self.raw_config):
             others["prev_topk_indices"] = self._all_keys(hidden_BSD)
+        kinds = [None if each is None else each.is_expert_S for each in media]
+        if any(each is not None for each in kinds):
+            plain_S = torch.zeros(length, dtype=torch.bool)
+            of_tokens = [plain_S if each is None else each for each in kinds]
+            others["moe_mm_token_type_ids"] = torch.stack(of_tokens).to(self.device)
         inputs_BSD = hidden_BSD
         if self.carried is not None:
             others = self.carried.arguments(hidden_BSD, layer)
@@ -441,25 +468,3 @@ class LayerRunner:
             seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
-
-
-def _without_states(config: Any, row: Family) -> Any:
-    """Return the config without the kind of layers that have a state, and no rotation."""
-    kinds = getattr(config, "layer_types", None)
-    if row.state_mixer is None or kinds is None:
-        return config
-    found = copy.deepcopy(config)
-    found.layer_types = [kind for kind in kinds if kind != row.state_mixer.layer_type]
-    return found
-
-
-def _rotations(
-    rotary: type[nn.Module], config: Any, key: str, device: str
-) -> dict[float, nn.Module]:
-    """Build the rotary embeddings of a model that lists a theta for each layer, by theta."""
-    found = {}
-    for theta in sorted({theta for theta in getattr(config, key) if theta}):
-        own = copy.deepcopy(config)
-        own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
-        found[theta] = rotary(own).to(device)
-    return found

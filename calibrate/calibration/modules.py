@@ -3,6 +3,7 @@
 Legend: T tokens, D hidden size, C choices of a token.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,27 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from calibrate.layer_map import LayerMap
+from formats.architecture.experts import MEDIA_ROUTER
+from formats.architecture.experts import Experts as ExpertRow
+
+# modules of transformers' mixture with the experts for text, and with those for tokens of media
+MEDIA_MIXTURES = ("text_moe", "vision_moe")
+
+
+def with_media_routers(
+    state: Mapping[str, torch.Tensor], experts: ExpertRow
+) -> dict[str, torch.Tensor]:
+    """Add the routers of both mixtures of a layer under transformers' names."""
+    found, correction = dict(state), f"{experts.module}.{experts.routing.correction}"
+    for place, (name, leaf) in enumerate(
+        zip(MEDIA_MIXTURES, ("weight", MEDIA_ROUTER), strict=True)
+    ):
+        gate, stored = f"{experts.module}.{name}.gate", f"{experts.router}.{leaf}"
+        if stored in state:
+            found[f"{gate}.weight"] = state[stored].T.contiguous()
+        if correction in state:
+            found[f"{gate}.{experts.routing.correction}"] = state[correction][place : place + 1]
+    return found
 
 
 def with_linears(module: nn.Module) -> nn.Module:
@@ -36,13 +58,18 @@ class Experts(nn.ModuleList):
         config: Any,
         raw_config: dict[str, Any],
         all_tokens: bool = False,
+        of_media: bool = False,
     ) -> None:
+        """`of_media`: the experts for tokens of media, in families that have such experts."""
         row, experts = layer_map.family, layer_map.experts
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
         self.gated = experts.gated
         sizes = layer_map.family.sizes(config.to_dict())
-        inner, outer = sizes[experts.down.inputs], sizes[experts.gate_up.inputs]
+        inner = sizes[experts.media_inner if of_media else experts.down.inputs]
+        outer = sizes[experts.gate_up.inputs]
+        count = layer_map.num_experts(raw_config)
+        count = count // 2 if experts.media_inner else count
         shapes = (*((outer, inner) for _ in experts.gate_up.linears), (inner, outer))
         super().__init__(
             nn.ModuleDict(
@@ -51,9 +78,9 @@ class Experts(nn.ModuleList):
                     for name, shape in zip(self.names, shapes, strict=True)
                 }
             )
-            for _ in range(layer_map.num_experts(raw_config))
+            for _ in range(count)
         )
-        self.count = layer_map.num_experts(raw_config)
+        self.count = count
         # The activation is also a submodule, so len(self) and iteration would include it.
         self.activation = ACT2FN[getattr(config, row.activation_key or "-", row.activations[0])]
         self.all_tokens = all_tokens

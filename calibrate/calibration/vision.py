@@ -33,6 +33,8 @@ class WindowMedia:
     added_RD: tuple[torch.Tensor, ...]  # deepstack rows of the first layers, one tensor per layer
     positions_AS: torch.Tensor | None  # None: plain positions 0, 1, ...
     is_mutual: bool  # the tokens of an image attend to each other in both directions
+    # bool: tokens that have other experts than text; None: the model has no such experts
+    is_expert_S: torch.Tensor | None = None
     in_windows: bool = False  # ... only in layers with a sliding window
 
     @property
@@ -252,6 +254,7 @@ class VisionModel:
         if positions is not None and sections is not None:
             # Qwen's have the indices of tokens before those of the axes.
             positions_AS = positions[-len(sections) :, 0].cpu()
+        kinds_1S = found.get("moe_mm_token_type_ids")
         return WindowMedia(
             is_image_S=is_image_S,
             rows_RD=found["inputs_embeds"][0][is_image_S.to(self.device)].cpu(),
@@ -259,6 +262,7 @@ class VisionModel:
             positions_AS=positions_AS,
             is_mutual=self._is_mutual,
             in_windows=self._in_windows,
+            is_expert_S=None if kinds_1S is None else kinds_1S[0].bool().cpu(),
         )
 
     def _arguments(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Their tensor names lack the `model.` prefix. config.json names a class such as Qwen3Model, or still
 Qwen3ForCausalLM. The reader presents names and class of the model with a head. A classifier has a
-label matrix (SCORE) instead of the head.
+label matrix (SCORE) instead of the head, a ranker two linears (RANKER_TENSORS).
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,12 @@ _WITH_HEAD, _BARE, _CLASSIFIER = "ForCausalLM", "Model", "ForSequenceClassificat
 PREFIX = "model."
 HEAD = "lm_head."
 SCORE = "score.weight"  # label matrix of a classifier, [labels, hidden size]
-# key added to the config: the tensor that replaces the head, SCORE or NOTHING
+# Ranker of Qwen2-VL's form (jina-reranker-m0): two linears with ReLU between them make one score.
+# The tensors are this prefix and the names of `torch.nn.Sequential`.
+RANKER = "score.2.weight"
+RANKER_TENSORS = ("score.0.weight", "score.0.bias", RANKER, "score.2.bias")
+SCORE_OFFSET = "score_offset"  # key added to the config: number that is added to the score
+# key added to the config: the tensor that replaces the head, SCORE, RANKER or NOTHING
 INSTEAD_OF_HEAD = "instead_of_head"
 NOTHING = "nothing"
 

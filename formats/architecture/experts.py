@@ -9,6 +9,8 @@ from formats.architecture.projection import Projection, Shape
 from formats.architecture.sizes import layer_numbers
 from formats.errors import config_error
 
+MEDIA_ROUTER = "weight_1"  # name below the router of the weight for tokens of media
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
@@ -69,6 +71,10 @@ class Experts:
     # Linears before and after the experts, which read the output of the first. Router and shared
     # expert read the layer's input.
     latent: tuple[Projection, ...] = ()
+    # Size of the features of experts for the tokens of images and videos. They are the second half
+    # of the experts, and have a router of their own; the first half is for other tokens. Both
+    # routers are stored as [inputs, outputs]. Empty: all experts are for all tokens.
+    media_inner: str = ""
     with_dense: bool = False  # layers with experts also have a dense feed-forward
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False
@@ -110,8 +116,24 @@ class Experts:
             return False
         return (layer + 1) % _count(config, self.every_key, 1) == 0
 
+    def of_number(self, number: int, count: int) -> tuple[Projection, Projection]:
+        """Return gate_up and down of one of `count` experts."""
+        found = self.gate_up.expert(number), self.down.expert(number)
+        if not self.media_inner or number < (count + 1) // 2:
+            return found
+        first, last = (each.with_size(self.down.inputs, self.media_inner) for each in found)
+        return first, last
+
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
         """Return all tensors except the experts' linears, by name below the layer."""
+        if self.media_inner:
+            half = ("moe_num_experts",)
+            shape = ("hidden_size",), half
+            return {
+                f"{self.router}.weight": shape,
+                f"{self.router}.{MEDIA_ROUTER}": shape,
+                self._below(self.routing.correction): (("one", "one"), half),
+            }
         E = ("num_experts",)
         shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
         if self.routing.bias:

@@ -55,6 +55,22 @@ def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bo
     return axes
 
 
+def axes_with_frames_last(sections: Sequence[int], num_pairs: int) -> list[int]:
+    """Return the axis of each rotated pair: rows and columns alternate, then frames (ERNIE).
+
+    `sections`: number of pairs of rows, of columns and of frames. Raises InputError if they do not
+    fit.
+    """
+    if len(sections) != 3 or sum(sections) != num_pairs or sections[0] != sections[1]:
+        raise InputError(
+            "config.json mrope_section",
+            f"expected three numbers of sum {num_pairs}, the first two equal, found"
+            f" {list(sections)}",
+            "copy config.json from the original model",
+        )
+    return [1, 2] * sections[0] + [0] * sections[2]
+
+
 def axes_of_halves(sections: Sequence[int], num_pairs: int) -> tuple[list[int], list[int]]:
     """Return the axis of each channel in the first and in the second half of a head (Hunyuan).
 

@@ -11,6 +11,8 @@ _NUMBERS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size"),
+    # ERNIE's experts for text and for media, and the number of each
+    *("text_expert_size", "media_expert_size", "moe_num_experts"),
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
     # heads of layers with and without a window, in families whose layers differ in heads
     *("num_global_attention_heads", "num_local_attention_heads", "num_local_key_value_heads"),

@@ -8,9 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, RANKER, SCORE_OFFSET
 from formats.architecture.family import EITHER_ORDER, architecture_of
 from formats.architecture.rope_types import one_axis
 from formats.architecture.sizes import is_size
+from formats.errors import config_error
 from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
@@ -25,6 +27,12 @@ _NESTED = "language_model."  # prefix of files in which the head is part of the 
 _THINKER = "thinker."
 _BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
+RANKING = "JinaVLForRanking"
+# Unlimited-OCR: queries attend to the whole prompt, but only to the last tokens of the output
+WITH_OUTPUT_WINDOW = ("UnlimitedOCRForCausalLM", "UnlimitedOcrForConditionalGeneration")
+# key that is added to the config: number of the output's tokens that queries attend to
+OUTPUT_WINDOW = "output_window"
+_WINDOW, _WINDOW_LAYER = "sliding_window", "reference_sliding_attention"
 # architectures that contain a text model
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
@@ -33,6 +41,8 @@ WRAPPERS = (
     "DeepseekOcr2ForConditionalGeneration",
     "DeepseekOCRForCausalLM",
     "DeepseekVLForConditionalGeneration",
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    "Ernie4_5_VL_MoeForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -46,6 +56,7 @@ WRAPPERS = (
     "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    RANKING,
     "Kimi_K25ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
@@ -73,6 +84,7 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
     "Gemma3nForConditionalGeneration",
@@ -91,6 +103,7 @@ _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
     "deepseek_ocr2_text": "deepseek",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -112,6 +125,7 @@ _SAME_LAYERS = {
     "qwen2_5_omni_text": "qwen2",
     "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
+    "unlimited_ocr_text": "deepseek",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 # prefix in the file -> prefix in the text model; the first match counts
@@ -138,7 +152,7 @@ _IN_TRANSFORMERS = {
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",
 }
-_PART_NAMES += ("sam_model", "qwen2_model", "vit")
+_PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
 _LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
 # prefixes of the other parts
@@ -147,6 +161,7 @@ _OTHER_PARTS = tuple(
 )
 # model types without a text_config
 _FLAT = (
+    "ernie4_5_moe_vl",
     "hunyuan_vl",
     "qwen2_5_vl",
     "qwen2_vl",
@@ -179,6 +194,8 @@ _ALWAYS = {
 _ALWAYS_OF = {
     # bidirectional only in prompts with images
     "PaliGemmaForConditionalGeneration": {"use_bidirectional_attention": None},
+    # the code in jina-reranker-m0's folder subtracts 2.65 from each score
+    RANKING: {INSTEAD_OF_HEAD: RANKER, SCORE_OFFSET: -2.65},
 }
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
@@ -244,6 +261,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
         **text,
         **_ALWAYS.get(text["model_type"], {}),
         **_ALWAYS_OF.get(architecture_of(config) or "", {}),
+        **_output_window(config, text),
         "model_type": _model_type(text),
         "architectures": [_architecture(text)],
         "tie_word_embeddings": not has_head,
@@ -345,6 +363,19 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
     if text is None and config.get("model_type") in _FLAT:
         return {key: value for key, value in config.items() if key not in _OTHER_CONFIGS}
     return text
+
+
+def _output_window(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of the output, and no others. Raises CheckpointError."""
+    if architecture_of(config) not in WITH_OUTPUT_WINDOW:
+        return {}
+    window = text.get(_WINDOW, config.get(_WINDOW, 128))
+    if not is_size(window):
+        raise config_error(_WINDOW, "a number above 0", window)
+    kinds = text.get("layer_types") or [_WINDOW_LAYER]
+    if set(kinds) != {_WINDOW_LAYER}:
+        raise config_error("layer_types", f"only {_WINDOW_LAYER}", kinds)
+    return {OUTPUT_WINDOW: window, _WINDOW: None, "layer_types": None}
 
 
 def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:

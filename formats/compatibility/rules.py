@@ -242,6 +242,16 @@ RULES: tuple[Rule, ...] = (
         "transformers 5.23.0 and compressed-tensors, run on qwen3_vl_moe",
     ),
     row(
+        "media-experts",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.whole.startswith("Ernie4_5_VL") and f.has_quantized_experts,
+            "cannot stack the experts for text and those for images, whose sizes differ",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on ernie4_5_vl_moe",
+    ),
+    row(
         "gemma-experts",
         TRANSFORMERS,
         "no",

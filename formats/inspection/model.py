@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, RANKER, RANKER_TENSORS
 from formats.architecture.columns import Blocks, LayerKind
 from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family
@@ -114,6 +115,8 @@ def check_places(
     places.update(family.layer_tensors(config))
     ends = [name.removesuffix("weight") for name in (family.head, family.embedding)]
     outside = {*family.model_tensors, *(f"{end}{field}" for end in ends for field in fields)}
+    if config.get(INSTEAD_OF_HEAD) == RANKER:
+        outside |= set(RANKER_TENSORS)
     unplaced, unread = [], family.unread(config)
     for name in shards.entries:
         layer = _IN_LAYER.match(name)

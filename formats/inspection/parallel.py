@@ -48,6 +48,9 @@ def _reason(
     reason = _why_not(size, config, quant, linears)
     if not reason or (num_experts(config) or 0) < size:
         return reason
+    family = family_of(config)
+    if family is not None and family.experts is not None and family.experts.media_inner:
+        return reason
     others = [linear for linear in linears if EXPERT not in linear.name]
     if _why_not(size, config, quant, others, whole_experts=True):
         return reason

@@ -112,7 +112,7 @@ class EngineParts:
         adapters = make_table(config, workers.adapters)
         return cls(
             model=model,
-            max_model_len=_length_in_pages(max_model_len, num_pages * config.block_size),
+            max_model_len=_length_in_pages(model, max_model_len, num_pages * config.block_size),
             num_positions=max_model_len,
             workers=workers,
             scheduler=scheduler,
@@ -144,9 +144,9 @@ def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> 
     return num_pages
 
 
-def _length_in_pages(max_model_len: int, num_tokens: int) -> int:
+def _length_in_pages(model: ModelConfig, max_model_len: int, num_tokens: int) -> int:
     """Return the length of a request that fits into KV pages for `num_tokens` tokens."""
-    if num_tokens >= max_model_len:
+    if num_tokens >= max_model_len or model.output_window:  # then an output needs few pages
         return max_model_len
     logger.warning(
         "Using max model len %d instead of %d: the KV cache holds no more tokens. For longer"

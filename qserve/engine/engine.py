@@ -341,6 +341,7 @@ class Engine:
                 params=SamplingParams(),
                 media=tuple(media),
                 axes=self._input_processor.axes,
+                is_media_N=self._input_processor.media_tokens(token_ids),
             )
             return self.workers.logits(replace(step, page_moves=moves))
         except BaseException:

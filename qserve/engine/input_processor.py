@@ -6,6 +6,7 @@ Inputs that the model or the engine's settings do not allow raise InputError.
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 
 from formats.errors import InputError
@@ -48,6 +49,8 @@ class InputProcessor:
         self._num_positions = num_positions
         self._longest_item = longest_item
         self._adapters, self._speculates = adapters, speculates
+        vision = model.vision
+        self._expert_tokens = () if vision is None else vision.expert_tokens
         self._seeds = torch.Generator().manual_seed(seed)
 
     def make(
@@ -105,6 +108,8 @@ class InputProcessor:
         if handling.media and axes is not None:
             request.rope_positions, request.rope_shift = positions_of(handling.media, axes)
             self._check_positions(subject, int(request.rope_positions.max()))
+        request.is_media_N = self.media_tokens(request.token_ids)
+        request.output_window = self._model.output_window
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
         if handling.beam_search is not None:
@@ -143,6 +148,13 @@ class InputProcessor:
                 f" {self._num_positions}",
                 "send a shorter video, or raise --max-model-len",
             )
+
+    def media_tokens(self, token_ids: Sequence[int]) -> np.ndarray | None:
+        """Return bool [N], prompt tokens for which the model has other experts; None: none."""
+        if not self._expert_tokens:
+            return None
+        found_N = np.isin(token_ids, self._expert_tokens)
+        return found_N if found_N.any() else None
 
     @property
     def axes(self) -> Axes | None:
@@ -194,6 +206,12 @@ class InputProcessor:
             )
 
     def _check_beams(self, subject: str) -> None:
+        if self._model.output_window:
+            raise InputError(
+                f"{subject} use_beam_search",
+                "is not supported with this model, whose output has a window",
+                "send the request without it",
+            )
         if self._speculates:
             raise InputError(
                 f"{subject} use_beam_search",

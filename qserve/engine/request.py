@@ -62,6 +62,11 @@ class Request:
     # int64 [A, N]: positions on A axes (M-RoPE) up to the end of the last media item; None: no
     # such positions
     rope_positions: np.ndarray | None = None
+    # bool: prompt tokens for which the model has other experts (ERNIE); None: no such tokens
+    is_media_N: np.ndarray | None = None
+    # Number of the output's tokens that queries attend to, besides the prompt (Unlimited-OCR); 0:
+    # all. The keys of a later token replace those of the token so many places before it.
+    output_window: int = 0
     rope_shift: int = 0  # offset from index to position of tokens after these
     cache_salt: str = ""  # KV pages are shared only between requests with the same salt
     reads_cache: bool = True  # False: compute the whole prompt, as prompt log probabilities require
@@ -105,6 +110,12 @@ class Request:
     def rows(self) -> list["Request"]:
         """The requests that run and wait together with this one, which is included."""
         return [self] if self.beams is None else self.beams.rows
+
+    def num_slots(self, num_tokens: int) -> int:
+        """Return the number of slots in pages that the keys of the first tokens need."""
+        if not self.output_window:
+            return num_tokens
+        return min(num_tokens, self.num_prompt_tokens + self.output_window)
 
     @property
     def media_end(self) -> int:

@@ -70,6 +70,20 @@ STATES_ALONE_LIMITS = (
 )
 
 
+OUTPUT_WINDOW_LIMITS = (
+    Limit(
+        "--speculative-config",
+        lambda config: config.speculative_config is not None,
+        "a refused draft's keys have already replaced those of an earlier token",
+    ),
+    Limit(
+        "--kv-transfer-config",
+        lambda config: config.kv_transfer is not None,
+        "the keys of its output are not in the order of their tokens",
+    ),
+)
+
+
 LATENT_LIMITS = (
     Limit(
         "--enable-lora with --batch-invariant",
@@ -153,12 +167,14 @@ def check_context_parallel(config: EngineConfig) -> None:
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for a setting that does not work with the model's recurrent states."""
+    """Raise InputError for a setting that the model's states, or its output's window, rule out."""
     name = model.family.architecture
     if model.has_states:
         check_limits(LIMITS, config, f"{name}, whose layers have states")
     if model.has_states and not model.has_attention:
         check_limits(STATES_ALONE_LIMITS, config, f"{name}, which has no attention")
+    if model.output_window:
+        check_limits(OUTPUT_WINDOW_LIMITS, config, f"{name}, whose output has a window")
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:

@@ -4,6 +4,7 @@ Use LLMEngine in programs that run their own loop of steps. `LLM` runs this loop
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
@@ -16,6 +17,9 @@ from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer, with_bad_words
+
+if TYPE_CHECKING:
+    from qserve.multimodal.media import MediaItem
 
 
 class LLMEngine:
@@ -72,6 +76,15 @@ class LLMEngine:
             self._tokenizer = Tokenizer(config.model, config.tokenizer)
         return self._tokenizer
 
+    def with_media(
+        self, prompt: PromptType, ids: list[int]
+    ) -> "tuple[list[int], tuple[MediaItem, ...]]":
+        """Return a prompt's token ids with those of its media, and the media items.
+
+        Raises InputError.
+        """
+        return self._media.prepare(prompt, ids, self.get_tokenizer)
+
     def add_request(
         self,
         request_id: str,
@@ -95,7 +108,7 @@ class LLMEngine:
             )
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
-        ids, media = self._media.prepare(prompt, ids, self.get_tokenizer)
+        ids, media = self.with_media(prompt, ids)
         handling = handling_of(prompt, priority, lora, media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, Union
 
 import numpy as np
 import torch
@@ -11,11 +11,17 @@ from tqdm import tqdm
 from formats.errors import InputError
 from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
-from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.library.prompts import PromptType, TokensPrompt, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
+from qserve.pooling import scoring
 from qserve.pooling.params import ALL, LABELS, PoolingParams
+from qserve.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ScoreInput = Union[str, "Image"]  # a text, or an image for models that rank images
 PoolingTask = Literal["embed", "token_embed", "classify"]  # vLLM's names
 # Task -> kind of pooling; None: the model's default
 TASKS: dict[PoolingTask, str | None] = {"embed": None, "token_embed": ALL, "classify": LABELS}
@@ -101,10 +107,12 @@ def run(
     names: Sequence[str],
     use_tqdm: bool,
     loras: Sequence[LoRARequest | None],
+    *,
+    takes_media: bool = False,
 ) -> list[Vectors]:
     """Run pooling requests in one batch; return results in the order of prompts.
 
-    Raises InputError.
+    `takes_media`: prompts may have images. Raises InputError.
     """
     engine.check_health()
     if engine.has_unfinished_requests():
@@ -116,8 +124,9 @@ def run(
     done: dict[str, Vectors] = {}
     try:
         for name, prompt, each, lora in zip(names, prompts, params, loras, strict=True):
-            _, ids = read_prompt(prompt, engine.get_tokenizer)
-            handling = handling_of(prompt, 0, local_adapter(lora, core.config))
+            _, ids = read_prompt(prompt, engine.get_tokenizer, takes_media=takes_media)
+            ids, media = engine.with_media(prompt, ids)
+            handling = handling_of(prompt, 0, local_adapter(lora, core.config), media)
             handling = replace(handling, pooling=each)
             core.add_request(name, ids, SamplingParams(), handling=handling)
             tokens[name] = ids
@@ -144,6 +153,29 @@ def run(
             core.abort(name)
         raise
     return [done[name] for name in names]
+
+
+def ranked_prompt(tokenizer: Tokenizer, query: ScoreInput, document: ScoreInput) -> TokensPrompt:
+    """Return a ranker's prompt for a pair of texts or images."""
+    texts = [side if isinstance(side, str) else None for side in (query, document)]
+    images = [side for side in (document, query) if not isinstance(side, str)]
+    return {
+        "prompt_token_ids": scoring.ranked_tokens(tokenizer, *texts),
+        "multi_modal_data": {"image": images},
+    }
+
+
+def only_texts(pairs: Sequence[tuple[ScoreInput, ScoreInput]]) -> list[tuple[str, str]]:
+    """Return pairs of texts. Raises InputError if a pair has something else."""
+    for pair in pairs:
+        for side in pair:
+            if not isinstance(side, str):
+                raise InputError(
+                    "text_1, text_2",
+                    f"expected texts, found {type(side).__name__}: this model ranks no images",
+                    "give texts, or use a reranker that takes images, such as jina-reranker-m0",
+                )
+    return [(str(first), str(second)) for first, second in pairs]
 
 
 def kind_of(task: str) -> str | None:

@@ -14,6 +14,7 @@ from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.gemma.altup import SparseMlp
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
+from qserve.model.blocks.media_experts import MediaExperts
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
 from qserve.model.blocks.xielu_mlp import XieluMlp
@@ -113,7 +114,7 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     if inputs is not None and place.projection in (inputs.gate, inputs.projection):
         return layer.layer_input, "gate" if place.projection == inputs.gate else "projection"
     mlp = layer.mlp.mlp if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
-    if isinstance(mlp, MoeMlp):
+    if isinstance(mlp, MoeMlp | MediaExperts):
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:
         gate_up = family.gate_up

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.architecture.rope_types import axes_of_halves, axes_of_pairs
+from formats.architecture.rope_types import (
+    axes_of_halves,
+    axes_of_pairs,
+    axes_with_frames_last,
+)
 from qserve.model.blocks.rotary import Rotary
 
 
@@ -40,10 +44,12 @@ class AxisRopes:
         *,
         is_interleaved: bool,
         divides_channels: bool = False,
+        has_frames_last: bool = False,
     ) -> None:
         """Raises InputError if `sections`, the number of channel pairs per axis, do not fit.
 
         `divides_channels`: sections divide the channels in order, not the pairs (Hunyuan).
+        `has_frames_last`: sections are of rows, columns and frames, in this order (ERNIE).
         """
         self.num_axes = len(sections)
         # for each Rotary: axis and source column of each column of the step's table
@@ -54,6 +60,8 @@ class AxisRopes:
                 continue
             if divides_channels:
                 parts = axes_of_halves(sections, num_pairs)
+            elif has_frames_last:
+                parts = (axes_with_frames_last(sections, num_pairs),)
             else:
                 parts = (axes_of_pairs(sections, num_pairs, is_interleaved=is_interleaved),)
             device = rotary.cos_sin.device

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.classifier import Classifier, RankerHead
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.gemma.altup import Streams
 from qserve.model.blocks.gemma.layer_inputs import LayerInputs
@@ -57,7 +58,7 @@ class Decoder(torch.nn.Module):
         self.logits_cap = logits_cap
         self.streams: Streams | None = None  # for Gemma 3n; set by its builder
         self.no_graphs = ""  # reason why steps cannot run in CUDA graphs; set by fallback/
-        self.classifier: torch.Tensor | None = None  # [labels, C]; set by the loader
+        self.classifier: Classifier | RankerHead | None = None  # set by the loader
         # name of a sharded linear -> this rank's shard; set by the loader
         self.parts: Mapping[str, LinearPart] = {}
 
@@ -231,7 +232,7 @@ class Decoder(torch.nn.Module):
 
     def labels(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """Return a classifier's logits [S, labels] in float32."""
-        return (hidden_SC @ self.classifier.T).float()
+        return self.classifier(hidden_SC)
 
     def logits(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] of hidden states [S, C]."""

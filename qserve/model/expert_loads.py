@@ -23,6 +23,12 @@ def check_loads(config: ModelConfig, file: str | None) -> None:
         return
     if not config.family.experts or not num_experts(config.values):
         raise InputError(FLAG, f"{config.family.architecture} has no experts", "remove the flag")
+    if config.family.experts.media_inner:
+        raise InputError(
+            FLAG,
+            f"does not work with {config.family.architecture}, which has other experts for images",
+            "remove the flag",
+        )
     if not Path(file).absolute().parent.is_dir():
         raise InputError(f"{FLAG} {file}", "its folder does not exist", "create the folder first")
 

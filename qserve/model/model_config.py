@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, RANKER, SCORE, is_headless
 from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_eps, check_factors, check_heads
 from formats.architecture.stored_form.config import usual_config
-from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
+from formats.architecture.text_part import HEAD_WEIGHT, OUTPUT_WINDOW, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
@@ -63,6 +63,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     instead_of_head: str = ""  # name of a matrix that replaces the head, such as a classifier's
     labels: tuple[str, ...] = ()  # labels of a classifier
+    # number of the output's tokens that queries attend to, besides the prompt; 0: all
+    output_window: int = 0
     # kinds of media (qserve.multimodal.settings.KINDS) that the model can encode
     media_kinds: frozenset[str] = frozenset()
     vision: VisionConfig | None = None  # config of the whole model, if its vision tower is used
@@ -263,7 +265,8 @@ class ModelConfig:
             quant=quant,
             eos_token_ids=_eos_token_ids(folder, config),
             instead_of_head=raw.get(INSTEAD_OF_HEAD, ""),
-            labels=_labels(config) if raw.get(INSTEAD_OF_HEAD) == SCORE else (),
+            labels=_labels(config, raw.get(INSTEAD_OF_HEAD)),
+            output_window=raw.get(OUTPUT_WINDOW, 0),
         )
 
 
@@ -281,8 +284,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def _labels(config: Any) -> tuple[str, ...]:
-    """Return the labels of a classifier, in the order of its rows."""
+def _labels(config: Any, instead_of_head: str | None) -> tuple[str, ...]:
+    """Return the labels of a classifier, in the order of its rows; () if the model is none."""
+    if instead_of_head == RANKER:
+        return ("score",)
+    if instead_of_head != SCORE:
+        return ()
     named = getattr(config, "id2label", None) or {}
     return tuple(str(named[key]) for key in sorted(named, key=int))
 

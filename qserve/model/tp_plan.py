@@ -318,6 +318,12 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
             f"the model ({config.family.architecture}) {has}",
             "remove the flag: --tensor-parallel-size alone shards each matrix",
         )
+    if config.family.experts.media_inner:
+        raise InputError(
+            "--enable-expert-parallel",
+            f"does not work with {config.family.architecture}, which has other experts for images",
+            "remove the flag: --tensor-parallel-size alone shards each matrix",
+        )
     if settings.shares_experts and config.family.experts.latent:
         raise InputError(
             "--enable-expert-parallel",
@@ -379,10 +385,11 @@ def check_ranks(
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
     """Yield the linears of a layer with sharded inputs, except those sharded by heads or states.
 
-    All experts are alike, so only the first expert's linears are included.
+    All experts of a kind are alike, so only the first one's linears are included.
     """
     mixer, row = family.state_mixer, family.of_layer(layer, values)
-    for projection in row.projections(row.blocks(values, layer), num_experts=1):
+    num_kinds = 2 if family.experts and family.experts.media_inner else 1
+    for projection in row.projections(row.blocks(values, layer), num_experts=num_kinds):
         if mixer is not None and projection in mixer.projections:
             continue
         if projection.split == "inputs" and projection.inputs not in HEAD_SIZES:

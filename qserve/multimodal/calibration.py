@@ -37,6 +37,8 @@ IMAGE_FIELDS = {
 # arguments of the model.
 NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 NO_ARGUMENTS += ("grids", "num_patches_per_image")
+# argument of ERNIE's model in transformers: nonzero for tokens that have other experts than text
+EXPERTS_ARGUMENT = "moe_mm_token_type_ids"
 MAX_PATH_CHARS = 4096
 MAX_BYTES, MAX_PIXELS = 2**28, 2**28
 
@@ -111,6 +113,9 @@ class CalibrationChats:
         kinds_1S = window.is_image_S[None].int()
         if config.family.kinds_argument:
             inputs[config.family.kinds_argument] = kinds_1S
+        if config.expert_tokens:
+            is_media_S = torch.isin(ids_S, torch.tensor(config.expert_tokens))
+            inputs[EXPERTS_ARGUMENT] = is_media_S[None].int()
         return {
             **inputs,
             "input_ids": ids_S[None],

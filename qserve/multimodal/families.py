@@ -42,6 +42,11 @@ class VisionConfig:
         return frozenset(token for token in found if token is not None)
 
     @property
+    def expert_tokens(self) -> tuple[int, ...]:
+        """Tokens of prompts for which the model has other experts."""
+        return tuple(_token(self.values, (key,)) for key in self.family.expert_token_keys)
+
+    @property
     def text(self) -> Mapping[str, Any]:
         """The keys of the text model, which are next to `vision_config` in some models."""
         return self.values.get("text_config", self.values)

@@ -19,6 +19,9 @@ class VisionFamily:
     layout: str  # row of layouts.table.LAYOUTS, which describes the tokens of an image
     # row of image_processors.own_processor.KINDS; "": transformers' image processor
     image_processor: str = ""
+    # class of transformers' image processor with Pillow, for files that name a class of the code in
+    # their folder; "": the files name transformers' class
+    processor_class: str = ""
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos
@@ -29,6 +32,11 @@ class VisionFamily:
     # channels of a head in order, so that both channels of a pair may have different axes (Hunyuan)
     counts_images: bool = False
     has_interleaved_axes: bool = False  # True: the axes alternate over the channel pairs
+    # True: rows and columns alternate over the first channel pairs, and the last pairs are of
+    # frames; `axis_pairs` are of rows, columns and frames (ERNIE)
+    has_frames_last: bool = False
+    # keys of config.json with tokens for which the model has other experts, in prompts
+    expert_token_keys: tuple[str, ...] = ()
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
     # True: all tokens of a prompt with images attend to each other in both directions
     has_mutual_prompt: bool = False

@@ -277,6 +277,8 @@ def load_image_processor(folder: str | Path) -> Any:
     from transformers import AutoImageProcessor
 
     try:
+        if family is not None and family.processor_class:
+            return _stated_class(Path(folder), family.processor_class)
         try:
             return AutoImageProcessor.from_pretrained(
                 str(folder), backend="pil", local_files_only=True, trust_remote_code=False
@@ -294,6 +296,22 @@ def load_image_processor(folder: str | Path) -> Any:
             f"has no image processor that transformers can load: {one_line(error)}",
             COPY_OPTIONS,
         ) from error
+
+
+def _stated_class(folder: Path, name: str) -> Any:
+    """Load transformers' image processor of a class, from options of another one (ERNIE's)."""
+    import transformers
+
+    stated = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    changed: dict[str, Any] = {}
+    if "size" not in stated and {"min_pixels", "max_pixels"} <= stated.keys():
+        changed["size"] = {
+            "shortest_edge": stated["min_pixels"],
+            "longest_edge": stated["max_pixels"],
+        }
+    return getattr(transformers, name).from_pretrained(
+        str(folder), local_files_only=True, **changed
+    )
 
 
 def _class_with_pillow(folder: Path) -> Any:

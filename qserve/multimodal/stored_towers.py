@@ -70,6 +70,14 @@ _HUNYUAN_PARTS = {
 }
 
 
+# names in Baidu's files of ERNIE 4.5 VL's resampler -> in transformers
+_ERNIE_PARTS = {
+    "_linear.0.": "_linear.fc1.",
+    "_linear.2.": "_linear.fc2.",
+    "_linear.3.": "_linear.ln.",
+}
+
+
 # tensors of PaddleOCR-VL's tower that no code uses
 _UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
 
@@ -177,5 +185,6 @@ CONVERSIONS: dict[str, Convert] = {
     "paddle": _paddle,
     "deepseek_ocr": _deepseek_ocr,
     "omni": partial(_renamed, _OMNI_PARTS),
+    "ernie": partial(_renamed, _ERNIE_PARTS),
     "hunyuan": partial(_renamed, _HUNYUAN_PARTS),
 }

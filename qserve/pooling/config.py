@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from formats.architecture.family import architecture_of
+from formats.architecture.text_part import RANKING
 from formats.errors import InputError, one_line
 from qserve.errors import ParameterError
 from qserve.pooling.params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
@@ -48,6 +50,7 @@ class PoolingConfig:
     # For rerankers: token ids of yes and, optionally, no. Their logits determine the score.
     score_tokens: tuple[int, ...] = ()
     score_texts: tuple[str, ...] = ()  # the same tokens, as texts
+    ranks_pairs: bool = False  # True: the model's head computes the score of a pair
     hidden_size: int = 0
     is_embedder: bool = False  # True: the folder declares an embedding model
     is_chat: bool = False  # True: the chat template renders each text as a message
@@ -85,8 +88,8 @@ class PoolingConfig:
 
     @property
     def is_reranker(self) -> bool:
-        """True if the score of a pair is computed from logits of tokens."""
-        return bool(self.score_tokens or self.score_texts)
+        """True if a prompt with both texts of a pair gives their score."""
+        return bool(self.score_tokens or self.score_texts or self.ranks_pairs)
 
     def _check_dimensions(self, dimensions: int) -> None:
         if not 1 <= dimensions <= self.hidden_size:
@@ -110,6 +113,7 @@ def _from_folder(folder: Path) -> PoolingConfig:
         "score_texts": tuple(map(str, reversed(config.get("classifier_from_token") or ()))),
         "problem": _attention_problem(config),
         "is_embedder": _is_bare(config),
+        "ranks_pairs": architecture_of(config) == RANKING,
         "labels": _labels(config),
     }
     if (folder / PROMPTS).exists():

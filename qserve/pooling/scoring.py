@@ -6,13 +6,14 @@ https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from formats.errors import InputError
 from qserve.errors import ParameterError
 from qserve.pooling.config import PoolingConfig
-from qserve.pooling.params import PoolingParams
+from qserve.pooling.params import LABELS, PoolingParams
 from qserve.text.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -25,17 +26,26 @@ _PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+# jina-reranker-m0's prompt, from https://huggingface.co/jinaai/jina-reranker-m0, its token for an
+# image, and the token whose hidden state is scored
+_RANKED = ("**Document**:\n", "\n**Query**:\n")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SCORE_TOKEN = 100
+Side = TypeVar("Side")  # a text, or an image
+
+
 def pairs(
-    text_1: str | Sequence[str],
-    text_2: str | Sequence[str],
+    text_1: Side | Sequence[Side],
+    text_2: Side | Sequence[Side],
     names: tuple[str, str] = ("text_1", "text_2"),
-) -> list[tuple[str, str]]:
+) -> list[tuple[Side, Side]]:
     """Pair one text with each of several texts, or two lists of equal length. Raises InputError.
 
-    `names`: the two parameters, for errors.
+    `names`: the two parameters, for errors. A side that is no list or tuple is one text or image.
     """
-    first = [text_1] if isinstance(text_1, str) else list(text_1)
-    second = [text_2] if isinstance(text_2, str) else list(text_2)
+    first, second = (
+        list(each) if isinstance(each, list | tuple) else [each] for each in (text_1, text_2)
+    )
     for name, texts in zip(names, (first, second), strict=True):
         if not texts:
             raise ParameterError(name, "expected at least one text, found none")
@@ -56,10 +66,29 @@ def pair_tokens(tokenizer: Tokenizer, query: str, document: str, instruction: st
     return [*before, *tokenizer.encode_plain(pair), *after]
 
 
+def ranked_tokens(tokenizer: Tokenizer, query: str | None, document: str | None) -> list[int]:
+    """Return the prompt of a ranker, with a placeholder for each image.
+
+    None: an image. The texts cannot create control tokens.
+    """
+    found: list[int] = []
+    text = ""
+    for before, side in zip(_RANKED, (document, query), strict=True):
+        text += before
+        if side is None:
+            found += [*tokenizer.encode_plain(text), *tokenizer.encode(IMAGE, False)]
+            text = ""
+        else:
+            text += side
+    return [*found, *(tokenizer.encode_plain(text) if text else ()), SCORE_TOKEN]
+
+
 def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
     """Return the pooling of each text; of each pair, if the model is a reranker."""
     if not config.is_reranker:
         return config.complete(PoolingParams(normalize=True))
+    if config.ranks_pairs:
+        return PoolingParams(kind=LABELS)
     tokens = config.score_tokens
     if not tokens:
         found = [tokenizer.encode(text, False) for text in config.score_texts]
@@ -73,7 +102,10 @@ def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
 
 
 def of_logits(logits: np.ndarray) -> float:
-    """Return a reranker's score of a pair from the logits of yes and, optionally, no."""
+    """Return a reranker's score of a pair from the logits of yes and, optionally, no.
+
+    A ranker's head gives one logit.
+    """
     yes = float(logits[0])
     no = float(logits[1]) if len(logits) > 1 else 0.0
     return float(1 / (1 + np.exp(np.float64(no - yes))))

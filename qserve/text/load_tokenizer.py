@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from formats.architecture.text_part import WITH_OUTPUT_WINDOW
 from formats.files.model_path import model_folder
 from qserve.text.plamo_tokenizer import FILE, load_plamo_tokenizer
 from qserve.text.tokenizer_record import read_record, record_path, write_record
@@ -31,6 +32,7 @@ TEMPLATES = {
             "DeepseekOCRForCausalLM",
             "DeepseekOCR2ForCausalLM",
             "DeepseekOcr2ForConditionalGeneration",
+            *WITH_OUTPUT_WINDOW,
         ),
         "{{ bos_token }}{% for message in messages %}{% if message.content is string %}"
         "{{ message.content }}{% else %}{% for part in message.content %}"

@@ -195,7 +195,27 @@ HUNYUAN_OCR = {
         **{"out_hidden_size": 64, "text_hidden_size": 64, "initializer_range": 0.2},
     },
 }
+# Experts for text and, with other sizes, for the tokens of images and around them.
+ERNIE_VL = {
+    "config": "Ernie4_5_VLMoeConfig",
+    "tokens": ["<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"],
+    "placeholder": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+    "image": "<|IMAGE_PLACEHOLDER|>",
+    "image_processor": "Ernie4_5_VLMoeImageProcessor",
+    "processor": {**GRID["processor"], "temporal_patch_size": 1},
+    "whole": {"image_start_token_id": "<|IMAGE_START|>", "image_end_token_id": "<|IMAGE_END|>"},
+    "text_type": "ernie4_5_vl_moe_text",
+    "text": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [64, 32]},
+        "rope_parameters": {**AXES, "rope_theta": 100.0, "mrope_section": [3, 3, 2]},
+    },
+    "vision": {
+        **{"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2},
+        **{"patch_size": 8, "spatial_merge_size": 2, "initializer_range": 0.2},
+    },
+}
 FAMILIES = {
+    "ernie_vl": ERNIE_VL,
     "hunyuan_ocr": HUNYUAN_OCR,
     "paddleocr_vl": PADDLE_OCR_VL,
     "qwen2_vl": QWEN_2_VL,

@@ -110,4 +110,13 @@ DEEPSEEK_OCR_2 = {
     "image_processor": "DeepseekOcr2ImageProcessor",
     "processor": {**DEEPSEEK_OCR["processor"], "tile_size": 48, "max_patches": 2},
 }
-FAMILIES = {"deepseek_ocr": DEEPSEEK_OCR, "deepseek_ocr_2": DEEPSEEK_OCR_2}
+# Queries attend to the prompt and to three tokens of the output.
+UNLIMITED_OCR = {
+    **{key: value for key, value in DEEPSEEK_OCR.items() if key != "published"},
+    "text": {**EXPERTS, "sliding_window": 3},
+}
+FAMILIES = {
+    "deepseek_ocr": DEEPSEEK_OCR,
+    "deepseek_ocr_2": DEEPSEEK_OCR_2,
+    "unlimited_ocr": UNLIMITED_OCR,
+}

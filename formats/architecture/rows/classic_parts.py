@@ -141,6 +141,24 @@ ERNIE_MOE: dict[str, Any] = {
     "draft_prefix": "model.mtp_",
     "config_keys": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 }
+# ERNIE 4.5 VL's text model: experts for text, and others for the tokens of images.
+ERNIE_VL: dict[str, Any] = {
+    **ERNIE_MOE,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "text_expert_size",
+        replace(ERNIE_MOE["experts"].routing, correction_is_row=False),
+        shared=SharedExpert(
+            **gated("mlp.shared_experts", *NAMES, "moe_shared_expert_intermediate_size")
+        ),
+        media_inner="media_expert_size",
+        types_key="mlp_layer_types",
+    ),
+    "names_in_transformers": {},
+    "class_in_transformers": "Ernie4_5_VLMoeTextModel",
+    "config_keys": {"num_experts_per_tok": "moe_k"},
+}
 NORMS_OF_ROTATED_HEADS = tuple(
     Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")
 )

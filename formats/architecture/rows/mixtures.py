@@ -7,6 +7,7 @@ from formats.architecture.experts import Router, SharedExpert
 from formats.architecture.flags import Equals, Stated
 from formats.architecture.rows.classic_parts import (
     ERNIE_MOE,
+    ERNIE_VL,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
@@ -132,6 +133,13 @@ MIXTURES = (
     family_row("HunYuanMoEV1ForCausalLM", "Hunyuan MoE", "hunyuan_v1_moe", **HUNYUAN_MOE),
     family_row(
         "Ernie4_5_MoeForCausalLM", "ERNIE 4.5 MoE", "ernie4_5_moe", builder="moe", **ERNIE_MOE
+    ),
+    family_row(
+        "Ernie4_5_VLMoeForCausalLM",
+        "ERNIE 4.5 VL (text)",
+        "ernie4_5_vl_moe_text",
+        builder="moe",
+        **ERNIE_VL,
     ),
     family_row("MiniMaxM2ForCausalLM", "MiniMax-M2", "minimax_m2", builder="moe", **MINIMAX_M2),
     family_row(

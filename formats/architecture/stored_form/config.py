@@ -63,6 +63,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt_bigcode": classics.gpt_bigcode,
     "falcon": classics.falcon,
     "ernie4_5_moe": mixtures.ernie_moe,
+    "ernie4_5_vl_moe_text": mixtures.ernie_vl,
     "deepseek_v2": latent.query_rank(1536),
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),

@@ -143,7 +143,7 @@ class PrefixCache:
         Reusing a cached page that a running request references needs no free page. The cache is
         searched only if `num_free` may be too small.
         """
-        needed = self.pool.pages_for(request.num_tokens)
+        needed = self.pool.pages_for(request.num_slots(request.num_tokens))
         if needed <= num_free:
             return needed
         keys = self._usable_keys(request)
@@ -182,7 +182,7 @@ class PrefixCache:
         pool.share_(table, pages)
         if num_found > len(pages):
             pool.load_(table, keys[len(pages) : num_found])
-        pool.grow_(table, request.num_tokens)
+        pool.grow_(table, request.num_slots(request.num_tokens))
         request.num_inserted = num_found
         request.num_computed = num_found * pool.page_size
         if self.snapshots is not None:
@@ -197,6 +197,8 @@ class PrefixCache:
         if not self.enabled:
             return
         num_known = min(request.num_computed, len(request.token_ids))
+        if request.output_window:  # later tokens replace the keys of the output
+            num_known = min(num_known, request.num_prompt_tokens)
         num_full = num_known // self.pool.page_size
         if request.num_inserted >= num_full:
             return
@@ -285,7 +287,11 @@ class PrefixCache:
         return request.page_keys[: self._most(request)]
 
     def _most(self, request: Request) -> int:
-        return (request.num_tokens - 1) // self.pool.page_size
+        most = request.num_tokens - 1
+        if request.output_window:
+            # In a prompt the same tokens attend to all before them, so their keys differ.
+            most = min(most, request.num_prompt_tokens)
+        return most // self.pool.page_size
 
     def _root_key(self, request: Request) -> bytes:
         return root_key(

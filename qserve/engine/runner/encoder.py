@@ -74,6 +74,7 @@ class Encoder:
                 vision.axis_pairs,
                 is_interleaved=is_interleaved,
                 divides_channels=vision.family.counts_images,
+                has_frames_last=vision.family.has_frames_last,
             )
         if decoder.pipeline is not None and not decoder.pipeline.is_first:
             return cls(None, ropes, vision, 0)
@@ -161,13 +162,14 @@ class Encoder:
 
         `padded`: the graph's other inputs, already filled.
         """
-        count = step.num_tokens
+        count, media_T = step.num_tokens, step.is_media_T
         batch = replace(
             padded,
             token_ids_T=padded.token_ids_T[:count],
             positions_T=padded.positions_T[:count],
             embeds=None,
             row_ropes=None,
+            is_media_T=None if media_T is None else to_device(media_T, padded.token_ids_T.device),
         )
         batch, _ = self.with_media(batch, step)
         ropes = batch.row_ropes

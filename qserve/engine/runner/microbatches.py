@@ -84,7 +84,7 @@ def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
     counts_R = (high_R - low_R)[chosen]
     starts = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(counts_R, out=starts[1:])
-    adapters_T = step.adapter_slots_T
+    adapters_T, media_T = step.adapter_slots_T, step.is_media_T
     later_R = (ends_R - high_R)[chosen].astype(np.int32)
     contexts_R = step.context_lengths_R[chosen] - later_R
     part = replace(
@@ -93,6 +93,7 @@ def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
         positions_T=step.positions_T[start:stop],
         slots_T=step.slots_T[start:stop],
         adapter_slots_T=None if adapters_T is None else adapters_T[start:stop],
+        is_media_T=None if media_T is None else media_T[start:stop],
         block_tables_RX=step.block_tables_RX[chosen],
         query_starts_R1=starts,
         context_lengths_R=contexts_R,

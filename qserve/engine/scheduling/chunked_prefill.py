@@ -114,6 +114,10 @@ class ChunkedPrefill:
             count -= 1  # the last token's row would sample, and its mask is not ready
             if not count:
                 return 0
+        if request.output_window:
+            # Tokens whose keys replace others are computed one by one, after a preemption, too.
+            room = request.num_prompt_tokens + request.output_window - start
+            count = min(count, max(1, room))
         snapshots = self._running_set.cache.snapshots
         if snapshots is not None:
             count = snapshots.shorter(request, start, count)

@@ -115,11 +115,12 @@ class _StepView:
 
     def row(self, request: Request, num_needed: int) -> _Row:
         """Return the row of a waiting request that takes `num_needed` free pages."""
-        return self._row(request, self._pool.pages_for(request.num_tokens), num_needed)
+        num_pages = self._pool.pages_for(request.num_slots(request.num_tokens))
+        return self._row(request, num_pages, num_needed)
 
     def _row(self, request: Request, num_pages: int, num_own: int) -> _Row:
         # The last token is never an input, so it needs no slot in a page.
-        longest = request.num_prompt_tokens + request.max_tokens - 1
+        longest = request.num_slots(request.num_prompt_tokens + request.max_tokens - 1)
         return _Row(
             num_generated=request.num_tokens - request.num_prompt_tokens,
             most_generated=request.max_tokens,

@@ -40,7 +40,7 @@ def victims_for(
             continue
         victims.append(victim)
         num_free += pool.num_unshared(victim.block_table)
-        if num_free >= pool.pages_for(request.num_tokens):
+        if num_free >= pool.pages_for(request.num_slots(request.num_tokens)):
             return victims
     return None
 

@@ -105,7 +105,7 @@ class RunningSet:
         has not planned yet; the last resort is `request` itself. Returns False if `request` was
         preempted.
         """
-        needed = request.num_computed + 1
+        needed = request.num_slots(request.num_computed + 1)
         while not self.pool.can_grow(request.block_table, needed):
             if not self._free_pages(request, index, step):
                 return False

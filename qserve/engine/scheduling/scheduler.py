@@ -106,7 +106,7 @@ class Scheduler:
         """Raise InputError if a request could never finish."""
         longest = request.num_prompt_tokens + request.max_tokens
         # The last sampled token is never an input, so its keys need no slot in a page.
-        needed, what = self.pool.pages_for(longest - 1), f"{longest} tokens"
+        needed, what = self.pool.pages_for(request.num_slots(longest - 1)), f"{longest} tokens"
         if request.beams is not None:
             what = f"{len(request.rows)} x {what}"
             needed = request.beams.most_pages(self.pool, self.max_num_seqs)

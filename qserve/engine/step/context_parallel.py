@@ -104,6 +104,6 @@ def _needs_all_rows(step: StepInput) -> bool:
     """Return True if the step needs all rows on each rank: prompt outputs, media, or a warm-up."""
     optional = (
         *(step.prompt_rows, step.pool_rows, step.media, step.draft_rows),
-        *(step.axis_offsets_AT, step.rope_shifts_T, step.text_shifts_T),
+        *(step.axis_offsets_AT, step.rope_shifts_T, step.text_shifts_T, step.is_media_T),
     )
     return any(each is not None for each in optional) or int(step.slots_T.min()) < 0

@@ -59,6 +59,7 @@ class Batch(StepInputs):
     def of(cls, step: StepInput, device: torch.device, form: BatchForm) -> "Batch":
         """Copy a step to the device without synchronizing."""
         slots_T, shifts_T = step.adapter_slots_T, step.rope_shifts_T
+        media_T = step.is_media_T
         states_R = to_device(step.state_slots_R, device) if form.with_states else None
         split = None
         if form.split_rule is not None:
@@ -71,6 +72,7 @@ class Batch(StepInputs):
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             split=split,
+            is_media_T=None if media_T is None else to_device(media_T, device),
         )
 
     def with_rope_positions(self) -> "Batch":

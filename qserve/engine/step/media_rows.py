@@ -106,3 +106,14 @@ def axis_positions(plan: StepPlan, positions_T: np.ndarray) -> np.ndarray | None
     for first, known_AN in pieces:
         found_AT[:, first : first + known_AN.shape[1]] = known_AN
     return found_AT
+
+
+def media_tokens(plan: StepPlan) -> np.ndarray | None:
+    """Return bool [T], the prompt tokens for which the model has other experts; None: none."""
+    found: list[np.ndarray] = []
+    for request, start, count, _ in plan.chunks:
+        known_N = np.zeros(0, bool) if request.is_media_N is None else request.is_media_N
+        part = known_N[start : start + count]
+        found.append(np.pad(part, (0, count - len(part))))
+    found_T = np.concatenate(found)
+    return found_T if found_T.any() else None

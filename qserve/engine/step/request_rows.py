@@ -41,6 +41,9 @@ class RequestRows:
         self.state_slots_N = np.full(num_rows, -1, np.int32)  # -1: no state
         self.rope_shifts_N = np.zeros(num_rows, np.int64)
         self.has_rope_shifts = False  # True once a request had such a shift
+        self.prompt_lengths_N = np.zeros(num_rows, np.int64)
+        self.output_window = 0  # of all requests (Request.output_window)
+        self.has_media_tokens = False  # True once a request had tokens with other experts
         # True: has penalties, and the device lacks its token counts
         self.needs_history_N = np.zeros(num_rows, bool)
         self._is_plain = [False] * num_rows  # True: no bias, mask, penalties or adapter
@@ -102,6 +105,20 @@ class RequestRows:
         words_SP[chosen, BIAS_START] = ends - counts
         return np.array(list(chain.from_iterable(found)), np.int64)
 
+    def replaced(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the slots of tokens: those of the output replace tokens that left the window."""
+        if not self.output_window:
+            return positions
+        firsts = self.prompt_lengths_N[rows]
+        after = np.maximum(positions - firsts, 0)  # index in the output
+        return np.minimum(positions, firsts) + after % self.output_window
+
+    def num_keys(self, rows_R: np.ndarray, ends_R: np.ndarray) -> np.ndarray:
+        """Return the number of keys that the last row of each chunk attends to."""
+        if not self.output_window:
+            return ends_R
+        return np.minimum(ends_R, self.prompt_lengths_N[rows_R] + self.output_window)
+
     def recount(self, requests: list[Request]) -> None:
         """Refill token counts after a truncated verify, which counted dropped tokens."""
         for request in requests:
@@ -137,6 +154,9 @@ class RequestRows:
         self.state_slots_N[row] = request.state_slot
         self.rope_shifts_N[row] = request.rope_shift
         self.has_rope_shifts |= request.rope_positions is not None
+        self.prompt_lengths_N[row] = request.num_prompt_tokens
+        self.output_window = request.output_window
+        self.has_media_tokens |= request.is_media_N is not None
 
     def _reclaim(self) -> None:
         """Free the rows of finished and preempted requests."""

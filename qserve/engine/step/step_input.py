@@ -25,7 +25,7 @@ from qserve.engine.scheduling.plan import Chunk, Drafting, StepPlan
 from qserve.engine.step.draft_rows import DraftRows
 from qserve.engine.step.mask_jobs import mask_of, masks_along
 from qserve.engine.step.masks import allowed, dead_end
-from qserve.engine.step.media_rows import MediaRows, axis_positions
+from qserve.engine.step.media_rows import MediaRows, axis_positions, media_tokens
 from qserve.engine.step.request_rows import RequestRows, table_width
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.positions import Axes, positions_of
@@ -145,6 +145,8 @@ class StepInput:
     rope_shifts_T: np.ndarray | None = None
     # int64: offset from position to rotary position for the request's later text; None: 0
     text_shifts_T: np.ndarray | None = None
+    # bool: tokens for which the model has other experts (ERNIE); None: no such tokens
+    is_media_T: np.ndarray | None = None
     media: MediaRows | None = None  # rows with media embeddings, and the items to encode
 
     @property
@@ -161,8 +163,9 @@ class StepInput:
 
     @property
     def has_media(self) -> bool:
-        """True if the step has media embeddings, or rows whose positions differ between axes."""
-        return self.media is not None or self.axis_offsets_AT is not None
+        """True if the step has media embeddings, axes with other positions, or tokens of media."""
+        found = self.media, self.axis_offsets_AT, self.is_media_T
+        return any(each is not None for each in found)
 
     @property
     def rows_each(self) -> int:
@@ -203,8 +206,10 @@ class StepInput:
                 starts_R - query_starts[:-1], counts_R
             )
             chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
-        pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
-        slots_T = pages * page_size + positions % page_size
+        places = rows.replaced(rows_R[chunk_of_T], positions)
+        pages = block_tables[chunk_of_T, places // page_size].astype(np.int64)
+        slots_T = pages * page_size + places % page_size
+        contexts_R = rows.num_keys(rows_R, ends_R)
         axes_AT = rope_shifts_T = text_shifts_T = None
         if rows.has_rope_shifts:
             text_shifts_T = rows.rope_shifts_N[rows_R][chunk_of_T]
@@ -250,11 +255,11 @@ class StepInput:
             slots_T=slots_T,
             block_tables_RX=block_tables,
             query_starts_R1=query_starts,
-            context_lengths_R=ends_R.astype(np.int32),
+            context_lengths_R=contexts_R.astype(np.int32),
             logits_rows_S=last_R[of_S] - back_S,
             state_slots_R=rows.state_slots_N[rows_R],
             max_query_len=max(counts),
-            max_context_len=int(ends_R.max()),
+            max_context_len=int(contexts_R.max()),
             pending_index=last_R[pending_R].astype(np.int64),
             pending_row=pending_row,
             sample_words_SP=words,
@@ -267,6 +272,7 @@ class StepInput:
             axis_offsets_AT=axes_AT,
             rope_shifts_T=rope_shifts_T,
             text_shifts_T=text_shifts_T,
+            is_media_T=media_tokens(plan) if rows.has_media_tokens else None,
             media=plan.media and MediaRows.build(plan, plan.media),
             draft_rows=plan.drafting
             and DraftRows.build(
@@ -349,12 +355,13 @@ class StepInput:
         drafting: Drafting | None = None,
         media: tuple[MediaItem, ...] = (),
         axes: Axes | None = None,
+        is_media_N: np.ndarray | None = None,
     ) -> "StepInput":
         """Return a step that computes a whole sequence and samples its next token.
 
         No scheduler is involved. `num_copies`: number of copies of the sequence in the step, which
         share their pages and only enlarge the step. `media`: all items are encoded by the step.
-        `axes`: axes of positions of media tokens; None: one.
+        `axes`: axes of positions of media tokens; None: one. `is_media_N`: see Request.
         """
         request = Request(
             request_id="unscheduled",
@@ -367,6 +374,7 @@ class StepInput:
             eos_token_ids=frozenset(),
             block_table=block_table,
             media=media,
+            is_media_N=is_media_N,
         )
         encoded = None
         if media:
@@ -418,7 +426,9 @@ def _is_few_decodes(plan: StepPlan, rows: RequestRows) -> bool:
     chunks = plan.chunks
     if len(chunks) > FEW_DECODES or plan.drafting is not None or plan.media is not None:
         return False
-    if rows.has_rope_shifts or any(chunk[2] != 1 or chunk[3] != 1 for chunk in chunks):
+    if rows.has_rope_shifts or rows.has_media_tokens or rows.output_window:
+        return False
+    if any(chunk[2] != 1 or chunk[3] != 1 for chunk in chunks):
         return False
     return rows.are_plain([chunk[0] for chunk in chunks])
 

@@ -81,6 +81,9 @@ class StepInputs(AttentionStep):
     sees_ahead_in_windows: bool = False  # True: last_keys_T counts only in layers with a window
     # bool [T]: rows that see keys before the window, too; None: no such rows
     unlimited_T: torch.Tensor | None = None
+    # bool [T]: tokens of images and videos, in models that have other experts for them (ERNIE);
+    # None: no such tokens
+    is_media_T: torch.Tensor | None = None
     row_ropes: RowRopes | None = None  # None: positions have one axis
     rope_positions_T: torch.Tensor | None = None  # rotary positions; None: positions_T
     split: SplitStep | None = None  # None: not split, since chunks are too short (SplitRule)

@@ -15,6 +15,7 @@ from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.linear import LinearPlan, Product
+from qserve.model.blocks.media_experts import MediaExperts
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
 
@@ -55,7 +56,7 @@ class Layer(torch.nn.Module):
         attention_norm: Norm,
         attention: Mixer,
         mlp_norm: Norm,
-        mlp: FeedForward | DenseAndExperts,
+        mlp: FeedForward | DenseAndExperts | MediaExperts,
         attention_end: BranchEnd | None = None,  # None: no norm or factor before it is added
         mlp_end: BranchEnd | None = None,
     ) -> None:
@@ -88,6 +89,8 @@ class Layer(torch.nn.Module):
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
         if isinstance(self.mlp, DenseAndExperts):
             return self.mlp_end(self.mlp(x_TC, plan, residual_TC)), residual_TC
+        if isinstance(self.mlp, MediaExperts):
+            return self.mlp_end(self.mlp(x_TC, plan, step.is_media_T)), residual_TC
         return self.mlp_end(self.mlp(x_TC, plan)), residual_TC
 
 

@@ -1,11 +1,12 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5, dots.llm1 and Ling: Llama
-with experts instead of an MLP.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, ERNIE, MiniMax-M2, gpt-oss, GLM-4.5, dots.llm1 and Ling:
+Llama with experts instead of an MLP.
 
 The family's row has the differences: the routing rule, the shared expert, the layers without
 experts, head norms.
 """
 
 from qserve.model.blocks.layer import FeedForward, Layer
+from qserve.model.blocks.media_experts import MediaExperts, Mixture
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp, SharedExpert
 from qserve.model.decoder import Decoder
@@ -34,27 +35,20 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     )
 
 
-def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
-    experts, activation = config.family.experts, config.activation
+def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward | MediaExperts:
+    experts = config.family.experts
     if not experts.stand_in(weights.number, config.values):
         return llama.build_mlp(config, weights)
-    shared = before = after = None
+    if experts.media_inner:
+        return _build_media_experts(config, weights)
+    before = after = None
     if experts.latent:
         first, last = experts.latent
         before, after = weights.linear(first), weights.partial_linear(last)
-    if experts.shared is not None:
-        mlp = Mlp(
-            up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
-            down_proj=weights.linear(experts.shared.down, summed=False),
-            activation=activation,
-            gated=experts.gated,
-            limit=config.limit(config.family.limits_key, weights.number),
-        )
-        shared = SharedExpert(mlp, weights.shared_gate())
     return MoeMlp(
         router=weights.router(),
         experts=weights.experts(),
-        shared=shared,
+        shared=None if experts.shared is None else _build_shared(config, weights),
         communicator=weights.tp_plan.communicator,
         numbers_E=weights.expert_numbers(),
         scales_inputs=experts.scaled_inputs,
@@ -62,3 +56,28 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         after=after,
         exchange=weights.tp_plan.exchange,
     )
+
+
+def _build_media_experts(config: ModelConfig, weights: LayerWeights) -> MediaExperts:
+    text, media = (
+        Mixture(router, weights.experts(of_media=of_media))
+        for router, of_media in zip(weights.media_routers(), (False, True), strict=True)
+    )
+    return MediaExperts(
+        text=text,
+        media=media,
+        shared=_build_shared(config, weights),
+        communicator=weights.tp_plan.communicator,
+    )
+
+
+def _build_shared(config: ModelConfig, weights: LayerWeights) -> SharedExpert:
+    experts = config.family.experts
+    mlp = Mlp(
+        up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
+        down_proj=weights.linear(experts.shared.down, summed=False),
+        activation=config.activation,
+        gated=experts.gated,
+        limit=config.limit(config.family.limits_key, weights.number),
+    )
+    return SharedExpert(mlp, weights.shared_gate())

@@ -37,8 +37,10 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
             "top_groups": stated_size(config, "topk_group"),
             "group_score": rule.group_score,
         }
+    count = stated_size(config, num_experts_key(config))
     return Routing(
-        num_experts=stated_size(config, num_experts_key(config)),
+        # of those for text, or of as many for tokens of media
+        num_experts=count // 2 if experts.media_inner else count,
         top_k=stated_size(config, "num_experts_per_tok"),
         scores=rule.scores,
         jitter=config.get(rule.jitter_key, 0.0),
@@ -75,8 +77,13 @@ def glu_of(
     return _GLUS[activation] if experts.gated else RELU2
 
 
-def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
-    """Return this rank's experts of the layer `prefix`. `weights`: loading.weights.Weights."""
+def expert_weights(
+    weights: Any, prefix: str, layer: int, *, of_media: bool = False
+) -> ExpertWeights:
+    """Return this rank's experts of the layer `prefix`. `weights`: loading.weights.Weights.
+
+    `of_media`: those for tokens of media, in families that have such experts.
+    """
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
     limit = weights.config.limit(experts.limits_key, layer)
@@ -87,20 +94,34 @@ def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
     else:
         matrices = {}
         weights.elsewhere |= _of_others(weights, prefix, here)
-        for name, projection in (("gate_up", experts.gate_up), ("down", experts.down)):
-            numbers = range(E) if here is None else here
+        numbers = range(E) if here is None else here
+        if experts.media_inner:
+            numbers = range(E, 2 * E) if of_media else range(E)
+        for place, name in enumerate(("gate_up", "down")):
+            projections = [_of_number(weights, number)[place] for number in numbers]
             weights.source.decode_together(
                 {
                     f"{prefix}.{linear.name}": weights.shape(linear.shape)
-                    for number in numbers
-                    for linear in projection.expert(number).linears
+                    for projection in projections
+                    for linear in projection.linears
                 }
             )
-            matrices[name] = [_matrix(weights, prefix, projection, e) for e in numbers]
+            matrices[name] = [
+                _matrix(weights, prefix, projection, number)
+                for number, projection in zip(numbers, projections, strict=True)
+            ]
             if experts.fused:
-                matrices |= _biases(weights, prefix, name, projection, numbers)
+                matrices |= _biases(weights, prefix, name, projections, numbers)
     routed = None if here is None else E
+    if experts.media_inner:
+        routed = E + 1  # the id E means that a token has no expert of this set
     return ExpertWeights(top_k=routing.top_k, glu=glu, routed_experts=routed, **matrices)
+
+
+def _of_number(weights: Any, number: int) -> tuple[Projection, Projection]:
+    """Return gate_up and down of one expert."""
+    experts = weights.family.experts
+    return experts.of_number(number, num_experts(weights.config.values) or 0)
 
 
 def _of_others(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str]:
@@ -136,13 +157,17 @@ def _are_apart(weights: Any, prefix: str) -> bool:
 
 
 def _biases(
-    weights: Any, prefix: str, name: str, projection: Projection, numbers: Sequence[int]
+    weights: Any,
+    prefix: str,
+    name: str,
+    projections: Sequence[Projection],
+    numbers: Sequence[int],
 ) -> dict[str, torch.Tensor]:
     """Return the biases of these experts as one tensor; empty if another rank adds them."""
     rows = []
-    for number in numbers:
+    for number, projection in zip(numbers, projections, strict=True):
         cuts = _cuts(weights, prefix, projection, number)
-        linears = projection.expert(number).linears
+        linears = projection.linears
         stored = [
             weights.tensor(f"{prefix}.{linear.name}.bias", weights.shape((linear.outputs,)))
             for linear in linears
@@ -163,13 +188,14 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
             weights.source.input_order(full, shape) if weights.source.is_quantized(full) else None
         )
 
-    experts = weights.family.experts
     if weights.tp_plan.has_whole_experts:
-        return [WHOLE] * len(projection.expert(number).linears)
-    down = experts.down.expert(number) if projection is experts.gate_up else None
+        return [WHOLE] * len(projection.linears)
+    gate_up, down = _of_number(weights, number)
     return [
-        weights.tp_plan.cut(projection, linear, prefix, order_of, down)
-        for linear in projection.expert(number).linears
+        weights.tp_plan.cut(
+            projection, linear, prefix, order_of, down if projection == gate_up else None
+        )
+        for linear in projection.linears
     ]
 
 
@@ -223,11 +249,11 @@ def _all(matrix: ExpertMatrix) -> ExpertMatrix:
 
 
 def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> ExpertMatrix:
-    """Read one expert's matrix of a projection, with the projection's linears stacked.
+    """Read an expert's matrix, with the linears of its projection stacked.
 
     Raises CheckpointError if a linear is missing, or if the linears are not all quantized alike.
     """
-    linears, cuts = projection.expert(number).linears, _cuts(weights, prefix, projection, number)
+    linears, cuts = projection.linears, _cuts(weights, prefix, projection, number)
     places = {f"{prefix}.{linear.name}": weights.shape(linear.shape) for linear in linears}
     weights.source.check_has_experts(prefix, places)
     quantized = [weights.source.is_quantized(name) for name in places]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from formats.architecture.columns import ATTENTION
+from formats.architecture.experts import MEDIA_ROUTER
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.errors import InputError
@@ -298,6 +299,24 @@ class LayerWeights:
             fixed_order=self.kernels.get("experts") == FIXED_ORDER,
         )
 
+    def media_routers(self) -> tuple[Router, Router]:
+        """Return the routers of experts for text and of those for tokens of media."""
+        experts, weights = self._family.experts, self._weights
+        routing, rule = routing_of(experts, weights.config.values), experts.routing
+        E = routing.num_experts
+        stored = f"{self._prefix}.{experts.module}.{rule.correction}"
+        corrections_2E = weights.source.tensor(stored, (2, E)).to(weights.device, torch.float32)
+        found = []
+        for name, correction_E in zip(("weight", MEDIA_ROUTER), corrections_2E, strict=True):
+            stored = f"{self._prefix}.{experts.router}.{name}"
+            weight_CE = weights.tensor(stored, (weights.config.hidden_size, E))
+            weight_EC = weight_CE.float().T.contiguous() if rule.float32 else weight_CE.T
+            is_fixed = self.kernels.get("experts") == FIXED_ORDER
+            found.append(
+                Router(routing, weight_EC, correction_E=correction_E.clone(), fixed_order=is_fixed)
+            )
+        return found[0], found[1]
+
     def _router_norm(self, scale: str) -> Norm:
         """Return the norm of a router's input; its weight is made from the tensor `scale`."""
         width = self._weights.config.hidden_size
@@ -317,10 +336,13 @@ class LayerWeights:
         weights = self._weights
         return weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
 
-    def experts(self) -> PreparedExperts:
-        """Return the layer's experts, prepared for their kernel."""
+    def experts(self, *, of_media: bool = False) -> PreparedExperts:
+        """Return the layer's experts, prepared for their kernel.
+
+        `of_media`: those for tokens of media.
+        """
         weights = self._weights
-        found = expert_weights(weights, self._prefix, self.number)
+        found = expert_weights(weights, self._prefix, self.number, of_media=of_media)
         kernel = self.kernels.get("experts")
         prepared = ops.prepare_experts(found, weights.dtype, weights.device, kernel)
         if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:

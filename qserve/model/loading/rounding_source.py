@@ -41,7 +41,7 @@ class RoundingSource(WeightSource):
         device = device or torch.device("cpu")
         super().__init__(reader, config, device)
         self._device = device
-        self._schemes = config.rounding.schemes
+        self._schemes, self._stored = config.rounding.schemes, reader.entries
         self._ready: dict[str, Weight] = {}  # weights that were rounded together with earlier ones
         self._elsewhere: set[str] = set()  # linears of experts on other ranks
         found = quantized_modules(reader.entries)
@@ -103,6 +103,8 @@ class RoundingSource(WeightSource):
             for name in names
             if self._schemes.get(name) == scheme
             and name not in self._elsewhere
+            # ERNIE's later experts have another width
+            and tuple(self._stored[f"{name}.weight"].shape) == shape
             and f"{name}.weight" not in self._used
         ]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from formats.architecture.bare_model import SCORE
+from formats.architecture.bare_model import RANKER, RANKER_TENSORS, SCORE, SCORE_OFFSET
 from formats.architecture.projection import Shape
 from formats.architecture.sizes import size
 from formats.errors import CheckpointError
@@ -23,6 +23,7 @@ from formats.numerics.sinusoids import sinusoids
 from qkernels import QuantLinear
 from qkernels.choice import FIXED_ORDER
 from qkernels.wna16.layout import kernel_bits
+from qserve.model.blocks.classifier import Classifier, RankerHead
 from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
 from qserve.model.blocks.gemma.altup import Streams
 from qserve.model.blocks.gemma.layer_inputs import LayerInputs
@@ -194,11 +195,19 @@ class Weights:
         part = self.vocabulary
         return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
-    def classifier(self) -> torch.Tensor | None:
-        """Return the matrix of a classifier [labels, C]; None if the checkpoint has none."""
-        if self.config.instead_of_head != SCORE or not self.has_ends:
+    def classifier(self) -> Classifier | RankerHead | None:
+        """Return the classifier or the ranker; None if the checkpoint has none."""
+        C, instead = self.config.hidden_size, self.config.instead_of_head
+        if instead == SCORE and self.has_ends:
+            return Classifier(self.tensor(SCORE, (len(self.config.labels), C)))
+        if instead != RANKER or not self.has_ends:
             return None
-        return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
+        shapes = ((C, C), (C,), (1, C), (1,))
+        found = [
+            self.tensor(name, shape) for name, shape in zip(RANKER_TENSORS, shapes, strict=True)
+        ]
+        offset = self.config.values[SCORE_OFFSET]
+        return RankerHead((found[0], found[1]), (found[2], found[3]), offset)
 
     def layers(self) -> Generator[LayerWeights, None, None]:
         """Yield the weights of each layer in turn."""
@@ -370,7 +379,7 @@ class Weights:
         ours, layer = self._layer_numbers, self.family.layer
         unread = [f"{layer.format(i=i)}." for i in range(self.config.num_layers) if i not in ours]
         if not self.has_ends:
-            ends = (*self.family.model_tensors, SCORE)
+            ends = (*self.family.model_tensors, SCORE, *RANKER_TENSORS)
             unread += [name.removesuffix("weight") for name in ends]
         self.source.audit(tuple(unread), self.elsewhere)
 

@@ -104,3 +104,4 @@ DEEPSEEK_OCR_2 = replace(
     defaults={**DEEPSEEK_OCR.defaults, "tile_size": 768, "max_patches": 6},
     arguments=_arguments,
 )
+UNLIMITED_OCR = replace(DEEPSEEK_OCR, defaults={**DEEPSEEK_OCR.defaults, "max_patches": 32})

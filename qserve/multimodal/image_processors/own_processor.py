@@ -11,7 +11,11 @@ from formats.architecture.sizes import is_size
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.cohere2_vision import COHERE_2_VISION
-from qserve.multimodal.image_processors.deepseek_ocr import DEEPSEEK_OCR, DEEPSEEK_OCR_2
+from qserve.multimodal.image_processors.deepseek_ocr import (
+    DEEPSEEK_OCR,
+    DEEPSEEK_OCR_2,
+    UNLIMITED_OCR,
+)
 from qserve.multimodal.image_processors.internvl import INTERNVL_CHAT
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
@@ -36,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "phi4": PHI_4,
     "deepseek_ocr": DEEPSEEK_OCR,
     "deepseek_ocr_2": DEEPSEEK_OCR_2,
+    "unlimited_ocr": UNLIMITED_OCR,
 }
 # (file that may have the options, key of the options in it; "": the whole file); the first one
 # found counts

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, Layout] = {
     "kimi": cuts.KIMI,
     "phi4": whole_image.WHOLE_IMAGE,
     "deepseek_ocr": views.ROWS_OF_VIEWS,
+    "unlimited_ocr": views.ROWS_OF_VIEWS,
     "deepseek_ocr_2": views.QUERIES_OF_VIEWS,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,

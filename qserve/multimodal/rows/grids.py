@@ -1,6 +1,8 @@
 """Models that cut images of any size into patches: Qwen-VL, GLM and others."""
 
+from formats.architecture.text_part import RANKING
 from qserve.multimodal.family import VisionFamily
+from qserve.multimodal.stored_forms.ernie_config import as_ernie_vl
 from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
 from qserve.multimodal.stored_forms.omni_config import (
     OMNI_2_5,
@@ -8,8 +10,14 @@ from qserve.multimodal.stored_forms.omni_config import (
     as_omni,
     as_qwen3_vl_moe,
 )
-from qserve.multimodal.stored_forms.prefixes import HUNYUAN, OMNI, PADDLE, QWEN
+from qserve.multimodal.stored_forms.prefixes import ERNIE, HUNYUAN, OMNI, PADDLE, QWEN
 
+# keys of ERNIE's tokens that have experts of their own
+_MEDIA = tuple(
+    f"{kind}_{key}"
+    for kind in ("image", "video")
+    for key in ("start_token_id", "token_id", "end_token_id")
+)
 GRIDS: tuple[VisionFamily, ...] = (
     VisionFamily(
         architecture="Exaone4_5_ForConditionalGeneration",
@@ -26,6 +34,22 @@ GRIDS: tuple[VisionFamily, ...] = (
         tensors="paddle",
         prefixes=PADDLE,
     ),
+    *(
+        VisionFamily(
+            architecture=f"Ernie4_5_{name}ForConditionalGeneration",
+            axis_pairs=(22, 22, 20),
+            has_frames_last=True,
+            expert_token_keys=_MEDIA,
+            layout="grid",
+            processor_class="Ernie4_5_VLMoeImageProcessorPil",
+            kinds_argument="mm_token_type_ids",
+            encoder="patches",
+            config=as_ernie_vl,
+            tensors="ernie",
+            prefixes=ERNIE,
+        )
+        for name in ("VLMoe", "VL_Moe")
+    ),
     VisionFamily(
         architecture="HunYuanVLForConditionalGeneration",
         axis_pairs=(16, 16, 16, 16),
@@ -38,15 +62,19 @@ GRIDS: tuple[VisionFamily, ...] = (
     ),
     *(
         VisionFamily(
-            architecture=f"{name}ForConditionalGeneration",
+            architecture=name,
             axis_pairs=(16, 24, 24),
             layout="grid",
             kinds_argument="mm_token_type_ids",
             encoder="grid",
-            video="qwen2",
+            video=video,
             prefixes=QWEN,
         )
-        for name in ("Qwen2VL", "Qwen2_5_VL")
+        for name, video in (
+            ("Qwen2VLForConditionalGeneration", "qwen2"),
+            ("Qwen2_5_VLForConditionalGeneration", "qwen2"),
+            (RANKING, ""),
+        )
     ),
     *(
         VisionFamily(

@@ -1,7 +1,12 @@
 """Models of square images or tiles, and models of images of any size without grids."""
 
+from formats.architecture.text_part import WITH_OUTPUT_WINDOW
 from qserve.multimodal.family import VisionFamily
-from qserve.multimodal.stored_forms.deepseek_config import as_deepseek_ocr, as_deepseek_ocr_2
+from qserve.multimodal.stored_forms.deepseek_config import (
+    as_deepseek_ocr,
+    as_deepseek_ocr_2,
+    as_unlimited_ocr,
+)
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
 from qserve.multimodal.stored_forms.kimi_config import as_kimi_k25
 from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
@@ -205,6 +210,7 @@ SQUARES: tuple[VisionFamily, ...] = (
         )
         for architecture, kind, config in (
             ("DeepseekOCRForCausalLM", "deepseek_ocr", as_deepseek_ocr),
+            *((name, "unlimited_ocr", as_unlimited_ocr) for name in WITH_OUTPUT_WINDOW),
             ("DeepseekOCR2ForCausalLM", "deepseek_ocr_2", as_deepseek_ocr_2),
             ("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr_2", as_deepseek_ocr_2),
         )

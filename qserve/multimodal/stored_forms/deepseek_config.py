@@ -46,6 +46,11 @@ def as_deepseek_ocr(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return _whole(values, "unlimited_ocr", sam, encoder, {"sliding_window": _WHOLE})
 
 
+def as_unlimited_ocr(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return config.json's values with transformers' keys; None for another tower."""
+    return dict(values) if TEXT_CONFIG in values else as_deepseek_ocr(values)
+
+
 def as_deepseek_ocr_2(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return config.json's values with transformers' keys; None for another tower."""
     if TEXT_CONFIG in values:

@@ -55,6 +55,15 @@ NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model."
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 OMNI = {f"{parent}visual.": "visual." for parent in ("thinker.", "thinker.model.", "", "model.")}
 HUNYUAN = dict.fromkeys(("vit.", "model.vit.", "model.vision_tower."), "vision_tower.")
+ERNIE = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_model", "vision_tower"),
+        ("vision_tower", "vision_tower"),
+        ("resampler_model", "resampler_model"),
+    )
+}
 MINICPM = {"model.vision_tower.": "vision_tower.", "model.merger.": "merger."}
 # The first names are those of published files, the others those of transformers' modules.
 DEEPSEEK_OCR = {

@@ -222,7 +222,7 @@ def _events(
         meter.take,
         client,
         group=job.key,
-        handling=job.handling,
+        handling=job.handling_of(index),
     )
 
 

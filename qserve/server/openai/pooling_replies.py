@@ -96,7 +96,7 @@ def ranking(job: Job, model: str, outputs: list[Output]) -> dict[str, Any]:
     for index, score in best:
         result: dict[str, Any] = {"index": index, "relevance_score": score}
         if documents is not None:
-            result["document"] = {"text": documents[index]}
+            result["document"] = documents[index]
         results.append(result)
     usage = _usage(job, outputs)
     return {"id": job.request_id, "model": model, "results": results, "usage": usage}

@@ -64,7 +64,7 @@ def _thinking(value: Any) -> Any:
     return {"type": THINKING, "text": found}
 
 
-def _image(value: Any) -> Any:
+def image_part(value: Any) -> Any:
     """Convert an image part to the common form: its URL in `image_url`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in IMAGE_FIELDS:
@@ -163,11 +163,11 @@ TextPart = Annotated[
     ChatPart,
     BeforeValidator(_refusal),
     BeforeValidator(_thinking),
-    BeforeValidator(_image),
+    BeforeValidator(image_part),
     BeforeValidator(_video),
 ]
 InputPart = Annotated[
-    ResponsePart, BeforeValidator(_refusal), BeforeValidator(_image), BeforeValidator(_video)
+    ResponsePart, BeforeValidator(_refusal), BeforeValidator(image_part), BeforeValidator(_video)
 ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qserve.engine.token_event import RequestFacts
+from qserve.multimodal.media import MediaItem
 from qserve.output_parsing.output_parser import ParseSettings
 from qserve.params.handling import DEFAULT, Handling
 from qserve.params.sampling_params import SamplingParams
@@ -65,6 +66,8 @@ class Job:
         default_factory=dict
     )  # fields of the body that the reply repeats or depends on
     handling: Handling = DEFAULT
+    # media items of each prompt; empty: `handling` has those of all prompts
+    media: list[tuple[MediaItem, ...]] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -106,6 +109,12 @@ class Job:
         prompt, repeat = divmod(index, self.params[0].n)
         params = self.params[prompt]
         return self.prompts[prompt], params.choice(repeat)
+
+    def handling_of(self, index: int) -> Handling:
+        """Return how the engine handles a choice."""
+        if not self.media:
+            return self.handling
+        return replace(self.handling, media=self.media[index // self.params[0].n])
 
     def prompt_of(self, index: int) -> list[int]:
         """Return the prompt of a choice. Cheaper than `choice`, which makes parameters."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from qserve.multimodal.media import MediaItem
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling import scoring
@@ -28,6 +29,7 @@ from qserve.server.requests.protocol import (
     check_request_id,
     read,
 )
+from qserve.server.requests.score_sides import Picture, Side, as_list, ranked_prompts, shown
 from qserve.server.requests.served_model import ServedModel
 from qserve.text.tokenizer import REPLACEMENT
 
@@ -58,13 +60,6 @@ def _inputs(value: Any) -> list[str | list[int]]:
     return value
 
 
-def _text_of(value: Any) -> Any:
-    """Return a document's text, which may be in the field `text` of an object."""
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return value["text"]
-    return value
-
-
 def _not_empty(value: str) -> str:
     if not value:
         raise PydanticCustomError("text", "expected a text that is not empty")
@@ -75,7 +70,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _some(value: list[str]) -> list[str]:
+def _some(value: list[Any]) -> list[Any]:
     if not value:
         raise PydanticCustomError("texts", "expected at least one text")
     return value
@@ -87,8 +82,11 @@ def _top_n(value: int | None) -> int | None:
     return value
 
 
-Text = Annotated[str, BeforeValidator(_text_of), AfterValidator(_not_empty)]
-Texts = Annotated[list[Text], ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(_as_list)]
+Text = Annotated[str, AfterValidator(_not_empty)]
+Sides = Annotated[list[Side], ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(as_list)]
+MaybeSides = Annotated[
+    list[Side] | None, ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(as_list)
+]
 MaybeTexts = Annotated[
     list[Text] | None, ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(_as_list)
 ]
@@ -149,13 +147,13 @@ class ScoreRequest(PooledRequest):
     The two sides have any of the names in PAIR_NAMES.
     """
 
-    text_1: MaybeTexts = None
-    text_2: MaybeTexts = None
-    queries: MaybeTexts = None
-    documents: MaybeTexts = None
-    items: MaybeTexts = None
-    data_1: MaybeTexts = None
-    data_2: MaybeTexts = None
+    text_1: MaybeSides = None
+    text_2: MaybeSides = None
+    queries: MaybeSides = None
+    documents: MaybeSides = None
+    items: MaybeSides = None
+    data_1: MaybeSides = None
+    data_2: MaybeSides = None
     instruction: str | None = None
     max_tokens_per_doc: TokenLimit = None
 
@@ -175,8 +173,8 @@ class ScoreRequest(PooledRequest):
 class RerankRequest(PooledRequest):
     """The body of POST /rerank."""
 
-    query: Text
-    documents: Annotated[Texts, AfterValidator(_some)]
+    query: Side
+    documents: Annotated[Sides, AfterValidator(_some)]
     top_n: Annotated[int | None, AfterValidator(_top_n)] = None
     return_documents: bool | None = None
     instruction: str | None = None
@@ -283,18 +281,19 @@ def score_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> 
     first, second = request.side_names
     sides = getattr(request, first), getattr(request, second)
     pairs = scoring.pairs(*sides, names=(first, second))
-    return _pairs_job(model, request, pairs, "score-", arrival, {})
+    return _pairs_job(model, request, pairs, second, arrival, {})
 
 
 def rerank_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
     """Return the job of a body of /rerank. Raises ApiError and InputError."""
     request = read(body, RerankRequest)
     pairs = [(request.query, document) for document in request.documents]
+    shows = request.return_documents is not False
     repeated = {
         "top_n": request.top_n or len(pairs),
-        "documents": request.documents if request.return_documents is not False else None,
+        "documents": list(map(shown, request.documents)) if shows else None,
     }
-    return _pairs_job(model, request, pairs, "rerank-", arrival, repeated)
+    return _pairs_job(model, request, pairs, "documents", arrival, repeated)
 
 
 def _params(request: EmbeddingRequest) -> PoolingParams:
@@ -348,12 +347,16 @@ def _prompts(model: ServedModel, request: InputRequest, config: PoolingConfig) -
 def _pairs_job(
     model: ServedModel,
     request: ScoreRequest | RerankRequest,
-    pairs: list[tuple[str, str]],
-    prefix: str,
+    pairs: list[tuple[str | Picture, str | Picture]],
+    name: str,
     arrival: Arrival,
     repeated: dict[str, Any],
 ) -> Job:
-    """Return the job for scores: a prompt per pair (reranker), or per distinct text (embedder)."""
+    """Return the job for scores: a prompt per pair (reranker), or per distinct text (embedder).
+
+    `name`: the field with the documents, for errors.
+    """
+    prefix = "rerank-" if isinstance(request, RerankRequest) else "score-"
     config = _checked(model, request)
     if not (config.is_reranker or config.is_embedder):
         raise ApiError(
@@ -364,23 +367,44 @@ def _pairs_job(
     params = scoring.score_params(config, model.tokenizer)
     if limit := request.max_tokens_per_doc:
         pairs = [(query, _shortened(model, document, limit)) for query, document in pairs]
-    if config.is_reranker:
-        instruction = request.instruction or scoring.INSTRUCTION
-        prompts = [scoring.pair_tokens(model.tokenizer, *pair, instruction) for pair in pairs]
+    if request.instruction is not None and (config.ranks_pairs or not config.is_reranker):
+        kind = "this reranker takes none" if config.ranks_pairs else "this is an embedding model"
+        raise ApiError(400, f"instruction: requires a reranker; {kind}.", "instruction")
+    media: list[tuple[MediaItem, ...]] = []
+    if config.ranks_pairs:
+        prompts, media = ranked_prompts(model, pairs, name)
     else:
-        if request.instruction is not None:
-            raise ApiError(
-                400, "instruction: requires a reranker; this is an embedding model.", "instruction"
-            )
-        texts = {text: None for pair in pairs for text in pair}
-        places = {text: place for place, text in enumerate(texts)}
-        prompts = [input_tokens(config, model.tokenizer, text) for text in texts]
-        repeated["pairs"] = [[places[first], places[second]] for first, second in pairs]
-    return _job(model, request, prompts, params, prefix, arrival, repeated)
+        texts = _only_texts(pairs, name)
+        if config.is_reranker:
+            instruction = request.instruction or scoring.INSTRUCTION
+            prompts = [scoring.pair_tokens(model.tokenizer, *pair, instruction) for pair in texts]
+        else:
+            distinct = {text: None for pair in texts for text in pair}
+            places = {text: place for place, text in enumerate(distinct)}
+            prompts = [input_tokens(config, model.tokenizer, text) for text in distinct]
+            repeated["pairs"] = [[places[first], places[second]] for first, second in texts]
+    job = _job(model, request, prompts, params, prefix, arrival, repeated)
+    return replace(job, media=media) if any(media) else job
 
 
-def _shortened(model: ServedModel, text: str, limit: int) -> str:
-    """Return the text of the first `limit` tokens of a text."""
+def _only_texts(
+    pairs: list[tuple[str | Picture, str | Picture]], name: str
+) -> list[tuple[str, str]]:
+    """Return the pairs. Raises ApiError if one has an image."""
+    if any(isinstance(side, Picture) for pair in pairs for side in pair):
+        raise ApiError(
+            400,
+            f"{name}: this model scores texts only. Send texts, or serve a reranker that takes"
+            " images, such as jina-reranker-m0.",
+            name,
+        )
+    return [(str(first), str(second)) for first, second in pairs]
+
+
+def _shortened(model: ServedModel, text: str | Picture, limit: int) -> str | Picture:
+    """Return the text of the first `limit` tokens of a text; images are not changed."""
+    if isinstance(text, Picture):
+        return text
     tokens = model.tokenizer.encode_plain(text)
     if len(tokens) <= limit:
         return text

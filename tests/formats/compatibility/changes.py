@@ -157,6 +157,18 @@ def vision_experts(tensors, config):
         tensors[own.replace(".mlp.", ".mlp.experts.0.")] = tensors.pop(name)
 
 
+def media_experts(tensors, config):
+    size = config["intermediate_size"]
+    config |= {
+        **{"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]},
+        **{"model_type": "ernie4_5_moe_vl", "moe_num_experts": [1, 1], "moe_k": 1},
+        **{"moe_intermediate_size": [size, size], "vision_config": {}},
+    }
+    for name in [name for name in tensors if ".mlp." in name]:
+        for number in range(2):
+            tensors[name.replace(".mlp.", f".mlp.experts.{number}.")] = tensors[name].clone()
+
+
 def gemma_experts(tensors, config):
     config |= {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
     config |= {"enable_moe_block": True, "num_experts": 1, "hidden_size_per_layer_input": 0}

@@ -48,6 +48,7 @@ CASES = {
     "granite-experts-apart": (CT, "w4a16-sym-g32", changes.granite_experts),
     "granite-experts": (CT, "w4a16-sym-g32", changes.granite_experts),
     "vision-experts": (CT, "w4a16-sym-g32", changes.vision_experts),
+    "media-experts": (CT, "w4a16-sym-g32", changes.media_experts),
     "gemma-experts": (CT, "w4a16-sym-g32", changes.gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", changes.hybrid_experts),
     "lacks-class": (

@@ -253,3 +253,36 @@ def test_few_decodes_build_the_same_arrays(seed, monkeypatch):
                 assert got.dtype == want.dtype and np.array_equal(got, want), field.name
             else:
                 assert got == want and type(got) is type(want), field.name
+
+
+def test_keys_of_an_output_with_a_window_replace_each_other():
+    """Prompt of 3 tokens, window of 2: the output's tokens use the slots 3 and 4 in turn."""
+    windowed = request([7, 8, 9], [1] * 6)
+    windowed.output_window = 2
+    rows, slots, lengths, positions = RequestRows(2), [], [], []
+    for start in range(2, 9):
+        chunk = Chunk(request=windowed, start=start, count=1, num_sampled=1)
+        step = StepInput.build(StepPlan(chunks=(chunk,)), page_size=4, rows=rows)
+        slots += step.slots_T.tolist()
+        lengths += step.context_lengths_R.tolist()
+        positions += step.positions_T.tolist()
+        assert step.max_context_len == lengths[-1]
+    # pages 3 and 1 of the table: slot 3 of the request is 15, slot 4 is 4
+    assert slots == [14, 15, 4, 15, 4, 15, 4]
+    assert lengths == [3, 4, 5, 5, 5, 5, 5]
+    assert positions == list(range(2, 9))
+
+
+def test_tokens_of_media_are_those_of_the_prompt():
+    """Two requests in chunks; the rows of the output are text, whatever their tokens."""
+    plain, pictured = request([7, 8], [5]), request([4, 5, 5, 6], [5, 5])
+    pictured.is_media_N = np.array([False, True, True, False])
+    chunks = (
+        Chunk(request=plain, start=1, count=2, num_sampled=1),
+        Chunk(request=pictured, start=2, count=4, num_sampled=1),
+    )
+    step = StepInput.build(StepPlan(chunks=chunks), page_size=4, rows=RequestRows(2))
+    assert step.is_media_T.tolist() == [False, False, True, False, False, False]
+    assert step.has_media
+    alone = StepInput.build(StepPlan(chunks=chunks[:1]), page_size=4, rows=RequestRows(2))
+    assert alone.is_media_T is None and not alone.has_media

@@ -75,7 +75,7 @@ class Vision:
         changed = {"input_ids": torch.tensor([tokens])}
         changed["input_ids"][0, : len(ids)] = inputs["input_ids"][0]
         changed["attention_mask"] = torch.ones(1, len(tokens))
-        for name in ("mm_token_type_ids", "token_type_ids"):
+        for name in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 value = int(self.processor.config.family.has_mutual_prompt)  # 1: after the prompt
                 changed[name] = torch.nn.functional.pad(inputs[name], (0, more), value=value)
@@ -117,6 +117,10 @@ class Vision:
         if not images and self.processor.config.family.has_mutual_prompt:
             # without them transformers attends in both directions only in layers without a window
             found["token_type_ids"] = torch.ones(1, len(ids), dtype=torch.int)
+        tokens = self.processor.config.expert_tokens
+        if tokens:
+            is_media_1N = torch.isin(found["input_ids"], torch.tensor(tokens))
+            found["moe_mm_token_type_ids"] = is_media_1N.int()
         name = self.processor.config.family.kinds_argument
         if name == "mm_token_type_ids" and (images or videos):
             config, ids_1N = self.model.config, found["input_ids"]

@@ -165,7 +165,7 @@ class Judge:
         # Gemma 4 E2B's prompts have another token at images than transformers expects.
         stated = torch.cat([given["input_ids"], whole[:, len(ids) :]], 1)
         inputs = {**given, "input_ids": stated, "attention_mask": torch.ones_like(whole)}
-        for name in ("mm_token_type_ids", "token_type_ids"):
+        for name in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 inputs[name] = torch.nn.functional.pad(inputs[name], (0, added))
         is_image_S = torch.zeros(whole.shape[1], dtype=torch.bool)
