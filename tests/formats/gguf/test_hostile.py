@@ -231,5 +231,7 @@ def test_type_that_is_not_read_is_named(docs_5m, tmp_path):
     data = path.read_bytes()
     at = data.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4 + 16
     path.write_bytes(data[:at] + struct.pack("<I", 16) + data[at + 4 :])
-    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight: has the unsupported type IQ2_XXS; .*Q4_K"):
+    with pytest.raises(
+        InputError, match=r"blk.0.ffn_up.weight: has the unsupported type IQ2_XXS; .*Q4_K"
+    ):
         CheckpointReader(path)
