@@ -135,7 +135,7 @@ LIES = {
     # types
     "unknown type": ([], [tensor(kind=99)], "unknown type 99"),
     "negative type": ([], [tensor(kind=2**32 - 1)], "unknown type 4294967295"),
-    "type that is not read": ([], [tensor((256,), 16)], "has type IQ2_XXS, which is not read"),
+    "type that is not read": ([], [tensor((256,), 16)], "has the unsupported type IQ2_XXS"),
     "removed type": ([], [tensor((32,), 4)], "unknown type 4"),
     # offsets
     "offset after the end": ([], [tensor(offset=4096)], "truncated"),
@@ -238,5 +238,7 @@ def test_type_that_is_not_read_is_named(docs_5m, tmp_path):
     data = path.read_bytes()
     at = data.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4 + 16
     path.write_bytes(data[:at] + struct.pack("<I", 16) + data[at + 4 :])
-    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight: has type IQ2_XXS, .*Q4_K"):
+    with pytest.raises(
+        InputError, match=r"blk.0.ffn_up.weight: has the unsupported type IQ2_XXS; .*Q4_K"
+    ):
         CheckpointReader(path)

@@ -141,7 +141,12 @@ def test_unknown_architecture_names_the_command_that_lists_them(edited):
 
 def test_architecture_that_transformers_cannot_run_for_us_says_why(edited):
     folder = edited(config=lambda c: c.update(architectures=["RecurrentGemmaForCausalLM"]))
-    refuse(folder, "RecurrentGemmaForCausalLM has no row", "recurrent states", "qserve families")
+    refuse(
+        folder,
+        "RecurrentGemmaForCausalLM is not in `qserve families`",
+        "recurrent states",
+        "qserve families",
+    )
 
 
 @pytest.mark.parametrize(
