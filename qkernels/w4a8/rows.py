@@ -17,7 +17,7 @@ from qkernels.problem import (
 )
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.w4a8.config import PARTS, W4A8Sm90Config, W4A8TritonConfig
+from qkernels.w4a8.config import W4A8Sm90Config, W4A8TritonConfig
 from qkernels.w4a8.layout import K_STEP, MIN_K_STEP
 from qkernels.w4a8.tuned import TUNED
 
@@ -102,7 +102,7 @@ KERNELS = (
         priority=30,
         supports=sm90_w4a8,
         note=functools.partial(note_measured, config=W4A8Sm90Config),
-        variants=("sm90", PARTS, FIXED_ORDER),
+        variants=("sm90", FIXED_ORDER),
     ),
     Kernel(
         name="triton_w4a8",

@@ -17,12 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
 )
 
 from formats.in_memory.packed import PackedWeight
-from qkernels.choice import FIXED_ORDER, parse_choice
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
@@ -38,22 +37,11 @@ from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8 import layout
-from qkernels.w4a8.config import (
-    PARTS,
-    PARTS_BY_DEFAULT,
-    W4A8Sm90Config,
-    default_sm90_config,
-    fixed_order_config,
-)
+from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
 from qkernels.w4a8.prepack import prepacked
 from qkernels.w4a8.sm90_load import load
-from qkernels.w4a8.sm90_products import (
-    multiply_ahead,
-    multiply_groups,
-    multiply_in_parts,
-    multiply_integers,
-)
-from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages, first_turn
+from qkernels.w4a8.sm90_products import multiply_ahead, multiply_groups, multiply_integers
+from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
 from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_structs import EpilogueBuffers
@@ -73,8 +61,7 @@ def plan(
 ) -> GemmPlan:
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
-    variant = PARTS if config.product_columns else "sm90"
-    return replace(plan_without_choice(problem), variant=variant, config=config)
+    return replace(plan_without_choice(problem), variant="sm90", config=config)
 
 
 def run(
@@ -107,7 +94,6 @@ def linear_codes(
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
     assert config.promotes != sums_are_integers, config
-    assert not config.product_columns or config.runs_parts_of(weight.problem.group), config
     assert config.fits(M, N, K, sm_count(device)), config
     with on_device(codes_MK):
         launch(
@@ -150,30 +136,24 @@ def numerics_of(problem: GemmProblem) -> Numerics:
 
 
 def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
-    """Return the config measured on this GPU, else the default; a requested variant's default.
+    """Return the config measured on this GPU, else the default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
     reduce-scatter without all being resident would wait forever.
     """
     N, K, group = problem.out_features, problem.in_features, problem.group
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
-    choice = parse_choice(problem.requested)
-    if choice.only == FIXED_ORDER:
+    if problem.requested == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
-    if choice.only == PARTS:
-        return default_sm90_config(M, N, K, group, sms, integers, in_parts=True)
-    may_run_parts = PARTS not in choice.never
     row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
     config = None if row is None else row.config
-    fits = isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms)
-    if fits and (may_run_parts or not config.product_columns):
+    if isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms):
         return config
-    in_parts = PARTS_BY_DEFAULT and may_run_parts
-    return default_sm90_config(M, N, K, group, sms, integers, in_parts)
+    return default_sm90_config(M, N, K, group, sms, integers)
 
 
 @gluon.jit
-def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
+def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     CONFIG: gl.constexpr = gemm.CONFIG
     SPLIT: gl.constexpr = CONFIG.split
@@ -185,7 +165,6 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()
     state = pipeline.consumer_start()
-    turns = first_turn(barriers, CONFIG, CONSUMER)
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
@@ -199,14 +178,8 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
         vectors = load_vectors(gemm, row, stored, store_layout)
         if not CONFIG.promotes:
             sums, state = multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
-        elif CONFIG.product_columns > 0:
-            sums, turns, state = multiply_in_parts(
-                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
-            )
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
-            sums, turns, state = multiply_ahead(
-                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
-            )
+            sums, state = multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
         else:
             sums, state = multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
         complete = True
@@ -284,26 +257,17 @@ def _w4a8_sm90(
         gl.SwizzledSharedLayout(1, 1, 1, [0]),
     )
     buffers = EpilogueBuffers(y=y_memory, column_vectors=column_vectors)
-    if CONFIG.turns != "none":
-        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-        for consumer in gl.static_range(CONSUMERS):
-            mbarrier.init(turns.index(consumer), count=1)
-        fence_async_shared()
-    else:
-        turns = pipeline.full
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER: gl.constexpr = CONFIG.producer_registers
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (gemm, pipeline, buffers, turns, 0)), (load, (gemm, pipeline))],
-            [1],
-            [PRODUCER],
+            [(_consume, (gemm, pipeline, buffers, 0)), (load, (gemm, pipeline))], [1], [PRODUCER]
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, turns, 0)),
-                (_consume, (gemm, pipeline, buffers, turns, 1)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
                 (load, (gemm, pipeline)),
             ],
             [4, 1],
@@ -312,9 +276,9 @@ def _w4a8_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, turns, 0)),
-                (_consume, (gemm, pipeline, buffers, turns, 1)),
-                (_consume, (gemm, pipeline, buffers, turns, 2)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (_consume, (gemm, pipeline, buffers, 2)),
                 (load, (gemm, pipeline)),
             ],
             [4, 4, 1],

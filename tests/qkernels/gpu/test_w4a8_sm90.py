@@ -32,19 +32,6 @@ CONFIGS = {
         num_consumers=2, block_b=128, split=2, reduce_scatter=True, loads_ahead=True
     ),
     "scatter 4": W4A8Sm90Config(num_consumers=1, block_b=64, split=4, reduce_scatter=True),
-    "loads ahead, first turns": W4A8Sm90Config(
-        num_consumers=2, block_b=128, loads_ahead=True, turns="first"
-    ),
-    "parts": W4A8Sm90Config(num_consumers=2, block_b=256, product_columns=64),
-    "parts, first turns": W4A8Sm90Config(
-        num_consumers=2, block_b=128, product_columns=64, turns="first"
-    ),
-    "parts, all turns": W4A8Sm90Config(
-        num_consumers=3, block_b=128, product_columns=64, turns="every"
-    ),
-    "parts, scatter 2": W4A8Sm90Config(
-        num_consumers=2, block_b=128, split=2, reduce_scatter=True, product_columns=32
-    ),
 }
 OF_CHANNELS = {
     "one consumer": W4A8Sm90Config(num_consumers=1, block_b=16, promotes=False),
@@ -80,9 +67,6 @@ def test_sums_of_groups_are_exact(poison, name, config, M, N, K):
     """Powers of two as scales: bit for bit, whatever the order of the sums."""
     if not CONFIGS[config].fits(M, N, K, SMS):
         pytest.skip("splits are for few rows")
-    group = Scheme.parse(name).weight.group_length(K)
-    if CONFIGS[config].product_columns and not CONFIGS[config].runs_parts_of(group):
-        pytest.skip("parts are for groups of whole K steps")
     check_exact(name, M, N, K, BF16, CONFIGS[config])
 
 
@@ -120,24 +104,6 @@ def test_chosen_configs_are_the_portable_kernel(poison, name, M):
     allowed = torch.finfo(half).eps / 2
     for got in found:
         assert float((got - want).norm() / want.norm()) < max(allowed, 1e-3 * ("fp8" in name))
-
-
-@pytest.mark.parametrize("name", ["w4a8", "w4a8-fp8", "w4a8-fp8-channel"])
-@pytest.mark.parametrize("M", [129, 1025])
-def test_parts_have_the_bits_of_whole_products(poison, name, M):
-    """Scales and inputs of any value: sums are rounded, in the same order."""
-    N, K = 1160, 2048
-    scheme = Scheme.parse(name)
-    generator = torch.Generator("cuda").manual_seed(M)
-    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
-    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
-    x = torch.randn(M, K, device="cuda", generator=generator).to(BF16)
-    codes, scales = ops.quantize_input(x, packed.activation)
-    weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")
-    want = sm90.linear_codes(codes, scales, weight, config=CONFIGS["loads ahead"])
-    for config in ("loads ahead, first turns", "parts", "parts, first turns", "parts, all turns"):
-        got = sm90.linear_codes(codes, scales, weight, config=CONFIGS[config])
-        assert torch.equal(got, want), config
 
 
 @pytest.mark.exhaustive

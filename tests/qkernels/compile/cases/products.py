@@ -91,27 +91,7 @@ def _products() -> dict[str, Case]:
     }
 
 
-def w4a8_in_parts(M: int, shape: tuple[int, int], scheme: str) -> None:
-    """Compile the variant that must be requested by name; other cards have only one variant."""
-    from qkernels.w4a8.config import PARTS
-
-    runs = prepared(scheme, shape, BF16, None).kernel == "sm90_w4a8"
-    linear(M, shape, scheme, kernel=PARTS if runs else None)
-
-
 MORE_PRODUCTS = {
-    "w4a8 in parts": Case(
-        run=lambda: w4a8_in_parts(8192, OUT, "w4a8"), quick=SM90, product="wgmma"
-    ),
-    "w4a8 in parts, narrow": Case(
-        run=lambda: w4a8_in_parts(256, QKV, "w4a8-g256"), product="wgmma"
-    ),
-    "w4a8 in parts, float8": Case(
-        run=lambda: w4a8_in_parts(8192, OUT, "w4a8-fp8"), product="wgmma", least=89
-    ),
-    "w4a8 in parts, float8, narrow": Case(
-        run=lambda: w4a8_in_parts(256, QKV, "w4a8-fp8-channel"), product="wgmma", least=89
-    ),
     "w4a8 group 32": Case(run=lambda: linear(256, OUT, "w4a8-g32"), product="wgmma"),
     "w4a8 group 32, few rows": Case(run=lambda: linear(16, DOWN, "w4a8-g32"), product="wgmma"),
     "w4a8-fp8 group 64": Case(
