@@ -5,7 +5,8 @@ producer warp keeps TMA loads of packed codes, scales and x in flight. One to th
 warpgroups multiply 64 outputs each: operand A is codes, expanded to 8 bits in registers; operand B
 is x, in shared memory. The sum of each group (integer, or the tensor core's for float8) is added to
 a float32 total with one fused multiply-add by the group's scale. With one scale per output, codes
-are summed as integers to the end.
+are summed as integers to the end; also if the scales of each row are whole multiples of one number,
+times which codes are then expanded.
 
 Legend: M rows of x, K inputs, N outputs, G groups; a K step is 128 inputs.
 """
@@ -40,7 +41,12 @@ from qkernels.w4a8 import layout
 from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
 from qkernels.w4a8.prepack import prepacked
 from qkernels.w4a8.sm90_load import load
-from qkernels.w4a8.sm90_products import multiply_ahead, multiply_groups, multiply_integers
+from qkernels.w4a8.sm90_products import (
+    multiply_ahead,
+    multiply_groups,
+    multiply_integers,
+    multiply_multiples,
+)
 from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
 from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
@@ -52,8 +58,12 @@ WEIGHT_BOX = [32, 32]  # packed words of a stored tile in one K step: two output
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Prepack codes in K steps of 128 inputs, and scales by group or by output."""
-    return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=layout.K_STEP)
+    """Prepack codes in K steps of 128 inputs, and scales by group or by output.
+
+    If the scales of each row are multiples of one number, sums stay integers to the end.
+    """
+    block_k = layout.K_STEP
+    return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=block_k, multiples=True)
 
 
 def plan(
@@ -90,7 +100,7 @@ def linear_codes(
     codes_MK = aligned(codes_MK.contiguous())
     packed = weight.tensors["packed"].view(torch.int32).view(-1, WEIGHT_BOX[1])
     scales = weight.tensors["scales"]
-    box = layout.TILE_N * numerics.groups
+    boxes = weight.tensors["multiples"] if numerics.in_multiples else scales
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
     assert config.promotes != sums_are_integers, config
@@ -100,8 +110,8 @@ def linear_codes(
             _w4a8_sm90,
             (min(sm_count(device) * config.blocks_per_sm, config.tiles(M, N) * config.split),),
             descriptor(packed, WEIGHT_BOX),
-            descriptor(scales.view(-1), [box])
-            if numerics.in_groups
+            descriptor(boxes.view(-1), [layout.TILE_N * numerics.groups])
+            if numerics.in_boxes
             else descriptor(packed, WEIGHT_BOX),
             descriptor(codes_MK, [config.block_b, layout.K_STEP]),
             descriptor(y_MN, [config.store_width, config.consumer_rows]),
@@ -129,7 +139,9 @@ def numerics_of(problem: GemmProblem) -> Numerics:
     if problem.group == problem.in_features:
         return Numerics(factor=factor, in_groups=False)
     return Numerics(
-        factor=factor,
+        factor=1.0 if problem.in_multiples else factor,
+        in_groups=not problem.in_multiples,
+        in_multiples=problem.in_multiples,
         groups=max(1, layout.K_STEP // problem.group),
         steps_per_group=max(1, problem.group // layout.K_STEP),
     )
@@ -141,7 +153,7 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
     A table may be from another GPU or edited, so `fits` is checked again: splits that
     reduce-scatter without all being resident would wait forever.
     """
-    N, K, group = problem.out_features, problem.in_features, problem.group
+    N, K, group = problem.out_features, problem.in_features, _scaled_inputs(problem)
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
     if problem.requested == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
@@ -150,6 +162,11 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
     if isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms):
         return config
     return default_sm90_config(M, N, K, group, sms, integers)
+
+
+def _scaled_inputs(problem: GemmProblem) -> int:
+    """Return the inputs of one float scale. Configs of multiples are those of one per output."""
+    return problem.in_features if problem.in_multiples else problem.group
 
 
 @gluon.jit
@@ -176,7 +193,9 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
         # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
-        if not CONFIG.promotes:
+        if gemm.NUMERICS.in_multiples:
+            sums, state = multiply_multiples(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif not CONFIG.promotes:
             sums, state = multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
             sums, state = multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
@@ -240,7 +259,7 @@ def _w4a8_sm90(
     )
     packed = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, CONFIG.block_b, 128], x.layout)
-    if NUMERICS.in_groups:
+    if NUMERICS.in_boxes:
         SCALES: gl.constexpr = scales.block_type.shape[0]
         scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, SCALES], scales.layout)
     else:

@@ -9,7 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from qkernels.gpu.pipeline import PipelineState
-from qkernels.w4a8.sm90_codes import expand, load_words, split_k
+from qkernels.w4a8.sm90_codes import (
+    expand,
+    expand_multiples,
+    load_multiples,
+    load_words,
+    split_k,
+)
 
 
 @gluon.jit
@@ -23,6 +29,31 @@ def multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.const
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
         # the product reads operand A's registers until it has ended
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        pipeline.consumer_release(state)
+        state = state.advance()
+    return sums, state
+
+
+@gluon.jit
+def multiply_multiples(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
+    """Same as multiply_integers for codes times the multiple of their group."""
+    GROUPS: gl.constexpr = gemm.NUMERICS.groups
+    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
+    BK: gl.constexpr = 128 // GROUPS
+    for k_step in range(work_tile.k_begin, work_tile.k_end):
+        pipeline.consumer_wait(state)
+        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+        words = split_k(load_words(pipeline.mem.weight.index(slot)), GROUPS)
+        for i in gl.static_range(GROUPS):
+            multiples = load_multiples(pipeline.mem.scales.index(slot).slice(i * 64, 64))
+            a = expand_multiples(words[i], multiples, A)
+            x = pipeline.mem.x.index(state.stage)
+            if GROUPS > 1:
+                x = x.slice(i * BK, BK, dim=1)
+            use_acc = True if i > 0 else k_step > work_tile.k_begin
+            sums = warpgroup_mma(a, x.permute((1, 0)), sums, is_async=True, use_acc=use_acc)
+        # the products read operand A's registers until they have ended
         sums = warpgroup_mma_wait(0, deps=[sums])
         pipeline.consumer_release(state)
         state = state.advance()

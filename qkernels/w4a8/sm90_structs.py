@@ -19,6 +19,13 @@ class Numerics:
     steps_per_group: int = 1  # K steps that share a scale; 1 if a K step has several groups
     # scales of groups multiply the groups' sums; False: one scale per output multiplies the total
     in_groups: bool = True
+    # without in_groups: each group of a row has an integer that multiplies its codes
+    in_multiples: bool = False
+
+    @property
+    def in_boxes(self) -> bool:
+        """True if stages hold a number for each output and group: a scale or a multiple."""
+        return self.in_groups or self.in_multiples
 
 
 @aggregate
@@ -26,7 +33,7 @@ class Gemm:
     """Arguments of the kernel. Pointers are valid if their flag is set."""
 
     weight: tma.tensor_descriptor  # packed words [N/64 K/128 32, 32]
-    scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_groups
+    scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_boxes
     x: tma.tensor_descriptor  # codes [M, K]
     y: tma.tensor_descriptor  # [M, N]
     input_scales_ptr: gl.tensor  # [M]
@@ -77,5 +84,5 @@ class Stages:
     """Shared memory of the pipeline. A stage has one slot per consumer."""
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]: 64 outputs, 16 words each
-    scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_groups
+    scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_boxes
     x: gl.shared_memory_descriptor  # [stages, block_b, 128]
