@@ -21,6 +21,8 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.w4a8.layout import K_STEP, TILE_N
 
 MAX_SPLIT = 16
+# the sm_90 kernel's plans for weights whose scales are multiples of one number in each row
+MULTIPLES = "sm90_multiples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

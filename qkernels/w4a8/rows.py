@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from formats.scheme import Scheme
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel
 from qkernels.gpu import device as gpu_device
@@ -17,7 +18,7 @@ from qkernels.problem import (
 )
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.w4a8.config import W4A8Sm90Config, W4A8TritonConfig
+from qkernels.w4a8.config import MULTIPLES, W4A8Sm90Config, W4A8TritonConfig
 from qkernels.w4a8.layout import K_STEP, MIN_K_STEP
 from qkernels.w4a8.tuned import TUNED
 
@@ -36,6 +37,16 @@ def note_measured(problem: Problem, config: type) -> str:
     most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
     found = ", ".join(f"up to {each} rows" for each in most)
     return f"configs measured on this GPU: {found}" if most else ""
+
+
+def note_sm90(problem: Problem) -> str:
+    """Return note_measured, and which weights run variant MULTIPLES."""
+    group = problem.spec.group_length(problem.in_features)
+    scheme = Scheme(weight=problem.spec, activation=problem.activation)
+    notes = [note_measured(problem, W4A8Sm90Config)]
+    if scheme.sums_integers and group != problem.in_features:
+        notes.insert(0, f"{MULTIPLES} if scales of each row are multiples of one number")
+    return "; ".join(filter(None, notes))
 
 
 def _refuses_numerics(problem: Problem) -> str | None:
@@ -101,7 +112,7 @@ KERNELS = (
         module="w4a8.sm90",
         priority=30,
         supports=sm90_w4a8,
-        note=functools.partial(note_measured, config=W4A8Sm90Config),
+        note=note_sm90,
         variants=("sm90", FIXED_ORDER),
     ),
     Kernel(

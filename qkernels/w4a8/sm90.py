@@ -38,7 +38,12 @@ from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8 import layout
-from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
+from qkernels.w4a8.config import (
+    MULTIPLES,
+    W4A8Sm90Config,
+    default_sm90_config,
+    fixed_order_config,
+)
 from qkernels.w4a8.prepack import prepacked
 from qkernels.w4a8.sm90_load import load
 from qkernels.w4a8.sm90_products import (
@@ -71,7 +76,8 @@ def plan(
 ) -> GemmPlan:
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
-    return replace(plan_without_choice(problem), variant="sm90", config=config)
+    variant = MULTIPLES if problem.in_multiples else "sm90"
+    return replace(plan_without_choice(problem), variant=variant, config=config)
 
 
 def run(

@@ -1,5 +1,7 @@
 """Products of 4-bit weights and 8-bit inputs of the warp-specialized kernel (sm_90)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,10 +49,11 @@ BF16 = torch.bfloat16  # each combination is compiled, which takes seconds
 SHAPES = [(1, 8, 512), (17, 72, 768), (63, 200, 1024), (257, 392, 2048), (1500, 4096, 512)]
 
 
-def check_exact(name, M, N, K, half, config):
+def check_exact(name, M, N, K, half, config, multiples=False):
     device = torch.device("cuda", 0)
-    codes_MK, scales_M1, packed, want = exact_case(name, M, N, K, device)
+    codes_MK, scales_M1, packed, want = exact_case(name, M, N, K, device, multiples)
     weight = ops.prepare_weight(packed, half, kernel="sm90_w4a8")
+    assert weight.problem.in_multiples == multiples
     partials, counters = workspace(device)
     partials.fill_(float("nan"))
     got = sm90.linear_codes(codes_MK, scales_M1, weight, config=config)
@@ -81,6 +84,37 @@ def test_integer_sums_of_channels_are_exact(poison, config, M, N, K):
     if not OF_CHANNELS[config].fits(M, N, K, SMS):
         pytest.skip("splits are for few rows")
     check_exact("w4a8-channel", M, N, K, BF16, OF_CHANNELS[config])
+
+
+@pytest.mark.parametrize("config", [*OF_CHANNELS, None])
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g256"])
+@pytest.mark.parametrize("M, N, K", [*SHAPES, (300, 1104, 1280), (1500, 4112, 512)])
+def test_integer_sums_of_multiples_are_exact(poison, name, config, M, N, K):
+    if config is not None and not OF_CHANNELS[config].fits(M, N, K, SMS):
+        pytest.skip("splits are for few rows")
+    config = None if config is None else OF_CHANNELS[config]
+    check_exact(name, M, N, K, BF16, config, multiples=True)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g64"])
+@pytest.mark.parametrize("M", [1, 17, 64, 300, 1025])
+def test_splits_of_multiples_have_the_same_bits(poison, name, M):
+    """Scales of inputs and outputs of any value; sums are integers in any order."""
+    N, K = 1160, 4096
+    codes, scales, packed, _ = exact_case(name, M, N, K, torch.device("cuda", 0), multiples=True)
+    generator = torch.Generator("cuda").manual_seed(M)
+    factor_N1 = 2 * torch.rand(N, 1, device="cuda", generator=generator) + 1
+    scales_NG = (packed.scales_NG * 64 * (factor_N1 * 64).round() / 2**14).half()
+    packed = replace(packed, scales_NG=scales_NG)
+    scales = torch.rand(scales.shape, device="cuda", generator=generator)
+    weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")
+    assert weight.problem.in_multiples
+    want = sm90.linear_codes(codes, scales, weight)
+    exact = (codes.double() * scales.double()) @ packed.dequantize(torch.float64).t()
+    assert float((want.double() - exact).norm() / exact.norm()) < torch.finfo(BF16).eps / 2
+    for config in OF_CHANNELS.values():
+        if config.fits(M, N, K, SMS):
+            assert torch.equal(sm90.linear_codes(codes, scales, weight, config=config), want)
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g64", "w4a8-channel", "w4a8-fp8"])

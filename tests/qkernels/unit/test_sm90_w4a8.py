@@ -17,8 +17,10 @@ from tests.qkernels.w4a8_case import exact_case
 BLOCKS = 2  # blocks of a grid: a block computes several tiles
 
 
-def expanded(asm, words):
-    """Plain twins of layout.INT8_PTX and FLOAT8_PTX: (low codes, high codes) of packed words."""
+def expanded(asm, words, multiples=None, biases=None):
+    """Plain twins of the PTX in layout.py: (low codes, high codes) of packed words."""
+    if asm == layout.MULTIPLES_PTX:
+        return tuple(of_multiples(words >> shift, multiples, biases) for shift in (0, 4))
     codes = words.view(torch.uint8)
     nibbles = torch.stack([codes & 15, codes >> 4]).to(torch.int16)
     if asm == layout.INT8_PTX:
@@ -29,6 +31,12 @@ def expanded(asm, words):
         magnitude = torch.where(negative, nibbles - 7, nibbles)
         found = (magnitude + 128 * negative).to(torch.uint8).view(torch.int32)
     return found[0], found[1]
+
+
+def of_multiples(words, multiples, biases):
+    """One multiply-add of 32 bits and a xor, as the instructions compute."""
+    sums = (words.long() & 0x0F0F0F0F) * multiples.long() + biases.long()
+    return ((sums ^ 0x80808080) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
 @pytest.fixture
@@ -74,6 +82,35 @@ def test_sums_are_exact(name, config, multiply, poison):
             continue  # not whole groups
         case = exact_case(name, M, N, K, torch.device("cpu"))
         assert torch.equal(multiply(case, CONFIGS[config]), case[-1].to(torch.bfloat16)), (M, N, K)
+
+
+INTEGERS = {
+    "two consumers": dataclasses.replace(TWO, promotes=False),
+    "wide": dataclasses.replace(TWO, block_b=256, promotes=False),
+    "few rows": dataclasses.replace(TWO, num_consumers=1, block_b=16, promotes=False),
+}
+
+
+@pytest.mark.parametrize("config", INTEGERS)
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g256"])
+def test_sums_of_multiples_are_exact(name, config, multiply, poison):
+    for M, N, K in ((5, 40, 768), (140, 328, 512)):
+        case = exact_case(name, M, N, K, torch.device("cpu"), multiples=True)
+        found = multiply(case, INTEGERS[config])
+        assert torch.equal(found, case[-1].to(torch.bfloat16)), (M, N, K)
+
+
+def test_every_code_times_every_multiple():
+    """One word of eight codes: no byte carries into the next one."""
+    codes = torch.randint(0, 16, (31 * 256, 8))
+    codes[:256] = torch.tensor(list(itertools.product((0, 15), repeat=8)))
+    multiples = torch.arange(-15, 16).repeat_interleave(256)
+    words = (codes << torch.arange(0, 32, 4)).sum(1).to(torch.uint32).view(torch.int32)
+    biases = (multiples * layout.BIAS_STEP + layout.BIAS).to(torch.int32)
+    low, high = expanded(layout.MULTIPLES_PTX, words, multiples, biases)
+    want = (codes - 8) * multiples[:, None]
+    assert torch.equal(low.view(torch.int8).view(-1, 4).long(), want[:, 0::2])
+    assert torch.equal(high.view(torch.int8).view(-1, 4).long(), want[:, 1::2])
 
 
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8-g64", "w4a8-fp8-g64"])

@@ -65,6 +65,17 @@ def test_reference_sums_are_exact(name):
     assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight).double(), want)
 
 
+@pytest.mark.parametrize("name", ["w4a8-g32", "w4a8", "w4a8-g512"])
+@pytest.mark.parametrize("kernel", ["reference", "cpu_w4a8"])
+def test_sums_of_multiples_are_counted(name, kernel):
+    """4,096 products of up to 128 and 120: more than float32 could count."""
+    case = exact_case(name, 5, 24, 4096, torch.device("cpu"), multiples=True)
+    codes_MK, scales_M1, packed, want = case
+    weight = ops.prepare_weight(packed, torch.float32, kernel=kernel)
+    assert weight.tensors["int8"].shape[-1] == 4096 and weight.tensors["int8"].abs().max() == 120
+    assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight).double(), want)
+
+
 def test_reference_counts_where_float32_would_not():
     """A channel's sum of 32,768 products of -128 and -7 is exact, where each product of floats
     would round the sum."""
