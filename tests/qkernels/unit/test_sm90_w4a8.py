@@ -113,6 +113,14 @@ def test_every_code_times_every_multiple():
     assert torch.equal(high.view(torch.int8).view(-1, 4).long(), want[:, 1::2])
 
 
+def test_golden_word_of_multiples():
+    """The example of notes/w4a8.md."""
+    word, multiple = torch.tensor([0xF0F0F0F0 - 2**32], dtype=torch.int32), torch.tensor([15])
+    biases = multiple * layout.BIAS_STEP + layout.BIAS
+    low, high = expanded(layout.MULTIPLES_PTX, word, multiple, biases)
+    assert (low.item() & 0xFFFFFFFF, high.item() & 0xFFFFFFFF) == (0x88888888, 0x69696969)
+
+
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8-g64", "w4a8-fp8-g64"])
 def test_sums_of_short_groups_are_exact(name, multiply, poison):
     case = exact_case(name, 100, 200, 512, torch.device("cpu"))
