@@ -27,13 +27,19 @@ def note_measured(problem: Problem, config: type) -> str:
     """Return a note on the configs that were measured for this kernel on this GPU; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
-    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
-        TUNED,
-        N=problem.out_features,
-        K=problem.in_features,
-        group=problem.spec.group_length(problem.in_features),
-        integers=problem.activation.type == "int",
-    )
+    K = problem.in_features
+    groups = {problem.spec.group_length(K)}
+    if config is W4A8Sm90Config and _sums_integers(problem):
+        groups.add(K)  # the key of configs of multiples
+    table = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
+    integers = problem.activation.type == "int"
+    rows = [
+        row
+        for group in groups
+        for row in table.measured(
+            TUNED, N=problem.out_features, K=K, group=group, integers=integers
+        )
+    ]
     most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
     found = ", ".join(f"up to {each} rows" for each in most)
     return f"configs measured on this GPU: {found}" if most else ""
@@ -41,12 +47,17 @@ def note_measured(problem: Problem, config: type) -> str:
 
 def note_sm90(problem: Problem) -> str:
     """Return note_measured, and which weights run variant MULTIPLES."""
-    group = problem.spec.group_length(problem.in_features)
-    scheme = Scheme(weight=problem.spec, activation=problem.activation)
     notes = [note_measured(problem, W4A8Sm90Config)]
-    if scheme.sums_integers and group != problem.in_features:
+    if _sums_integers(problem):
         notes.insert(0, f"{MULTIPLES} if scales of each row are multiples of one number")
     return "; ".join(filter(None, notes))
+
+
+def _sums_integers(problem: Problem) -> bool:
+    """Return True if products are sums of integers if scales are multiples of one number."""
+    scheme = Scheme(weight=problem.spec, activation=problem.activation)
+    in_groups = problem.spec.group_length(problem.in_features) != problem.in_features
+    return scheme.sums_integers and in_groups
 
 
 def _refuses_numerics(problem: Problem) -> str | None:

@@ -9,8 +9,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from qkernels.tuning.table import TuningRow, TuningTable
+from qkernels.w4a8 import config as configs
 from qkernels.w4a8 import layout, sm90
 from qkernels.w4a8.config import W4A8Sm90Config
+from qkernels.w4a8.tuned import TUNED
 from tests.qkernels import plain_gluon
 from tests.qkernels.w4a8_case import exact_case
 
@@ -126,3 +129,31 @@ def test_golden_word_of_multiples():
 def test_sums_of_short_groups_are_exact(name, multiply, poison):
     case = exact_case(name, 100, 200, 512, torch.device("cpu"))
     assert torch.equal(multiply(case, TWO), case[-1].to(torch.bfloat16))
+
+
+def test_scales_decide_the_plan(monkeypatch):
+    """Multiples have the configs of one scale per output, also measured ones."""
+    table = TuningTable(gpu="cpu")
+    monkeypatch.setattr(sm90, "sm_count", lambda device: 132)
+    monkeypatch.setattr(sm90, "tuning_table_of", lambda device: table)
+
+    def plan(name, multiples, kernel=None):
+        packed = exact_case(name, 1, 4096, 1024, torch.device("cpu"), multiples)[2]
+        weight = sm90.prepare_weight(packed, torch.bfloat16)
+        weight = dataclasses.replace(weight, activation=packed.activation, requested=kernel)
+        return sm90.plan(weight.problem, 8192)
+
+    for name in ("w4a8", "w4a8-g32", "w4a8-g256"):
+        found, other = plan(name, True), plan(name, False)
+        assert (found.variant, found.config.promotes) == (configs.MULTIPLES, False)
+        assert (other.variant, other.config.promotes) == ("sm90", True)
+        assert not plan(name, True, "fixed_order").config.promotes
+    assert plan("w4a8-fp8", True).config.promotes, "float8 sums have a total"
+    measured = dataclasses.replace(INTEGERS["wide"], group_a=16)
+    problem = {"M": 8192, "N": 4096, "K": 1024, "group": 1024, "integers": True}
+    row = TuningRow(
+        op=TUNED, problem=problem, config=measured, microseconds=1.0, default_microseconds=None
+    )
+    table.add_(row)
+    assert plan("w4a8", True).config == measured
+    assert plan("w4a8", False).config != measured

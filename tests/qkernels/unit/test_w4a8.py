@@ -175,6 +175,16 @@ def test_choice_of_a_kernel_on_a_gpu(name, number, K):
     assert next(row.name for row in rows if row.taken) == CHOICES[name, number, K]
 
 
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-fp8", "w4a8-channel"])
+def test_explain_says_which_weights_are_summed_as_integers(name):
+    scheme = Scheme.parse(name)
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
+    rows = explain("linear", spec=scheme.weight, activation=scheme.activation, **problem)
+    note = next(row for row in rows if row.name == "sm90_w4a8")
+    said = "sm90_multiples if scales of each row are multiples" in str(note)
+    assert said == scheme.weight.in_multiples
+
+
 def test_choice_names_what_it_does_not_take():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
     spec = Scheme.parse("w4a16-asym").weight
