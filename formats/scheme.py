@@ -12,7 +12,7 @@ user types:
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from formats.errors import SchemeError
@@ -56,6 +56,10 @@ class QuantSpec:
     - DENSE_TYPES, read but not written: codes of "nf4" and "fp4" select values of a table,
       "floatzero" has integer codes with non-integer zero points;
     - BLOCK_TYPES: blocks of a GGUF file; `group_size` is the length of a block.
+
+    `in_multiples`: rounding chooses scales of a row that are whole multiples of one number
+    (numerics/multiples.py). Scheme sets it. It is a rule of rounding that no file states, so specs
+    that differ in it are equal.
     """
 
     bits: int
@@ -66,6 +70,7 @@ class QuantSpec:
         *("int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"),
         *("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "q2_k", "q3_k", "iq4_xs"),
     ] = "int"
+    in_multiples: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -192,6 +197,23 @@ class Scheme:
 
     weight: QuantSpec
     activation: ActivationSpec | None = None
+
+    def __post_init__(self) -> None:
+        in_multiples = self.sums_integers
+        if self.weight.in_multiples != in_multiples:
+            weight = replace(self.weight, in_multiples=in_multiples)
+            object.__setattr__(self, "weight", weight)
+
+    @property
+    def sums_integers(self) -> bool:
+        """True for symmetric 4-bit weights in groups and int8 inputs.
+
+        Their products can be summed as integers to the end, if the scales of a row are multiples.
+        """
+        spec, activation = self.weight, self.activation
+        int8 = activation is not None and (activation.bits, activation.type) == (8, "int")
+        four = (spec.bits, spec.symmetric, spec.type) == (4, True, "int")
+        return int8 and four and spec.group_size != CHANNEL and activation.per != "group"
 
     @classmethod
     def parse(cls, text: "str | Scheme", group_size: int | None = None) -> "Scheme":

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from calibrate.calibration.statistics import InputStatistics
+from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
+from formats.numerics.multiples import find_multiples
 from formats.quality.record import measured_text
 from formats.scheme import Scheme
 from formats.table import count_text, size_text, text_table
@@ -47,6 +49,13 @@ def public_data(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     return calibration and {**calibration, "source": public_name(calibration["source"])}
 
 
+def has_multiples(packed: Weight) -> bool:
+    """Return True if rounding was asked for scales in multiples, and they are."""
+    if not isinstance(packed, PackedWeight) or not packed.scheme.weight.in_multiples:
+        return False
+    return find_multiples(packed.scales_NG) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
     """Errors of one linear's dequantized weight, and of its outputs, against the float linear."""
@@ -64,6 +73,7 @@ class LinearReport:
     notes: tuple[str, ...] = ()  # fallbacks and other deviations from the recipe
     seconds: float  # in the solver
     num_bytes: int = 0  # on disk, without the bias; set by the pipeline
+    in_multiples: bool = False  # scales of a row are multiples of one number, as W4A8 wants them
 
     def cells(self) -> tuple[str, str, str, str]:
         """Return name, size and the two relative errors, formatted for tables."""
@@ -105,6 +115,7 @@ class LinearReport:
             notes=notes,
             seconds=seconds,
             num_bytes=num_bytes,
+            in_multiples=has_multiples(packed),
         )
 
     def measured_again(
@@ -183,6 +194,12 @@ class QuantizationReport:
             f" as {self.format}, in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the"
             " same for X W^T"
         )
+        in_multiples = sum(linear.in_multiples for linear in self.linears)
+        if in_multiples:
+            lines.append(
+                f"{count_text(in_multiples, 'linear')} with scales that are whole multiples of one"
+                " number in each row: products with int8 inputs are sums of integers"
+            )
         if self.kv_cache is not None:
             lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")
         if self.adapter is not None:

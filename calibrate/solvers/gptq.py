@@ -22,6 +22,7 @@ from formats.in_memory.fp4 import Fp4Weight, codes_of, is_fp4, nearest_numbers
 from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
+from formats.numerics.multiples import units_of
 from formats.scheme import QuantSpec
 
 # (begin, end) of a block of columns -> (scales, zeros) [B, N]
@@ -250,6 +251,7 @@ def round_columns(
     # Columns become rows, so that each step reads and writes contiguous memory.
     open_KN = weight_NK.float().t()[order_K].contiguous()
     if order.late_scales:
+        units_N1 = units_of(scales_NG)  # the first scales decide a row's unit
         scales_NG, zeros_NG = scales_NG.clone(), zeros_NG.clone()
         groups = group_K[::length].tolist()
         importance_1K = 1 / upper_KK.diagonal().square()[None]
@@ -257,11 +259,13 @@ def round_columns(
     def grid(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         if order.late_scales and begin % length == 0:
             group = groups[begin // length]
-            scale_N1, zero_N1 = affine.search(
-                open_KN[begin : begin + length].t()[:, None],
-                spec,
-                importance_1K[:, begin : begin + length],
-            )
+            group_N1L = open_KN[begin : begin + length].t()[:, None]
+            importance_1L = importance_1K[:, begin : begin + length]
+            scale_N1, zero_N1 = affine.search(group_N1L, spec, importance_1L)
+            if spec.in_multiples:
+                scale_N1, _ = affine.on_multiples(
+                    group_N1L, scale_N1, units_N1, spec, importance_1L
+                )
             scales_NG[:, group], zeros_NG[:, group] = scale_N1[:, 0], zero_N1[:, 0]
         scale_BN = scales_NG.t()[group_K[begin:end]].float()
         return scale_BN, zeros_NG.t()[group_K[begin:end]].float()

@@ -17,6 +17,7 @@ import torch
 from calibrate.solvers.column_order import BLOCK_COLUMNS
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
+from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import QuantSpec
 
 ROUNDS = 2
@@ -38,7 +39,11 @@ def refine(
     best = _State.of(packed, weight_NK.device)
     best_N = best.errors(weight_NK, hessian_KK)
     for _ in range(rounds):
-        found = best.with_scales(best_scales(weight_NK, best, hessian_KK))
+        scales_NG = best_scales(weight_NK, best, hessian_KK)
+        if packed.spec.in_multiples:
+            units_N1 = units_of(best.scales_NG.to(packed.scales_NG.dtype))
+            scales_NG = nearest_multiples(scales_NG, units_N1)
+        found = best.with_scales(scales_NG)
         # Rounding scales to float16 may make a row worse; such rows keep their old scales.
         found_N = found.errors(weight_NK, hessian_KK)
         found = found.where(found_N < best_N, best)

@@ -26,6 +26,7 @@ from formats.gguf.k_quants.grid import read_blocks
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
+from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import K_TYPES
 
 # Number of windows held out. The tuned layer is used only if it is better on these.
@@ -46,13 +47,19 @@ class _Grid(nn.Module):
         scales_NG1 = packed.scales_NG.float()[..., None]
         zeros_NG1 = packed.zeros_NG.float()[..., None]
         self.packed = packed
+        self.units_N1 = units_of(packed.scales_NG) if packed.spec.in_multiples else None
         self.scales_NG1, self.zeros_NG1 = scales_NG1, zeros_NG1
         self.places_NGL = places_of_codes(codes_NGL, scales_NG1, zeros_NG1, weight_NK)
         self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))
         self.gain = nn.Parameter(torch.zeros_like(scales_NG1))
 
     def scales(self) -> torch.Tensor:
-        return self.scales_NG1 * (1 + self.gain)
+        wanted_NG1 = self.scales_NG1 * (1 + self.gain)
+        if self.units_N1 is None:
+            return wanted_NG1
+        with torch.no_grad():  # the gradient passes through the rounding unchanged
+            change_NG = nearest_multiples(wanted_NG1[..., 0], self.units_N1) - wanted_NG1[..., 0]
+        return wanted_NG1 + change_NG[..., None]
 
     def codes(self) -> torch.Tensor:
         return rounded_codes(self.places_NGL + self.move_NGL, self.packed.spec.max_code)
@@ -66,8 +73,10 @@ class _Grid(nn.Module):
         """Return the weight with integer codes, and scales in the checkpoint's dtype."""
         with torch.no_grad():
             scales_NG = self.scales().squeeze(-1)
-            size_NG = scales_NG.abs().clamp(affine.MIN_SCALE, affine.MAX_SCALE)
-            stored_NG = size_NG.copysign(scales_NG).to(self.packed.scales_NG.dtype)
+            if self.units_N1 is None:
+                size_NG = scales_NG.abs().clamp(affine.MIN_SCALE, affine.MAX_SCALE)
+                scales_NG = size_NG.copysign(scales_NG)
+            stored_NG = scales_NG.to(self.packed.scales_NG.dtype)
             codes_NK = self.codes().flatten(1).to(torch.uint8)
         found = PackedWeight.from_codes(
             codes_NK, stored_NG, self.packed.zeros_NG, self.packed.spec, name

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, RangeError, SchemeError
+from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import QuantSpec
 
 SCALE_DTYPE = torch.float16
@@ -44,6 +45,10 @@ SCALE_METHODS: dict[str, Ranges] = {
 }
 DEFAULT_METHOD = "mse"
 OUT_OF_RANGE = "leave it in float (`ignore`), or use a float8 scheme (its scales are float32)"
+# Units that are tried if scales of a row are multiples of one number: these factors of a fifteenth
+# of the row's largest scale. Squared errors of docs-5m's weights in groups of 128, compared with
+# free scales: 1.3 % more with the first factor alone, 0.9 % with these, 0.9 % with 16 factors.
+UNIT_FACTORS = (1.0, 1.03, 0.97, 0.94)
 # Rows are rounded in blocks of about this many weights, so that memory stays bounded. On a GPU a
 # search launches 450 kernels per block, which for 2^22 weights takes longer than to run them.
 BLOCK_ELEMENTS = 2**22
@@ -105,6 +110,8 @@ def choose_scales(
             raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
         widest = max(widest, _check_not_above(groups_NGL, spec, name, method))
         scale_NG, zero_NG = search(groups_NGL, spec, importance_GL, method)
+        if spec.in_multiples:
+            scale_NG = _in_multiples(groups_NGL, scale_NG, spec, importance_GL)
         scales.append(scale_NG)
         zeros.append(zero_NG)
     _check_not_below(widest, weight_NK, spec, name)
@@ -146,6 +153,56 @@ def search(
         best_zero = torch.where(better_NG, zero_NG, best_zero)
         best_error = torch.where(better_NG, error_NG, best_error)
     return best_scale, best_zero.to(torch.uint8)
+
+
+def _in_multiples(
+    groups_NGL: torch.Tensor,
+    scale_NG: torch.Tensor,
+    spec: QuantSpec,
+    importance_GL: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return scales that in each row are multiples of the unit with the least squared error."""
+    used_NG = groups_NGL.abs().amax(-1) > 0  # the other groups have scale 1
+    used_NG = torch.where(used_NG, scale_NG, 0)
+    used_NG = torch.where((used_NG == 0).all(1, keepdim=True), scale_NG, used_NG)
+    best, best_error = None, None
+    for factor in UNIT_FACTORS:
+        units_N1 = units_of(used_NG, factor)
+        found, error = on_multiples(groups_NGL, scale_NG, units_N1, spec, importance_GL)
+        error_N1 = error.sum(1, keepdim=True)
+        if best is None:
+            best, best_error = found, error_N1
+            continue
+        best = torch.where(error_N1 < best_error, found, best)
+        best_error = torch.minimum(error_N1, best_error)
+    return best
+
+
+def on_multiples(
+    groups_NGL: torch.Tensor,
+    scale_NG: torch.Tensor,
+    units_N1: torch.Tensor,
+    spec: QuantSpec,
+    importance_GL: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales that are whole multiples of the rows' units, and the groups' squared errors.
+
+    Of the three multiples next to a scale, the one with the least error is chosen. For a symmetric
+    spec.
+    """
+    zero = torch.tensor(float(spec.symmetric_zero), device=groups_NGL.device)
+    best, best_error = None, None
+    for shift in (0, -1, 1):
+        found = nearest_multiples(scale_NG.double() + shift * units_N1.copysign(scale_NG), units_N1)
+        found = found.to(scale_NG.dtype)
+        error = _sums(_errors(groups_NGL, found, zero, spec, importance_GL), torch.float64)
+        if best is None:
+            best, best_error = found, error
+            continue
+        better = error < best_error
+        best = torch.where(better, found, best)
+        best_error = torch.where(better, error, best_error)
+    return best, best_error
 
 
 def _sums(errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,12 +6,14 @@ another speed (4096 rows of gate_up: 1366 us on these, 1188 us on small normal v
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest, with_activation
+from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from qkernels import ops
 from qkernels.bench.measure import (
@@ -160,12 +162,15 @@ def _w4a8(
 ) -> Iterator[Case]:
     """Yield cases that include rounding x to 8 bits.
 
-    Baseline `w4a16` multiplies the same codes by x in 16 bits, `w8a8` multiplies 8-bit codes of the
-    same shape.
+    With int8 inputs, scales are multiples of one number in each row, as `quantize` writes them;
+    op `w4a8_groups` has other scales. Baseline `w4a16` multiplies the same codes by x in 16 bits,
+    `w8a8` multiplies 8-bit codes of the same shape.
     """
     N, K = read_shape(LINEAR_SHAPES, shape)
     num_bytes = N * K // 2 + 2 * N * K // GROUP
     four = [random_weight(N, K, i) for i in range(copies_needed(num_bytes))]
+    if op == "w4a8":
+        four = [in_multiples(each) for each in four]
     packed = [with_activation(each, Scheme.parse(scheme), None) for each in four]
     weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
@@ -191,6 +196,7 @@ def _w4a8(
         if w8a8:
             others["w8a8"] = [lambda x=x, w=w: ops.linear(x, w) for w in w8a8]
         integers = scheme == "w4a8"
+        group = K if weights[0].problem.in_multiples else GROUP
         yield Case(
             op=op,
             shape=shape,
@@ -202,8 +208,14 @@ def _w4a8(
             want=(codes.double() * scales.double()) @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
-            tuned=(W4A8, {"N": N, "K": K, "group": GROUP, "integers": integers, "M": m}),
+            tuned=(W4A8, {"N": N, "K": K, "group": group, "integers": integers, "M": m}),
         )
+
+
+def in_multiples(packed: PackedWeight) -> PackedWeight:
+    """Return the weight with scales that are multiples of one number in each row."""
+    scales_NG = nearest_multiples(packed.scales_NG, units_of(packed.scales_NG))
+    return replace(packed, scales_NG=scales_NG)
 
 
 def _in_8_bits(packed: PackedWeight, scheme: Scheme) -> Weight:
@@ -261,6 +273,6 @@ OPS: dict[str, BenchedOp] = {
             baselines=("codes", "w4a16", "w8a8"),
             dims=2,
         )
-        for op, scheme in (("w4a8", "w4a8"), ("w4a8_fp8", "w4a8-fp8"))
+        for op, scheme in (("w4a8", "w4a8"), ("w4a8_groups", "w4a8"), ("w4a8_fp8", "w4a8-fp8"))
     },
 }

@@ -15,6 +15,7 @@ from qkernels.gpu.tma import describe
 
 DTYPES = {
     torch.int8: gl.int8,
+    torch.int16: gl.int16,
     torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float16: gl.float16,

@@ -66,15 +66,3 @@ def split_columns(x, COUNT: gl.constexpr):
             pairs += pair.split()
         xs = pairs
     return xs
-
-
-@gluon.jit
-def join_columns(xs):
-    """Join tensors of adjacent columns [rows, columns], as split_columns returns them."""
-    for _ in gl.static_range(len(xs).bit_length() - 1):
-        joined = ()
-        for j in gl.static_range(len(xs) // 2):
-            pair = gl.join(xs[2 * j], xs[2 * j + 1]).permute(0, 2, 1)
-            joined += (pair.reshape(pair.shape[0], 2 * pair.shape[2]),)
-        xs = joined
-    return xs[0]

@@ -46,6 +46,7 @@ class GemmProblem:
     activation: ActivationSpec | None
     rounding: InputRounding | None  # how x is rounded to codes; None: x stays float
     sorts_inputs: bool
+    in_multiples: bool  # scales of a row are integers times one number (w4a8/sm90.py)
     dtype: torch.dtype
     device: torch.device
 

@@ -42,6 +42,7 @@ class PreparedWeight:
             activation=self.activation,
             rounding=rounding,
             sorts_inputs=self.input_order is not None,
+            in_multiples="multiples" in self.tensors,
             dtype=self.dtype,
             device=self.device,
         )

@@ -15,6 +15,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.numerics import affine
 from formats.numerics.bits import unpack
+from formats.numerics.multiples import find_multiples
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
@@ -32,7 +33,8 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Keep the codes packed; `linear` dequantizes them at every call.
 
-    If x is rounded to int8, symmetric 8-bit codes with one scale per output become int8.
+    If x is rounded to int8, symmetric 8-bit codes with one scale per output become int8; also
+    4-bit codes in groups, if the scales of each row are multiples of one number.
     """
     packed = packed if device is None else packed.to(device)
     if isinstance(packed, KWeight):
@@ -48,6 +50,8 @@ def prepare_weight(
         tensors = {"fp8": packed.codes_NK, "scales": packed.scales_RC}
     elif _is_int8(packed):
         tensors = {"int8": signed_codes(packed), "scales": packed.scales_NG.float()}
+    elif (found := int8_form(packed)) is not None:
+        tensors = {"int8": found[0], "scales": found[1]}
     else:
         tensors = {
             "words": packed.words_NW,
@@ -165,6 +169,22 @@ def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 def signed_codes(packed: PackedWeight) -> torch.Tensor:
     """Return symmetric codes minus their zero point, int8 [N, K]."""
     return (packed.codes().to(torch.int16) - packed.spec.symmetric_zero).to(torch.int8)
+
+
+def int8_form(packed: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a 4-bit weight in groups as (int8 [N, K], float32 scales [N, 1]), exactly.
+
+    None, if its products are not sums of integers or a row's scales are not multiples of one number
+    (formats/numerics/multiples.py).
+    """
+    if not isinstance(packed, PackedWeight) or not packed.scheme.sums_integers:
+        return None
+    found = find_multiples(packed.scales_NG)
+    if found is None:
+        return None
+    units_N1, multiples_NG = found
+    groups_NGL = signed_codes(packed).unflatten(1, (multiples_NG.shape[1], -1))
+    return (groups_NGL * multiples_NG[..., None]).flatten(1), units_N1
 
 
 def _sums_integers(weight: PreparedWeight) -> bool:

@@ -21,7 +21,8 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.w4a8.layout import K_STEP, TILE_N
 
 MAX_SPLIT = 16
-TURNS = ("none", "first", "every")
+# the sm_90 kernel's plans for weights whose scales are multiples of one number in each row
+MULTIPLES = "sm90_multiples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +103,6 @@ class W4A8Sm90Config(CompileTimeConfig):
     launch_dependents_first: bool = False
     # load packed words of the next K step while this step is multiplied
     loads_ahead: bool = False
-    # rows of x per product, of which two are in flight: one is added to the total while the next
-    # is multiplied; 0: all rows of a tile in one product
-    product_columns: int = 0
-    # steps of a tile in which the consumers multiply in turn: "none", "first", "every"
-    turns: str = "none"
 
     consumer_rows = WARPGROUP_ROWS
     stored_rows = WARPGROUP_ROWS
@@ -127,8 +123,8 @@ class W4A8Sm90Config(CompileTimeConfig):
     @property
     def stages(self) -> int:
         """As many as fit into shared memory with store tiles, column vectors and barriers."""
-        # a consumer's codes, and up to four float32 scales per output, in parts one
-        of_consumer = WARPGROUP_ROWS * (K_STEP // 2 + (4 if self.product_columns else 16))
+        # a consumer's codes, and up to four float32 scales per output
+        of_consumer = WARPGROUP_ROWS * (K_STEP // 2 + 16)
         stage = self.num_consumers * of_consumer + self.block_b * K_STEP + 16
         shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # CUDA reserves 1 KB
         store_tile = WARPGROUP_ROWS * self.store_width * 2
@@ -159,8 +155,7 @@ class W4A8Sm90Config(CompileTimeConfig):
 
     @property
     def _sum_registers(self) -> int:
-        product = min(self.block_b, 2 * (self.product_columns or self.block_b))
-        return WARPGROUP_ROWS * (self.block_b + (product if self.promotes else 0)) // 128
+        return WARPGROUP_ROWS * self.block_b * (2 if self.promotes else 1) // 128
 
     @property
     def column_vectors_in_shared(self) -> bool:
@@ -170,18 +165,7 @@ class W4A8Sm90Config(CompileTimeConfig):
     @property
     def fits_thread(self) -> bool:
         """True if a consumer's thread has registers for its sums, codes and addresses."""
-        others = 32 if self.product_columns else 40  # parts are added in fewer temporaries
-        return self._sum_registers + others <= self.consumer_registers
-
-    @property
-    def takes_turns(self) -> bool:
-        """True if the kernel's loop for this config has turns."""
-        return self.promotes and (self.loads_ahead or self.product_columns > 0)
-
-    def runs_parts_of(self, group: int) -> bool:
-        """Return True if the kernel can multiply a weight with such groups in parts."""
-        two = is_power(self.product_columns, 32, min(64, self.block_b // 2))
-        return two and self.promotes and group % K_STEP == 0
+        return self._sum_registers + 40 <= self.consumer_registers
 
     def tiles(self, M: int, N: int) -> int:
         return ceil_div(N, self.num_consumers * TILE_N) * ceil_div(M, self.block_b)
@@ -218,20 +202,6 @@ _PROMOTED = (
     (W4A8Sm90Config(num_consumers=2, block_b=64), 0.75),
     (W4A8Sm90Config(num_consumers=2, block_b=128, group_a=16, loads_ahead=True), 1.15),
 )
-# Tiles of variant PARTS. Costs are from predicted cycles (notes/w4a8.md), not measured.
-_IN_PARTS = (
-    (W4A8Sm90Config(num_consumers=2, block_b=64), 0.75),
-    (
-        W4A8Sm90Config(num_consumers=2, block_b=128, group_a=16, product_columns=64, turns="first"),
-        0.9,
-    ),
-    (
-        W4A8Sm90Config(num_consumers=2, block_b=256, group_a=16, product_columns=64, turns="first"),
-        1.6,
-    ),
-)
-PARTS = "sm90_parts"  # variant with two products in flight; a name to request or forbid it by
-PARTS_BY_DEFAULT = False  # not measured yet
 
 
 def sums_are_promoted(K: int, group: int, integers: bool) -> bool:
@@ -239,24 +209,14 @@ def sums_are_promoted(K: int, group: int, integers: bool) -> bool:
     return group != K or not integers
 
 
-def _large_m_table(
-    K: int, group: int, integers: bool, in_parts: bool
-) -> tuple[tuple[W4A8Sm90Config, float], ...]:
-    if not sums_are_promoted(K, group, integers):
-        return _INTEGERS
-    return _IN_PARTS if in_parts and group % K_STEP == 0 else _PROMOTED
+def _large_m_table(K: int, group: int, integers: bool) -> tuple[tuple[W4A8Sm90Config, float], ...]:
+    return _PROMOTED if sums_are_promoted(K, group, integers) else _INTEGERS
 
 
 def default_sm90_config(
-    M: int,
-    N: int,
-    K: int,
-    group: int,
-    sm_count: int,
-    integers: bool,
-    in_parts: bool = PARTS_BY_DEFAULT,
+    M: int, N: int, K: int, group: int, sm_count: int, integers: bool
 ) -> W4A8Sm90Config:
-    """Return the config for M >= 1 rows. `in_parts`: of variant PARTS where it can run."""
+    """Return the config for M >= 1 rows."""
     promotes = sums_are_promoted(K, group, integers)
     if M <= 64:
         return _small_m_config(max(16, power_of_two(M)), N, K, sm_count, promotes)
@@ -265,7 +225,7 @@ def default_sm90_config(
         config, cost = row
         return ceil_div(config.tiles(M, N), sm_count) * cost
 
-    config, _ = min(_large_m_table(K, group, integers, in_parts), key=time)
+    config, _ = min(_large_m_table(K, group, integers), key=time)
     scattered = replace(config, split=2, reduce_scatter=True)
     worth = (56 if promotes else 32) <= K // K_STEP
     return scattered if worth and scattered.fits(M, N, K, sm_count) else config
@@ -339,8 +299,7 @@ def sm90_search_starts(M: int, K: int, group: int, integers: bool) -> list[W4A8S
     """Return a config of every size that defaults are chosen from, where a search starts."""
     promotes = sums_are_promoted(K, group, integers)
     if M > 64:
-        tables = [_large_m_table(K, group, integers, in_parts) for in_parts in (False, True)]
-        return list(dict.fromkeys(config for table in tables for config, _ in table))
+        return [config for config, _ in _large_m_table(K, group, integers)]
     one = W4A8Sm90Config(
         num_consumers=1, block_b=max(16, power_of_two(M)), promotes=promotes, max_stages=6
     )
@@ -358,15 +317,6 @@ def sm90_config_fault(
         return f"block_b must be a power of two from 16 to 256, found {config.block_b}"
     if config.promotes != sums_are_promoted(K, group, integers):
         return f"promotes must be {not config.promotes} for this weight, found {config.promotes}"
-    if config.product_columns and not config.runs_parts_of(group):
-        return (
-            "parts need groups of whole K steps and a total, and have 32 or 64 rows, at most half"
-            f" a tile, found {config}"
-        )
-    if config.turns not in TURNS or (config.turns != "none" and not config.takes_turns):
-        return (
-            f"turns must be one of {TURNS}, and none without loads_ahead or parts, found {config}"
-        )
     if not 1 <= config.split <= min(MAX_SPLIT, K // K_STEP):
         return f"split must be 1 to {MAX_SPLIT}, at most the steps of K, found {config.split}"
     if config.reduce_scatter and (config.split not in (2, 4) or config.stored_columns < 16):

@@ -41,6 +41,21 @@ FLOAT8_PTX = """{
     mad.lo.u32 $1, t, 0x79, n;
 }"""
 
+# The same with multiples (formats/numerics/multiples.py): int8 (code - 8) m, with m = $6. One
+# multiply-add gives four bytes 128 + (code - 8) m, which are 8 to 248, so none carries into the
+# next one. $10 is 128 - 8 m in each byte.
+MULTIPLES_PTX = """{
+    .reg .b32 low, high;
+    and.b32 low, $2, 0x0F0F0F0F;
+    mad.lo.s32 low, low, $6, $10;
+    xor.b32 $0, low, 0x80808080;
+    shr.u32 high, $2, 4; and.b32 high, high, 0x0F0F0F0F;
+    mad.lo.s32 high, high, $6, $10;
+    xor.b32 $1, high, 0x80808080;
+}"""
+BIAS = 0x80808080 - 2**32  # 128 in each byte, as int32
+BIAS_STEP = -0x08080808  # change of $10 for each unit of m
+
 
 def code_factor(type: str) -> float:
     """Return the factor by which codes exceed their values in products with this type of inputs."""

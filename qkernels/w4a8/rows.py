@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from formats.scheme import Scheme
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel
 from qkernels.gpu import device as gpu_device
@@ -17,7 +18,7 @@ from qkernels.problem import (
 )
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.w4a8.config import PARTS, W4A8Sm90Config, W4A8TritonConfig
+from qkernels.w4a8.config import MULTIPLES, W4A8Sm90Config, W4A8TritonConfig
 from qkernels.w4a8.layout import K_STEP, MIN_K_STEP
 from qkernels.w4a8.tuned import TUNED
 
@@ -26,16 +27,37 @@ def note_measured(problem: Problem, config: type) -> str:
     """Return a note on the configs that were measured for this kernel on this GPU; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
-    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
-        TUNED,
-        N=problem.out_features,
-        K=problem.in_features,
-        group=problem.spec.group_length(problem.in_features),
-        integers=problem.activation.type == "int",
-    )
+    K = problem.in_features
+    groups = {problem.spec.group_length(K)}
+    if config is W4A8Sm90Config and _sums_integers(problem):
+        groups.add(K)  # the key of configs of multiples
+    table = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
+    integers = problem.activation.type == "int"
+    rows = [
+        row
+        for group in groups
+        for row in table.measured(
+            TUNED, N=problem.out_features, K=K, group=group, integers=integers
+        )
+    ]
     most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
     found = ", ".join(f"up to {each} rows" for each in most)
     return f"configs measured on this GPU: {found}" if most else ""
+
+
+def note_sm90(problem: Problem) -> str:
+    """Return note_measured, and which weights run variant MULTIPLES."""
+    notes = [note_measured(problem, W4A8Sm90Config)]
+    if _sums_integers(problem):
+        notes.insert(0, f"{MULTIPLES} if scales of each row are multiples of one number")
+    return "; ".join(filter(None, notes))
+
+
+def _sums_integers(problem: Problem) -> bool:
+    """Return True if products are sums of integers if scales are multiples of one number."""
+    scheme = Scheme(weight=problem.spec, activation=problem.activation)
+    in_groups = problem.spec.group_length(problem.in_features) != problem.in_features
+    return scheme.sums_integers and in_groups
 
 
 def _refuses_numerics(problem: Problem) -> str | None:
@@ -101,8 +123,8 @@ KERNELS = (
         module="w4a8.sm90",
         priority=30,
         supports=sm90_w4a8,
-        note=functools.partial(note_measured, config=W4A8Sm90Config),
-        variants=("sm90", PARTS, FIXED_ORDER),
+        note=note_sm90,
+        variants=("sm90", FIXED_ORDER),
     ),
     Kernel(
         name="triton_w4a8",

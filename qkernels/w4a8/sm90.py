@@ -5,7 +5,8 @@ producer warp keeps TMA loads of packed codes, scales and x in flight. One to th
 warpgroups multiply 64 outputs each: operand A is codes, expanded to 8 bits in registers; operand B
 is x, in shared memory. The sum of each group (integer, or the tensor core's for float8) is added to
 a float32 total with one fused multiply-add by the group's scale. With one scale per output, codes
-are summed as integers to the end.
+are summed as integers to the end; also if the scales of each row are whole multiples of one number,
+times which codes are then expanded.
 
 Legend: M rows of x, K inputs, N outputs, G groups; a K step is 128 inputs.
 """
@@ -17,12 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
 )
 
 from formats.in_memory.packed import PackedWeight
-from qkernels.choice import FIXED_ORDER, parse_choice
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
@@ -39,8 +39,7 @@ from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8 import layout
 from qkernels.w4a8.config import (
-    PARTS,
-    PARTS_BY_DEFAULT,
+    MULTIPLES,
     W4A8Sm90Config,
     default_sm90_config,
     fixed_order_config,
@@ -50,10 +49,11 @@ from qkernels.w4a8.sm90_load import load
 from qkernels.w4a8.sm90_products import (
     multiply_ahead,
     multiply_groups,
-    multiply_in_parts,
     multiply_integers,
+    multiply_multiples,
+    multiply_multiples_ahead,
 )
-from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages, first_turn
+from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
 from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_structs import EpilogueBuffers
@@ -64,8 +64,12 @@ WEIGHT_BOX = [32, 32]  # packed words of a stored tile in one K step: two output
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Prepack codes in K steps of 128 inputs, and scales by group or by output."""
-    return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=layout.K_STEP)
+    """Prepack codes in K steps of 128 inputs, and scales by group or by output.
+
+    If the scales of each row are multiples of one number, sums stay integers to the end.
+    """
+    block_k = layout.K_STEP
+    return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=block_k, multiples=True)
 
 
 def plan(
@@ -73,7 +77,7 @@ def plan(
 ) -> GemmPlan:
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
-    variant = PARTS if config.product_columns else "sm90"
+    variant = MULTIPLES if problem.in_multiples else "sm90"
     return replace(plan_without_choice(problem), variant=variant, config=config)
 
 
@@ -119,19 +123,18 @@ def linear_codes(
     codes_MK = aligned(codes_MK.contiguous())
     packed = weight.tensors["packed"].view(torch.int32).view(-1, WEIGHT_BOX[1])
     scales = weight.tensors["scales"]
-    box = layout.TILE_N * numerics.groups
+    boxes = weight.tensors["multiples"] if numerics.in_multiples else scales
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
     assert config.promotes != sums_are_integers, config
-    assert not config.product_columns or config.runs_parts_of(weight.problem.group), config
     assert config.fits(M, N, K, sm_count(device)), config
     with on_device(codes_MK):
         launch(
             _w4a8_sm90,
             (min(sm_count(device) * config.blocks_per_sm, config.tiles(M, N) * config.split),),
             descriptor(packed, WEIGHT_BOX),
-            descriptor(scales.view(-1), [box])
-            if numerics.in_groups
+            descriptor(boxes.view(-1), [layout.TILE_N * numerics.groups])
+            if numerics.in_boxes
             else descriptor(packed, WEIGHT_BOX),
             descriptor(codes_MK, [config.block_b, layout.K_STEP]),
             descriptor(y_MN, [config.store_width, config.consumer_rows]),
@@ -159,37 +162,38 @@ def numerics_of(problem: GemmProblem) -> Numerics:
     if problem.group == problem.in_features:
         return Numerics(factor=factor, in_groups=False)
     return Numerics(
-        factor=factor,
+        factor=1.0 if problem.in_multiples else factor,
+        in_groups=not problem.in_multiples,
+        in_multiples=problem.in_multiples,
         groups=max(1, layout.K_STEP // problem.group),
         steps_per_group=max(1, problem.group // layout.K_STEP),
     )
 
 
 def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
-    """Return the config measured on this GPU, else the default; a requested variant's default.
+    """Return the config measured on this GPU, else the default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
     reduce-scatter without all being resident would wait forever.
     """
-    N, K, group = problem.out_features, problem.in_features, problem.group
+    N, K, group = problem.out_features, problem.in_features, _scaled_inputs(problem)
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
-    choice = parse_choice(problem.requested)
-    if choice.only == FIXED_ORDER:
+    if problem.requested == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
-    if choice.only == PARTS:
-        return default_sm90_config(M, N, K, group, sms, integers, in_parts=True)
-    may_run_parts = PARTS not in choice.never
     row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
     config = None if row is None else row.config
-    fits = isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms)
-    if fits and (may_run_parts or not config.product_columns):
+    if isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms):
         return config
-    in_parts = PARTS_BY_DEFAULT and may_run_parts
-    return default_sm90_config(M, N, K, group, sms, integers, in_parts)
+    return default_sm90_config(M, N, K, group, sms, integers)
+
+
+def _scaled_inputs(problem: GemmProblem) -> int:
+    """Return the inputs of one float scale. Configs of multiples are those of one per output."""
+    return problem.in_features if problem.in_multiples else problem.group
 
 
 @gluon.jit
-def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
+def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     """Run a consumer warpgroup, which computes and stores 64 outputs of each work tile."""
     CONFIG: gl.constexpr = gemm.CONFIG
     SPLIT: gl.constexpr = CONFIG.split
@@ -201,7 +205,6 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
     griddepcontrol_wait()
     state = pipeline.consumer_start()
-    turns = first_turn(barriers, CONFIG, CONSUMER)
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
@@ -213,16 +216,14 @@ def _consume(gemm, pipeline, buffers, barriers, CONSUMER: gl.constexpr):
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
         # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
-        if not CONFIG.promotes:
+        if gemm.NUMERICS.in_multiples and CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
+            sums, state = multiply_multiples_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif gemm.NUMERICS.in_multiples:
+            sums, state = multiply_multiples(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif not CONFIG.promotes:
             sums, state = multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
-        elif CONFIG.product_columns > 0:
-            sums, turns, state = multiply_in_parts(
-                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
-            )
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
-            sums, turns, state = multiply_ahead(
-                gemm, pipeline, turns, state, sums, work_tile, CONSUMER
-            )
+            sums, state = multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
         else:
             sums, state = multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
         complete = True
@@ -283,7 +284,7 @@ def _w4a8_sm90(
     )
     packed = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, CONFIG.block_b, 128], x.layout)
-    if NUMERICS.in_groups:
+    if NUMERICS.in_boxes:
         SCALES: gl.constexpr = scales.block_type.shape[0]
         scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, SCALES], scales.layout)
     else:
@@ -300,26 +301,17 @@ def _w4a8_sm90(
         gl.SwizzledSharedLayout(1, 1, 1, [0]),
     )
     buffers = EpilogueBuffers(y=y_memory, column_vectors=column_vectors)
-    if CONFIG.turns != "none":
-        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-        for consumer in gl.static_range(CONSUMERS):
-            mbarrier.init(turns.index(consumer), count=1)
-        fence_async_shared()
-    else:
-        turns = pipeline.full
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER: gl.constexpr = CONFIG.producer_registers
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (gemm, pipeline, buffers, turns, 0)), (load, (gemm, pipeline))],
-            [1],
-            [PRODUCER],
+            [(_consume, (gemm, pipeline, buffers, 0)), (load, (gemm, pipeline))], [1], [PRODUCER]
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, turns, 0)),
-                (_consume, (gemm, pipeline, buffers, turns, 1)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
                 (load, (gemm, pipeline)),
             ],
             [4, 1],
@@ -328,9 +320,9 @@ def _w4a8_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gemm, pipeline, buffers, turns, 0)),
-                (_consume, (gemm, pipeline, buffers, turns, 1)),
-                (_consume, (gemm, pipeline, buffers, turns, 2)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (_consume, (gemm, pipeline, buffers, 2)),
                 (load, (gemm, pipeline)),
             ],
             [4, 4, 1],

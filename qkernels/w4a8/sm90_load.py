@@ -13,7 +13,7 @@ def _load_weight(gemm, pipeline, state, tile_a, k_step, pred):
     CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
     NUMERICS: gl.constexpr = gemm.NUMERICS
     SCALES: gl.constexpr = gemm.scales.block_type.shape[0]
-    SCALE_BYTES: gl.constexpr = gemm.scales.block_type.nbytes if NUMERICS.in_groups else 0
+    SCALE_BYTES: gl.constexpr = gemm.scales.block_type.nbytes if NUMERICS.in_boxes else 0
     BYTES: gl.constexpr = (
         CONSUMERS * (gemm.weight.block_type.nbytes + SCALE_BYTES) + gemm.x.block_type.nbytes
     )
@@ -24,7 +24,7 @@ def _load_weight(gemm, pipeline, state, tile_a, k_step, pred):
         slot = state.stage * CONSUMERS + i
         row = (stored_tile * gemm.k_steps + k_step) * 32
         tma_load(gemm.weight, [row, 0], barrier, pipeline.mem.weight.index(slot), pred=pred)
-        if NUMERICS.in_groups:
+        if NUMERICS.in_boxes:
             boxes = gemm.k_steps // NUMERICS.steps_per_group
             box = stored_tile * boxes + k_step // NUMERICS.steps_per_group
             scales = pipeline.mem.scales.index(slot)

@@ -9,8 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from qkernels.gpu.pipeline import PipelineState
-from qkernels.gpu.registers import join_columns, split_columns
-from qkernels.w4a8.sm90_codes import expand, load_words, split_k
+from qkernels.w4a8.sm90_codes import (
+    expand,
+    expand_multiples,
+    load_multiples,
+    load_words,
+    split_k,
+)
 
 
 @gluon.jit
@@ -24,6 +29,31 @@ def multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.const
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
         # the product reads operand A's registers until it has ended
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        pipeline.consumer_release(state)
+        state = state.advance()
+    return sums, state
+
+
+@gluon.jit
+def multiply_multiples(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
+    """Same as multiply_integers for codes times the multiple of their group."""
+    GROUPS: gl.constexpr = gemm.NUMERICS.groups
+    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
+    BK: gl.constexpr = 128 // GROUPS
+    for k_step in range(work_tile.k_begin, work_tile.k_end):
+        pipeline.consumer_wait(state)
+        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+        words = split_k(load_words(pipeline.mem.weight.index(slot)), GROUPS)
+        for i in gl.static_range(GROUPS):
+            multiples = load_multiples(pipeline.mem.scales.index(slot).slice(i * 64, 64))
+            a = expand_multiples(words[i], multiples, A)
+            x = pipeline.mem.x.index(state.stage)
+            if GROUPS > 1:
+                x = x.slice(i * BK, BK, dim=1)
+            use_acc = True if i > 0 else k_step > work_tile.k_begin
+            sums = warpgroup_mma(a, x.permute((1, 0)), sums, is_async=True, use_acc=use_acc)
+        # the products read operand A's registers until they have ended
         sums = warpgroup_mma_wait(0, deps=[sums])
         pipeline.consumer_release(state)
         state = state.advance()
@@ -104,11 +134,8 @@ def _add(product, scale, total, IN_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_ahead(gemm, pipeline, turns, state, total, work_tile, CONSUMER: gl.constexpr):
-    """Same as multiply_groups for one group per K step; loads the next words during a product.
-
-    Also return `turns`.
-    """
+def multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
+    """Same as multiply_groups for one group per K step; loads the next words during a product."""
     DTYPE: gl.constexpr = pipeline.mem.x.dtype
     PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
     LAYOUT: gl.constexpr = total.type.layout
@@ -117,88 +144,38 @@ def multiply_ahead(gemm, pipeline, turns, state, total, work_tile, CONSUMER: gl.
         a = expand(words, DTYPE, gl.DotOperandLayout(0, LAYOUT, 4))
         product = gl.zeros(total.shape, PRODUCT, LAYOUT)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
-        is_first = k_step == work_tile.k_begin
-        turns.wait(CONSUMER, is_first)
         product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
         next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
         next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
         product = warpgroup_mma_wait(0, deps=[product])
-        turns.pass_on(CONSUMER, is_first)
         pipeline.consumer_release(state)
         total = _add(product, scale, total, gemm.NUMERICS.in_groups)
         words, scale = next_words, next_scale
-        state, turns = next_state, turns.after("every")
-    return total, turns.after("first"), state
+        state = next_state
+    return total, state
 
 
 @gluon.jit
-def multiply_in_parts(gemm, pipeline, turns, state, total, work_tile, CONSUMER: gl.constexpr):
-    """Same as multiply_ahead, in products of CONFIG.product_columns rows of x. Also return `turns`.
+def _multiples_at(gemm, pipeline, state, CONSUMER: gl.constexpr):
+    """Wait for the K step at `state`. Return its packed words and multiples."""
+    pipeline.consumer_wait(state)
+    slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+    words = load_words(pipeline.mem.weight.index(slot))
+    return words, load_multiples(pipeline.mem.scales.index(slot))
 
-    Each part is added to its total while the tensor core multiplies the next one: the last part of
-    a step during the first product of the next step. Products alternate between two sets of
-    registers. ptxas would use a third set, and spill, if it could issue a product before the last
-    one in these registers is added. Therefore waits pin the sums, and a product formally adds the
-    last one in its registers if an opaque condition, `never`, is true. The additions that no
-    product waits for run if `always` is true: ptxas would move them between the instructions of a
-    product, or after the wait for all products.
-    """
-    CONFIG: gl.constexpr = gemm.CONFIG
-    IN_GROUPS: gl.constexpr = gemm.NUMERICS.in_groups
-    DTYPE: gl.constexpr = pipeline.mem.x.dtype
-    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
-    WIDTH: gl.constexpr = CONFIG.product_columns
-    PARTS: gl.constexpr = CONFIG.block_b // WIDTH
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-    always, never = gemm.M > 0, gemm.M < 0
-    totals = ()
-    for part in gl.static_range(PARTS):
-        of_part = split_columns(total, PARTS)[part]
-        totals += (gl.convert_layout(of_part, LAYOUT, assert_trivial=True),)
-    words, scale = _weights_at(gemm, pipeline, state, LAYOUT, CONSUMER)
-    nothing = gl.zeros([64, WIDTH], PRODUCT, LAYOUT)
-    last, last_scale = nothing, scale
+
+@gluon.jit
+def multiply_multiples_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
+    """Same as multiply_multiples for one group per K step; loads words ahead as multiply_ahead."""
+    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
+    words, multiples = _multiples_at(gemm, pipeline, state, CONSUMER)
     for k_step in range(work_tile.k_begin, work_tile.k_end):
-        a = expand(words, DTYPE, A)
-        x = pipeline.mem.x.index(state.stage)
-        is_first = k_step == work_tile.k_begin
-        turns.wait(CONSUMER, is_first)
-        columns = x.slice(0, WIDTH).permute((1, 0))
-        product = warpgroup_mma(a, columns, nothing, is_async=True, use_acc=False)
-        last, product = warpgroup_mma_wait(1, deps=[last, product])
-        last_total = totals[PARTS - 1]
-        if always:
-            last_total = _add(last, last_scale, last_total, IN_GROUPS)
-        last_total, product = warpgroup_mma_wait(1, deps=[last_total, product])
-        # not right after the last product, where no product would run meanwhile
-        pipeline.consumer_release_previous(state, k_step > work_tile.k_begin)
-        free, added = last, ()
-        for part in gl.static_range(1, PARTS):
-            columns = x.slice(part * WIDTH, WIDTH).permute((1, 0))
-            following = warpgroup_mma(a, columns, free, is_async=True, use_acc=never)
-            product, following = warpgroup_mma_wait(1, deps=[product, following])
-            if part == PARTS - 1:
-                # the last part runs while the next consumer begins
-                turns.pass_on(CONSUMER, is_first)
-            adds = True if part < PARTS - 1 else always
-            sums = totals[part - 1]
-            if adds:
-                sums = _add(product, scale, sums, IN_GROUPS)
-            sums, following = warpgroup_mma_wait(1, deps=[sums, following])
-            added += (sums,)
-            free, product = product, following
+        a = expand_multiples(words, multiples, A)
+        x = pipeline.mem.x.index(state.stage).permute((1, 0))
+        sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
         next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
-        next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
-        last = warpgroup_mma_wait(0, deps=[product])
-        totals = added + (last_total,)
-        last_scale = scale
-        words, scale = next_words, next_scale
-        state, turns = next_state, turns.after("every")
-    pipeline.consumer_release_previous(state)
-    added = ()
-    for part in gl.static_range(PARTS - 1):
-        added += (totals[part],)
-    added += (_add(last, last_scale, totals[PARTS - 1], IN_GROUPS),)
-    total = gl.convert_layout(join_columns(added), total.type.layout, assert_trivial=True)
-    return total, turns.after("first"), state
+        words, multiples = _multiples_at(gemm, pipeline, ahead, CONSUMER)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        pipeline.consumer_release(state)
+        state = next_state
+    return sums, state

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.w8a8.sm90_structs import WorkTile
@@ -19,6 +19,13 @@ class Numerics:
     steps_per_group: int = 1  # K steps that share a scale; 1 if a K step has several groups
     # scales of groups multiply the groups' sums; False: one scale per output multiplies the total
     in_groups: bool = True
+    # without in_groups: each group of a row has an integer that multiplies its codes
+    in_multiples: bool = False
+
+    @property
+    def in_boxes(self) -> bool:
+        """True if stages hold a number for each output and group: a scale or a multiple."""
+        return self.in_groups or self.in_multiples
 
 
 @aggregate
@@ -26,7 +33,7 @@ class Gemm:
     """Arguments of the kernel. Pointers are valid if their flag is set."""
 
     weight: tma.tensor_descriptor  # packed words [N/64 K/128 32, 32]
-    scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_groups
+    scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_boxes
     x: tma.tensor_descriptor  # codes [M, K]
     y: tma.tensor_descriptor  # [M, N]
     input_scales_ptr: gl.tensor  # [M]
@@ -77,56 +84,5 @@ class Stages:
     """Shared memory of the pipeline. A stage has one slot per consumer."""
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]: 64 outputs, 16 words each
-    scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_groups
+    scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_boxes
     x: gl.shared_memory_descriptor  # [stages, block_b, 128]
-
-
-@aggregate
-class Turns:
-    """Order in which the consumers of a block use the tensor core: one after the other.
-
-    Without it, warpgroups that begin together also end together, because the tensor core serves
-    them in turn. Then all of them convert their sums at the same time, and the tensor core idles.
-    """
-
-    barriers: gl.shared_memory_descriptor  # of consumers: the one before has passed on
-    phase: gl.tensor  # of this consumer's barrier
-    steps: gl.constexpr  # W4A8Sm90Config.turns
-    consumers: gl.constexpr
-
-    @gluon.jit
-    def wait(self, CONSUMER: gl.constexpr, is_first):
-        """Wait for the turn, if this step has turns. `is_first`: it is the tile's first step."""
-        if self.steps != "none":
-            pred = self.steps == "every" or is_first
-            mbarrier.wait(self.barriers.index(CONSUMER), self.phase, pred=pred)
-
-    @gluon.jit
-    def pass_on(self, CONSUMER: gl.constexpr, is_first):
-        """Let the next consumer multiply, if this step has turns."""
-        if self.steps != "none":
-            pred = self.steps == "every" or is_first
-            following = self.barriers.index((CONSUMER + 1) % self.consumers)
-            mbarrier.arrive(following, count=1, pred=pred)
-
-    @gluon.jit
-    def after(self, STEPS: gl.constexpr):
-        """Return the turns after a step ("every") or after a tile ("first")."""
-        passed: gl.constexpr = 1 if self.steps == STEPS else 0
-        return Turns(
-            barriers=self.barriers,
-            phase=self.phase ^ passed,
-            steps=self.steps,
-            consumers=self.consumers,
-        )
-
-
-@gluon.jit
-def first_turn(barriers, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
-    """Return the turns of a consumer at the start: only consumer 0 need not wait."""
-    return Turns(
-        barriers=barriers,
-        phase=gl.to_tensor(1 if CONSUMER == 0 else 0),
-        steps=CONFIG.turns,
-        consumers=CONFIG.num_consumers,
-    )

@@ -5,7 +5,6 @@ import torch
 from qkernels.gpu import device as gpu_device
 from qkernels.tuning.op import ConfigSpace, TunedOp, both_reductions
 from qkernels.w4a8.config import (
-    TURNS,
     W4A8Sm90Config,
     W4A8TritonConfig,
     default_sm90_config,
@@ -67,8 +66,6 @@ TUNED = TunedOp(
                 "max_prefetch_stages": (2, 4, 8),
                 "launch_dependents_first": (False, True),
                 "loads_ahead": (False, True),
-                "product_columns": (0, 32, 64),
-                "turns": TURNS,
                 "store_stages": (1, 2),
                 "group_a": (8, 16),
             },

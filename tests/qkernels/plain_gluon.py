@@ -239,11 +239,14 @@ def _wait(count, deps) -> object:
 
 
 def _asm(function: Callable) -> Callable:
-    """inline_asm_elementwise for words that are given once per byte of a result."""
+    """inline_asm_elementwise for words that are given once per byte of a result, and alike others.
+
+    Other arguments than the first are given to the function if there are any.
+    """
 
     def run(asm, constraints, arguments, dtypes, is_pure, pack) -> tuple[Tensor, ...]:
-        words = arguments[0][..., 0].contiguous()
-        results = function(str(asm), words)
+        words = (each[..., 0].contiguous() for each in arguments)
+        results = function(str(asm), *words)
         return tuple(
             each[..., None].contiguous().view(dtypes[0]).as_subclass(Tensor) for each in results
         )

@@ -41,8 +41,6 @@ def facts(compiled: object) -> dict[str, object]:
         found["hgmma"] = len(re.findall(r"\b[HIQ]GMMA\b", code))
         found["loop_spills"] = sum(bool(re.search(r"\b(STL|LDL)\b", t)) for b in loops for t in b)
         found["waits_in_loops"] = max(sum("WARPGROUP.DEPBAR" in t for t in b) for b in loops)
-        for_all = re.compile(r"DEPBAR\.LE gsb0, 0x0")
-        found["waits_for_all"] = max(sum(bool(for_all.search(t)) for t in b) for b in loops)
         found["overlapped"] = sass.overlapped(code)
         found["overwritten_in_flight"] = sass.overwritten_in_flight(code)
     return found

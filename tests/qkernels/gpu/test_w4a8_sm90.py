@@ -1,5 +1,7 @@
 """Products of 4-bit weights and 8-bit inputs of the warp-specialized kernel (sm_90)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,24 +34,14 @@ CONFIGS = {
         num_consumers=2, block_b=128, split=2, reduce_scatter=True, loads_ahead=True
     ),
     "scatter 4": W4A8Sm90Config(num_consumers=1, block_b=64, split=4, reduce_scatter=True),
-    "loads ahead, first turns": W4A8Sm90Config(
-        num_consumers=2, block_b=128, loads_ahead=True, turns="first"
-    ),
-    "parts": W4A8Sm90Config(num_consumers=2, block_b=256, product_columns=64),
-    "parts, first turns": W4A8Sm90Config(
-        num_consumers=2, block_b=128, product_columns=64, turns="first"
-    ),
-    "parts, all turns": W4A8Sm90Config(
-        num_consumers=3, block_b=128, product_columns=64, turns="every"
-    ),
-    "parts, scatter 2": W4A8Sm90Config(
-        num_consumers=2, block_b=128, split=2, reduce_scatter=True, product_columns=32
-    ),
 }
 OF_CHANNELS = {
     "one consumer": W4A8Sm90Config(num_consumers=1, block_b=16, promotes=False),
     "wide": W4A8Sm90Config(num_consumers=2, block_b=256, promotes=False),
     "split 3": W4A8Sm90Config(num_consumers=1, block_b=64, split=3, promotes=False),
+    "wide, loads ahead": W4A8Sm90Config(
+        num_consumers=2, block_b=256, promotes=False, loads_ahead=True, group_a=2
+    ),
     "wide, scatter 2": W4A8Sm90Config(
         num_consumers=2, block_b=256, split=2, reduce_scatter=True, promotes=False
     ),
@@ -60,10 +52,11 @@ BF16 = torch.bfloat16  # each combination is compiled, which takes seconds
 SHAPES = [(1, 8, 512), (17, 72, 768), (63, 200, 1024), (257, 392, 2048), (1500, 4096, 512)]
 
 
-def check_exact(name, M, N, K, half, config):
+def check_exact(name, M, N, K, half, config, multiples=False):
     device = torch.device("cuda", 0)
-    codes_MK, scales_M1, packed, want = exact_case(name, M, N, K, device)
+    codes_MK, scales_M1, packed, want = exact_case(name, M, N, K, device, multiples)
     weight = ops.prepare_weight(packed, half, kernel="sm90_w4a8")
+    assert weight.problem.in_multiples == multiples
     partials, counters = workspace(device)
     partials.fill_(float("nan"))
     got = sm90.linear_codes(codes_MK, scales_M1, weight, config=config)
@@ -80,9 +73,6 @@ def test_sums_of_groups_are_exact(poison, name, config, M, N, K):
     """Powers of two as scales: bit for bit, whatever the order of the sums."""
     if not CONFIGS[config].fits(M, N, K, SMS):
         pytest.skip("splits are for few rows")
-    group = Scheme.parse(name).weight.group_length(K)
-    if CONFIGS[config].product_columns and not CONFIGS[config].runs_parts_of(group):
-        pytest.skip("parts are for groups of whole K steps")
     check_exact(name, M, N, K, BF16, CONFIGS[config])
 
 
@@ -97,6 +87,37 @@ def test_integer_sums_of_channels_are_exact(poison, config, M, N, K):
     if not OF_CHANNELS[config].fits(M, N, K, SMS):
         pytest.skip("splits are for few rows")
     check_exact("w4a8-channel", M, N, K, BF16, OF_CHANNELS[config])
+
+
+@pytest.mark.parametrize("config", [*OF_CHANNELS, None])
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g256"])
+@pytest.mark.parametrize("M, N, K", [*SHAPES, (300, 1104, 1280), (1500, 4112, 512)])
+def test_integer_sums_of_multiples_are_exact(poison, name, config, M, N, K):
+    if config is not None and not OF_CHANNELS[config].fits(M, N, K, SMS):
+        pytest.skip("splits are for few rows")
+    config = None if config is None else OF_CHANNELS[config]
+    check_exact(name, M, N, K, BF16, config, multiples=True)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g64"])
+@pytest.mark.parametrize("M", [1, 17, 64, 300, 1025])
+def test_splits_of_multiples_have_the_same_bits(poison, name, M):
+    """Scales of inputs and outputs of any value; sums are integers in any order."""
+    N, K = 1160, 4096
+    codes, scales, packed, _ = exact_case(name, M, N, K, torch.device("cuda", 0), multiples=True)
+    generator = torch.Generator("cuda").manual_seed(M)
+    factor_N1 = 2 * torch.rand(N, 1, device="cuda", generator=generator) + 1
+    scales_NG = (packed.scales_NG * 64 * (factor_N1 * 64).round() / 2**14).half()
+    packed = replace(packed, scales_NG=scales_NG)
+    scales = torch.rand(scales.shape, device="cuda", generator=generator)
+    weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")
+    assert weight.problem.in_multiples
+    want = sm90.linear_codes(codes, scales, weight)
+    exact = (codes.double() * scales.double()) @ packed.dequantize(torch.float64).t()
+    assert float((want.double() - exact).norm() / exact.norm()) < torch.finfo(BF16).eps / 2
+    for config in OF_CHANNELS.values():
+        if config.fits(M, N, K, SMS):
+            assert torch.equal(sm90.linear_codes(codes, scales, weight, config=config), want)
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g64", "w4a8-channel", "w4a8-fp8"])
@@ -120,24 +141,6 @@ def test_chosen_configs_are_the_portable_kernel(poison, name, M):
     allowed = torch.finfo(half).eps / 2
     for got in found:
         assert float((got - want).norm() / want.norm()) < max(allowed, 1e-3 * ("fp8" in name))
-
-
-@pytest.mark.parametrize("name", ["w4a8", "w4a8-fp8", "w4a8-fp8-channel"])
-@pytest.mark.parametrize("M", [129, 1025])
-def test_parts_have_the_bits_of_whole_products(poison, name, M):
-    """Scales and inputs of any value: sums are rounded, in the same order."""
-    N, K = 1160, 2048
-    scheme = Scheme.parse(name)
-    generator = torch.Generator("cuda").manual_seed(M)
-    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
-    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
-    x = torch.randn(M, K, device="cuda", generator=generator).to(BF16)
-    codes, scales = ops.quantize_input(x, packed.activation)
-    weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")
-    want = sm90.linear_codes(codes, scales, weight, config=CONFIGS["loads ahead"])
-    for config in ("loads ahead, first turns", "parts", "parts, first turns", "parts, all turns"):
-        got = sm90.linear_codes(codes, scales, weight, config=CONFIGS[config])
-        assert torch.equal(got, want), config
 
 
 @pytest.mark.exhaustive

@@ -20,8 +20,10 @@ from tests.qkernels.w4a8_case import exact_case
 BLOCKS = 2  # blocks of a grid: a block computes several tiles
 
 
-def expanded(asm, words):
-    """Plain twins of layout.INT8_PTX and FLOAT8_PTX: (low codes, high codes) of packed words."""
+def expanded(asm, words, multiples=None, biases=None):
+    """Plain twins of the PTX in layout.py: (low codes, high codes) of packed words."""
+    if asm == layout.MULTIPLES_PTX:
+        return tuple(of_multiples(words >> shift, multiples, biases) for shift in (0, 4))
     codes = words.view(torch.uint8)
     nibbles = torch.stack([codes & 15, codes >> 4]).to(torch.int16)
     if asm == layout.INT8_PTX:
@@ -32,6 +34,12 @@ def expanded(asm, words):
         magnitude = torch.where(negative, nibbles - 7, nibbles)
         found = (magnitude + 128 * negative).to(torch.uint8).view(torch.int32)
     return found[0], found[1]
+
+
+def of_multiples(words, multiples, biases):
+    """One multiply-add of 32 bits and a xor, as the instructions compute."""
+    sums = (words.long() & 0x0F0F0F0F) * multiples.long() + biases.long()
+    return ((sums ^ 0x80808080) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
 @pytest.fixture
@@ -52,34 +60,15 @@ def multiply(monkeypatch):
 
 
 TWO = W4A8Sm90Config(num_consumers=2, block_b=64)
-THREE = dataclasses.replace(TWO, num_consumers=3)
-PARTS = {
-    "two parts": dataclasses.replace(TWO, product_columns=32),
-    "two parts, first turns": dataclasses.replace(TWO, product_columns=32, turns="first"),
-    "four parts": dataclasses.replace(TWO, block_b=128, product_columns=32),
-    "four parts, all turns": dataclasses.replace(
-        TWO, block_b=128, product_columns=32, turns="every"
-    ),
-    "two parts of 64, first turns": dataclasses.replace(
-        TWO, block_b=128, product_columns=64, turns="first"
-    ),
-    "three consumers, first turns": dataclasses.replace(THREE, product_columns=32, turns="first"),
-    "three consumers, all turns": dataclasses.replace(THREE, product_columns=32, turns="every"),
-    "one consumer": dataclasses.replace(TWO, num_consumers=1, product_columns=32),
-}
 CONFIGS = {
     "whole": TWO,
     "ahead": dataclasses.replace(TWO, block_b=32, loads_ahead=True),
-    "ahead, first turns": dataclasses.replace(TWO, loads_ahead=True, turns="first"),
-    "ahead, all turns": dataclasses.replace(TWO, loads_ahead=True, turns="every"),
-    "three stages": dataclasses.replace(TWO, max_stages=3, product_columns=32, turns="first"),
-    **PARTS,
 }
 SHAPES = [(5, 40, 384), (140, 328, 512)]  # the second: several tiles for each block
 NAMES = ("w4a8", "w4a8-fp8", "w4a8-g256", "w4a8-fp8-channel")
 QUICK = (
     *itertools.product(("w4a8",), CONFIGS),
-    *itertools.product(NAMES[1:], ("whole", "four parts, all turns")),
+    *itertools.product(NAMES[1:], ("whole", "ahead")),
 )
 
 
@@ -98,55 +87,73 @@ def test_sums_are_exact(name, config, multiply, poison):
         assert torch.equal(multiply(case, CONFIGS[config]), case[-1].to(torch.bfloat16)), (M, N, K)
 
 
+INTEGERS = {
+    "two consumers": dataclasses.replace(TWO, promotes=False),
+    "wide": dataclasses.replace(TWO, block_b=256, promotes=False),
+    "few rows": dataclasses.replace(TWO, num_consumers=1, block_b=16, promotes=False),
+    "loads ahead": dataclasses.replace(TWO, promotes=False, loads_ahead=True),
+}
+
+
+@pytest.mark.parametrize("config", INTEGERS)
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g256"])
+def test_sums_of_multiples_are_exact(name, config, multiply, poison):
+    for M, N, K in ((5, 40, 768), (140, 328, 512)):
+        case = exact_case(name, M, N, K, torch.device("cpu"), multiples=True)
+        found = multiply(case, INTEGERS[config])
+        assert torch.equal(found, case[-1].to(torch.bfloat16)), (M, N, K)
+
+
+def test_every_code_times_every_multiple():
+    """One word of eight codes: no byte carries into the next one."""
+    codes = torch.randint(0, 16, (31 * 256, 8))
+    codes[:256] = torch.tensor(list(itertools.product((0, 15), repeat=8)))
+    multiples = torch.arange(-15, 16).repeat_interleave(256)
+    words = (codes << torch.arange(0, 32, 4)).sum(1).to(torch.uint32).view(torch.int32)
+    biases = (multiples * layout.BIAS_STEP + layout.BIAS).to(torch.int32)
+    low, high = expanded(layout.MULTIPLES_PTX, words, multiples, biases)
+    want = (codes - 8) * multiples[:, None]
+    assert torch.equal(low.view(torch.int8).view(-1, 4).long(), want[:, 0::2])
+    assert torch.equal(high.view(torch.int8).view(-1, 4).long(), want[:, 1::2])
+
+
+def test_golden_word_of_multiples():
+    """The example of notes/w4a8.md."""
+    word, multiple = torch.tensor([0xF0F0F0F0 - 2**32], dtype=torch.int32), torch.tensor([15])
+    biases = multiple * layout.BIAS_STEP + layout.BIAS
+    low, high = expanded(layout.MULTIPLES_PTX, word, multiple, biases)
+    assert (low.item() & 0xFFFFFFFF, high.item() & 0xFFFFFFFF) == (0x88888888, 0x69696969)
+
+
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8-g64", "w4a8-fp8-g64"])
 def test_sums_of_short_groups_are_exact(name, multiply, poison):
     case = exact_case(name, 100, 200, 512, torch.device("cpu"))
     assert torch.equal(multiply(case, TWO), case[-1].to(torch.bfloat16))
-    with pytest.raises(AssertionError):  # a K step has several scales
-        multiply(case, PARTS["two parts"])
 
 
-@pytest.mark.parametrize("name", ["w4a8", pytest.param("w4a8-fp8", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("config", PARTS)
-def test_parts_have_the_bits_of_whole_products(name, config, multiply):
-    """Scales and inputs of any value: sums are rounded, in the same order."""
-    codes_MK, scales_M1, packed, want = exact_case(name, 100, 200, 512, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    scales_NG = torch.rand(packed.scales_NG.shape, generator=generator) / 100
-    scales_M1 = torch.rand(scales_M1.shape, generator=generator)
-    case = codes_MK, scales_M1, dataclasses.replace(packed, scales_NG=scales_NG.half()), want
-    whole = multiply(case, TWO)
-    assert whole.unique().numel() > 1000
-    assert torch.equal(multiply(case, PARTS[config]), whole)
-
-
-def test_a_request_decides_whether_products_run_in_parts(monkeypatch):
-    """Also if the tuning table has a config of the variant."""
+def test_scales_decide_the_plan(monkeypatch):
+    """Multiples have the configs of one scale per output, also measured ones."""
     table = TuningTable(gpu="cpu")
     monkeypatch.setattr(sm90, "sm_count", lambda device: 132)
     monkeypatch.setattr(sm90, "tuning_table_of", lambda device: table)
-    _, _, packed, _ = exact_case("w4a8", 1, 4096, 1024, torch.device("cpu"))
-    weight = sm90.prepare_weight(packed, torch.bfloat16)
 
-    def in_parts(kernel):
-        requested = dataclasses.replace(weight, activation=packed.activation, requested=kernel)
-        plan = sm90.plan(requested.problem, 8192)
-        assert plan.variant == (configs.PARTS if plan.config.product_columns else "sm90")
-        return plan.variant == configs.PARTS
+    def plan(name, multiples, kernel=None):
+        packed = exact_case(name, 1, 4096, 1024, torch.device("cpu"), multiples)[2]
+        weight = sm90.prepare_weight(packed, torch.bfloat16)
+        weight = dataclasses.replace(weight, activation=packed.activation, requested=kernel)
+        return sm90.plan(weight.problem, 8192)
 
-    default = configs.PARTS_BY_DEFAULT
-    assert in_parts(configs.PARTS) and not in_parts(f"-{configs.PARTS}")
-    assert in_parts(None) == in_parts("sm90_w4a8") == in_parts("fixed_order") == default
-    for config, found in ((PARTS["two parts"], True), (TWO, False)):
-        problem = {"M": 8192, "N": 4096, "K": 1024, "group": 128, "integers": True}
-        table.add_(
-            TuningRow(
-                op=TUNED,
-                problem=problem,
-                config=config,
-                microseconds=1.0,
-                default_microseconds=None,
-            )
-        )
-        assert in_parts(None) == found, "the measured config"
-        assert in_parts(configs.PARTS) and not in_parts(f"-{configs.PARTS}")
+    for name in ("w4a8", "w4a8-g32", "w4a8-g256"):
+        found, other = plan(name, True), plan(name, False)
+        assert (found.variant, found.config.promotes) == (configs.MULTIPLES, False)
+        assert (other.variant, other.config.promotes) == ("sm90", True)
+        assert not plan(name, True, "fixed_order").config.promotes
+    assert plan("w4a8-fp8", True).config.promotes, "float8 sums have a total"
+    measured = dataclasses.replace(INTEGERS["wide"], group_a=16)
+    problem = {"M": 8192, "N": 4096, "K": 1024, "group": 1024, "integers": True}
+    row = TuningRow(
+        op=TUNED, problem=problem, config=measured, microseconds=1.0, default_microseconds=None
+    )
+    table.add_(row)
+    assert plan("w4a8", True).config == measured
+    assert plan("w4a8", False).config != measured

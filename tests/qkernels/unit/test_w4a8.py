@@ -1,7 +1,5 @@
 """4-bit weights with 8-bit inputs: layout, reference, CPU, configs, and who runs what."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -64,6 +62,17 @@ def test_a_k_step_has_a_lanes_words_together():
 def test_reference_sums_are_exact(name):
     codes_MK, scales_M1, packed, want = exact_case(name, 5, 24, 384, torch.device("cpu"))
     weight = ops.prepare_weight(packed, torch.float32, kernel="reference")
+    assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight).double(), want)
+
+
+@pytest.mark.parametrize("name", ["w4a8-g32", "w4a8", "w4a8-g512"])
+@pytest.mark.parametrize("kernel", ["reference", "cpu_w4a8"])
+def test_sums_of_multiples_are_counted(name, kernel):
+    """4,096 products of up to 128 and 120: more than float32 could count."""
+    case = exact_case(name, 5, 24, 4096, torch.device("cpu"), multiples=True)
+    codes_MK, scales_M1, packed, want = case
+    weight = ops.prepare_weight(packed, torch.float32, kernel=kernel)
+    assert weight.tensors["int8"].shape[-1] == 4096 and weight.tensors["int8"].abs().max() == 120
     assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight).double(), want)
 
 
@@ -166,6 +175,16 @@ def test_choice_of_a_kernel_on_a_gpu(name, number, K):
     assert next(row.name for row in rows if row.taken) == CHOICES[name, number, K]
 
 
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-fp8", "w4a8-channel"])
+def test_explain_says_which_weights_are_summed_as_integers(name):
+    scheme = Scheme.parse(name)
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
+    rows = explain("linear", spec=scheme.weight, activation=scheme.activation, **problem)
+    note = next(row for row in rows if row.name == "sm90_w4a8")
+    said = "sm90_multiples if scales of each row are multiples" in str(note)
+    assert said == scheme.weight.in_multiples
+
+
 def test_choice_names_what_it_does_not_take():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
     spec = Scheme.parse("w4a16-asym").weight
@@ -178,10 +197,6 @@ def test_choice_names_what_it_does_not_take():
     assert "a scale for each token" in reason
 
 
-def config_in_parts(*problem):
-    return default_sm90_config(*problem, in_parts=True)
-
-
 @pytest.mark.parametrize("group", [32, 128, 256, None], ids=str)
 @pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -192,12 +207,12 @@ def test_defaults_always_run(shape, integers, group):
     group = group or K
     for M in ROWS:
         for sms in (16, 78, H200_SMS):
-            for choose in (default_sm90_config, config_in_parts, fixed_order_config):
+            for choose in (default_sm90_config, fixed_order_config):
                 config = choose(M, N, K, group, sms, integers)
                 problem = {"M": M, "N": N, "K": K, "group": group, "integers": integers}
                 assert sm90_config_fault(config, **problem) is None
                 assert config.fits(M, N, K, sms)
-                assert config.split == 1 or choose is not fixed_order_config or not config.promotes
+                assert config.split == 1 or choose is default_sm90_config or not config.promotes
             config = default_triton_config(M, N, K, layout.k_step(group), sms)
             assert triton_config_fault(config, **problem) is None
             assert config.split <= K // layout.k_step(group)
@@ -205,31 +220,7 @@ def test_defaults_always_run(shape, integers, group):
 
 def test_many_rows_of_groups_have_the_tile_that_loads_ahead():
     """Sums of 64 x 128 and their float32 total take 128 of a thread's 240 registers."""
-    config = default_sm90_config(8192, *SHAPES["gate_up"], 128, H200_SMS, True, in_parts=False)
+    config = default_sm90_config(8192, *SHAPES["gate_up"], 128, H200_SMS, True)
     assert (config.num_consumers, config.block_b, config.loads_ahead) == (2, 128, True)
     wide = default_sm90_config(8192, *SHAPES["gate_up"], 4096, H200_SMS, True)
     assert (wide.num_consumers, wide.block_b, wide.promotes) == (2, 256, False)
-
-
-def test_parts_are_for_many_rows_of_groups_of_whole_steps():
-    def columns(M, group, integers=True):
-        config = config_in_parts(M, *SHAPES["qkv"], group, H200_SMS, integers)
-        return config.block_b, config.product_columns
-
-    assert columns(8192, 128) == columns(8192, 256) == (256, 64)
-    assert columns(8192, 4096, integers=False) == (256, 64), "float8 sums have a total"
-    assert columns(256, 128) == (128, 64)
-    assert columns(64, 128)[1] == columns(8192, 64)[1] == columns(8192, 4096)[1] == 0
-
-
-def test_faults_of_parts():
-    config = config_in_parts(8192, *SHAPES["qkv"], 128, H200_SMS, True)
-    problem = {"M": 8192, "N": 6144, "K": 4096, "group": 128}
-    assert sm90_config_fault(config, **problem) is None
-    assert "groups of whole K steps" in sm90_config_fault(config, **problem | {"group": 64})
-    for changed in ({"product_columns": 48}, {"product_columns": 128}, {"block_b": 64}):
-        assert "32 or 64 rows" in sm90_config_fault(replace(config, **changed), **problem)
-    for changed in ({"turns": "last"}, {"product_columns": 0}):
-        assert "turns must be" in sm90_config_fault(replace(config, **changed), **problem)
-    three = replace(config, num_consumers=3)
-    assert "do not hold" in sm90_config_fault(three, **problem), "192 of 160 registers for sums"

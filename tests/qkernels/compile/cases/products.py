@@ -1,15 +1,17 @@
 """Calls of the products of linears."""
 
+import dataclasses
 import functools
 
 import torch
 
+from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.operands.split_k import Consumer
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import BF16, FP16, SM80, SM90, Case
-from tests.qkernels.compile.cases.weights import prepared
+from tests.qkernels.compile.cases.weights import prepared, weight_of
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 
@@ -91,27 +93,34 @@ def _products() -> dict[str, Case]:
     }
 
 
-def w4a8_in_parts(M: int, shape: tuple[int, int], scheme: str) -> None:
-    """Compile the variant that must be requested by name; other cards have only one variant."""
-    from qkernels.w4a8.config import PARTS
-
-    runs = prepared(scheme, shape, BF16, None).kernel == "sm90_w4a8"
-    linear(M, shape, scheme, kernel=PARTS if runs else None)
+def multiples(M: int, shape: tuple[int, int], scheme: str) -> None:
+    """Compile products with scales that are multiples of one number in each row."""
+    packed = weight_of(Scheme.parse(scheme), *shape)
+    weight = ops.prepare_weight(
+        dataclasses.replace(packed, scales_NG=torch.ones_like(packed.scales_NG)), BF16
+    )
+    assert weight.problem.in_multiples == (weight.kernel == "sm90_w4a8")
+    plan = ops.plan_linear(weight, M, fused=False)
+    ops.linear(empty(M, shape[1], dtype=BF16), weight, None, plan)
 
 
 MORE_PRODUCTS = {
-    "w4a8 in parts": Case(
-        run=lambda: w4a8_in_parts(8192, OUT, "w4a8"), quick=SM90, product="wgmma"
-    ),
-    "w4a8 in parts, narrow": Case(
-        run=lambda: w4a8_in_parts(256, QKV, "w4a8-g256"), product="wgmma"
-    ),
-    "w4a8 in parts, float8": Case(
-        run=lambda: w4a8_in_parts(8192, OUT, "w4a8-fp8"), product="wgmma", least=89
-    ),
-    "w4a8 in parts, float8, narrow": Case(
-        run=lambda: w4a8_in_parts(256, QKV, "w4a8-fp8-channel"), product="wgmma", least=89
-    ),
+    **{
+        f"multiples of {name} M={M}": Case(
+            run=functools.partial(multiples, M, shape, name),
+            quick=SM90 if M == 4096 else (),
+            product="wgmma",
+        )
+        for name, M, shape in (
+            ("w4a8", 1, OUT),
+            ("w4a8", 16, GATE_UP),
+            ("w4a8", 64, QKV),
+            ("w4a8", 256, QKV),
+            ("w4a8", 4096, OUT),
+            ("w4a8-g32", 1024, OUT),
+            ("w4a8-g64", 32, DOWN),
+        )
+    },
     "w4a8 group 32": Case(run=lambda: linear(256, OUT, "w4a8-g32"), product="wgmma"),
     "w4a8 group 32, few rows": Case(run=lambda: linear(16, DOWN, "w4a8-g32"), product="wgmma"),
     "w4a8-fp8 group 64": Case(

@@ -38,9 +38,12 @@ def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight | Fp4W
         weight = Fp8Weight(codes_NK=codes, scales_RC=torch.ones(rows, columns), spec=spec)
     else:
         G = spec.num_groups(K)
+        scales_NG = torch.ones(N, G, dtype=FP16)
+        if G > 1:
+            scales_NG[0, 0] = 17  # no multiples of one number (formats/numerics/multiples.py)
         weight = PackedWeight(
             words_NW=torch.zeros(N, K * spec.bits // 32, dtype=torch.int32),
-            scales_NG=torch.ones(N, G, dtype=FP16),
+            scales_NG=scales_NG,
             zeros_NG=torch.full((N, G), spec.symmetric_zero, dtype=torch.uint8),
             spec=spec,
             in_features=K,
