@@ -22,11 +22,15 @@ def pieces_of(settings, texts, is_cut=False):
 
 
 def parsed(name, text, *, is_cut=False, **fields):
-    """The message of a text; the same whole, in two parts at every position, and by character."""
+    """The message of a text; the same whole, in parts that begin at every position, and by
+    character.
+    """
     settings = ParseSettings(tool_parser=name, tools=TOOLS, **fields)
     whole = pieces_of(settings, [text], is_cut)
-    for at in range(1, len(text)):
-        assert pieces_of(settings, [text[:at], text[at:]], is_cut) == whole, text[:at]
+    third = -(-len(text) // 3)
+    for at in range(1, third + 1):  # a cut in each third of the text
+        parts = [text[:at], text[at:][:third], text[at + third :][:third], text[at + 2 * third :]]
+        assert pieces_of(settings, parts, is_cut) == whole, parts
     assert pieces_of(settings, text, is_cut) == whole
     return Message.of(whole)
 
