@@ -107,7 +107,9 @@ def chats(tmp_path_factory):
     return folder / "chats.jsonl"
 
 
-@pytest.mark.parametrize("form", ["transformers", "published"])
+@pytest.mark.parametrize(
+    "form", ["published", pytest.param("transformers", marks=pytest.mark.exhaustive)]
+)
 def test_quantized_with_images(vision, published, chats, tmp_path, form):
     """Both sets of experts are quantized, and both are calibrated."""
     source = published if form == "published" else vision(FAMILY).folder
@@ -185,7 +187,9 @@ def test_statistics_of_all_tokens_are_of_one_kind(vision):
     assert first[0] is not first[4]
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16-sym-g32"])
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", pytest.param("w4a16-sym-g32", marks=pytest.mark.exhaustive)]
+)
 def test_rounded_while_loading(vision, tmp_path, scheme):
     """Experts of two widths; the codes are those of `quantize --recipe rtn`."""
     model, target = vision(FAMILY), tmp_path / FAMILY

@@ -147,10 +147,9 @@ def test_model_without_image_head_refuses_images(docs_5m):
         load(docs_5m).score(QUERY, PICTURES, use_tqdm=False)
 
 
-@pytest.mark.parametrize("scheme", ["w8a16-sym-g32"])
-def test_quantized_ranker_keeps_its_head(folder, tmp_path, scheme):
+def test_quantized_ranker_keeps_its_head(folder, tmp_path):
     target = tmp_path / "quantized"
-    quantize_checkpoint(folder.path, target, scheme=Scheme.parse(scheme), progress=False)
+    quantize_checkpoint(folder.path, target, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
     reader = CheckpointReader(target)
     for name in folder.state:
         if name.startswith(("score.", "visual.")):
@@ -162,6 +161,18 @@ def test_quantized_ranker_keeps_its_head(folder, tmp_path, scheme):
     found = [each.outputs.score for each in load(target).score(query, documents, use_tqdm=False)]
     want = folder.scores(query, documents)
     assert found == pytest.approx(want, abs=0.05) and found != pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_scores_of_ranks(folder, ranks):
+    llm = load(folder.path, **ranks)
+    try:
+        query, documents = CASES["a text and an image"]
+        found = [each.outputs.score for each in llm.score(query, documents, use_tqdm=False)]
+    finally:
+        llm.close()
+    assert found == pytest.approx(folder.scores(query, documents), abs=1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["offset", "first bias", "relu"])
