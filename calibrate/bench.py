@@ -34,6 +34,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 WHOLE = 32  # layers of Llama-3-8B
+TIMED = ("statistics", "solving", "next inputs", "tuning")  # stages that take time in each layer
 LINEARS = {
     "self_attn.q_proj": (4096, 4096),
     "self_attn.k_proj": (1024, 4096),
@@ -106,10 +107,10 @@ def bench_quantize(
         )
     stages = report.seconds_by_stage
     print({name: round(seconds, 2) for name, seconds in stages.items()})
-    solving = sum(stages.get(name, 0.0) for name in ("statistics", "solving", "next inputs"))
+    solving = sum(stages.get(name, 0.0) for name in TIMED)
     print(
         f"{layers} layers, {recipe}, {shape[0]} x {shape[1]} tokens on"
-        f" {device}: {solving:.1f} s for statistics, solving and next inputs;"
+        f" {device}: {solving:.1f} s for {', '.join(name for name in TIMED if name in stages)};"
         f" projected to {WHOLE} layers (not measured): {solving * WHOLE / layers:.0f} s"
     )
     devices = Devices.parse(device)
