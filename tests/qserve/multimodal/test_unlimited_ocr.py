@@ -70,7 +70,12 @@ def test_pages_do_not_grow_with_the_output(vision):
     pages = -(-(len(ids) + WINDOW) // 4)
     engine = model.engine(num_gpu_blocks_override=pages, max_model_len=256)
     engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
-    first = [token for event in run(engine) for token in event.token_ids]
+    first = []
+    while engine.has_work():
+        made = [token for event in engine.step() for token in event.token_ids]
+        first += made
+        if made and len(first) == 50:
+            engine.scheduler.preempt_all()  # it then needs no more pages than before
     assert len(first) == 90
     longer = [*ids, *first[:50]]
     engine = model.engine(max_model_len=256)
@@ -91,10 +96,7 @@ def test_long_outputs_are_those_of_transformers(vision, budget):
     """Many times the window, of two requests that are preempted in the middle."""
     model = vision(FAMILY)
     ids, _ = model.prompt("what is a page table")
-    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
-    found = model.model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    want = found[0, len(ids) :].tolist()
-    engine = model.engine(max_num_batched_tokens=budget)
+    want, engine = generated(model, ids), model.engine(max_num_batched_tokens=budget)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs = {"a": [], "b": []}
     for name in outputs:
@@ -108,6 +110,31 @@ def test_long_outputs_are_those_of_transformers(vision, budget):
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
     assert outputs == {"a": want, "b": want}
+
+
+def test_outputs_take_no_pages_of_prompts(vision):
+    """A prompt with the same tokens has other keys: there, they attend to all before them."""
+    model = vision(FAMILY)
+    ids, _ = model.prompt("what is a page table")
+    want = generated(model, ids)
+    engine, found = model.engine(), []
+    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while engine.has_work():
+        made = [event for event in engine.step() if event.request_id == "a"]
+        found += [token for event in made for token in event.token_ids]
+        if made and len(found) == 24:
+            longer = [*ids, *want[:28]]
+            engine.add_request("b", longer, SamplingParams(temperature=0, max_tokens=1))
+        if made and len(found) == 28:
+            engine.scheduler.preempt_all()
+    assert found == want
+
+
+def generated(model, ids):
+    """40 greedy tokens of transformers."""
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+    found = model.model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    return found[0, len(ids) :].tolist()
 
 
 @pytest.mark.exhaustive
