@@ -210,10 +210,11 @@ class QuantLinear(nn.Module):
         argument of ops.linear.
         """
         prepared = self._prepared
-        if isinstance(x, torch.Tensor) and (
-            prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
-        ):
-            prepared = self.prepare(x.dtype, x.device)._prepared
+        if isinstance(x, torch.Tensor):
+            if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+                prepared = self.prepare(x.dtype, x.device)._prepared
+        elif prepared is None or hasattr(x, "__array__"):
+            check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
         if term is not None or out is not None:
             return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
         return ops.linear(x, prepared, self._prepared_bias, plan)

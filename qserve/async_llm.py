@@ -253,6 +253,9 @@ async def _feed(
         async with aclosing(events):
             async for event in events:
                 inbox.put_nowait((index, event))
+    except InputError as error:  # names the engine's id
+        subject = error.subject.replace(f"request {engine_id}", f"request {group}", 1)
+        inbox.put_nowait(type(error)(subject, error.problem, error.remedy))
     except Exception as error:
         inbox.put_nowait(error)
 

@@ -63,13 +63,17 @@ class PackedWeight:
                 raise CheckpointError(
                     f"{name} {field}", "is on the meta device, without numbers", "load it"
                 )
+            if tensor.layout is not torch.strided:
+                raise CheckpointError(
+                    f"{name} {field}", f"has the layout {tensor.layout}", "call .to_dense()"
+                )
         devices = {field: str(tensor.device) for field, tensor in given.items()}
         if len(set(devices.values())) > 1:
             found = ", ".join(f"{field} on {device}" for field, device in devices.items())
             raise CheckpointError(name, f"found {found}", "move all to one device")
         if spec.type != "int":
             raise _no_codes(name, spec)
-        if codes_NK.ndim != 2 or codes_NK.is_floating_point():
+        if codes_NK.ndim != 2 or codes_NK.is_floating_point() or codes_NK.is_complex():
             raise CheckpointError(
                 name,
                 f"expected integer codes [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}",

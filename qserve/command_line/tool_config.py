@@ -218,7 +218,10 @@ class BatchConfig:
     """Settings of `qserve run-batch`, besides the engine's."""
 
     input: str = setting(REQUIRED, "input file with one request per line, in OpenAI's batch format")
-    output: str = setting(REQUIRED, "output file for the answers, in order of completion")
+    output: str = setting(
+        REQUIRED,
+        "output file for the answers, in order of completion; an existing file is replaced",
+    )
     served_model_name: list[str] = setting(
         [],
         "model names that requests may use; default: MODEL as typed, without a revision",

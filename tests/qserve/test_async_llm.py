@@ -116,8 +116,8 @@ def test_a_life(docs_5m, journal):
             await llm.beam_search([REFUSED], params)
 
     async def is_refused(llm):
-        with pytest.raises(InputError, match="can never run"):
-            await last_of(llm.generate([REFUSED], SamplingParams()))
+        with pytest.raises(InputError, match="^request mine: can never run"):
+            await last_of(llm.generate([REFUSED], SamplingParams(), "mine"))
         assert (await last_of(llm.generate([7], SamplingParams(max_tokens=2)))).finished
 
     async def dies(llm):

@@ -290,8 +290,23 @@ def test_other_objects_than_dense_tensors_are_refused():
         QuantLinear.from_codes(codes.to("meta"), scales, scheme="w4a16-sym")
     with pytest.raises(CheckpointError, match="weight scales: is on the meta"):
         QuantLinear.from_codes(codes, scales.to("meta"), scheme="w4a16-sym")
+    with pytest.raises(CheckpointError, match="weight codes: has the layout torch.sparse_coo"):
+        QuantLinear.from_codes(codes.to_sparse(), scales, scheme="w4a16-sym")
+    with pytest.raises(CheckpointError, match="expected integer codes .*complex64"):
+        QuantLinear.from_codes(codes.to(torch.complex64), scales, scheme="w4a16-sym")
     with pytest.raises(CheckpointError, match="mxfp4 weights have no integer codes"):
         QuantLinear.from_codes(codes, scales, scheme="w4a16-mxfp4")
+
+
+def test_x_that_is_no_tensor_is_named():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    for is_prepared in (False, True):
+        with pytest.raises(KernelError, match=r"linear x: expected a tensor.*ndarray .*from_numpy"):
+            layer(torch.ones(1, 96).numpy())
+        if not is_prepared:
+            with pytest.raises(KernelError, match="linear x: expected a tensor.* found list"):
+                layer([1.0])
+            layer.prepare(torch.float32)
 
 
 def test_codes_of_float32_scales_lie_on_their_grid():

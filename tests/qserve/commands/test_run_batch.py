@@ -54,6 +54,14 @@ def partials(folder) -> list[Path]:
     return [*folder.glob("*.partial")]
 
 
+def test_an_existing_output_is_replaced(batch):
+    for name in ("r1", "r2"):
+        assert list(batch(count(name))[1]) == [name]
+    assert (
+        "existing file is replaced" in BatchConfig.__dataclass_fields__["output"].metadata["help"]
+    )
+
+
 def test_each_line_has_its_answer(batch, tmp_path, capsys):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     lines = [count(f"r{n}", n + 1) for n in range(20)]
