@@ -247,7 +247,7 @@ def test_cancelled_grammars_are_compiled_no_further(compiler, monkeypatch):
     for n in range(9):
         compiler.submit(regex(f"slow{n}"), "attacker")
     until(lambda: len(slow.begun) == 2)
-    # Waiting ones first: a thread whose grammar was cancelled takes the next one at once.
+    # Waiting ones first: a thread whose grammar was cancelled takes the next one immediately.
     for n in reversed(range(9)):
         compiler.cancel(regex(f"slow{n}"))
     assert compiler.submit(regex("a+"), "attacker").result(GUARD)
