@@ -262,7 +262,7 @@ def round_columns(
             group_N1L = open_KN[begin : begin + length].t()[:, None]
             importance_1L = importance_1K[:, begin : begin + length]
             scale_N1, zero_N1 = affine.search(group_N1L, spec, importance_1L)
-            if spec.in_multiples:
+            if spec.in_multiples and len(groups) > 1:
                 scale_N1, _ = affine.on_multiples(
                     group_N1L, scale_N1, units_N1, spec, importance_1L
                 )

@@ -40,7 +40,7 @@ def refine(
     best_N = best.errors(weight_NK, hessian_KK)
     for _ in range(rounds):
         scales_NG = best_scales(weight_NK, best, hessian_KK)
-        if packed.spec.in_multiples:
+        if packed.spec.in_multiples and packed.num_groups > 1:
             units_N1 = units_of(best.scales_NG.to(packed.scales_NG.dtype))
             scales_NG = nearest_multiples(scales_NG, units_N1)
         found = best.with_scales(scales_NG)

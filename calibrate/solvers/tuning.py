@@ -47,7 +47,8 @@ class _Grid(nn.Module):
         scales_NG1 = packed.scales_NG.float()[..., None]
         zeros_NG1 = packed.zeros_NG.float()[..., None]
         self.packed = packed
-        self.units_N1 = units_of(packed.scales_NG) if packed.spec.in_multiples else None
+        in_multiples = packed.spec.in_multiples and packed.num_groups > 1
+        self.units_N1 = units_of(packed.scales_NG) if in_multiples else None
         self.scales_NG1, self.zeros_NG1 = scales_NG1, zeros_NG1
         self.places_NGL = places_of_codes(codes_NGL, scales_NG1, zeros_NG1, weight_NK)
         self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))

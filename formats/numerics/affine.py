@@ -110,7 +110,7 @@ def choose_scales(
             raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
         widest = max(widest, _check_not_above(groups_NGL, spec, name, method))
         scale_NG, zero_NG = search(groups_NGL, spec, importance_GL, method)
-        if spec.in_multiples:
+        if spec.in_multiples and num_groups > 1:
             scale_NG = _in_multiples(groups_NGL, scale_NG, spec, importance_GL)
         scales.append(scale_NG)
         zeros.append(zero_NG)

@@ -37,7 +37,8 @@ def prepacked_tensors(
     """Return the tensors of `prepacked`."""
     type = packed.activation.type
     codes = {"packed": tiles_of_codes(packed.codes(), type, block_k)}
-    found = find_multiples(packed.scales_NG) if multiples and packed.scheme.sums_integers else None
+    multiples = multiples and packed.scheme.sums_integers and packed.scales_NG.shape[1] > 1
+    found = find_multiples(packed.scales_NG) if multiples else None
     if found is not None:
         units_N1, multiples_NG = found
         tiles = tiles_of_scales(multiples_NG.to(torch.int16))

@@ -15,6 +15,7 @@ from formats.scheme import SCHEMES, ActivationSpec, QuantSpec, Scheme
 
 DTYPES = {torch.float16: 7, torch.bfloat16: 4}  # dtype of scales -> significant bits of a unit
 W4A8 = Scheme.parse("w4a8-g32").weight
+FREE = Scheme(weight=W4A8).weight
 
 
 def largest_unit(row: list[float]) -> Fraction | None:
@@ -115,16 +116,15 @@ def test_rounding_chooses_multiples_at_little_cost(importance):
     weight *= torch.rand(64, 8, generator=generator).repeat_interleave(32, 1) + 0.5
     importance_K = torch.rand(256, generator=generator) if importance else None
     errors = []
-    free = Scheme(weight=W4A8).weight
-    for spec in (free, W4A8):
+    for spec in (FREE, W4A8):
         scales, zeros = affine.choose_scales(weight, spec, importance_K=importance_K)
         assert (find_multiples(scales) is not None) == spec.in_multiples
         codes = affine.quantize(weight, scales, zeros, spec)
         error = (affine.dequantize(codes, scales, zeros) - weight).square()
         errors.append(float((error if importance_K is None else error * importance_K).sum()))
     assert errors[0] < errors[1] < 1.06 * errors[0]
-    units = units_of(affine.choose_scales(weight, free, importance_K=importance_K)[0])
-    scales = nearest_multiples(affine.choose_scales(weight, free)[0], units)
+    units = units_of(affine.choose_scales(weight, FREE, importance_K=importance_K)[0])
+    scales = nearest_multiples(affine.choose_scales(weight, FREE)[0], units)
     codes = affine.quantize(weight, scales, zeros, W4A8)
     error = (affine.dequantize(codes, scales, zeros) - weight).square()
     nearest = float((error if importance_K is None else error * importance_K).sum())
@@ -142,6 +142,12 @@ def test_groups_and_rows_of_zeros():
     found = affine.dequantize(codes, scales, zeros)
     assert (found[weight == 0] == 0).all()
     assert float((found - weight).norm() / weight.norm()) < 0.1
+
+
+def test_one_group_keeps_its_scale():
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    found, free = (affine.choose_scales(weight, spec)[0] for spec in (W4A8, FREE))
+    assert torch.equal(found, free)
 
 
 def test_blocks_of_rows_change_no_bit(monkeypatch):

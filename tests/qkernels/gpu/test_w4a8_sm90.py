@@ -107,7 +107,7 @@ def test_splits_of_multiples_have_the_same_bits(poison, name, M):
     codes, scales, packed, _ = exact_case(name, M, N, K, torch.device("cuda", 0), multiples=True)
     generator = torch.Generator("cuda").manual_seed(M)
     factor_N1 = 2 * torch.rand(N, 1, device="cuda", generator=generator) + 1
-    scales_NG = (packed.scales_NG * 64 * (factor_N1 * 64).round() / 2**14).half()
+    scales_NG = (packed.scales_NG * 64 * (factor_N1 * 32).round() / 2**14).half()
     packed = replace(packed, scales_NG=scales_NG)
     scales = torch.rand(scales.shape, device="cuda", generator=generator)
     weight = ops.prepare_weight(packed, BF16, kernel="sm90_w4a8")

@@ -104,6 +104,12 @@ def test_sums_of_multiples_are_exact(name, config, multiply, poison):
         assert torch.equal(found, case[-1].to(torch.bfloat16)), (M, N, K)
 
 
+@pytest.mark.parametrize("name", ["w4a8-g512", "w4a8-channel"])
+def test_one_group_is_one_scale_per_output(name, multiply, poison):
+    case = exact_case(name, 20, 72, 512, torch.device("cpu"), multiples=True)
+    assert torch.equal(multiply(case, INTEGERS["few rows"]), case[-1].to(torch.bfloat16))
+
+
 def test_every_code_times_every_multiple():
     """One word of eight codes: no byte carries into the next one."""
     codes = torch.randint(0, 16, (31 * 256, 8))

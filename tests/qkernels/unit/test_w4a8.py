@@ -5,6 +5,7 @@ import torch
 
 from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.numerics.activation import quantize_input
+from formats.numerics.multiples import find_multiples
 from formats.scheme import ActivationSpec, Scheme
 from qkernels import QuantLinear, explain, ops, replace_linears
 from qkernels.w4a8 import layout
@@ -68,12 +69,18 @@ def test_reference_sums_are_exact(name):
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8", "w4a8-g512"])
 @pytest.mark.parametrize("kernel", ["reference", "cpu_w4a8"])
 def test_sums_of_multiples_are_counted(name, kernel):
-    """4,096 products of up to 128 and 120: more than float32 could count."""
-    case = exact_case(name, 5, 24, 4096, torch.device("cpu"), multiples=True)
-    codes_MK, scales_M1, packed, want = case
+    """8,192 products of up to 127 and 120: more than float32 could count."""
+    case = exact_case(name, 5, 24, 8192, torch.device("cpu"), multiples=True)
+    codes_MK, scales_M1, packed, _ = case
+    units_N1, _ = find_multiples(packed.scales_NG)
+    whole_NK = packed.dequantize(torch.float64) / units_N1
+    codes_MK[1:4] = 127 * whole_NK[1:4].sign()  # all products of these outputs have one sign
+    exact = codes_MK.double() @ whole_NK.t()
+    assert exact.max() > 2**24 and (exact.float() != exact).any()
     weight = ops.prepare_weight(packed, torch.float32, kernel=kernel)
-    assert weight.tensors["int8"].shape[-1] == 4096 and weight.tensors["int8"].abs().max() == 120
-    assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight).double(), want)
+    assert weight.tensors["int8"].shape[-1] == 8192 and weight.tensors["int8"].abs().max() == 120
+    want = exact.float() * scales_M1 * units_N1.t()
+    assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight), want)
 
 
 def test_reference_counts_where_float32_would_not():
