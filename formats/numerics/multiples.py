@@ -1,4 +1,4 @@
-"""Scales of groups that are whole multiples of one number in each row.
+"""Scales of groups that are whole multiples of one number in each row, its unit.
 
     scale[n, g] = multiple[n, g] * unit[n]        multiple -15 to 15
 
