@@ -244,7 +244,11 @@ LIES = {
     "fewer rows": (None, changed(GATE_UP, lambda x: x[:, :-2]), r"expected \[32, 64\]"),
     "fewer inputs": (None, changed(DOWN, lambda x: x[..., :-2]), r"expected \[64, 32\]"),
     "no stack": (None, changed(GATE_UP, lambda x: x.reshape(1, -1)), "ffn_gate_up_exps.weight"),
-    "gate again": (None, with_more("blk.0.ffn_gate_exps.weight", 6, 32, 64), "second tensor.*gate_proj"),
+    "gate again": (
+        None,
+        with_more("blk.0.ffn_gate_exps.weight", 6, 32, 64),
+        "second tensor.*gate_proj",
+    ),
     "bias": (None, with_more("blk.0.ffn_gate_up_exps.bias", 6, 64), "is not known"),
     "scale of gate and up": (None, with_more("blk.0.ffn_gate_up_exps.scale", 6), "is not known"),
     "scale of a linear": (None, with_more("blk.0.attn_q.scale", 1), "is not known"),
