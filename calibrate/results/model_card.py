@@ -9,7 +9,7 @@ from typing import Any
 
 from calibrate.results.report import QuantizationReport
 from formats.compatibility.loads_in import Verdict
-from formats.files.channel_factors import CHANNEL_FACTORS
+from formats.files.side_files import CHANNEL_FACTORS
 from formats.quality.record import measured_text
 from formats.table import count_text, size_text
 

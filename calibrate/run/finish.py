@@ -24,11 +24,8 @@ from calibrate.run.prepare import Run
 from calibrate.solvers.solving import LayerState
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.compatibility.loads_in import Verdict
-from formats.files.channel_factors import (
-    CHANNEL_FACTORS,
-    ChannelFactors,
-    read_channel_factors,
-)
+from formats.files.channel_factors import ChannelFactors, read_channel_factors
+from formats.files.side_files import CHANNEL_FACTORS
 from formats.inspection.inspect import inspect_checkpoint
 from formats.plan import Plan
 from formats.quality.checksums import checksums

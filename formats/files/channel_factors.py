@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from formats.errors import CheckpointError, one_line
+from formats.files.side_files import CHANNEL_FACTORS
 
-CHANNEL_FACTORS = "channel_factors.st"
 INPUTS, OUTPUTS = "inputs", "outputs"
 _KEY, _VERSION = "channel_factors", "1"  # in the metadata
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from formats.errors import CheckpointError
-from formats.files.channel_factors import CHANNEL_FACTORS
 
 MODULES = "modules.json"
+CHANNEL_FACTORS = "channel_factors.st"  # formats/files/channel_factors.py
 # Tokenizer, template, generation defaults, image processor, the pooling of embedding models, and
 # factors for adapters.
 SIDE_FILES = (

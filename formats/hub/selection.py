@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from formats.errors import CheckpointError, InputError
-from formats.files.channel_factors import CHANNEL_FACTORS
+from formats.files.side_files import CHANNEL_FACTORS
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GGUF = ".gguf"

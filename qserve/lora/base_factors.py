@@ -7,7 +7,8 @@ from typing import Any
 
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError
-from formats.files.channel_factors import CHANNEL_FACTORS, ChannelFactors, read_channel_factors
+from formats.files.channel_factors import ChannelFactors, read_channel_factors
+from formats.files.side_files import CHANNEL_FACTORS
 from formats.quality.record import read_quality
 from formats.quant_config import find_block
 

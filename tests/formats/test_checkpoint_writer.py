@@ -257,7 +257,7 @@ def test_full_disk_is_an_input_error_at_every_step(tmp_path, source, step, monke
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    places = {"seal": "shutil.copyfile", "write_text": "pathlib.Path.write_text"}
+    places = {"seal": "shutil.copyfile", "write_text": "pathlib.Path.write_bytes"}
     with (
         pytest.raises(CheckpointError, match="out: cannot be written.*No space.*disk full"),
         CheckpointWriter(tmp_path / "out") as writer,

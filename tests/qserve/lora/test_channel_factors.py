@@ -16,7 +16,8 @@ from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
-from formats.files.channel_factors import CHANNEL_FACTORS, ChannelFactors, read_channel_factors
+from formats.files.channel_factors import ChannelFactors, read_channel_factors
+from formats.files.side_files import CHANNEL_FACTORS
 from formats.layouts import decode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme

@@ -269,7 +269,7 @@ def test_features_of_another_shape_are_refused(model):
     engine = model.engine()
     ids, media = model.prompt(*requests_of(model)[1])
     first = media[0]
-    other = replace(first, length=first.length + 1, grid=(), is_embed=b"")
+    other = replace(first, length=first.length + 1, grid=(), num_outer=0, is_embed=b"")
     if other.end > len(ids):
         other = replace(first, is_embed=b"")
     for wrong, words in (
