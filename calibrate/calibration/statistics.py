@@ -23,6 +23,11 @@ MOST_HELD, FEWEST_HELD = 2048, 16
 MOST_HELD_OUTPUTS = 1024
 
 
+def evenly_spaced(rows: torch.Tensor, most: int) -> torch.Tensor:
+    """Return at most `most` evenly spaced rows of a matrix, as a view."""
+    return rows[:: max(1, -(-len(rows) // most))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """Held-out inputs, on which solutions are compared; solvers never see them."""
@@ -33,12 +38,12 @@ class HeldOut:
     @classmethod
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "HeldOut":
         """Keep evenly spaced tokens of the inputs `x` [..., K], at most MOST_HELD."""
-        x_TK = x.reshape(-1, x.shape[-1])
-        step = max(1, -(-x_TK.shape[0] // MOST_HELD))
-        targets_TK = None
-        if reference is not None and reference.shape == x.shape:
-            targets_TK = reference.reshape(x_TK.shape)[::step].float().clone()
-        return cls(inputs_TK=x_TK[::step].float().clone(), targets_TK=targets_TK)
+
+        def kept(each: torch.Tensor) -> torch.Tensor:
+            return evenly_spaced(each.reshape(-1, x.shape[-1]), MOST_HELD).float().clone()
+
+        is_known = reference is not None and reference.shape == x.shape
+        return cls(inputs_TK=kept(x), targets_TK=kept(reference) if is_known else None)
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "HeldOut":
         """Return a copy with `change` applied to both tensors."""
@@ -202,8 +207,9 @@ class InputStatistics:
         MOST_HELD_OUTPUTS outputs, evenly spaced ones count.
         """
         error = reference = tokens = 0.0
-        step = -(-weight_NK.shape[0] // MOST_HELD_OUTPUTS)
-        weight_NK, found_NK = weight_NK[::step].float(), found_NK[::step].float()
+        weight_NK, found_NK = (
+            evenly_spaced(each, MOST_HELD_OUTPUTS).float() for each in (weight_NK, found_NK)
+        )
         for held in self._held:
             targets_TK = held.inputs_TK if held.targets_TK is None else held.targets_TK
             wanted_TN = targets_TK @ weight_NK.t()
@@ -224,7 +230,7 @@ class InputStatistics:
         if sum(map(len, held)) < FEWEST_HELD:
             return None
         held_TK = torch.cat(held)
-        return held_TK[:: -(-len(held_TK) // MOST_SAMPLED)]
+        return evenly_spaced(held_TK, MOST_SAMPLED)
 
     def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
         """Squared output error of each row, [N], summed over all calibration tokens."""

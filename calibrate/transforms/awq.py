@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from calibrate.calibration.statistics import InputStatistics
+from calibrate.calibration.statistics import InputStatistics, evenly_spaced
 from calibrate.layer_map import ScalePair
 from calibrate.solvers.solving import (
     LayerContext,
@@ -47,7 +47,7 @@ def scale_layer(
         weights = [current[f"{name}.weight"].float() for name in names]
         if stats.num_tokens == 0:
             continue
-        sampled = [sampled_outputs(weight_NK) for weight_NK in weights]
+        sampled = [evenly_spaced(weight_NK, MOST_OUTPUTS) for weight_NK in weights]
         best_K, best_error = (
             None,
             output_error(sampled, torch.ones_like(weights[0][0]), stats, context.spec),
@@ -68,7 +68,10 @@ def scale_layer(
 def helps_held_out(
     weights: list[torch.Tensor], scale_K: torch.Tensor, stats: InputStatistics, spec: QuantSpec
 ) -> bool:
-    """Return True unless the factors enlarge the output error on held-out windows."""
+    """Return True unless the factors enlarge the output error on held-out windows.
+
+    All outputs are rounded, because those that the search left out may exceed the range of scales.
+    """
     joined_NK = torch.cat(weights)
 
     def error(factors_K: torch.Tensor) -> float | None:
@@ -76,10 +79,14 @@ def helps_held_out(
         return stats.held_out_error(joined_NK, found_NK)
 
     try:
+        scaled = error(scale_K)
+    except RangeError:
+        return False
+    try:
         plain = error(torch.ones_like(scale_K))
     except RangeError:  # without factors the weights exceed the range of scales
         return True
-    return plain is None or error(scale_K) <= plain
+    return plain is None or scaled <= plain
 
 
 def candidates(
@@ -104,11 +111,6 @@ def candidates(
             scale_K = scale_K.clamp(min=float(scale_K.max()) * SMALLEST)
             found.append(scale_K / (scale_K.max() * scale_K.min()).sqrt())
     return found
-
-
-def sampled_outputs(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced rows of a weight, at most MOST_OUTPUTS."""
-    return weight_NK[:: -(-weight_NK.shape[0] // MOST_OUTPUTS)]
 
 
 def output_error(

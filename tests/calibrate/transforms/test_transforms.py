@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calibrate.calibration.activations import fake_quantize_tokens
 from calibrate.calibration.capture import HiddenStates
 from calibrate.calibration.layer_runner import LayerRunner
-from calibrate.calibration.statistics import InputStatistics
+from calibrate.calibration.statistics import HeldOut, InputStatistics
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import LayerContext, Transform
@@ -343,3 +343,15 @@ def test_scaled_statistics_are_those_of_the_scaled_inputs():
         )
     torch.testing.assert_close(scaled.sample(), expected.sample())
     assert scaled.cache == {} and scaled.num_tokens == 128
+
+
+def test_awq_factors_beyond_the_range_of_scales_are_dropped():
+    """Also of an output that the search does not compare."""
+    generator = torch.Generator().manual_seed(0)
+    statistics = InputStatistics(8, "cpu")
+    statistics.hold_out(HeldOut.of(torch.randn(64, 8, generator=generator)))
+    weight_NK = torch.randn(awq.MOST_OUTPUTS * 2, 8, generator=generator)
+    weight_NK[1] *= 1000  # the search compares every second output
+    spec = QuantSpec(bits=4, group_size=8, symmetric=True)
+    assert awq.helps_held_out([weight_NK], torch.ones(8), statistics, spec)
+    assert not awq.helps_held_out([weight_NK], torch.full((8,), 10000.0), statistics, spec)
