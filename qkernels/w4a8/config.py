@@ -101,7 +101,7 @@ class W4A8Sm90Config(CompileTimeConfig):
     max_prefetch_stages: int = 8  # stages whose weights are loaded before griddepcontrol.wait
     # griddepcontrol.launch_dependents before the producer's loop, not after it
     launch_dependents_first: bool = False
-    # load packed words of the next K step while this step is multiplied
+    # load packed words of the next K step while this step is multiplied; if it `promotes`
     loads_ahead: bool = False
 
     consumer_rows = WARPGROUP_ROWS

@@ -51,7 +51,6 @@ from qkernels.w4a8.sm90_products import (
     multiply_groups,
     multiply_integers,
     multiply_multiples,
-    multiply_multiples_ahead,
 )
 from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
 from qkernels.w4a8.tuned import TUNED
@@ -216,9 +215,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
         # these loads run during the product
         vectors = load_vectors(gemm, row, stored, store_layout)
-        if gemm.NUMERICS.in_multiples and CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
-            sums, state = multiply_multiples_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
-        elif gemm.NUMERICS.in_multiples:
+        if gemm.NUMERICS.in_multiples:
             sums, state = multiply_multiples(gemm, pipeline, state, sums, work_tile, CONSUMER)
         elif not CONFIG.promotes:
             sums, state = multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)

@@ -153,29 +153,3 @@ def multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constex
         words, scale = next_words, next_scale
         state = next_state
     return total, state
-
-
-@gluon.jit
-def _multiples_at(gemm, pipeline, state, CONSUMER: gl.constexpr):
-    """Wait for the K step at `state`. Return its packed words and multiples."""
-    pipeline.consumer_wait(state)
-    slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-    words = load_words(pipeline.mem.weight.index(slot))
-    return words, load_multiples(pipeline.mem.scales.index(slot))
-
-
-@gluon.jit
-def multiply_multiples_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
-    """Same as multiply_multiples for one group per K step; loads words ahead as multiply_ahead."""
-    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
-    words, multiples = _multiples_at(gemm, pipeline, state, CONSUMER)
-    for k_step in range(work_tile.k_begin, work_tile.k_end):
-        a = expand_multiples(words, multiples, A)
-        x = pipeline.mem.x.index(state.stage).permute((1, 0))
-        sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
-        next_state, ahead = _ahead(state, k_step == work_tile.k_end - 1)
-        words, multiples = _multiples_at(gemm, pipeline, ahead, CONSUMER)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        pipeline.consumer_release(state)
-        state = next_state
-    return sums, state

@@ -39,8 +39,8 @@ OF_CHANNELS = {
     "one consumer": W4A8Sm90Config(num_consumers=1, block_b=16, promotes=False),
     "wide": W4A8Sm90Config(num_consumers=2, block_b=256, promotes=False),
     "split 3": W4A8Sm90Config(num_consumers=1, block_b=64, split=3, promotes=False),
-    "wide, loads ahead": W4A8Sm90Config(
-        num_consumers=2, block_b=256, promotes=False, loads_ahead=True, group_a=2
+    "wide, two tiles at a time": W4A8Sm90Config(
+        num_consumers=2, block_b=256, promotes=False, group_a=2
     ),
     "wide, scatter 2": W4A8Sm90Config(
         num_consumers=2, block_b=256, split=2, reduce_scatter=True, promotes=False

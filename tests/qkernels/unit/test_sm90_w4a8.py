@@ -91,7 +91,6 @@ INTEGERS = {
     "two consumers": dataclasses.replace(TWO, promotes=False),
     "wide": dataclasses.replace(TWO, block_b=256, promotes=False),
     "few rows": dataclasses.replace(TWO, num_consumers=1, block_b=16, promotes=False),
-    "loads ahead": dataclasses.replace(TWO, promotes=False, loads_ahead=True),
 }
 
 
