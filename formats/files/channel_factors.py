@@ -1,4 +1,4 @@
-"""Channel factors of a checkpoint, by which adapters of the float model are made to fit it.
+"""Channel factors of a checkpoint, which make adapters of the float model fit it.
 
 AWQ and SmoothQuant multiply the weights of a linear's input channels and divide what precedes them,
 a norm or another linear, by the same factors. The model's function stays the same, but the inputs

@@ -1,4 +1,4 @@
-"""Scales of groups that are whole multiples of one number in each row, its unit.
+"""Group scales that are whole multiples of one number per row, the unit.
 
     scale[n, g] = multiple[n, g] * unit[n]        multiple -15 to 15
 

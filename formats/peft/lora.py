@@ -18,6 +18,7 @@ from formats.architecture.text_part import text_name
 from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
 from formats.files.channel_factors import ChannelFactors
+from formats.files.side_files import CHANNEL_FACTORS
 from formats.peft.lora_config import WEIGHTS, LoraConfig
 
 PICKLE = "adapter_model.bin"
@@ -88,7 +89,7 @@ class LoraAdapter:
             for each, size in sides:
                 if each is not None and each.numel() != size:
                     raise CheckpointError(
-                        f"{name} in channel_factors.st",
+                        f"{name} in {CHANNEL_FACTORS}",
                         f"expected {size} factors, found {each.numel()}",
                         "quantize the model again",
                     )
