@@ -1,12 +1,13 @@
 """`qserve bench quantize`: measure the time and memory of quantizing a few layers.
 
-The layers have Llama-3-8B's shape and random weights. The time for all 32 layers is extrapolated
-from the measured layers; the output says so.
+The layers have a published model's shape and random weights. The time for all its layers is
+extrapolated from the measured layers; the output says so.
 """
 
 import json
 import resource
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,88 +16,159 @@ from safetensors.torch import save_file
 from calibrate.devices import Devices
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
+from formats.errors import InputError
+from formats.names import BENCH_SHAPES
 from formats.scheme import Scheme
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+_COMMON = {
     "head_dim": 128,
-    "vocab_size": 128256,
     "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-WHOLE = 32  # layers of Llama-3-8B
-TIMED = ("statistics", "solving", "next inputs", "tuning")  # stages that take time in each layer
-LINEARS = {
-    "self_attn.q_proj": (4096, 4096),
-    "self_attn.k_proj": (1024, 4096),
-    "self_attn.v_proj": (1024, 4096),
-    "self_attn.o_proj": (4096, 4096),
-    "mlp.gate_proj": (14336, 4096),
-    "mlp.up_proj": (14336, 4096),
-    "mlp.down_proj": (4096, 14336),
+# name -> the model's config.json
+CONFIGS = {
+    "llama-3-8b": {
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+    "qwen3-30b-a3b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
 }
+assert tuple(CONFIGS) == BENCH_SHAPES
+TIMED = ("statistics", "solving", "next inputs", "tuning")  # stages that take time in each layer
 
 
-def write_model(folder: Path, layers: int) -> None:
+def _weights(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each weight of a layer, without the layer's prefix."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
+    yield "self_attn.q_proj.weight", (queries, hidden)
+    yield "self_attn.k_proj.weight", (keys, hidden)
+    yield "self_attn.v_proj.weight", (keys, hidden)
+    yield "self_attn.o_proj.weight", (hidden, queries)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    experts = config.get("num_experts")
+    if experts is None:
+        blocks, inner = ["mlp"], config["intermediate_size"]
+    else:
+        yield "self_attn.q_norm.weight", (head,)
+        yield "self_attn.k_norm.weight", (head,)
+        yield "mlp.gate.weight", (experts, hidden)
+        blocks = [f"mlp.experts.{expert}" for expert in range(experts)]
+        inner = config["moe_intermediate_size"]
+    for block in blocks:
+        yield f"{block}.gate_proj.weight", (inner, hidden)
+        yield f"{block}.up_proj.weight", (inner, hidden)
+        yield f"{block}.down_proj.weight", (hidden, inner)
+
+
+def write_model(folder: Path, config: dict, layers: int) -> None:
     """Write a float model with random weights and one file per layer, as large models have."""
     generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).mul_(0.02).to(torch.bfloat16)
-
     weight_map = {}
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
 
     def save(file_name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file_name))
 
+    ends = (config["vocab_size"], config["hidden_size"])
     save(
         "ends.safetensors",
         {
-            "model.embed_tokens.weight": random(CONFIG["vocab_size"], 4096),
-            "model.norm.weight": torch.ones(4096, dtype=torch.bfloat16),
-            "lm_head.weight": random(CONFIG["vocab_size"], 4096),
+            "model.embed_tokens.weight": random(ends),
+            "model.norm.weight": random(ends[1:]),
+            "lm_head.weight": random(ends),
         },
     )
     for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        tensors = {f"{prefix}.{name}.weight": random(*shape) for name, shape in LINEARS.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{norm}.weight"] = torch.ones(4096, dtype=torch.bfloat16)
-        save(f"layer-{layer}.safetensors", tensors)
+        named = {f"model.layers.{layer}.{name}": random(of) for name, of in _weights(config)}
+        save(f"layer-{layer}.safetensors", named)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+
+
+def _limit_memory(devices: Devices, gigabytes: float) -> None:
+    """Let PyTorch reserve at most this many GB (10^9 bytes) on each GPU."""
+    if devices.kind != "cuda":
+        raise InputError("--gpu-memory", f"--device is {devices.kind}, not a GPU", "remove it")
+    for name in devices.names:
+        total = torch.cuda.get_device_properties(name).total_memory / 1e9
+        if gigabytes > total:
+            raise InputError(
+                f"--gpu-memory {gigabytes:g}", f"{name} has {total:.0f} GB", "use less or remove it"
+            )
+        torch.cuda.set_per_process_memory_fraction(gigabytes / total, name)
 
 
 def bench_quantize(
     *,
+    shape: str,
     layers: int,
     samples: int,
     sequence_length: int,
     recipe: str,
     scheme: str,
     device: str,
+    gpu_memory: float | None,
     output_json: str | None,
 ) -> int:
-    """Quantize some layers and print time and memory."""
+    """Quantize some layers and print time and memory.
+
+    With `gpu_memory`, in GB, PyTorch may not reserve more on each GPU; exceeding it is an error.
+    """
+    config = CONFIGS[shape]
+    whole = config["num_hidden_layers"]
+    if layers > whole:
+        raise InputError(
+            f"--layers {layers}", f"{shape} has {whole} layers", f"use at most {whole}"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = Devices.parse(device)
+    if gpu_memory is not None:
+        _limit_memory(devices, gpu_memory)
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "source"
         source.mkdir()
-        write_model(source, layers)
-        shape = (samples, sequence_length)
-        ids = torch.randint(0, CONFIG["vocab_size"], shape, generator=torch.Generator())
+        write_model(source, config, layers)
+        windows = (samples, sequence_length)
+        ids = torch.randint(0, config["vocab_size"], windows, generator=torch.Generator())
         report = quantize_checkpoint(
             source,
             Path(work) / "out",
@@ -109,11 +181,10 @@ def bench_quantize(
     print({name: round(seconds, 2) for name, seconds in stages.items()})
     solving = sum(stages.get(name, 0.0) for name in TIMED)
     print(
-        f"{layers} layers, {recipe}, {shape[0]} x {shape[1]} tokens on"
+        f"{layers} layers of {shape}, {recipe}, {samples} x {sequence_length} tokens on"
         f" {device}: {solving:.1f} s for {', '.join(name for name in TIMED if name in stages)};"
-        f" projected to {WHOLE} layers (not measured): {solving * WHOLE / layers:.0f} s"
+        f" projected to {whole} layers (not measured): {solving * whole / layers:.0f} s"
     )
-    devices = Devices.parse(device)
     peaks = []
     if devices.kind == "cuda":
         peaks = [torch.cuda.max_memory_allocated(name) / 1e9 for name in devices.names]
@@ -123,12 +194,13 @@ def bench_quantize(
     print(f"peak host memory (including the creation of the random model): {peak:.2f} GB")
     if output_json is not None:
         result = {
+            "shape": shape,
             "layers": layers,
             "recipe": recipe,
             "scheme": scheme,
             "seconds_by_stage": stages,
             "seconds_per_layer": solving / layers,
-            "projected_seconds": solving * WHOLE / layers,
+            "projected_seconds": solving * whole / layers,
             "peak_host_gb": peak,
             "torch": torch.__version__,
         }

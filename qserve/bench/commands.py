@@ -113,8 +113,8 @@ BENCH_COMMANDS: dict[str, Command] = {
         commands=SWEEP_COMMANDS,
     ),
     "quantize": Command(
-        help="measure the quantization of a few layers of Llama-3-8B's shape with random weights,"
-        " and estimate that of all 32",
+        help="measure the quantization of a few layers of a model's shape with random weights,"
+        " and estimate that of all",
         settings=(QuantizeBenchSettings,),
         run=_quantize,
         argument=None,
