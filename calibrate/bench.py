@@ -133,7 +133,8 @@ def _limit_memory(devices: Devices, gigabytes: float) -> None:
             raise InputError(
                 f"--gpu-memory {gigabytes:g}", f"{name} has {total:.0f} GB", "use less or remove it"
             )
-        torch.cuda.set_per_process_memory_fraction(gigabytes / total, name)
+        number = torch.device(name).index or 0  # "cuda" is the first one
+        torch.cuda.set_per_process_memory_fraction(gigabytes / total, number)
 
 
 def bench_quantize(
