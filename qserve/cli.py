@@ -16,7 +16,7 @@ import typing
 
 import qserve
 from formats.errors import InputError, one_line
-from formats.names import GGUF
+from formats.names import FLOAT, GGUF
 from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command_line import config_file, interrupts
@@ -124,11 +124,12 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
 
 
 def convert(model: str, config: ConvertConfig) -> int:
-    from formats.convert import convert_checkpoint
     from formats.files.target import check_is_free
     from formats.table import parse_size
     from qserve.hub.local import local_model
 
+    if config.dtype is not None and config.format != FLOAT:
+        raise InputError("--dtype", f"needs --format {FLOAT}", "remove it")
     if config.format == GGUF:
         from formats.gguf.writing.container_writer import check_file_is_free
         from formats.gguf.writing.export import export_gguf
@@ -137,11 +138,22 @@ def convert(model: str, config: ConvertConfig) -> int:
         print(export_gguf(local_model(model, config), config.output).to_text())
         return 0
     check_is_free(config.output)
+    source, most = local_model(model, config), parse_size(config.max_shard_size)
+    if config.format == FLOAT:
+        from formats.dequantize import dequantize_checkpoint
+
+        written = dequantize_checkpoint(
+            source, config.output, dtype=config.dtype, max_shard_bytes=most
+        )
+        print(written.to_text())
+        return 0
+    from formats.convert import convert_checkpoint
+
     conversion = convert_checkpoint(
-        local_model(model, config),
+        source,
         config.output,
         config.format,
-        max_shard_bytes=parse_size(config.max_shard_size),
+        max_shard_bytes=most,
         quantizer=f"qserve-kit:{qserve.__version__}",
     )
     print(conversion.to_text())
@@ -223,7 +235,7 @@ COMMANDS: dict[str, Command] = {
         run=generate,
     ),
     "convert": Command(
-        help="convert a quantized checkpoint to another format, with the same codes",
+        help="convert a quantized checkpoint to another format, or to floats",
         settings=(ConvertConfig,),
         run=convert,
     ),

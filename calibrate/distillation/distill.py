@@ -117,6 +117,8 @@ def distill_checkpoint(
     check_is_free(target)
     source, reference = local_path(source), local_path(reference)
     model = FloatModel(reference)
+    if model.reader.decoded:
+        raise InputError(str(reference), "is quantized", "give the float model")
     reader = CheckpointReader(source, rounded=True, in_blocks=False)
     if is_gguf_folder(reader.folder):
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")

@@ -115,6 +115,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
         output_format = EXCEPTIONS_FORMAT
     plan = planned(output_format=output_format, overrides=settings.overrides)
     outer.check(plan)
+    model.check_gains(plan.quantized.values())
     if plan.misfits:
         log.warning("%s", "\n".join(plan.misfits))
     model.padding = plan.padding

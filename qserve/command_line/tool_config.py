@@ -6,7 +6,16 @@ Each field is also a flag with its help text, as in config.py. This module loads
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from formats.names import AUTO_GROUPS, FORMATS, GGUF, GGUF_TYPES, KV_CACHES, RECIPES
+from formats.names import (
+    AUTO_GROUPS,
+    FLOAT,
+    FLOAT_DTYPES,
+    FORMATS,
+    GGUF,
+    GGUF_TYPES,
+    KV_CACHES,
+    RECIPES,
+)
 from qserve.command_line.setting import REQUIRED, check_settings, setting
 from qserve.hub.settings import HubSettings
 
@@ -163,7 +172,14 @@ class ConvertConfig(HubSettings):
         "output folder; must be new or empty. With --format gguf: the file",
         positional=True,
     )
-    format: str = setting(REQUIRED, "checkpoint format", (*FORMATS, GGUF))
+    format: str = setting(
+        REQUIRED,
+        "checkpoint format; float: a folder of floats, as if the model had never been quantized",
+        (*FORMATS, GGUF, FLOAT),
+    )
+    dtype: str | None = setting(
+        None, "with --format float: dtype of all floats; default: that of config.json", FLOAT_DTYPES
+    )
     max_shard_size: str = setting("2GB", "maximum size of one weight file, such as 500MB")
 
 

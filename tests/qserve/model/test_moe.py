@@ -11,6 +11,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 
 from formats.checkpoint import CheckpointReader
 from formats.codecs import mxfp4
+from formats.dequantize import dequantize_checkpoint
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from qkernels import ops
@@ -172,6 +173,10 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
     assert found.mxfp4_experts == (num_bytes, sum(each.numel() for each in numbers.values()))
     assert "experts in MXFP4" in found.to_text() and "4.25 bits per weight" in found.to_text()
     assert inspect_checkpoint(plain).mxfp4_experts == (0, 0)
+    dequantize_checkpoint(folder, tmp_path / "decoded", dtype="float32")
+    decoded = CheckpointReader(tmp_path / "decoded")
+    assert decoded.entries.keys() == CheckpointReader(plain).entries.keys()
+    assert all(torch.equal(decoded.get(name), each) for name, each in numbers.items())
     # random experts have the form of the file's
     config = ModelConfig.from_folder(folder)
     stored, dummy = CheckpointReader(folder), DummySource(config, torch.device("cpu"), 0)
