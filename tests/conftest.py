@@ -292,11 +292,16 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
         if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
+        if "_hc." in name or "hc_head." in name:  # scales and offsets of hyper-connections
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
         if name.endswith(".D") or (name.endswith(".A_log") and parameter.ndim == 2):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
             torch.nn.init.normal_(buffer, float(name.endswith("scalar")), 0.2)
+        if name.endswith("tid2eid"):  # distinct experts of each token
+            count, chosen = config.n_routed_experts, buffer.shape[1]
+            buffer.copy_(torch.rand(len(buffer), count).argsort(1)[:, :chosen])
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():

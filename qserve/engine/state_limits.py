@@ -146,6 +146,45 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
         )
 
 
+UNDIVIDED_LIMITS = tuple(
+    Limit(f"--{key.replace('_', '-')}", lambda config, key=key: getattr(config, key) > 1, "")
+    for key in (
+        *("tensor_parallel_size", "pipeline_parallel_size"),
+        "prefill_context_parallel_size",
+    )
+) + (Limit("--enable-expert-parallel", lambda config: config.enable_expert_parallel, ""),)
+
+COMPRESSED_LIMITS = (
+    Limit(
+        "--enable-lora",
+        lambda config: config.enable_lora,
+        "adapters of its linears are not implemented",
+    ),
+    Limit(
+        "--speculative-config",
+        lambda config: (
+            config.speculation is not None and config.speculation.method not in ("ngram", "suffix")
+        ),
+        "only drafts of ngram and suffix are implemented, which read no hidden states",
+    ),
+    Limit(
+        "--batch-invariant",
+        lambda config: config.batch_invariant,
+        "plain torch computes its attention, in an order that depends on the rows",
+    ),
+)
+
+
+def check_compressed(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for a setting that a family without shards, or with streams, rules out."""
+    family = model.family
+    limits = [limit._replace(reason=family.undivided) for limit in UNDIVIDED_LIMITS]
+    if family.undivided:
+        check_limits(limits, config, family.architecture)
+    if family.merge_tensors:
+        check_limits(COMPRESSED_LIMITS, config, family.architecture)
+
+
 def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for LoRA if a fused product of the model has too many linears for it."""
     family = model.family

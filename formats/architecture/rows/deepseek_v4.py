@@ -150,6 +150,7 @@ DEEPSEEK_V4: dict[str, Any] = {
         **{"scoring_func": "sqrtsoftplus", "n_shared_experts": 1, "num_key_value_heads": 1},
     },
     "draft_prefix": "mtp.",
+    "undivided": "its compressed attention and its streams of hidden states run on one GPU",
     "layer": "layers.{i}",
     "embedding": "embed.weight",
     "last_norm": "norm.weight",

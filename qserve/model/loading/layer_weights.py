@@ -311,7 +311,7 @@ class LayerWeights:
         sizes = weights.config.vocab_size, routing.top_k
         stored_Vk = weights.source.tensor(table, sizes, integers=True)
         if stored_Vk.is_floating_point() or not (
-            0 <= int(stored_Vk.min()) and int(stored_Vk.max()) < routing.num_experts
+            int(stored_Vk.min()) >= 0 and int(stored_Vk.max()) < routing.num_experts
         ):
             raise CheckpointError(
                 table,
