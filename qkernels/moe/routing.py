@@ -23,8 +23,9 @@ class Routing:
     num_experts: int
     top_k: int
     # Scores from the router's logits. sqrtsoftplus: sqrt(log(1 + exp(x))). softmax_of_chosen:
-    # choose by logits, then take the softmax over the chosen ones. sparsemixer: choose by logits; each routing weight comes from a softmax
-    # over the logits near the chosen one, without experts chosen before it (arXiv 2409.12136).
+    # choose by logits, then take the softmax over the chosen ones. sparsemixer: choose by logits;
+    # each routing weight comes from a softmax over the logits near the chosen one, without experts
+    # chosen before it (arXiv 2409.12136).
     scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"] = (
         "softmax"
     )
