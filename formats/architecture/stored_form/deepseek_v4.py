@@ -11,6 +11,7 @@ from typing import Any
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.rows.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from formats.architecture.sizes import is_size
+from formats.architecture.stored_form.float_blocks_config import as_groups
 from formats.errors import config_error
 
 # tokens of a compressed entry -> type of layer, in the list `compress_ratios`
@@ -39,6 +40,7 @@ def keys(config: Mapping[str, Any]) -> dict[str, Any]:
         found[key] = rates.get(kind, usual) if rate is None else rate
         if not is_size(found[key]):
             raise config_error(key, "a number of tokens above 0", found[key])
+    found |= as_groups(config)
     found["compress_rates"] = {kind: found[key] for kind, (key, _) in _RATES.items()}
     limit = config.get("swiglu_limit", _DEFAULTS["swiglu_limit"])
     if type(limit) not in (int, float) or not limit > 0:

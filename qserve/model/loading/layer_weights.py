@@ -346,8 +346,7 @@ class LayerWeights:
         return Norm(scale_C, self._weights.config.norm_eps)
 
     def _float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        stored = self._weights.source.tensor(f"{self._prefix}.{name}", shape)
-        return stored.to(self._weights.device, torch.float32)
+        return self._dequantized(name, shape).to(self._weights.device, torch.float32)
 
     def shared_gate(self) -> FloatLinear | None:
         """Return the gate of the layer's shared expert, or None."""
@@ -416,8 +415,16 @@ class LayerWeights:
         """Return a float tensor that layers of this layer's type have. `dtype`: None: usual."""
         weights = self._weights
         shapes = self._family.tensors_of_kind(weights.config.values, self.number)
-        stored = weights.source.tensor(f"{self._prefix}.{name}", weights.shape(shapes[name]))
+        stored = self._dequantized(name, weights.shape(shapes[name]))
         return stored.to(weights.device, dtype or weights.dtype)
+
+    def _dequantized(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as floats, also if the file has it quantized."""
+        source, full = self._weights.source, f"{self._prefix}.{name}"
+        module = full.removesuffix(".weight")
+        if module != full and source.is_quantized(module):
+            return source.weight(module, shape).dequantize()
+        return source.tensor(full, shape)
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """Return attention sinks (an extra score per head) as an argument; {} without sinks."""

@@ -18,6 +18,7 @@ from formats.checkpoint import CheckpointReader
 from formats.layouts import decode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
+from qkernels import QuantLinear
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
@@ -163,3 +164,90 @@ def test_greedy_tokens(folder, tmp_path, monkeypatch, scheme):
         model = dequantized(folder, tmp_path / "float")
     outputs = check_all_modes(LLM(folder, device="cpu", **CHUNKS), monkeypatch)
     check_greedy(judge(model), prompts(), outputs)
+
+
+def in_blocks(weight, exponents):
+    """The weight in float8 with a scale for each block, a power of two, and what it stands for."""
+    codes, scales = torch.empty_like(weight), []
+    for start in range(0, len(weight), 128):
+        scales.append([])
+        for first in range(0, weight.shape[1], 128):
+            place = (slice(start, start + 128), slice(first, first + 128))
+            scale = 2.0 ** torch.log2(weight[place].abs().max() / 448).ceil()
+            codes[place] = (weight[place] / scale).to(torch.float8_e4m3fn).float() * scale
+            scales[-1].append(scale)
+    scales = torch.tensor(scales)
+    whole = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    stored = (codes / whole[:, : weight.shape[1]]).to(torch.float8_e4m3fn)
+    return stored, scales.to(torch.float8_e8m0fnu) if exponents else scales, codes
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_mxfp4(weight):
+    """The weight in codes of 4 bits, two in a byte, the first in the low bits; exponents."""
+    groups = weight.unflatten(1, (-1, 32))
+    scales = 2.0 ** torch.log2(groups.abs().amax(-1) / 6).ceil()
+    codes = (groups / scales[..., None])[..., None].sub(FP4).abs().argmin(-1).to(torch.uint8)
+    codes = codes.flatten(1)
+    stored = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    value = FP4[codes.long()] * scales.repeat_interleave(32, 1)
+    return stored, scales.to(torch.float8_e8m0fnu), value
+
+
+FLOAT = ("embed.", "head.", "norm.", ".compressor.", ".ffn.gate.", ".weights_proj.")
+BLOCK = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"},
+    "weight_block_size": [128, 128],
+}
+
+
+@pytest.mark.parametrize(
+    ("experts", "exponents", "in_block"),
+    [("fp4", True, False), ("fp4", False, True), ("fp8", True, True)],
+)
+def test_published_weights_in_float8_and_mxfp4(folder, tmp_path, experts, exponents, in_block):
+    """Judged on weights alone: as floats they give transformers' logits."""
+    values = {}
+
+    def store(state):
+        for name in list(state):
+            weight, own = state.pop(name), published(name)
+            module, _, leaf = own.rpartition(".")
+            is_float = any(part in own for part in FLOAT) or weight.ndim != 2 or leaf != "weight"
+            values[own] = state[own] = weight
+            if is_float:
+                continue
+            if ".experts." in own and experts == "fp4":
+                stored, scales, value = in_mxfp4(weight)
+            else:
+                stored, scales, value = in_blocks(weight, exponents)
+            values[own], state[own], state[f"{module}.scale"] = value, stored, scales
+        state["mtp.0.e_proj.weight"] = torch.zeros(4, 4)  # not read
+
+    def state_block(config):
+        config["quantization_config"] = dict(BLOCK)
+        (config["quantization_config"] if in_block else config)["expert_dtype"] = experts
+
+    copy = edited(folder, tmp_path / "model", store, state_block)
+    floats = edited(folder, tmp_path / "float", lambda state: (state.clear(), state.update(values)))
+    reader = CheckpointReader(copy)
+    quant = QuantConfig.from_dict(reader.config["quantization_config"])
+    modules = [name.removesuffix(".weight_scale") for name in reader.entries if "_scale" in name]
+    modules = [module for module in modules if not module.endswith(("attn_scale", "head_scale"))]
+    modules = [module for module in modules if not module.endswith("ffn_scale")]
+    for module in modules:
+        names = [n for n in reader.entries if n.rpartition(".")[0] == module]
+        tensors = {n.rpartition(".")[2]: reader.get(n) for n in names}
+        weight = decode_linear(module, tensors, quant)
+        assert weight.dequantize().float().equal(values[f"{module}.weight"]), module
+        assert (weight.spec.bits == 4) == (experts == "fp4" and ".experts." in module)
+    assert len(modules) == 3 * (4 + 1 + 3 * 8 + 3) + 1
+    llm = LLM(copy, device="cpu", max_model_len=128)
+    attention = llm.engine.runner.decoder.layers[1].attention
+    assert isinstance(attention.q_b_proj, QuantLinear)
+    assert attention.o_a.flatten(0, 1).equal(values["layers.1.attn.wo_a.weight"])
+    assert attention.indexer.wq_b.weight.equal(values["layers.1.attn.indexer.wq_b.weight"])
+    # inputs are rounded to float8, too, and near scores may change places
+    assert relative(llm.logits(IDS[0].tolist()), logits_of_transformers(floats)) < 0.5
