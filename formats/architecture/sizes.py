@@ -153,6 +153,8 @@ def _compressed_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return the sizes of compressed attention and of hyper-connections (DeepSeek-V4)."""
     q, groups, streams = sizes["q"], sizes["o_groups"], sizes["hc_mult"]
     return {
+        "all_q": q,  # of all ranks
+        "all_heads": sizes["num_attention_heads"],
         "q_of_group": q // groups if q and groups else None,  # heads' results of one group
         "o_latents": _product(sizes, "o_groups", "o_lora_rank"),
         "two_heads": sizes["head_dim"] and 2 * sizes["head_dim"],

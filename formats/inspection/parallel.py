@@ -51,8 +51,6 @@ def _reason(
     family = family_of(config)
     if family is not None and family.experts is not None and family.experts.media_inner:
         return reason
-    if family is not None and family.undivided:
-        return reason
     others = [linear for linear in linears if EXPERT not in linear.name]
     if _why_not(size, config, quant, others, whole_experts=True):
         return reason
@@ -73,8 +71,6 @@ def _why_not(
     family = family_of(config)
     if family is None:
         return "unknown: config.json names no architecture that is known here"
-    if family.undivided:
-        return family.undivided
     sizes, mixer = family.sizes(config), family.state_mixer
     state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
     # schemes of attention's output projections, by (heads, KV heads, inputs per head)

@@ -146,15 +146,17 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
         )
 
 
-UNDIVIDED_LIMITS = tuple(
-    Limit(f"--{key.replace('_', '-')}", lambda config, key=key: getattr(config, key) > 1, "")
-    for key in (
-        *("tensor_parallel_size", "pipeline_parallel_size"),
-        "prefill_context_parallel_size",
-    )
-) + (Limit("--enable-expert-parallel", lambda config: config.enable_expert_parallel, ""),)
-
 COMPRESSED_LIMITS = (
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "stages do not send its streams of hidden states, nor token ids",
+    ),
+    Limit(
+        "--prefill-context-parallel-size",
+        lambda config: config.prefill_context_parallel_size > 1,
+        "a window of tokens may be on two ranks",
+    ),
     Limit(
         "--enable-lora",
         lambda config: config.enable_lora,
@@ -176,13 +178,9 @@ COMPRESSED_LIMITS = (
 
 
 def check_compressed(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for a setting that a family without shards, or with streams, rules out."""
-    family = model.family
-    limits = [limit._replace(reason=family.undivided) for limit in UNDIVIDED_LIMITS]
-    if family.undivided:
-        check_limits(limits, config, family.architecture)
-    if family.merge_tensors:
-        check_limits(COMPRESSED_LIMITS, config, family.architecture)
+    """Raise InputError for a setting that does not work with compressed attention and streams."""
+    if model.family.merge_tensors:
+        check_limits(COMPRESSED_LIMITS, config, model.family.architecture)
 
 
 def check_adapters(config: EngineConfig, model: ModelConfig) -> None:

@@ -125,6 +125,7 @@ def test_what_other_modules_make_of_the_rows():
         ("q_proj", "k_proj", "v_proj"): "qkv_proj",
         ("gate_proj", "up_proj"): "gate_up_proj",
         ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
+        ("wq_a", "wkv"): "fused_wqa_wkv",
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
         ("qkv_proj", "output_gate"): "qkv_gate_proj",
@@ -177,6 +178,9 @@ def test_what_reads_split_outputs_is_split_by_inputs(family):
     inputs = family.layer_inputs  # of families that are not divided
     apart = (*family.latent, *((inputs.gate, inputs.projection) if inputs else ()))
     apart = (*apart, family.head_gates)  # of families that are not divided
+    if family.query_up is not None:  # every rank computes attention of all heads
+        apart = (*apart, family.qkv, family.query_up, family.o)
+        assert {each.split for each in (family.qkv, family.query_up, family.o)} == {"outputs"}
     others = [each for each in family.projections(num_experts=1) if each not in apart]
     first, second = others[0::2], others[1::2]
     assert {projection.split for projection in first} == {"outputs"}

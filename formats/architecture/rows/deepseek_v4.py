@@ -16,7 +16,7 @@ SLIDING, SPARSE, HEAVY = (
     f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
 )
 LATENTS = Projection(
-    name="attn.wq_a_wkv",
+    name="attn.fused_wqa_wkv",
     members=(("attn.wq_a", "q_lora_rank"), ("attn.wkv", "head_dim")),
     inputs="hidden_size",
 )
@@ -87,15 +87,13 @@ _IN_TRANSFORMERS = {
 }
 _LEAF = ".weight"
 DEEPSEEK_V4: dict[str, Any] = {
-    "builder": "deepseek_v4",
+    "builder": "latent.deepseek_v4",
     "qkv": LATENTS,
-    "query_up": Projection(name="attn.wq_b", members=(("attn.wq_b", "q"),), inputs="q_lora_rank"),
-    "o": Projection(
-        name="attn.wo_b",
-        members=(("attn.wo_b", "hidden_size"),),
-        inputs="o_latents",
-        split="inputs",
+    # every rank computes attention of all heads
+    "query_up": Projection(
+        name="attn.wq_b", members=(("attn.wq_b", "all_q"),), inputs="q_lora_rank"
     ),
+    "o": Projection(name="attn.wo_b", members=(("attn.wo_b", "hidden_size"),), inputs="o_latents"),
     "experts": experts(
         "ffn",
         _NAMES,
@@ -120,9 +118,9 @@ DEEPSEEK_V4: dict[str, Any] = {
     ),
     "float32_norms": True,
     "float16": False,
-    "sinks": "attn.attn_sink",
     "activation_tensors": {
         **_HYPER,
+        "sinks": ("attn.attn_sink", (("all_heads",),)),
         "wo_a": (f"{GROUPED_O}{_LEAF}", (("o_latents",), ("q_of_group",))),
     },
     "kind_tensors": {SPARSE: _OF_SPARSE, HEAVY: _OF_HEAVY},
@@ -150,7 +148,6 @@ DEEPSEEK_V4: dict[str, Any] = {
         **{"scoring_func": "sqrtsoftplus", "n_shared_experts": 1, "num_key_value_heads": 1},
     },
     "draft_prefix": "mtp.",
-    "undivided": "its compressed attention and its streams of hidden states run on one GPU",
     "layer": "layers.{i}",
     "embedding": "embed.weight",
     "last_norm": "norm.weight",

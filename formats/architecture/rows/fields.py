@@ -144,7 +144,6 @@ class FamilyFields:
     other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]
     masks: tuple[str, ...] = ()  # tensors of a layer with masks or tables, which are computed here
-    undivided: str = ""  # why several GPUs cannot share the family's layers; empty: they can
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
     draft_layers_key: str = ""  # number of MTP layers after the model's layers (next_token.py)

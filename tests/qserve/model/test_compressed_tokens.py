@@ -21,10 +21,14 @@ from formats.layouts import decode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 from qkernels import QuantLinear
+from qserve.config import EngineConfig
 from qserve.llm import LLM
+from qserve.model.model_config import ModelConfig
+from qserve.model.tp_plan import place_experts
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import edited, relative
+from tests.qserve.parallel.test_sharing import assert_shared_out
 
 IDS = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
@@ -169,7 +173,7 @@ def test_greedy_tokens(folder, tmp_path, monkeypatch, scheme):
 
 
 def in_blocks(weight, exponents):
-    """The weight in float8 with a scale for each block, a power of two, and what it stands for."""
+    """The weight in float8 with a scale for each block, a power of two, and its values."""
     codes, scales = torch.empty_like(weight), []
     for start in range(0, len(weight), 128):
         scales.append([])
@@ -351,11 +355,19 @@ def test_a_wrong_reading_is_seen(folder, wrong):
     assert relative(llm.logits(IDS[0].tolist()), right) > 1e-3
 
 
+@pytest.mark.parametrize(("size", "settings"), [(2, {}), (4, {"enable_expert_parallel": True})])
+def test_ranks_share_the_experts(folder, size, settings):
+    """Every rank computes attention; experts of scores and of the table are divided."""
+    decoders = assert_shared_out(folder, size, tensor_parallel_size=size, **settings)
+    whole = LLM(folder, device="cpu", max_model_len=64).engine.runner.decoder
+    for name in ("q_b_proj", "o_b_proj"):
+        shapes = {tuple(getattr(d.layers[1].attention, name).weight.shape) for d in decoders}
+        assert shapes == {tuple(getattr(whole.layers[1].attention, name).weight.shape)}
+
+
 REFUSED = {
-    "--tensor-parallel-size": {"tensor_parallel_size": 2},
     "--pipeline-parallel-size": {"pipeline_parallel_size": 2},
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
-    "--enable-expert-parallel": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "--enable-lora": {"enable_lora": True},
     "--speculative-config": {"speculative_config": {"method": "mtp"}},
     "--batch-invariant": {"batch_invariant": True},
@@ -368,8 +380,16 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_a_setting_that_is_not_supported_is_refused(folder, flag):
     settings = REFUSED[flag]
-    with pytest.raises(InputError, match=f"{'--tensor' if 'tensor' in str(settings) else flag}"):
+    with pytest.raises(InputError, match=f"^{flag}"):
         LLM(folder, device="cpu", max_model_len=64, **settings)
+
+
+def test_engines_that_share_experts_are_refused(folder):
+    """They route tokens of other engines, whose ids they do not have."""
+    settings = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    config = EngineConfig(model=str(folder), device="cpu", **settings)
+    with pytest.raises(InputError, match="^--enable-expert-parallel: .*DeepseekV4ForCausalLM"):
+        place_experts(ModelConfig.from_folder(folder), config)
 
 
 @pytest.mark.parametrize(

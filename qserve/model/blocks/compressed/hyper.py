@@ -17,6 +17,7 @@ from torch.nn import functional
 from qkernels.operands.split_k import reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 
 
@@ -95,6 +96,7 @@ class HyperLayer(Layer):
         """`blocks`: arguments of Layer."""
         super().__init__(**blocks)
         self.attention_hyper, self.mlp_hyper = attention_hyper, mlp_hyper
+        self._sum = Norm(None, 0.0)
 
     def forward(
         self,
@@ -111,17 +113,19 @@ class HyperLayer(Layer):
             aux_states.append(input_TC)
         plan = self.attention.plan(len(input_TC))
         normed_TC, _ = self.attention_norm(input_TC, None, plan.input)
-        x_TNC = _added(x_TNC, self.attention(normed_TC, plan, step, cache), post_TN, comb_TNN)
+        made_TC = reduced(self.attention(normed_TC, plan, step, cache))
+        x_TNC = _added(x_TNC, made_TC, post_TN, comb_TNN)
         input_TC, post_TN, comb_TNN = self.mlp_hyper(x_TNC)
         plan = self.mlp.plan(len(input_TC))
         normed_TC, _ = self.mlp_norm(input_TC, None, plan.input)
         made = self.mlp(normed_TC, plan, token_ids_T=step.token_ids_T)
-        return _added(x_TNC, made, post_TN, comb_TNN).flatten(1), None
+        _, made_TC = self._sum(self.mlp_end(made), torch.zeros_like(input_TC), None)
+        return _added(x_TNC, made_TC, post_TN, comb_TNN).flatten(1), None
 
 
 def _added(
-    x_TNC: torch.Tensor, made: torch.Tensor, post_TN: torch.Tensor, comb_TNN: torch.Tensor
+    x_TNC: torch.Tensor, made_TC: torch.Tensor, post_TN: torch.Tensor, comb_TNN: torch.Tensor
 ) -> torch.Tensor:
     """Return the mixed streams plus a block's output, times its weight in each stream."""
     mixed_TNC = torch.bmm(comb_TNN.to(x_TNC.dtype).transpose(1, 2), x_TNC)
-    return post_TN.to(x_TNC.dtype)[..., None] * reduced(made)[:, None] + mixed_TNC
+    return post_TN.to(x_TNC.dtype)[..., None] * made_TC[:, None] + mixed_TNC

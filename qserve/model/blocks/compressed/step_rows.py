@@ -21,7 +21,7 @@ class ClosedWindows(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What some rows see of one kind of entries."""
+    """Entries of one kind that some rows see."""
 
     slots_TE: torch.Tensor  # int64: indices of entries of all pages
     seen_TE: torch.Tensor  # bool: False: the row does not see this one

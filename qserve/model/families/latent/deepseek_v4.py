@@ -4,6 +4,8 @@ config.json has the type of each layer's attention (`layer_types`), and whether 
 chosen by scores or by a table of tokens (`mlp_layer_types`). The MTP layer is not read.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from formats.architecture.rows import deepseek_v4 as row
@@ -53,15 +55,19 @@ def build_layer(config: ModelConfig, weights: LayerWeights, rows_of_step: RowsOf
         attention_hyper=hyper("attn"),
         mlp_hyper=hyper("ffn"),
         attention_norm=llama.build_norm(config, weights, "attn_norm"),
-        attention=build_attention(config, weights, learned["wo_a"], rows_of_step),
+        attention=build_attention(config, weights, learned, rows_of_step),
         mlp_norm=llama.build_norm(config, weights, "ffn_norm"),
         mlp=moe.build_mlp(config, weights),
     )
 
 
 def build_attention(
-    config: ModelConfig, weights: LayerWeights, o_a: torch.Tensor, rows_of_step: RowsOfStep
+    config: ModelConfig,
+    weights: LayerWeights,
+    learned: Mapping[str, torch.Tensor],
+    rows_of_step: RowsOfStep,
 ) -> CompressedAttention:
+    """Build the attention of a layer. Every rank computes all heads."""
     family, values = config.family, config.values
     kind, compressor, indexer = values["layer_types"][weights.number], None, None
     if kind != row.SLIDING:
@@ -77,17 +83,17 @@ def build_attention(
             most=values["index_topk"],
         )
     return CompressedAttention(
-        heads=config.num_heads,
+        heads=values["num_attention_heads"],
         window=values["sliding_window"],
         eps=config.norm_eps,
         rotary=weights.rotary,
         qkv_proj=weights.linear(family.qkv),
         q_b_proj=weights.linear(family.query_up),
-        o_a=weights.constant(o_a).unflatten(0, (values["o_groups"], -1)),
+        o_a=weights.constant(learned["wo_a"]).unflatten(0, (values["o_groups"], -1)),
         o_b_proj=weights.linear(family.o),
         q_norm=weights.norm(row.QUERY_NORM),
         kv_norm=weights.norm(row.KEY_NORM),
-        **weights.sinks(),
+        sinks=learned["sinks"],
         rows_of_step=rows_of_step,
         compressor=compressor,
         indexer=indexer,
