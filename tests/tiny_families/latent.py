@@ -94,7 +94,6 @@ FAMILIES = {
 # also served by rows of other families: a few tests run them
 ROWS = (
     "deepseek_v32",
-    "deepseek_v4",
     "glm_moe_dsa",
     "minicpm3",
     "mistral4",

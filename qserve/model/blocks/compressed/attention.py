@@ -94,7 +94,9 @@ class EntryIndexer(torch.nn.Module):
             num_keys=rows.num_windows(spec.rate),
         )
         number_E = torch.arange(found.slots_TS.shape[1], device=counts_T.device)
-        return Seen(found.slots_TS.long(), number_E < counts_T[:, None])
+        # scores are not numbers while launches are only recorded, and may select anything
+        slots_TE = found.slots_TS.long().clamp(0, pages.entries_PGD.shape[:2].numel() - 1)
+        return Seen(slots_TE, number_E < counts_T[:, None])
 
 
 class CompressedAttention(torch.nn.Module):
