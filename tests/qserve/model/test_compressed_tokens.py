@@ -26,6 +26,7 @@ from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
 from qserve.model.tp_plan import place_experts
 from qserve.params.sampling_params import SamplingParams
+from qserve.speculation.ngram import NgramDrafter
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import edited, relative
 from tests.qserve.parallel.test_sharing import assert_shared_out
@@ -270,22 +271,29 @@ def test_solved_weights(folder, tmp_path, recipe):
     assert relative(logits(solved), logits_of_transformers(model)) < 1e-5
 
 
-def test_drafts_do_not_change_tokens(folder):
+def test_drafts_do_not_change_tokens(folder, monkeypatch):
     """Rejected drafts leave inputs of compressors, and entries, that later tokens replace."""
-    prompt = [7, 8, 9, 10, 11, 12, 13, 14] * 5
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-    texts = []
-    for drafter in (None, {"method": "ngram", "num_speculative_tokens": 5}):
-        llm = LLM(
-            folder,
-            device="cpu",
-            max_model_len=128,
-            block_size=8,
-            speculative_config=drafter,
-        )
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        texts.append(output.outputs[0].token_ids)
-    assert texts[0] == texts[1]
+    prompt = IDS[0, :30].tolist()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+    settings = {"device": "cpu", "max_model_len": 128, "block_size": 8}
+    (output,) = LLM(folder, **settings).generate([prompt], params, use_tqdm=False)
+    want, rng, rejected = output.outputs[0].token_ids, random.Random(3), []
+
+    def drafts(self, request_id, tokens, most):
+        right = (prompt + want)[len(tokens) : len(tokens) + most]
+        wrong = rng.randrange(len(right) + 1)
+        rejected.append(len(right) - wrong)
+        return [*right[:wrong], *((token + 1) % 512 for token in right[wrong:])]
+
+    monkeypatch.setattr(NgramDrafter, "propose", drafts)
+    llm = LLM(
+        folder,
+        **settings,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 5},
+    )
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == want
+    assert sum(rejected) > 20
 
 
 def of_attention(change):
