@@ -128,8 +128,14 @@ class FloatModel:
             ) from None
 
     def check_keys_are_kept(self) -> None:
-        """Raise InputError for latent attention, whose cache needs no calibrated scales."""
+        """Raise InputError for latent or compressed attention, which needs no calibrated scales."""
         family = self.layer_map.family
+        if family.kind_tensors:
+            raise InputError(
+                "`kv_cache`",
+                f"does not work with {family.architecture}: its cache has 16 bits or more",
+                "quantize without it",
+            )
         if family.latent:
             raise InputError(
                 "`kv_cache`",

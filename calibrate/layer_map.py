@@ -132,9 +132,10 @@ class LayerMap:
             names = [name for name in names if name not in biases]
         if blocks.state:
             names = (*names, *self.family.state_mixer.tensors(config))
+        names = (*names, *row.tensors_of_kind(config, layer))
         if not self.has_experts(config, layer):
-            return tuple(names)
-        return (*names, *self.experts.tensors(config))
+            return names
+        return (*names, *self.experts.tensors(config, layer))
 
     def linear_names(self, layer: int, config: dict[str, Any]) -> list[str]:
         """Full names of a layer's linears, in the order they run."""
@@ -226,7 +227,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
         # Not where v is stored by head next to k (latent attention), and not with a norm on values,
         # which would undo the factors.
         mixes_heads = family.qkv.by_head or family.qkv.blocks
-        if not (mixes_heads or family.latent or family.value_norm):
+        mixes_heads = mixes_heads or family.latent or family.query_up
+        if not (mixes_heads or family.value_norm):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if not blocks.dense or (family.experts and not family.experts.with_dense):

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from calibrate.pipeline import quantize_checkpoint
+from formats.architecture.stored_form.deepseek_v4 import published
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.quant_config import BLOCK, QuantConfig
@@ -292,11 +293,16 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
         if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
+        if "_hc." in name or "hc_head." in name:  # scales and offsets of hyper-connections
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
         if name.endswith(".D") or (name.endswith(".A_log") and parameter.ndim == 2):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
             torch.nn.init.normal_(buffer, float(name.endswith("scalar")), 0.2)
+        if name.endswith("tid2eid"):  # distinct experts of each token
+            count, chosen = config.n_routed_experts, buffer.shape[1]
+            buffer.copy_(torch.rand(len(buffer), count).argsort(1)[:, :chosen])
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():
@@ -339,6 +345,20 @@ def module_name(name: str, model_type: str) -> str:
     for stored, own in OWN_NAMES.get(model_type, STORED_NAMES).items():
         name = name.replace(stored, own)
     return name
+
+
+def names_by_published(model):
+    """Published name of a tensor of DeepSeek-V4 -> its name in transformers' modules.
+
+    Experts, which transformers stacks, have the names that `with_stacked_experts` reads.
+    """
+    names = {published(name): name for name in model.state_dict()}
+    for number in range(model.config.num_hidden_layers):
+        for expert in range(model.config.n_routed_experts):
+            for leaf in ("w1", "w2", "w3"):
+                name = f"experts.{expert}.{leaf}.weight"
+                names[f"layers.{number}.ffn.{name}"] = f"model.layers.{number}.mlp.{name}"
+    return names
 
 
 EXPERT = re.compile(
@@ -388,15 +408,17 @@ def transformers_model():
             AutoConfig.for_model(raw.pop("model_type"), **raw), dtype=torch.float32
         )
         state, kind = {}, reader.config["model_type"]
+        names = names_by_published(model) if kind == "deepseek_v4" else {}
         for name in reader.entries:
             module, _, leaf = name.rpartition(".")
             if leaf == "qweight":
                 tensors = {n: reader.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
                 spec = QuantConfig.from_dict(block).scheme.weight
                 weight = gptq.decode(tensors, spec).dequantize()
-                state[module_name(f"{module}.weight", kind)] = weight
+                own = names.get(f"{module}.weight") or module_name(f"{module}.weight", kind)
+                state[own] = weight
             elif leaf not in gptq.TENSOR_NAMES:
-                state[module_name(name, kind)] = reader.get(name)
+                state[names.get(name) or module_name(name, kind)] = reader.get(name)
         if reader.config["model_type"] == "gpt2":  # Conv1D's weights are [inputs, outputs]
             for name in state:
                 if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from calibrate.calibration.hyper_streams import HyperStreams
 from calibrate.calibration.skips import KeptInputs
+from calibrate.calibration.token_channels import BASE, DIGITS, as_channels, from_channels
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from formats.architecture.family import STREAMS
@@ -27,8 +29,6 @@ from formats.architecture.skip_connections import skip_connections
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 
-# A token id is stored in 4 channels of 6 bits each, divided by 64: exact in every dtype.
-DIGITS, BASE = 4, 64
 LEAST_SQUARE = 1e-5  # lower bound of a stream's mean square
 
 
@@ -92,7 +92,7 @@ class Carried:
         if self._inputs_ULP is not None:
             stored_S, ids_S = ids_S, self._numbered(ids_S, is_image_S)
             self._add_tokens(ids_S, rows_SD, stored_S)
-        digits_SN = torch.stack([ids_S // BASE**i % BASE for i in range(DIGITS)], -1) / BASE
+        digits_SN = as_channels(ids_S)
         streams = [
             _as_large_as(functional.linear(rows_SD, matrix.to(rows_SD)), rows_SD)
             for matrix in self._into
@@ -170,9 +170,7 @@ class Carried:
         """
         found: dict[str, Any] = {"shared_kv_states": {}}
         if self._inputs_ULP is not None:
-            first = self._first
-            digits = (hidden_BSX[..., first : first + DIGITS].detach() * BASE).round().long()
-            ids_BS = sum(digits[..., i] * BASE**i for i in range(DIGITS))
+            ids_BS = from_channels(hidden_BSX[..., self._first :])
             place_BS = self._place_V.to(ids_BS.device)[ids_BS]
             found["per_layer_input"] = self._inputs_ULP[place_BS, layer]
         if layer in self._shared:
@@ -226,9 +224,11 @@ def carried_of(
     config: dict[str, Any],
     device: torch.device | str,
     dtype: torch.dtype,
-) -> Carried | KeptInputs | None:
+) -> Carried | HyperStreams | KeptInputs | None:
     """Return the carried channels of a model, or None if layers read only hidden states."""
     row = layer_map.family
+    if row.merge_tensors:
+        return HyperStreams(reader, row, config, device)
     if row.skips:
         return KeptInputs(skip_connections(config), config["hidden_size"])
     layers = range(layer_map.num_layers(config))

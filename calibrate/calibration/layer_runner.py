@@ -212,8 +212,16 @@ class LayerRunner:
                     f"config.json states {list(built[name].shape)}, found {list(state[own].shape)}",
                     "fix config.json",
                 )
-        given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
+        given = {
+            name: state[own].to(self.device, self.dtype if state[own].is_floating_point() else None)
+            for name, own in wanted.items()
+        }
         module.load_state_dict(given, assign=True, strict=not (second or tables))
+        if self.layer_map.family.rope_keys:  # compressors have rotary embeddings of their own
+            for name, each in list(module.named_modules()):
+                if isinstance(each, type(self._rotary)):
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(parent), leaf, self._rotary)
         if any(buffer.is_meta for buffer in module.buffers()):
             self._fill_buffers(module, layer)
         if self._adapter is not None:
@@ -299,7 +307,10 @@ class LayerRunner:
             elif self._rotary is not None:
                 # One rotary embedding per attention type (Gemma 3), or one for all layers.
                 by_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
-                if blocks.attention or not by_kind:
+                if self.layer_map.family.rope_keys:
+                    keys = set(self.layer_map.family.rope_keys.values())
+                    rotary = {key: self._rotary(hidden_BSD[:1], ids_1S, key) for key in keys}
+                elif blocks.attention or not by_kind:
                     rotary = self._rotary(hidden_BSD[:1], ids_1S, *((kind,) if by_kind else ()))
             mask = self._mask(length, kind) if blocks.attention else None
             self._positions[length, kind, theta] = (ids_1S, rotary, mask)
@@ -418,6 +429,7 @@ class LayerRunner:
                 for norm in family.norms
                 if is_set(norm.present, config) and norm.is_in(blocks)
             )
+            name = family.names_in_transformers.get(name, name)
             norm = self._make_layer(0).get_submodule(name)
         state = {"weight": weight_D, "bias": bias_D}
         own = norm.state_dict()  # empty where norms have no weights
@@ -456,7 +468,8 @@ class LayerRunner:
 
     def _mask(self, length: int, kind: str) -> torch.Tensor | None:
         """Return the additive attention mask [1, 1, S, S], or None for plain causal attention."""
-        window = self.config.sliding_window if kind == "sliding_attention" else None
+        has_window = kind == "sliding_attention" or self.layer_map.family.rope_keys
+        window = self.config.sliding_window if has_window else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
         selects = self.layer_map.family.indexer is not None  # an indexer reads the mask
         if not (self.eager or selects) and (window or chunk or length) >= length:

@@ -84,6 +84,7 @@ class Experts(nn.ModuleList):
         # The activation is also a submodule, so len(self) and iteration would include it.
         self.activation = ACT2FN[getattr(config, row.activation_key or "-", row.activations[0])]
         self.all_tokens = all_tokens
+        self.limit = config.swiglu_limit if experts.limits_gates else None
 
     def forward(
         self, hidden_TD: torch.Tensor, expert_TC: torch.Tensor, share_TC: torch.Tensor
@@ -96,8 +97,12 @@ class Experts(nn.ModuleList):
                 continue
             *first, down = (expert[name] for name in self.names)
             seen_TD = hidden_TD if self.all_tokens else hidden_TD[token_T]
-            inner_TI = self.activation(first[0](seen_TD))
-            found_TD = down(inner_TI * first[1](seen_TD) if self.gated else inner_TI)
+            gate_TI, *up = (linear(seen_TD) for linear in first)
+            if self.limit is not None:
+                gate_TI = gate_TI.clamp(max=self.limit)
+                up = [up_TI.clamp(-self.limit, self.limit) for up_TI in up]
+            inner_TI = self.activation(gate_TI)
+            found_TD = down(inner_TI * up[0] if self.gated else inner_TI)
             found_TD = found_TD[token_T] if self.all_tokens else found_TD
             share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
             output_TD.index_add_(0, token_T, found_TD * share_T1)

@@ -9,6 +9,8 @@ from formats.architecture.projection import Projection, Shape
 from formats.architecture.sizes import layer_numbers
 from formats.errors import config_error
 
+# key of config.json with the type of each layer's experts, and the type with a table of tokens
+HASHED_KEY, HASHED = "mlp_layer_types", "hash_moe"
 MEDIA_ROUTER = "weight_1"  # name below the router of the weight for tokens of media
 
 
@@ -21,7 +23,9 @@ class Router:
     is_linear: bool = False
     # Function of x @ weight. softmax_of_chosen: softmax over the chosen experts' logits only;
     # sparsemixer: softmax over the logits near each chosen one (qkernels/moe/routing.py).
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"] = (
+        "softmax"
+    )
     jitter_key: str = ""  # key of config.json: jitter of sparsemixer
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
     float32: bool = False  # x @ weight is computed in float32
@@ -29,6 +33,10 @@ class Router:
     bias: bool = False  # x @ weight has a bias
     correction: str = ""  # tensor below the module that is added to scores for the choice only
     correction_is_row: bool = False  # the correction is stored as [1, experts]
+    # Tensor below the module with the experts of each token, integers [tokens, experts of a token].
+    # Layers of the type `hash_moe` (mlp_layer_types) have it and no correction: scores only weigh
+    # the experts.
+    table: str = ""
     # Experts form n_group groups. Only the topk_group best groups take part in the choice, ranked
     # by a group's best score or by the sum of its two best.
     group_score: Literal["", "max", "top2"] = ""
@@ -80,6 +88,7 @@ class Experts:
     scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     limits_key: str = ""  # like Family.limits_key, for these experts
+    limits_gates: bool = False  # the limit clamps gates before their activation, not its result
     # Keys of config.json for the layers with a dense feed-forward instead: a list of layers; all
     # layers before a number; all layers except every n-th.
     dense_layers_key: str = ""
@@ -124,7 +133,14 @@ class Experts:
         first, last = (each.with_size(self.down.inputs, self.media_inner) for each in found)
         return first, last
 
-    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
+    def has_table(self, layer: int | None, config: Mapping[str, Any]) -> bool:
+        """Return True if a table of the layer has the experts of each token."""
+        kinds = config.get(HASHED_KEY)
+        if not self.routing.table or layer is None or not isinstance(kinds, list):
+            return False
+        return layer < len(kinds) and kinds[layer] == HASHED
+
+    def tensors(self, config: Mapping[str, Any], layer: int | None = None) -> dict[str, Shape]:
         """Return all tensors except the experts' linears, by name below the layer."""
         if self.media_inner:
             half = ("moe_num_experts",)
@@ -138,7 +154,9 @@ class Experts:
         shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
         if self.routing.bias:
             shapes[f"{self.router}.bias"] = (E,)
-        if self.routing.correction:
+        if self.has_table(layer, config):
+            shapes[self._below(self.routing.table)] = (("vocab_size",), ("num_experts_per_tok",))
+        elif self.routing.correction:
             row = (("one",), E) if self.routing.correction_is_row else (E,)
             shapes[self._below(self.routing.correction)] = row
         if self.routing.input_scale:

@@ -214,6 +214,8 @@ class Family(FamilyFields):
             yield self.qkv
             if self.head_gates is not None:
                 yield self.head_gates
+            if self.query_up is not None:
+                yield self.query_up
             yield from (*self.latent, self.o)
         if blocks.dense:
             yield from (self.gate_up, self.down)
@@ -277,14 +279,24 @@ class Family(FamilyFields):
             shapes |= self.indexer.tensors
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
-        shapes |= dict(self.activation_tensors.values())
+        shapes |= dict(self.activation_tensors.values()) | self.tensors_of_kind(config, layer)
         if blocks.attention:
             shapes |= dict(self.head_norms.values())
         if (sinks := self.of_layer(layer, config).sinks) and blocks.attention:
             shapes[sinks] = (("num_attention_heads",),)
         if blocks.experts:
-            shapes |= self.experts.tensors(config)
+            shapes |= self.experts.tensors(config, layer)
         return shapes
+
+    def tensors_of_kind(
+        self, config: Mapping[str, Any], layer: int | None = None
+    ) -> dict[str, Shape]:
+        """Return the float tensors that only layers of this layer's type have."""
+        kinds = config.get("layer_types")
+        if not self.kind_tensors or layer is None or not isinstance(kinds, list):
+            return {}
+        kind = kinds[layer] if layer < len(kinds) else ""
+        return dict(self.kind_tensors.get(kind, {}))
 
     def norm_tensors(self, config: Mapping[str, Any], blocks: Blocks) -> dict[str, Shape]:
         """Return the tensors of the norms of a layer with these blocks."""
@@ -319,6 +331,7 @@ class Family(FamilyFields):
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         if self.layer_inputs is not None:
             shapes |= self.layer_inputs.tensors
+        shapes |= dict(self.merge_tensors.values())
         square = (("hidden_size",), ("hidden_size",))
         return shapes | {f"{name}.weight": square for name in self.stream_linears}
 

@@ -11,7 +11,7 @@ from formats.architecture.text_part import WRAPPERS
 from formats.families import FAMILIES
 
 KINDS = (
-    *("dense", "experts", "latent attention"),
+    *("dense", "experts", "latent attention", "compressed attention"),
     *get_args(Kind),
 )
 
@@ -25,7 +25,8 @@ class FamilyFacts:
     model_type: str
     kind: str  # one of KINDS
     served: bool
-    speculation: str  # "any drafter" or "any drafter and its MTP layer"
+    # "any drafter", "any drafter and its MTP layer", or "ngram and suffix"
+    speculation: str
     windows: str  # layers with sliding-window attention: "none", "all", "some"
 
 
@@ -33,6 +34,8 @@ def facts(family: Family) -> FamilyFacts:
     """Return what the project supports for a family."""
     has_layer = family.draft_layers_key or family.draft_names.layer
     drafters = "any drafter and its MTP layer" if has_layer else "any drafter"
+    if family.merge_tensors:  # drafters on the device would read one of several streams
+        drafters = "ngram and suffix"
     return FamilyFacts(
         title=family.title,
         architecture=family.architecture,
@@ -49,6 +52,8 @@ def _kind(family: Family) -> str:
         return family.state_mixer.kind
     if family.latent:
         return KINDS[2]
+    if family.merge_tensors:
+        return KINDS[3]
     return KINDS[1] if family.experts else KINDS[0]
 
 

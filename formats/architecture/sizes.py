@@ -25,6 +25,8 @@ _NUMBERS = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     *("laurel_rank", "altup_num_inputs"),
     *("index_n_heads", "index_head_dim"),
+    *("o_lora_rank", "o_groups", "num_experts_per_tok", "hc_mult"),
+    *("compress_rate_csa", "compress_rate_hca"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -147,6 +149,22 @@ def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     }
 
 
+def _compressed_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the sizes of compressed attention and of hyper-connections (DeepSeek-V4)."""
+    q, groups, streams = sizes["q"], sizes["o_groups"], sizes["hc_mult"]
+    return {
+        "all_q": q,  # of all ranks
+        "all_heads": sizes["num_attention_heads"],
+        "q_of_group": q // groups if q and groups else None,  # heads' results of one group
+        "o_latents": _product(sizes, "o_groups", "o_lora_rank"),
+        "two_heads": sizes["head_dim"] and 2 * sizes["head_dim"],
+        "two_index_heads": sizes["index_head_dim"] and 2 * sizes["index_head_dim"],
+        "hc_width": _product(sizes, "hc_mult", "hidden_size"),
+        "hc_mixes": streams and (2 + streams) * streams,
+        "hc_scales": 3,
+    }
+
+
 def _sizes_by_kind(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return the attention sizes of layers with and without a window: "local" and "global".
 
@@ -226,6 +244,7 @@ def named_sizes(
     # groups of heads of a norm; one group: its sum is over all heads
     groups = config.get("group_norm_size")
     found["norm_groups"] = groups if is_size(groups) and groups > 1 else heads
+    found |= _compressed_sizes(found)
     found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

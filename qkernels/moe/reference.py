@@ -19,9 +19,7 @@ from qkernels.moe.experts import (
     shape_of,
     spec_of,
 )
-from qkernels.moe.routing import GEGLU, SILU, Glu, Routes, Routing
-
-TINY = 1e-20  # added to a sum of routing weights, as in the models' own code
+from qkernels.moe.routing import GEGLU, SILU, TINY, Glu, Routes, Routing
 
 
 def route(
@@ -36,6 +34,8 @@ def route(
         scores_ME = scores_ME.softmax(-1)
     elif routing.scores == "sigmoid":
         scores_ME = scores_ME.sigmoid()
+    elif routing.scores == "sqrtsoftplus":
+        scores_ME = F.softplus(scores_ME).sqrt()
     choice_ME = scores_ME if correction_E is None else scores_ME + correction_E
     if routing.top_groups < routing.num_groups:
         choice_MGS = choice_ME.unflatten(1, (routing.num_groups, -1))

@@ -294,6 +294,15 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def _sqrt_softplus(x):
+    """Return sqrt(log(1 + exp(x))). Small exponentials use a series: 1 + u would round them off."""
+    u = tl.exp(tl.minimum(x, 20.0))
+    series = u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4)))
+    y = tl.where(x > 20.0, x, tl.where(u < 0.03, series, tl.log(1 + u)))
+    return tl.sqrt(y)
+
+
+@triton.jit
 def _sparsemixer(logits, ids, chosen_logits, mask, e, j, RULE: tl.constexpr):
     """Return routing weights [SLOTS].
 
@@ -346,6 +355,8 @@ def choose_experts(
         scores = exps * (1 / tl.sum(exps))
     elif RULE.scores == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
+    elif RULE.scores == "sqrtsoftplus":
+        scores = _sqrt_softplus(logits)
     else:
         scores = logits
     choice = scores

@@ -57,6 +57,7 @@ class EngineParts:
         max_model_len = pick_length(config, model)
         model.check_length(max_model_len)
         state_limits.check_states(config, model)
+        state_limits.check_compressed(config, model)
         check_fallback(config, model)
         check_invariance(config, model)
         state_limits.check_latents(config, model, max_model_len)

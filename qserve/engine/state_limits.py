@@ -146,6 +146,43 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
         )
 
 
+COMPRESSED_LIMITS = (
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "stages do not send its streams of hidden states, nor token ids",
+    ),
+    Limit(
+        "--prefill-context-parallel-size",
+        lambda config: config.prefill_context_parallel_size > 1,
+        "a window of tokens may be on two ranks",
+    ),
+    Limit(
+        "--enable-lora",
+        lambda config: config.enable_lora,
+        "adapters of its linears are not implemented",
+    ),
+    Limit(
+        "--speculative-config",
+        lambda config: (
+            config.speculation is not None and config.speculation.method not in ("ngram", "suffix")
+        ),
+        "only drafts of ngram and suffix are implemented, which read no hidden states",
+    ),
+    Limit(
+        "--batch-invariant",
+        lambda config: config.batch_invariant,
+        "plain torch computes its attention, in an order that depends on the rows",
+    ),
+)
+
+
+def check_compressed(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for a setting that does not work with compressed attention and streams."""
+    if model.family.merge_tensors:
+        check_limits(COMPRESSED_LIMITS, config, model.family.architecture)
+
+
 def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for LoRA if a fused product of the model has too many linears for it."""
     family = model.family

@@ -10,6 +10,7 @@ import torch
 
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.classifier import Classifier, RankerHead
+from qserve.model.blocks.compressed.hyper import HyperStreams
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.gemma.altup import Streams
 from qserve.model.blocks.gemma.layer_inputs import LayerInputs
@@ -56,8 +57,9 @@ class Decoder(torch.nn.Module):
         self._sum = Norm(None, 0.0)
         self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
         self.logits_cap = logits_cap
-        self.streams: Streams | None = None  # for Gemma 3n; set by its builder
-        self.no_graphs = ""  # reason why steps cannot run in CUDA graphs; set by fallback/
+        self.streams: Streams | HyperStreams | None = None  # set by the builders of such families
+        self.reads_tokens = False  # layers read token ids; set by the builders of such families
+        self.no_graphs = ""  # reason why steps cannot run in CUDA graphs; set by builders
         self.classifier: Classifier | RankerHead | None = None  # set by the loader
         # name of a sharded linear -> this rank's shard; set by the loader
         self.parts: Mapping[str, LinearPart] = {}
@@ -205,6 +207,8 @@ class Decoder(torch.nn.Module):
         inputs_TLP = None
         if self.layer_inputs is not None:
             inputs_TLP = self.layer_inputs(token_ids_T, x_TC, step.positions_T)
+        if self.reads_tokens:
+            step = replace(step, token_ids_T=token_ids_T)
         if self.streams is not None:
             x_TC = self.streams.split(x_TC)
         added = () if step.embeds is None else step.embeds.added_MC

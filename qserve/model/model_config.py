@@ -327,7 +327,8 @@ def _ropes(
         else:
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
-        parameters = by_type.get(config.layer_types[number]) if by_type else stated
+        kind = config.layer_types[number] if by_type else ""
+        parameters = by_type.get(family.rope_keys.get(kind, kind)) if by_type else stated
         if parameters is None:  # a layer without attention
             ropes.append(None)
             continue

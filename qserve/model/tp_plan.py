@@ -324,7 +324,8 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
             f"does not work with {config.family.architecture}, which has other experts for images",
             "remove the flag: --tensor-parallel-size alone shards each matrix",
         )
-    if settings.shares_experts and config.family.experts.latent:
+    row = config.family.experts
+    if settings.shares_experts and (row.latent or row.routing.table):
         raise InputError(
             "--enable-expert-parallel",
             f"does not share experts of {config.family.architecture} between engines",

@@ -107,6 +107,44 @@ def test_parameters_of_published_gemma_4(name):
     assert sum(counts.values()) == pytest.approx(stated, rel=0.01)
 
 
+DEEPSEEK_V4 = {
+    "Flash": (
+        284e9,
+        {
+            **{"hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64},
+            **{"moe_intermediate_size": 2048, "n_routed_experts": 256, "q_lora_rank": 1024},
+            **{"o_groups": 8, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]},
+        },
+    ),
+    "Pro": (
+        1.6e12,
+        {
+            **{"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128},
+            **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "q_lora_rank": 1536},
+            **{"o_groups": 16, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0]},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK_V4)
+def test_parameters_of_published_deepseek_v4(name):
+    """The number is stated with the model, without the MTP layer's; that of Pro is rounded."""
+    stated, different = DEEPSEEK_V4[name]
+    family = FAMILIES["DeepseekV4ForCausalLM"]
+    config = usual_config(
+        {"architectures": [family.architecture], "model_type": family.model_type} | different
+    )
+    sizes = family.sizes({**config, "vocab_size": 129280})
+    shapes = family.tensors(config)
+    count = sum(
+        math.prod(size(names, sizes) for names in shape)
+        for tensor, shape in shapes.items()
+        if not tensor.endswith("tid2eid")
+    )
+    assert count == pytest.approx(stated, rel=0.005 if name == "Flash" else 0.02)
+
+
 # Text models that exist only with a vision tower -> their tiny models (tests/tiny_vision)
 ONLY_WITH_IMAGES = {"Ernie4_5_VLMoeForCausalLM": "ernie_vl"}
 
@@ -125,6 +163,7 @@ def test_what_other_modules_make_of_the_rows():
         ("q_proj", "k_proj", "v_proj"): "qkv_proj",
         ("gate_proj", "up_proj"): "gate_up_proj",
         ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
+        ("wq_a", "wkv"): "fused_wqa_wkv",
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
         ("qkv_proj", "output_gate"): "qkv_gate_proj",
@@ -177,6 +216,9 @@ def test_what_reads_split_outputs_is_split_by_inputs(family):
     inputs = family.layer_inputs  # of families that are not divided
     apart = (*family.latent, *((inputs.gate, inputs.projection) if inputs else ()))
     apart = (*apart, family.head_gates)  # of families that are not divided
+    if family.query_up is not None:  # every rank computes attention of all heads
+        apart = (*apart, family.qkv, family.query_up, family.o)
+        assert {each.split for each in (family.qkv, family.query_up, family.o)} == {"outputs"}
     others = [each for each in family.projections(num_experts=1) if each not in apart]
     first, second = others[0::2], others[1::2]
     assert {projection.split for projection in first} == {"outputs"}

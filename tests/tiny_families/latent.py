@@ -14,6 +14,22 @@ YARN = {
 }
 # no context of the tests is longer than what a query selects
 INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
+COMPRESSED = {
+    **{"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 96, "intermediate_size": 32},
+    **{"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    **{"o_groups": 2, "o_lora_rank": 32, "partial_rotary_factor": 0.5, "sliding_window": 7},
+    # so many heads that no two entries have the score 0
+    **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": 3, "swiglu_limit": 1.5},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"beta_fast": 32.0, "beta_slow": 1.0},
+    },
+}
 FAMILIES = {
     # queries of their own, one group
     "deepseek_v2": (
@@ -39,6 +55,8 @@ FAMILIES = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    # each type of attention; windows end within pages of 16 and 8 tokens, and go over their ends
+    "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         {**LATENT, "q_lora_rank": 96, "n_group": 1, "topk_group": 1, "pad_token_id": 0},

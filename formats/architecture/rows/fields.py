@@ -39,6 +39,8 @@ class FamilyFields:
     # (rows/latent_parts.py). Queries and values have different widths; the sizes "q" and "kv" are
     # those of values.
     latent: tuple[Projection, ...] = ()
+    # Linear from query latents to queries, between qkv and o, if keys and values have no latents.
+    query_up: Projection | None = None
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
@@ -57,6 +59,11 @@ class FamilyFields:
     # Tensors of a layer with learned numbers of the activation or of other blocks, by the name
     # that the block uses.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
+    # Tensors of the layers of one type (`layer_types`) that stay in float, by name below the layer.
+    kind_tensors: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
+    # Tensors outside of layers that merge the streams of hidden states, by the name that the block
+    # uses; empty: no hyper-connections.
+    merge_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_factor_key: str = ""  # key of config.json: factor of the values
     # Tensors of a layer, by the name that attention uses: weights of norms of queries and keys, if
     # each head has its own.
@@ -108,6 +115,8 @@ class FamilyFields:
     rope: Literal[
         "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
     ] = "all"
+    # type of layer -> key of its rotation in rope_parameters, if they differ
+    rope_keys: Mapping[str, str] = field(default_factory=dict)
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, with theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half

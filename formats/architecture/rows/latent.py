@@ -1,5 +1,6 @@
 """Rows of families with latent attention."""
 
+from formats.architecture.rows.deepseek_v4 import DEEPSEEK_V4
 from formats.architecture.rows.latent_parts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -21,6 +22,7 @@ LATENT = (
         **DEEPSEEK_V3,
     ),
     family_row("DeepseekV32ForCausalLM", "DeepSeek-V3.2", "deepseek_v32", **DEEPSEEK_V32),
+    family_row("DeepseekV4ForCausalLM", "DeepSeek-V4", "deepseek_v4", **DEEPSEEK_V4),
     family_row("GlmMoeDsaForCausalLM", "GLM-5", "glm_moe_dsa", **GLM_5),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
     family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),

@@ -52,7 +52,7 @@ def _norms(latents: Projection, feed_forward: str = "mlp") -> tuple[Norm, ...]:
 
 
 LATENT: dict[str, Any] = {
-    "builder": "deepseek",
+    "builder": "latent.deepseek",
     "qkv": LATENTS,
     "latent": (QUERIES, KEYS_VALUES),
     "o": O_PROJ,

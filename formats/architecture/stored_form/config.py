@@ -8,6 +8,7 @@ from formats.architecture.rows.step import step_keys
 from formats.architecture.rows.uneven import laguna_heads
 from formats.architecture.stored_form import (
     classics,
+    deepseek_v4,
     gemma,
     hybrids,
     latent,
@@ -67,6 +68,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": latent.query_rank(1536),
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),
+    "deepseek_v4": deepseek_v4.keys,
     "glm_moe_dsa": latent.selecting(2048, 32),
     "olmo_hybrid": hybrids.olmo_hybrid,
     "kimi_linear": hybrids.kimi_linear,

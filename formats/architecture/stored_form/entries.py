@@ -9,6 +9,7 @@ import torch
 
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import Family
+from formats.architecture.stored_form import deepseek_v4, float_blocks
 from formats.architecture.stored_form.fused_qkv import with_queries_apart
 from formats.architecture.stored_form.joined_rows import with_stated_rows
 from formats.architecture.stored_form.normalized_head import with_normalized_head
@@ -44,6 +45,9 @@ def usual_entries(
     masks = tuple(f".{name}" for name in family.masks)
     if masks:
         entries = {n: entry for n, entry in entries.items() if not n.endswith(masks)}
+    if family.model_type == "deepseek_v4":
+        entries = {deepseek_v4.published(name): entry for name, entry in entries.items()}
+        entries = float_blocks.in_groups(config, entries)
     if family.other_names:
         entries = {_usual_name(family, name): entry for name, entry in entries.items()}
     prefix = family.left_out_prefix

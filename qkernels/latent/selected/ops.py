@@ -49,9 +49,14 @@ def select_keys(
     step: AttentionStep,
     *,
     most: int,
+    last_T: torch.Tensor | None = None,
+    num_keys: int | None = None,
     kernel: str | None = None,
 ) -> SelectedKeys:
     """Return the keys with the `most` highest scores for each row, among those up to its position.
+
+    `last_T`: number of the last key that each row sees, int32, -1: none, and `num_keys`: keys of
+    the longest request; None: each token has a key.
 
     score = sum over heads of weights * relu(q k), in float32. A row with at most that many keys
     sees all of them. `kernel` requests a row of index_scores, or forbids some with a leading minus.
@@ -63,7 +68,8 @@ def select_keys(
     check_tensor(f"{op} keys", keys_PBD, (None, None, D), (q_TID.dtype,), q_TID)
     if not keys_PBD.is_contiguous():
         raise KernelError(f"{op} keys", f"expected contiguous, found {keys_PBD.stride()}")
-    page_size, K = keys_PBD.shape[1], step.max_context_len
+    page_size = keys_PBD.shape[1]
+    K = step.max_context_len if num_keys is None else num_keys
     num_pages = step.block_tables_RX.shape[1]
     if num_pages * page_size < K:
         raise KernelError(
@@ -72,7 +78,8 @@ def select_keys(
     score = dispatch.implementation(
         rows.INDEX_SCORES, device=q_TID.device.type, dtype=q_TID.dtype, requested=kernel
     )
-    requests_T, last_T = rows_and_positions(step, T)
+    requests_T, positions_T = rows_and_positions(step, T)
+    last_T = positions_T if last_T is None else last_T
     found = []
     for start in range(0, max(T, 1), rows_of_block(K)):
         some = slice(start, start + rows_of_block(K))

@@ -72,6 +72,7 @@ class StepInputs(AttentionStep):
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
+    token_ids_T: torch.Tensor | None = None  # set for decoders whose layers read it
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
     # int32: number of rows before the step that the states do not include yet; None: 0
     lacking_R: torch.Tensor | None = None

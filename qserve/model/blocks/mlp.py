@@ -36,14 +36,16 @@ class Mlp(torch.nn.Module):
         gated: bool = True,
         gate_factor: float = 1.0,
         limit: float | None = None,
+        limits_gates: bool = False,
     ) -> None:
         """`activation`: a key of ACTIVATIONS. `gate_factor`: multiplies the activation's input.
 
-        `limit`: clamps the activation's result (ActSpec).
+        `limit`: clamps the activation's result (ActSpec); with `limits_gates`, its input.
         """
         super().__init__()
-        self.gate_factor = gate_factor
-        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated, limit=limit)
+        self.gate_factor, self.gate_limit = gate_factor, limit if limits_gates else None
+        after = None if limits_gates else limit
+        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated, limit=after)
         self.up_proj = up_proj
         self.down_proj = down_proj
 
@@ -62,5 +64,9 @@ class Mlp(torch.nn.Module):
         if self.gate_factor != 1:
             hidden_TI = reduced(hidden_TI)
             hidden_TI[:, : hidden_TI.shape[1] // 2] *= self.gate_factor
+        if self.gate_limit is not None:
+            gate, up = reduced(hidden_TI).chunk(2, dim=-1)
+            limits = -self.gate_limit, self.gate_limit
+            hidden_TI = torch.cat([gate.clamp(max=limits[1]), up.clamp(*limits)], -1)
         down = self.down_proj.plan(hidden_TI.shape[0], "norm")
         return self.down_proj(ops.activate(hidden_TI, self.activation, down.input), down)

@@ -6,10 +6,11 @@ T: tokens of the step. C: hidden size. E: experts.
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional
 
 from qkernels import ops
 from qkernels.moe.experts import PreparedExperts
-from qkernels.moe.routing import Routes, Routing
+from qkernels.moe.routing import TINY, Routes, Routing
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.linear import (
@@ -72,6 +73,35 @@ class Router(torch.nn.Module):
         return Routes(numbers_E[ids_Mk], weights_Mk)
 
 
+class TableRouter(torch.nn.Module):
+    """Router whose table has the experts of each token. Scores weigh them (sqrtsoftplus).
+
+    As in Router, the product runs in the dtype of its weight.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        weight_EC: torch.Tensor,
+        table_Vk: torch.Tensor,  # int32
+    ) -> None:
+        super().__init__()
+        self.routing = routing
+        self.register_buffer("weight", weight_EC)
+        self.register_buffer("table", table_Vk)
+
+    def forward(
+        self, x_TC: torch.Tensor, numbers_E: torch.Tensor | None, token_ids_T: torch.Tensor
+    ) -> Routes:
+        """Route tokens. Arguments are those of Router.forward."""
+        logits_TE = functional.linear(x_TC.to(self.weight.dtype), self.weight)
+        ids_Tk = self.table[token_ids_T.long().clamp(0, len(self.table) - 1)]
+        scores_Tk = functional.softplus(logits_TE.float()).sqrt().gather(1, ids_Tk.long())
+        weights_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + TINY)
+        ids_Tk = ids_Tk if numbers_E is None else numbers_E[ids_Tk.long()]
+        return Routes(ids_Tk, weights_Tk * self.routing.factor)
+
+
 class SharedExpert(torch.nn.Module):
     """Expert that runs for every token. If it has a gate, sigmoid(gate(x)) scales its output."""
 
@@ -104,7 +134,7 @@ class MoeMlp(torch.nn.Module):
     def __init__(
         self,
         *,
-        router: Router,
+        router: Router | TableRouter,
         experts: PreparedExperts,
         shared: SharedExpert | None = None,
         # ranks that hold shards of each expert, or some of the experts
@@ -138,15 +168,23 @@ class MoeMlp(torch.nn.Module):
         return FLOAT_PLAN
 
     def forward(
-        self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
+        self,
+        x_TC: LinearInput,
+        plan: LinearPlan,
+        routed_TC: torch.Tensor | None = None,
+        token_ids_T: torch.Tensor | None = None,
     ) -> LinearOutput | RankPartial:
         """Return the block's result, the input of the next norm.
 
-        `routed_TC`: input of the router; None: x.
+        `routed_TC`: input of the router; None: x. `token_ids_T`: for a router with a table.
         """
         if self.exchange is not None:
             return self._exchanged(x_TC)
-        routes = self.router(x_TC if routed_TC is None else routed_TC, self.numbers)
+        routed_TC = x_TC if routed_TC is None else routed_TC
+        if isinstance(self.router, TableRouter):
+            routes = self.router(routed_TC, self.numbers, token_ids_T)
+        else:
+            routes = self.router(routed_TC, self.numbers)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
             x_TC = x_TC * routes.weights_Mk.to(x_TC.dtype)

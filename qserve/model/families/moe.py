@@ -79,5 +79,6 @@ def _build_shared(config: ModelConfig, weights: LayerWeights) -> SharedExpert:
         activation=config.activation,
         gated=experts.gated,
         limit=config.limit(config.family.limits_key, weights.number),
+        limits_gates=experts.limits_gates,
     )
     return SharedExpert(mlp, weights.shared_gate())

@@ -49,6 +49,8 @@ class DummySource:
                 return torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=self.device)
             sizes = {"device": self.device, "generator": self._generator}
             return torch.randint(0, 256, shape, dtype=torch.uint8, **sizes)
+        if integers:  # a table of experts: different ones for a token
+            return torch.arange(shape[-1], device=self.device).expand(shape).clone()
         if "norm" in name and not name.endswith(".bias"):
             return torch.ones(shape, device=self.device)
         noise = torch.empty(shape, dtype=torch.bfloat16, device=self.device)

@@ -73,7 +73,7 @@ def glu_of(
         alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
         return Glu(alpha=alpha, offset=1.0, limit=limit)
     if limit is not None:
-        return Glu(limit=limit, cut_after=True)
+        return Glu(limit=limit, cut_after=not experts.limits_gates)
     return _GLUS[activation] if experts.gated else RELU2
 
 

@@ -14,12 +14,13 @@ from formats.architecture.columns import ATTENTION
 from formats.architecture.experts import MEDIA_ROUTER
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
-from formats.errors import InputError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_rows
 from formats.numerics.alibi import alibi_slopes
 from qkernels import ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.routing import Routing
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.latent.indexer import Indexer
@@ -29,7 +30,7 @@ from qserve.model.blocks.linear import (
     Linear,
     RowParallel,
 )
-from qserve.model.blocks.moe import Router
+from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import expert_weights, routing_of
 from qserve.model.loading.latent_weights import absorbed, indexer
@@ -275,13 +276,16 @@ class LayerWeights:
         config = self._weights.config.values
         return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
 
-    def router(self) -> Router:
+    def router(self) -> Router | TableRouter:
         """Return the router of the layer's experts."""
         experts, config = self._family.experts, self._weights.config.values
         rule, routing = experts.routing, routing_of(experts, config)
         E = routing.num_experts
         name = f"{self._prefix}.{experts.router}"
         shape = (E, self._weights.config.hidden_size)
+        if experts.has_table(self.number, config):
+            table = f"{self._prefix}.{experts.module}.{rule.table}"
+            return self._table_router(f"{name}.weight", shape, table, routing)
         correction = None
         if rule.correction:
             stored = f"{self._prefix}.{experts.module}.{rule.correction}"
@@ -298,6 +302,24 @@ class LayerWeights:
             self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
             fixed_order=self.kernels.get("experts") == FIXED_ORDER,
         )
+
+    def _table_router(
+        self, name: str, shape: tuple[int, int], table: str, routing: Routing
+    ) -> TableRouter:
+        """Return a router by a table. Raises CheckpointError for experts that do not exist."""
+        weights = self._weights
+        sizes = weights.config.vocab_size, routing.top_k
+        stored_Vk = weights.source.tensor(table, sizes, integers=True)
+        if stored_Vk.is_floating_point() or not (
+            int(stored_Vk.min()) >= 0 and int(stored_Vk.max()) < routing.num_experts
+        ):
+            raise CheckpointError(
+                table,
+                f"expected integers from 0 to {routing.num_experts - 1}, numbers of experts",
+                "copy it from the float model",
+            )
+        table_Vk = stored_Vk.to(weights.device, torch.int32)
+        return TableRouter(routing, weights.tensor(name, shape), table_Vk)
 
     def media_routers(self) -> tuple[Router, Router]:
         """Return the routers of experts for text and of those for tokens of media."""
@@ -324,8 +346,7 @@ class LayerWeights:
         return Norm(scale_C, self._weights.config.norm_eps)
 
     def _float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        stored = self._weights.source.tensor(f"{self._prefix}.{name}", shape)
-        return stored.to(self._weights.device, torch.float32)
+        return self._dequantized(name, shape).to(self._weights.device, torch.float32)
 
     def shared_gate(self) -> FloatLinear | None:
         """Return the gate of the layer's shared expert, or None."""
@@ -389,6 +410,21 @@ class LayerWeights:
             key: self._float32(name, weights.shape(shape))
             for key, (name, shape) in self._family.activation_tensors.items()
         }
+
+    def kind_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a float tensor that layers of this layer's type have. `dtype`: None: usual."""
+        weights = self._weights
+        shapes = self._family.tensors_of_kind(weights.config.values, self.number)
+        stored = self._dequantized(name, weights.shape(shapes[name]))
+        return stored.to(weights.device, dtype or weights.dtype)
+
+    def _dequantized(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as floats, also if the file has it quantized."""
+        source, full = self._weights.source, f"{self._prefix}.{name}"
+        module = full.removesuffix(".weight")
+        if module != full and source.is_quantized(module):
+            return source.weight(module, shape).dequantize()
+        return source.tensor(full, shape)
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """Return attention sinks (an extra score per head) as an argument; {} without sinks."""

@@ -175,6 +175,13 @@ class Weights:
         matrices = [self.tensor(f"{name}.weight", shape) for name in names]
         return Streams(matrices[: len(matrices) // 2], matrices[len(matrices) // 2 :])
 
+    def merge_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that merge streams, in float32, by the block's names."""
+        return {
+            key: self.source.tensor(name, self.shape(shape)).to(self.device, torch.float32)
+            for key, (name, shape) in self.family.merge_tensors.items()
+        }
+
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
         """Return the LM head: a separate matrix, or the embedding table."""
         name = self.family.head.removesuffix(".weight")

@@ -30,6 +30,9 @@ ROUTINGS = {
         factor=2.5,
     ),
     "phi": Routing(num_experts=16, top_k=2, scores="sparsemixer", jitter=0.13, rounded=True),
+    "deepseek-v4": Routing(
+        num_experts=12, top_k=3, scores="sqrtsoftplus", normalized=True, factor=1.5
+    ),
     "all": Routing(num_experts=5, top_k=5),
 }
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
@@ -46,7 +49,7 @@ def test_route(device, half, poison, assert_close, name, ties):
         logits = logits.round() / 4
     logits = logits.to(device, half)
     correction = None
-    if name == "glm":
+    if name in ("glm", "deepseek-v4"):
         correction = torch.randn(routing.num_experts, generator=generator).to(device)
     got = ops.route(logits, routing, correction) if device.type == "cuda" else None
     if got is None:
@@ -58,6 +61,18 @@ def test_route(device, half, poison, assert_close, name, ties):
     assert_close(
         "shares", want.weights_Mk, got.weights_Mk, 1e-3 * COARSER[half] if routing.rounded else 1e-5
     )
+
+
+def test_scores_of_small_and_large_logits(device):
+    """1 + exp(x) rounds small exponentials off, and overflows for large ones."""
+    from qkernels.moe.triton_route import route
+
+    logits = torch.tensor([[-40.0, -17.0, -9.0, -3.6, -3.4, 0.0, 2.0, 19.5, 20.5, 120.0]])
+    routing = Routing(num_experts=10, top_k=10, scores="sqrtsoftplus")
+    got = route(logits.to(device), routing)
+    want = torch.log1p(logits.double().exp()).sqrt().flip(1)
+    assert got.ids_Mk.tolist() == [list(range(9, -1, -1))]
+    torch.testing.assert_close(got.weights_Mk.cpu().double(), want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

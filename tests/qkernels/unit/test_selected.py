@@ -1,5 +1,7 @@
 """Selection of keys by an indexer, and attention over them, in plain torch against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,24 @@ def test_rows_of_no_request_see_one_key():
     weights_TI = torch.cat([case.weights_TI, case.weights_TI])
     found = ops.select_keys(q_TID, weights_TI, case.keys_PBD, case.step, most=4)
     assert found.counts_T.tolist() == [4] * 3 + [1] * 3 and not found.slots_TS[3:].any()
+
+
+def test_rows_see_as_many_keys_as_stated():
+    """Keys of windows are fewer than tokens, and a row may see none."""
+    case = selected_case((3, 2), (5, 11), **SIZES, dtype=torch.float32)
+    last_T = torch.tensor([-1, 0, 4, 6, 10], dtype=torch.int32)
+    step = replace(case.step, max_context_len=44)  # tokens, 4 to a key
+    found = ops.select_keys(
+        case.q_TID, case.weights_TI, case.keys_PBD, step, most=4, last_T=last_T, num_keys=11
+    )
+    requests = (0, 0, 0, 1, 1)
+    for row, (request, last) in enumerate(zip(requests, last_T.tolist(), strict=True)):
+        whole = case.slots(request, torch.arange(last + 1))
+        keys = case.keys_PBD.flatten(0, 1)[whole].double()
+        scores = case.weights_TI[row].double() @ (case.q_TID[row].double() @ keys.T).relu()
+        best = scores.sort(descending=True, stable=True).indices[:4].sort().values
+        assert found.slots_TS[row, : len(best)].tolist() == [whole[i] for i in best]
+        assert not found.slots_TS[row, len(best) :].any()
 
 
 def test_keys_go_to_their_slots(dtype):

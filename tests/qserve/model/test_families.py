@@ -83,10 +83,10 @@ class Recorder(DummySource):
         super().__init__(*args)
         self.asked = {}
 
-    def tensor(self, name, shape, rows=None):
+    def tensor(self, name, shape, rows=None, **options):
         assert name not in self.asked, f"{name} is read twice"
         self.asked[name] = shape
-        return super().tensor(name, shape, rows)
+        return super().tensor(name, shape, rows, **options)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -23,7 +23,7 @@ NEW = [
     *("opt", "cohere", "cohere2", "starcoder2", "nemotron"),
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe_lite"),
     *("granite_moe", "bloom", "mpt", "llama4", "gemma4", "muse_glimmer"),
 ]
 # in the usual run only their logits

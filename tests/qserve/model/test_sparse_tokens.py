@@ -19,7 +19,7 @@ from formats.scheme import Scheme
 from qkernels import QuantLinear, ops
 from qkernels.latent.selected import select
 from qserve.llm import LLM
-from qserve.model.families import deepseek
+from qserve.model.families.latent import deepseek
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig

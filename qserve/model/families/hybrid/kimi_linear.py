@@ -9,7 +9,8 @@ import torch
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.states.kimi_delta import KimiDelta, KimiShape
 from qserve.model.decoder import Decoder
-from qserve.model.families import deepseek, llama, moe
+from qserve.model.families import llama, moe
+from qserve.model.families.latent import deepseek
 from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig

@@ -10,7 +10,8 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.blocks.states.lightning import LightningAttention
 from qserve.model.decoder import Decoder
-from qserve.model.families import deepseek, llama, moe
+from qserve.model.families import llama, moe
+from qserve.model.families.latent import deepseek
 from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig

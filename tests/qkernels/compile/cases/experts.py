@@ -27,6 +27,7 @@ IN_GROUPS = Routing(
     top_groups=4,
     group_score="top2",
 )
+BY_SQRT_SOFTPLUS = Routing(num_experts=256, top_k=6, scores="sqrtsoftplus", normalized=True)
 BY_SPARSEMIXER = Routing(num_experts=16, top_k=2, scores="sparsemixer", jitter=0.01)
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=7.0)
 
@@ -202,5 +203,6 @@ EXPERTS: dict[str, Case] = {
     "experts bf16 M=1024": Case(run=lambda: experts(1024, GPT_OSS, None), product="wgmma"),
     "route": Case(run=lambda: route(Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: route(IN_GROUPS), quick=SM90),
+    "route by sqrtsoftplus": Case(run=lambda: route(BY_SQRT_SOFTPLUS)),
     "route by sparsemixer": Case(run=lambda: route(BY_SPARSEMIXER)),
 }

@@ -1,0 +1,1 @@
+"""Compressed attention and hyper-connections (DeepSeek-V4)."""
