@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, ActKind] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "swiglu_oai": "swiglu_oai",
 }
 
 
@@ -36,14 +37,16 @@ class Mlp(torch.nn.Module):
         gated: bool = True,
         gate_factor: float = 1.0,
         limit: float | None = None,
+        alpha: float = 1.0,
     ) -> None:
         """`activation`: a key of ACTIVATIONS. `gate_factor`: multiplies the activation's input.
 
-        `limit`: clamps the activation's result (ActSpec).
+        `limit`: clamps the activation (ActSpec). `alpha`: number of "swiglu_oai".
         """
         super().__init__()
         self.gate_factor = gate_factor
-        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated, limit=limit)
+        kind = ACTIVATIONS[activation]
+        self.activation = ops.ActSpec(kind=kind, gated=gated, limit=limit, alpha=alpha)
         self.up_proj = up_proj
         self.down_proj = down_proj
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from qkernels import ops
+from qkernels.attention.selected import reference as block_reference
+from qkernels.attention.selected import triton_scores as block_kernel
+from qkernels.attention.selected.order import rows_and_positions
 from qkernels.latent.selected import triton_scores
 from qkernels.latent.selected.cache import SelectedKeys
-from qkernels.latent.selected.select import rows_and_positions
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.selected_case import selected_case
 
@@ -59,3 +61,21 @@ def test_attention_over_selected_slots(S, codes, dtype, device, assert_close, to
         for kernel in ("triton", "reference")
     ]
     assert_close("out", found[1].double().cpu(), found[0], tolerance(dtype))
+
+
+@pytest.mark.parametrize("heads, D, B, size", [(4, 32, 16, 128), (3, 24, 8, 16), (2, 128, 16, 32)])
+@pytest.mark.parametrize("name", STEPS)
+def test_scores_of_blocks(name, heads, D, B, size, dtype, device, assert_close, tolerance):
+    """As the reference; blocks that a row does not see have minus infinity."""
+    counts, lengths = STEPS[name]
+    case = selected_case(counts, lengths, heads=heads, D=D, B=B, dtype=dtype, device=device)
+    requests_T, last_T = rows_and_positions(case.step, sum(counts))
+    rows = (case.keys_PBD, case.step.block_tables_RX, requests_T, last_T)
+    sizes = {"num_keys": max(lengths), "block_size": size}
+    got = block_kernel.block_scores(case.q_TID, *rows, **sizes)
+    want = block_reference.block_scores(case.q_TID, *rows, **sizes)
+    unseen = torch.arange(want.shape[2], device=device) * size > last_T[:, None, None]
+    assert torch.equal(got == -torch.inf, unseen.expand_as(got))
+    assert_close(
+        "scores", want[want > -torch.inf].double(), got[got > -torch.inf], tolerance(dtype)
+    )

@@ -39,7 +39,6 @@ RUN = {
     "persimmon": {},
     # sinks
     "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "minimax_m3_vl_text": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "modernbert-decoder": {},
     # keys wider than values
     "axk1": {
