@@ -18,6 +18,7 @@ Plain torch implementations may wait: those of attention, experts, adapters and 
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
+from qkernels.attention.selected.ops import block_attention, select_blocks
 from qkernels.causal_conv.ops import causal_conv_, lacking_rows_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
@@ -58,6 +59,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_norm",
     "apply_rope",
+    "block_attention",
     "causal_conv_",
     "channel_scan_",
     "delta_rule_",
@@ -90,6 +92,7 @@ __all__ = [
     "rope_write_kv_",
     "rope_write_latents_",
     "sample_",
+    "select_blocks",
     "select_keys",
     "selected_latent_attention",
     "selective_scan_",

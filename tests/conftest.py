@@ -259,6 +259,10 @@ def _register(config_class: str) -> None:
         from tests import step_for_causal_lm
 
         step_for_causal_lm.register()
+    if config_class == "MiniMaxM3VLTextConfig":
+        from tests import minimax_m3_for_causal_lm
+
+        minimax_m3_for_causal_lm.register()
     if config_class == "MuseGlimmerTextConfig":
         from tests import muse_for_causal_lm
 
@@ -284,6 +288,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             # Some families' norms multiply by 1 + weight.
             adds_one = config_class.startswith(
                 ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC", "Step3p7", "Muse")
+                + ("MiniMaxM3",)
             )
             adds_one &= not config_class.startswith(("Gemma4", "Gemma3n"))
             is_norm = "norm" in name and "bias" not in name
@@ -334,6 +339,10 @@ OWN_NAMES = {
         ".share_expert.": ".mlp.shared_experts.",
     },
     "phimoe": {".block_sparse_moe.gate.": ".mlp.router."},
+    "minimax_m3_vl_text": {
+        ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+        ".self_attn.index_": ".self_attn.indexer.",
+    },
 }
 # model_type -> what its modules call `mlp`
 MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoe_swa"), "block_sparse_moe")
@@ -395,6 +404,17 @@ def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return rest
 
 
+def with_merged_gates(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Feed-forwards with one matrix for gate and up."""
+    gate, both = ".gate_proj.weight", ".gate_up_proj.weight"
+    found = {name: x for name, x in state.items() if not name.endswith((gate, ".up_proj.weight"))}
+    for name in state:
+        if name.endswith(gate):
+            up = state[name.replace(gate, ".up_proj.weight")]
+            found[name.replace(gate, both)] = torch.cat([state[name], up])
+    return found
+
+
 @pytest.fixture(scope="session")
 def transformers_model():
     """folder -> transformers' model in float32, with quantized linears dequantized."""
@@ -426,6 +446,8 @@ def transformers_model():
         own = MLP_NAMES.get(reader.config["model_type"], "mlp")
         state = {name.replace(f".{own}.", ".mlp."): tensor for name, tensor in state.items()}
         state = with_stacked_experts(state)
+        if kind == "minimax_m3_vl_text":
+            state = with_merged_gates(state)
         if own == "feed_forward":  # [experts, inputs, outputs]
             state = {name: x.mT if ".experts." in name else x for name, x in state.items()}
         state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}

@@ -61,7 +61,7 @@ OPERATIONS = {
     "latent": {
         *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
         *("attention.config", "attention.triton_paged", "rowwise.arithmetic_triton"),
-        "attention.sm90_decode_8bit",
+        *("attention.sm90_decode_8bit", "attention.selected.order"),
         *("rowwise.reference", "rowwise.spec", "attention.fixed_order.merge_segments"),
     },
     "rowwise": set(),

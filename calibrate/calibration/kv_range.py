@@ -7,6 +7,7 @@ Legend: B batch, J KV heads, S tokens, D head size.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,8 +25,20 @@ class KvScales:
     v_scale: torch.Tensor
 
 
+class IndexKeys:
+    """Layers of a cache replacement, which keep an indexer's keys as they are (MiniMax-M3)."""
+
+    def __getitem__(self, layer: int) -> "IndexKeys":
+        return self
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys
+
+
 class KvRange:
     """Cache replacement that records the largest magnitudes and returns its arguments unchanged."""
+
+    layers = IndexKeys()
 
     def __init__(self, per_head: bool = False) -> None:
         self.per_head = per_head
@@ -61,6 +74,8 @@ class KvRange:
 @dataclass(frozen=True, slots=True)
 class RoundedKv:
     """Cache replacement that rounds keys and values to 8 bits, to measure the effect."""
+
+    layers: ClassVar[IndexKeys] = IndexKeys()
 
     scales: KvScales
     kv_cache: str

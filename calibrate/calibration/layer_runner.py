@@ -23,6 +23,7 @@ from calibrate.calibration.modules import (
     MEDIA_MIXTURES,
     Experts,
     ScaledMixture,
+    with_gate_and_up,
     with_linears,
     with_media_routers,
 )
@@ -166,6 +167,7 @@ class LayerRunner:
         """
         with torch.device("meta"):
             module = with_linears(self._make_layer(layer))
+            module = with_gate_and_up(module, self.layer_map.family)
             second: tuple[str, ...] = ()  # prefixes of second names of modules with two names
             stored: dict[str, str] = {}  # name in transformers -> name in the checkpoint
             if self.layer_map.has_own_linears(self.raw_config, layer):

@@ -14,9 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from calibrate.layer_map import LayerMap
 from formats.architecture.experts import MEDIA_ROUTER
 from formats.architecture.experts import Experts as ExpertRow
+from formats.architecture.family import Family
 
 # modules of transformers' mixture with the experts for text, and with those for tokens of media
 MEDIA_MIXTURES = ("text_moe", "vision_moe")
+MERGED = "gate_up_proj"  # linear of transformers' feed-forwards that computes gate, then up
 
 
 def with_media_routers(
@@ -44,6 +46,33 @@ def with_linears(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_gate_and_up(module: nn.Module, family: Family) -> nn.Module:
+    """Divide merged linears `gate_up_proj` that files have as two, in place; return the module."""
+    names = [linear.name.rpartition(".")[2] for linear in family.gate_up.linears]
+    if names != ["gate_proj", "up_proj"]:
+        return module
+    for each in list(module.modules()):
+        merged = getattr(each, MERGED, None)
+        if isinstance(merged, nn.Linear):
+            delattr(each, MERGED)
+            for name in names:
+                half = nn.Linear(merged.in_features, merged.out_features // 2, bias=False)
+                setattr(each, name, half)
+            # not a module, so that the state has only the halves
+            object.__setattr__(each, MERGED, GateAndUp(each))
+    return module
+
+
+class GateAndUp:
+    """Both halves of a merged linear of `mlp`."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self.mlp = mlp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.mlp.gate_proj(x), self.mlp.up_proj(x)], -1)
+
+
 class Experts(nn.ModuleList):
     """Routed experts with one linear per matrix, as checkpoints store them.
 
@@ -65,6 +94,8 @@ class Experts(nn.ModuleList):
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
         self.gated = experts.gated
+        # alpha and limit of the activation; None: it has none
+        self.clamp = experts.alpha_and_limit(raw_config) if experts.clamped else None
         sizes = layer_map.family.sizes(config.to_dict())
         inner = sizes[experts.media_inner if of_media else experts.down.inputs]
         outer = sizes[experts.gate_up.inputs]
@@ -97,16 +128,22 @@ class Experts(nn.ModuleList):
                 continue
             *first, down = (expert[name] for name in self.names)
             seen_TD = hidden_TD if self.all_tokens else hidden_TD[token_T]
-            gate_TI, *up = (linear(seen_TD) for linear in first)
-            if self.limit is not None:
-                gate_TI = gate_TI.clamp(max=self.limit)
-                up = [up_TI.clamp(-self.limit, self.limit) for up_TI in up]
-            inner_TI = self.activation(gate_TI)
-            found_TD = down(inner_TI * up[0] if self.gated else inner_TI)
+            found_TD = down(self._activated([linear(seen_TD) for linear in first]))
             found_TD = found_TD[token_T] if self.all_tokens else found_TD
             share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
             output_TD.index_add_(0, token_T, found_TD * share_T1)
         return output_TD
+
+    def _activated(self, made: list[torch.Tensor]) -> torch.Tensor:
+        """Return the input of `down` from gate and up, or from up."""
+        if self.clamp is not None:
+            alpha, limit = self.clamp
+            gate, up = made[0].clamp(max=limit), made[1].clamp(-limit, limit)
+            return (up + 1) * gate * torch.sigmoid(alpha * gate)
+        if self.limit is not None:
+            made = [made[0].clamp(max=self.limit), made[1].clamp(-self.limit, self.limit)]
+        inner_TI = self.activation(made[0])
+        return inner_TI * made[1] if self.gated else inner_TI
 
 
 class ScaledMixture(nn.Module):

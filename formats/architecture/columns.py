@@ -136,6 +136,54 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexer:
+    """Indexer of sparse attention: selects the blocks of keys that a query attends to (MiniMax-M3).
+
+    Each KV head has one head of the indexer. The indexer is never quantized here.
+    """
+
+    queries: Projection
+    keys: Projection
+    query_norm: str
+    key_norm: str
+    layer_type: str  # value of layer_types in layers that have an indexer
+    # keys of config.json: tokens of a block, blocks that a query sees, and how many of these are
+    # its own block and those directly before it
+    block_size_key: str = "index_block_size"
+    count_key: str = "index_topk_blocks"
+    local_key: str = "index_local_blocks"
+
+    def is_in(self, layer: int | None, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has an indexer; without one, its queries see all keys."""
+        kinds = config.get("layer_types")
+        if layer is None or not isinstance(kinds, list) or layer >= len(kinds):
+            return False
+        return kinds[layer] == self.layer_type
+
+    def most_keys(self, config: Mapping[str, Any]) -> int:
+        """Return the number of keys up to which queries see all keys."""
+        return config[self.block_size_key] * config[self.count_key]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the indexer's linears below a layer."""
+        return tuple(each.name for each in (self.queries, self.keys))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the indexer's linears and norms below a layer."""
+        return (*self.linears, self.query_norm, self.key_norm)
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Return the indexer's tensors, by name below a layer."""
+        linears = [linear for each in (self.queries, self.keys) for linear in each.linears]
+        shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
+        norms = (self.query_norm, self.key_norm)
+        return shapes | {f"{norm}.weight": (("index_head_dim",),) for norm in norms}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
     """Position embeddings that are added to tokens', in a table with `offset` rows before position
     0: learned, or sinusoids (numerics/sinusoids.py).

@@ -86,7 +86,9 @@ class Experts:
     with_dense: bool = False  # layers with experts also have a dense feed-forward
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False
-    clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
+    # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit. This holds for the shared
+    # expert and for layers without experts, too.
+    clamped: bool = False
     limits_key: str = ""  # like Family.limits_key, for these experts
     limits_gates: bool = False  # the limit clamps gates before their activation, not its result
     # Keys of config.json for the layers with a dense feed-forward instead: a list of layers; all
@@ -113,6 +115,14 @@ class Experts:
 
     def _below(self, name: str) -> str:
         return f"{self.module}.{name}" if self.module else name
+
+    def alpha_and_limit(self, config: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the numbers of a `clamped` activation.
+
+        gpt-oss checkpoints have no `swiglu_alpha`. Older transformers have the value in the model
+        code, newer ones have the same value as a default of the config class.
+        """
+        return config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
 
     def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has experts. Raises CheckpointError for values of other types."""

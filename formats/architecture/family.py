@@ -277,6 +277,8 @@ class Family(FamilyFields):
             shapes |= self.state_mixer.tensors(config)
         if self.indexer is not None and self.indexer.is_in(layer, config):
             shapes |= self.indexer.tensors
+        if self.block_indexer is not None and self.block_indexer.is_in(layer, config):
+            shapes |= self.block_indexer.tensors
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
         shapes |= dict(self.activation_tensors.values()) | self.tensors_of_kind(config, layer)

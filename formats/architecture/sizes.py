@@ -246,6 +246,7 @@ def named_sizes(
     found["norm_groups"] = groups if is_size(groups) and groups > 1 else heads
     found |= _compressed_sizes(found)
     found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
+    found["block_index_q"] = found["index_q"]  # one head for each KV head
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (
         _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim") for x in ("key", "value")

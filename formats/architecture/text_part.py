@@ -67,6 +67,7 @@ WRAPPERS = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
@@ -114,6 +115,7 @@ _SAME_LAYERS = {
     "interns2_preview_text": "qwen3_5_moe_text",
     "kimi_k2": "deepseek_v3",
     "mimo_v2": "mimo_v2_flash",
+    "minimax_m3": "minimax_m3_vl_text",
     "paddleocr_vl": "llama",
     "paddleocr_vl_text": "llama",
     "phi4_multimodal": "phi3",
@@ -151,8 +153,9 @@ _IN_TRANSFORMERS = {
     "sam_model": "vision_tower",
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",
+    "patch_merge_mlp": "multi_modal_projector",
 }
-_PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model")
+_PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model", "patch_merge_mlp")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
 _LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
 # prefixes of the other parts

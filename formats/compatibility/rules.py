@@ -252,6 +252,17 @@ RULES: tuple[Rule, ...] = (
         "transformers 5.23.0 and compressed-tensors, run on ernie4_5_vl_moe",
     ),
     row(
+        "merged-gates",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.architecture == "MiniMaxM3VLForCausalLM" and f.config is not None,
+            "merges gate_proj and up_proj, whose codes it cannot join, and fills linears of"
+            " indexers with random numbers",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on minimax_m3_vl",
+    ),
+    row(
         "gemma-experts",
         TRANSFORMERS,
         "no",

@@ -106,4 +106,7 @@ PAGED_ATTENTION = Operation(
 APPLY_ROPE = triton_or_reference("attention", "apply_rope", "rope", needs_triton_on_gpu)
 WRITE_KV = triton_or_reference("attention", "write_kv_", "rope_write_kv", triton_kv_write)
 ROPE_WRITE_KV = triton_or_reference("attention", "rope_write_kv_", "rope_write_kv", triton_kv_write)
-OPERATIONS = (PAGED_ATTENTION, APPLY_ROPE, WRITE_KV, ROPE_WRITE_KV)
+BLOCK_SCORES = triton_or_reference(
+    "attention.selected", "block_scores", "triton_scores", needs_triton_on_gpu
+)
+OPERATIONS = (PAGED_ATTENTION, APPLY_ROPE, WRITE_KV, ROPE_WRITE_KV, BLOCK_SCORES)

@@ -36,6 +36,7 @@ def activate(x: torch.Tensor, spec: ActSpec, out: InputForm = None) -> LinearInp
     """Implement ops.activate in Triton."""
     width = x.shape[-1] // 2 if spec.gated else x.shape[-1]
     constants = {"KIND": spec.kind, "GATED": spec.gated, "LIMIT": spec.limit or 0.0}
+    constants["ALPHA"] = spec.alpha
     x = x.contiguous()
     if isinstance(out, LimbForm):
         return _to_limbs(x, width, out, constants)
@@ -68,6 +69,7 @@ def _activate_blocks(
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,7 +85,7 @@ def _activate_blocks(
         up = tl.load(x_ptr + row * 2 * I + I + c, mask=c < I, other=0.0)
     else:
         gate = tl.load(x_ptr + row * I + c, mask=c < I, other=0.0)
-    y = activated(gate, up, KIND, DTYPE, False, LIMIT)
+    y = activated(gate, up, KIND, DTYPE, False, LIMIT, ALPHA)
     tl.store(out_ptr + row * I + c, y, mask=c < I)
 
 
@@ -129,6 +131,7 @@ def _activate_rows(
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -158,7 +161,7 @@ def _activate_rows(
     ys = ()
     for i in tl.static_range(CHUNKS):
         up = ups[i] if GATED else None
-        ys = ys + (activated(gates[i], up, KIND, DTYPE, not INTERPRETED, LIMIT),)
+        ys = ys + (activated(gates[i], up, KIND, DTYPE, not INTERPRETED, LIMIT, ALPHA),)
     scale = scale_of_chunks(ys, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     CODE: tl.constexpr = codes_ptr.dtype.element_ty
     for i in tl.static_range(CHUNKS):
@@ -185,6 +188,7 @@ def _activate_steps(
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,7 +204,7 @@ def _activate_steps(
     up = None
     if GATED:
         up = load_steps(row_ptr + steps * 128, first, steps, BLOCK, FORM)
-    y = activated(gate, up, KIND, DTYPE, False, LIMIT)
+    y = activated(gate, up, KIND, DTYPE, False, LIMIT, ALPHA)
     if y_ptr is not None:
         store_steps(y_ptr + m.to(tl.int64) * steps * 128, y, first, steps, FORM)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

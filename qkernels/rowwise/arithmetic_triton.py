@@ -93,6 +93,23 @@ def _activation(x, KIND: tl.constexpr, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
+def _swiglu_oai(
+    gate,
+    up,
+    DTYPE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """Return gate * sigmoid(ALPHA * gate) * (up + 1) in DTYPE, from float32."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    y = _over_sigmoid(gate, ALPHA * gate, APPROXIMATE).to(DTYPE)
+    return ((up + 1).to(DTYPE).to(tl.float32) * y.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def activated(
     gate,
     up,
@@ -100,21 +117,25 @@ def activated(
     DTYPE: tl.constexpr,
     APPROXIMATE: tl.constexpr,
     LIMIT: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 1.0,
 ):
     """Return activation(gate) * up in DTYPE, rounded after each step; without `up` if it is None.
 
     LIMIT: ActSpec.limit, or 0 for no limit. Clamping keeps NaN.
     """
-    y = _activation(gate.to(tl.float32), KIND, APPROXIMATE).to(DTYPE)
-    if LIMIT > 0:
-        wide = y.to(tl.float32)
-        y = tl.where(wide > LIMIT, LIMIT, wide).to(DTYPE)
+    if KIND == "swiglu_oai":
+        return _swiglu_oai(gate.to(tl.float32), up.to(tl.float32), DTYPE, APPROXIMATE, LIMIT, ALPHA)
+    else:
+        y = _activation(gate.to(tl.float32), KIND, APPROXIMATE).to(DTYPE)
+        if LIMIT > 0:
+            wide = y.to(tl.float32)
+            y = tl.where(wide > LIMIT, LIMIT, wide).to(DTYPE)
+            if up is not None:
+                up = up.to(tl.float32)
+                up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         if up is not None:
-            up = up.to(tl.float32)
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if up is not None:
-        y = (y.to(tl.float32) * up.to(tl.float32)).to(DTYPE)
-    return y
+            y = (y.to(tl.float32) * up.to(tl.float32)).to(DTYPE)
+        return y
 
 
 @triton.jit

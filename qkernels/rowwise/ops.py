@@ -69,6 +69,8 @@ def activate(
         if width % 2:
             raise KernelError("activate x", f"expected an even last dim, found {list(x.shape)}")
         width //= 2
+    elif spec.kind == "swiglu_oai":
+        raise KernelError("activate gated", "expected True for swiglu_oai, found False")
     if spec.limit is not None and not 0 < spec.limit < math.inf:
         raise KernelError("activate limit", f"expected a number above 0, found {spec.limit}")
     check_form("activate", x, width, out)

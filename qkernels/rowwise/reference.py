@@ -71,6 +71,10 @@ def normalized(x: torch.Tensor, spec: NormSpec) -> torch.Tensor:
 def activate(x: torch.Tensor, spec: ActSpec, out: InputForm = None) -> LinearInput:
     """Return activation(x) of x [..., I], or activation(gate) * up of x [..., 2 I], gate first."""
     gate, up = x.chunk(2, dim=-1) if spec.gated else (x, None)
+    if spec.kind == "swiglu_oai":
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return in_form((up + 1) * (gate * torch.sigmoid(gate * spec.alpha)), out)
     y = _ACTIVATIONS[spec.kind](gate)
     if spec.limit is not None:
         y = y.clamp(max=spec.limit)

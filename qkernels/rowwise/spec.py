@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 NormKind = Literal["rms", "layer"]
-ActKind = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+ActKind = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_oai"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,13 +32,16 @@ class NormSpec:
 class ActSpec:
     """Activation function. If gated, the first half of x is activated and multiplied by the second.
 
-    "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU. With a `limit` the
-    function's result is cut above it, and the second half outside of it on both sides.
+    "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU. "swiglu_oai", always
+    gated, is gate * sigmoid(alpha * gate), multiplied by 1 + the second half (gpt-oss, MiniMax-M3).
+    With a `limit` the function's result (for "swiglu_oai": the gate) is cut above it, and the
+    second half outside of it on both sides.
     """
 
     kind: ActKind
     gated: bool = True
     limit: float | None = None
+    alpha: float = 1.0  # of "swiglu_oai"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

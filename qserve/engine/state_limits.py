@@ -131,17 +131,19 @@ def check_limits(
 
 
 def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-    """Raise InputError for a setting that latent attention does not support."""
+    """Raise InputError for a setting that latent attention or an indexer does not support."""
     if model.family.latent:
         other = f"{model.family.architecture}, which has latent attention"
         check_limits(LATENT_LIMITS, config, other)
-    indexer = model.family.indexer
+    indexer, blocks = model.family.indexer, model.family.block_indexer
     most = max_model_len if indexer is None else model.values[indexer.count_key]
+    if blocks is not None:
+        most = blocks.most_keys(model.values)
     if config.batch_invariant and max_model_len > most:
         raise InputError(
             "--batch-invariant",
             f"does not work with {model.family.architecture} beyond {most} tokens: an indexer"
-            " then selects keys by score, and equal scores have no fixed order",
+            " then selects keys by scores, whose bits depend on the batch",
             f"use --max-model-len {most}, or remove it",
         )
 

@@ -129,6 +129,10 @@ class CacheSpec:
         """
         return None
 
+    def heads_axes(self, count: int) -> tuple[int | None, ...]:
+        """Return `heads_axis` for each of the `count` tensors of a page."""
+        return (self.heads_axis,) * count
+
     @property
     def split_rule(self) -> SplitRule | None:
         """When to compute long chunks separately from other requests; None: never."""

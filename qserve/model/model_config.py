@@ -110,6 +110,16 @@ class ModelConfig:
             )
         return found and float(found)
 
+    def mlp_activation(self, layer: int) -> dict[str, Any]:
+        """Return the activation of a layer's dense feed-forward as arguments of Mlp."""
+        experts = self.family.experts
+        if experts is not None and experts.clamped:
+            alpha, limit = experts.alpha_and_limit(self.values)
+            return {"activation": "swiglu_oai", "alpha": alpha, "limit": limit}
+        limit = self.limit(self.family.limits_key, layer)
+        limits_gates = experts is not None and experts.limits_gates
+        return {"activation": self.activation, "limit": limit, "limits_gates": limits_gates}
+
     @property
     def has_states(self) -> bool:
         """True if some layers have recurrent states."""

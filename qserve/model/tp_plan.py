@@ -71,7 +71,7 @@ KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
 # Size name that counts heads or their channels -> (kind of layers, True for KV heads).
 HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
     **dict.fromkeys(("q", "latent_q", "latent_kv", "num_attention_heads"), (LOCAL, False)),
-    **dict.fromkeys(("kv", "num_key_value_heads"), (LOCAL, True)),
+    **dict.fromkeys(("kv", "num_key_value_heads", "block_index_q"), (LOCAL, True)),
     **{
         f"{kind}_{name}": (kind, name in ("kv", "v"))
         for kind in KINDS

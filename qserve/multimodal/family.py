@@ -22,6 +22,9 @@ class VisionFamily:
     # class of transformers' image processor with Pillow, for files that name a class of the code in
     # their folder; "": the files name transformers' class
     processor_class: str = ""
+    # least and most pixels of an image, where the files of `processor_class` state none; (): the
+    # class has them
+    default_pixels: tuple[int, ...] = ()
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos

@@ -15,6 +15,7 @@ from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
 from qserve.multimodal.decode import as_rgb
 from qserve.multimodal.families import VISION_FAMILIES, VisionConfig, token_of
+from qserve.multimodal.family import VisionFamily
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 from qserve.multimodal.layouts.layout import Piece, Run
@@ -278,7 +279,7 @@ def load_image_processor(folder: str | Path) -> Any:
 
     try:
         if family is not None and family.processor_class:
-            return _stated_class(Path(folder), family.processor_class)
+            return _stated_class(Path(folder), family)
         try:
             return AutoImageProcessor.from_pretrained(
                 str(folder), backend="pil", local_files_only=True, trust_remote_code=False
@@ -298,18 +299,20 @@ def load_image_processor(folder: str | Path) -> Any:
         ) from error
 
 
-def _stated_class(folder: Path, name: str) -> Any:
-    """Load transformers' image processor of a class, from options of another one (ERNIE's)."""
+def _stated_class(folder: Path, family: VisionFamily) -> Any:
+    """Load transformers' image processor of a class, from options of another one."""
     import transformers
 
     stated = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
     changed: dict[str, Any] = {}
-    if "size" not in stated and {"min_pixels", "max_pixels"} <= stated.keys():
-        changed["size"] = {
-            "shortest_edge": stated["min_pixels"],
-            "longest_edge": stated["max_pixels"],
-        }
-    return getattr(transformers, name).from_pretrained(
+    if not isinstance(stated.get("size"), dict):  # MiniMax-M3: a list that its code does not use
+        keys, defaults = ("min_pixels", "max_pixels"), family.default_pixels
+        pixels = [stated.get(key, usual) for key, usual in zip(keys, defaults, strict=False)]
+        if not defaults and set(keys) <= stated.keys():
+            pixels = [stated[key] for key in keys]
+        if pixels:
+            changed["size"] = dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))
+    return getattr(transformers, family.processor_class).from_pretrained(
         str(folder), local_files_only=True, **changed
     )
 

@@ -31,6 +31,7 @@ TOOL_RULES = (
     Rule(parser="deepseek_v31", has=("<｜tool▁calls▁begin｜>",)),
     Rule(parser="kimi_k2", has=("<|tool_calls_section_begin|>",)),
     Rule(parser="minimax_m2", has=("<minimax:tool_call>",)),
+    Rule(parser="minimax_m3", has=("]<]minimax[>[", "<tool_call>")),
     Rule(parser="seed_oss", has=("<seed:tool_call>",)),
     Rule(parser="step3", has=("<steptml:invoke",)),
     Rule(parser=NONE, has=("<arg_key>", "<tool_sep>")),  # Hunyuan 3
@@ -60,6 +61,7 @@ REASONING_RULES = (
     Rule(parser="gpt_oss", has=("<|channel|>", "<|start|>", "analysis")),
     Rule(parser="mistral", has=("[THINK]",)),
     Rule(parser="seed_oss", has=("<seed:think>",)),
+    Rule(parser="minimax_m3", has=("<mm:think>",)),
     Rule(parser="gemma4", has=("<|channel>",)),
     Rule(parser="granite", has=("Here is my thought process",)),
     Rule(parser="granite", has=("</think>", "<response>"), model_types=("granite", "granitemoe")),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 # Texts that are usually one token in a tokenizer.
-TOKEN = re.compile(r'<\|"\|>|<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜')
+TOKEN = re.compile(r'<\|"\|>|\]<\]minimax\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜')
 MARKED = re.compile(f"({TOKEN.pattern})")
 
 

@@ -65,6 +65,7 @@ REASONING_PARSERS = {
     "glm45": ReasoningFormat(),
     "kimi_k2": ReasoningFormat(ends_at_call=True),
     "minimax_m2": ReasoningFormat(is_implied=True),
+    "minimax_m3": ReasoningFormat(pairs=((("<mm:think>",), ("</mm:think>",)),)),
     "olmo3": ReasoningFormat(),
     "step3": ReasoningFormat(is_implied=True),
     "seed_oss": ReasoningFormat(pairs=((("<seed:think>",), ("</seed:think>",)),)),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from qserve.output_parsing.grammars import call_notations as notations
 from qserve.output_parsing.notations import harmony, json_calls, pythonic
 from qserve.output_parsing.notations.braced_calls import Braced
+from qserve.output_parsing.notations.namespaced_calls import SPACE_NAME, namespaced
 from qserve.output_parsing.notations.tagged_calls import Tags
 from qserve.output_parsing.tool_format import Body, Name, ToolFormat
 
@@ -68,6 +69,16 @@ MINIMAX = Tags(
     call_end="</minimax:tool_call>",
     quote='"',
     is_spaced=True,
+)
+# Only the grammar uses these; an end tag has the argument's name after `value_end`.
+MINIMAX_M3 = Tags(
+    call=f"{SPACE_NAME}<tool_call>",
+    function=f"{SPACE_NAME}<invoke name=",
+    parameter=f"{SPACE_NAME}<",
+    value_end=SPACE_NAME,
+    function_end=f"{SPACE_NAME}</invoke>",
+    call_end=f"{SPACE_NAME}</tool_call>",
+    quote='"',
 )
 STEP = Tags(
     call="<｜tool_call_begin｜>function<｜tool_sep｜>",
@@ -173,6 +184,12 @@ TOOL_PARSERS = {
         opens=("<minimax:tool_call>\n", "<invoke name="),
         body=tagged(MINIMAX),
         closes=("</invoke>\n", "</minimax:tool_call>"),
+        num_shared=1,
+    ),
+    "minimax_m3": ToolFormat(
+        opens=(f"{SPACE_NAME}<tool_call>\n", f"{SPACE_NAME}<invoke name="),
+        body=Body(read=namespaced, lark=notations.named_tags(MINIMAX_M3), texts=(SPACE_NAME,)),
+        closes=(f"{SPACE_NAME}</invoke>\n", f"{SPACE_NAME}</tool_call>"),
         num_shared=1,
     ),
     "gpt_oss": ToolFormat(

@@ -12,7 +12,10 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("sampling", r"_draw|draw_(few|many)|_pick|_scan_chunks|mass_of|softmax"),
     ("sampling", r"sample|argmax|topk|multinomial|_first_largest|_in_order|log_probab|bitonic"),
     ("drafts", r"_(fill|settle)_drafts|_spread_logits"),
-    ("attention", r"attention|attend|_index_scores|merge_splits|flash|fmha|sdpa|scaled_dot"),
+    (
+        "attention",
+        r"attention|attend|_index_scores|_block_scores|merge_splits|flash|fmha|sdpa|scaled_dot",
+    ),
     (
         "states",
         r"_(delta|mamba|channel|lacking)_rows|_chunk_(systems|scan)|_mamba_chunks|(causal|short)_conv"

@@ -145,6 +145,33 @@ def test_parameters_of_published_deepseek_v4(name):
     assert count == pytest.approx(stated, rel=0.005 if name == "Flash" else 0.02)
 
 
+def test_parameters_of_published_minimax_m3():
+    """The row's shapes, by published keys, add up to the 428 billion of the model card."""
+    layers = [0] * 3 + [1] * 57
+    config = usual_config(
+        {
+            **{"architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3"},
+            **{"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60},
+            **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+            **{"intermediate_size": 3072, "dense_intermediate_size": 12288},
+            **{"shared_intermediate_size": 3072, "num_local_experts": 128, "n_shared_experts": 1},
+            **{"moe_layer_freq": layers, "tie_word_embeddings": False},
+            "sparse_attention_config": {
+                **{"sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128},
+                **{"sparse_topk_blocks": 16, "sparse_local_block": 1},
+                **{"sparse_attention_freq": layers, "sparse_disable_index_value": layers},
+            },
+        }
+    )
+    family = FAMILIES[config["architectures"][0]]
+    sizes = family.sizes(config)
+    counts = [
+        math.prod(size(names, sizes) for names in shape)
+        for shape in family.tensors(config).values()
+    ]
+    assert sum(counts) == pytest.approx(428e9, rel=0.01)
+
+
 # Text models that exist only with a vision tower -> their tiny models (tests/tiny_vision)
 ONLY_WITH_IMAGES = {"Ernie4_5_VLMoeForCausalLM": "ernie_vl"}
 

@@ -5,6 +5,7 @@ GRANITE_MOE = {
     **{"num_local_experts": 6, "num_experts_per_tok": 3, "logits_scaling": 2.5},
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
@@ -74,6 +75,19 @@ FAMILIES = {
     "minimax_m2": (
         "MiniMaxM2Config",
         {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    # queries of the last two layers see two blocks of 16 keys, their own and one more
+    "minimax_m3": (
+        "MiniMaxM3VLTextConfig",
+        {
+            **{"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"intermediate_size": 32, "dense_intermediate_size": 96, "swiglu_limit": 0.5},
+            **{"shared_intermediate_size": 64, "index_n_heads": 2, "index_head_dim": 32},
+            **{"index_block_size": 16, "index_topk_blocks": 2, "pad_token_id": 0},
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
     ),
     "dots1": (
         "Dots1Config",

@@ -98,4 +98,4 @@ FAMILIES = {
     "paligemma2": PALI_GEMMA_2,
 }
 # text norms that multiply by 1 + weight
-FROM_ZERO = ("gemma3", "paligemma", "paligemma2")
+FROM_ZERO = ("gemma3", "paligemma", "paligemma2", "minimax_m3")

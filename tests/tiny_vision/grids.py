@@ -214,8 +214,36 @@ ERNIE_VL = {
         **{"patch_size": 8, "spatial_merge_size": 2, "initializer_range": 0.2},
     },
 }
+# Queries of the last two layers see two blocks of 16 keys.
+MINIMAX_M3 = {
+    "config": "MiniMaxM3VLConfig",
+    "tokens": ["]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["],
+    "placeholder": "]<]image[>[",
+    "image_processor": "MiniMaxM3VLImageProcessor",
+    "processor": GRID["processor"],
+    "whole": {"video_token_id": "]<]video[>[", "projector_hidden_size": 40},
+    "text_type": "minimax_m3_vl_text",
+    "text": {
+        **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+        **{"dense_intermediate_size": 96, "shared_intermediate_size": 64, "swiglu_limit": 0.5},
+        **{"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 16},
+        "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        },
+    },
+    # a third of a head's 28 channels is 9: each axis has four pairs, and four channels do not
+    # rotate
+    "vision": {
+        **{"hidden_size": 56, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "patch_size": 8, "initializer_range": 0.2},
+    },
+}
 FAMILIES = {
     "ernie_vl": ERNIE_VL,
+    "minimax_m3": MINIMAX_M3,
     "hunyuan_ocr": HUNYUAN_OCR,
     "paddleocr_vl": PADDLE_OCR_VL,
     "qwen2_vl": QWEN_2_VL,

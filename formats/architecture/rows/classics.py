@@ -103,21 +103,21 @@ CLASSICS = (
     ),
     family_row("PhiForCausalLM", "Phi", "phi", builder="cohere", **PHI),
     family_row(
-        "GPTNeoXForCausalLM", "GPT-NeoX (Pythia)", "gpt_neox", builder="gpt_neox", **GPT_NEOX
+        "GPTNeoXForCausalLM", "GPT-NeoX (Pythia)", "gpt_neox", builder="gpt.gpt_neox", **GPT_NEOX
     ),
-    family_row("GPT2LMHeadModel", "GPT-2", "gpt2", builder="gpt2", **GPT2),
+    family_row("GPT2LMHeadModel", "GPT-2", "gpt2", builder="gpt.gpt2", **GPT2),
     family_row(
         "GPTBigCodeForCausalLM",
         "GPT-BigCode (StarCoder)",
         "gpt_bigcode",
-        builder="gpt2",
+        builder="gpt.gpt2",
         **GPT_BIGCODE,
     ),
-    family_row("GPTJForCausalLM", "GPT-J", "gptj", builder="gpt2", **GPT_J),
-    family_row("CodeGenForCausalLM", "CodeGen", "codegen", builder="gpt2", **CODEGEN),
-    family_row("GPTNeoForCausalLM", "GPT-Neo", "gpt_neo", builder="gpt_neo", **GPT_NEO),
-    family_row("BloomForCausalLM", "BLOOM", "bloom", builder="gpt2", **BLOOM),
-    family_row("MptForCausalLM", "MPT", "mpt", builder="gpt2", **MPT),
+    family_row("GPTJForCausalLM", "GPT-J", "gptj", builder="gpt.gpt2", **GPT_J),
+    family_row("CodeGenForCausalLM", "CodeGen", "codegen", builder="gpt.gpt2", **CODEGEN),
+    family_row("GPTNeoForCausalLM", "GPT-Neo", "gpt_neo", builder="gpt.gpt_neo", **GPT_NEO),
+    family_row("BloomForCausalLM", "BLOOM", "bloom", builder="gpt.gpt2", **BLOOM),
+    family_row("MptForCausalLM", "MPT", "mpt", builder="gpt.gpt2", **MPT),
     family_row("FalconForCausalLM", "Falcon", "falcon", builder="falcon", **FALCON),
     family_row(
         "Starcoder2ForCausalLM",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from formats.architecture.columns import (
     LAST_LAYER,
+    BlockIndexer,
     ConfigRules,
     DraftNames,
     Indexer,
@@ -79,6 +80,8 @@ class FamilyFields:
     wide_shared: Flag = False  # the feed-forward of these layers is twice as wide
     layer_inputs: LayerInputs | None = None  # None: layers read only the residual stream
     indexer: Indexer | None = None  # indexer of latent attention; None: queries see all keys
+    # indexer of attention with KV heads; None: queries see all keys
+    block_indexer: BlockIndexer | None = None
     # This row's names of modules and tensors of a layer -> transformers' names, if they differ.
     # Experts are left out, because calibration has separate modules for them.
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)

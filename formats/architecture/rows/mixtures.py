@@ -15,6 +15,7 @@ from formats.architecture.rows.classic_parts import (
     HUNYUAN_MOE,
     LLAMA_4,
 )
+from formats.architecture.rows.minimax import MINIMAX_M2, MINIMAX_M3
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
@@ -23,7 +24,6 @@ from formats.architecture.rows.parts import (
     HY_3,
     LAYER_NORM,
     MELLUM,
-    MINIMAX_M2,
     NAMES,
     O_PROJ,
     OLMO,
@@ -142,6 +142,13 @@ MIXTURES = (
         **ERNIE_VL,
     ),
     family_row("MiniMaxM2ForCausalLM", "MiniMax-M2", "minimax_m2", builder="moe", **MINIMAX_M2),
+    family_row(
+        "MiniMaxM3VLForCausalLM",
+        "MiniMax-M3 (text)",
+        "minimax_m3_vl_text",
+        builder="minimax_m3",
+        **MINIMAX_M3,
+    ),
     family_row(
         "GptOssForCausalLM",
         "gpt-oss",

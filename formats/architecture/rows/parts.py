@@ -235,21 +235,6 @@ GROUPED_ROUTER = Router(
 QWEN_ROUTER = Router(normalized="norm_topk_prob", rounded=True)
 
 
-MINIMAX_M2 = {
-    "experts": experts(
-        "block_sparse_moe",
-        ("w1", "w3", "w2"),
-        "intermediate_size",
-        Router(
-            scores="sigmoid",
-            normalized=True,
-            float32=True,
-            correction="e_score_correction_bias",
-        ),
-    ),
-    "norms": (*norms_before("block_sparse_moe"), *WHOLE_NORMS),
-    "fixed": {"scoring_func": "sigmoid", "use_qk_norm": True, "shared_intermediate_size": 0},
-}
 MELLUM = {
     **ATTENTION_BIAS,
     "experts": experts(

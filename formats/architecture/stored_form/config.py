@@ -24,6 +24,7 @@ from formats.families import family_of
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
+    "minimax_m3": "minimax_m3_vl_text",
     **{
         "jina_embeddings_v5": "qwen3",
         "mimo": "qwen2",
@@ -39,6 +40,7 @@ _SAME_FILES = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
@@ -65,6 +67,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "falcon": classics.falcon,
     "ernie4_5_moe": mixtures.ernie_moe,
     "ernie4_5_vl_moe_text": mixtures.ernie_vl,
+    "minimax_m3_vl_text": mixtures.minimax_m3,
     "deepseek_v2": latent.query_rank(1536),
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),

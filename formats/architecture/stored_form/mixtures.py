@@ -104,3 +104,69 @@ def afmoe(config: Mapping[str, Any]) -> dict[str, Any]:
         layers = range(min(count, MAX_LAYERS))
         found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
     return found
+
+
+# sizes of MiniMax-M3's indexer: transformers' key -> key of sparse_attention_config
+_INDEX_KEYS = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+_INDEX_DEFAULTS = {
+    **{"index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128},
+    **{"index_topk_blocks": 16, "index_local_blocks": 1},
+}
+
+
+def minimax_m3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the indexer, and the layers that have indexers and experts.
+
+    Published files state the first under `sparse_attention_config`, and the layers as lists of 0
+    and 1. Raises CheckpointError for sizes that do not fit.
+    """
+    count, sparse = config.get("num_hidden_layers"), config.get("sparse_attention_config")
+    sparse = sparse if isinstance(sparse, Mapping) else {}
+    found: dict[str, Any] = {}
+    for key, stored in _INDEX_KEYS.items():
+        value = sparse.get(stored, config.get(key, _INDEX_DEFAULTS[key]))
+        if type(value) is not int or value < (key != "index_local_blocks"):
+            stated = f"sparse_attention_config.{stored}" if stored in sparse else key
+            raise config_error(stated, "a number above 0", value)
+        found[key] = value
+    if not is_size(count):
+        return found
+    for key, kinds, stated in (
+        (
+            "layer_types",
+            ("full_attention", "minimax_m3_sparse"),
+            sparse.get("sparse_attention_freq", [0] * min(count, MAX_LAYERS)),
+        ),
+        (
+            "mlp_layer_types",
+            ("dense", "sparse"),
+            config.get("moe_layer_freq", [1] * min(count, MAX_LAYERS)),
+        ),
+    ):
+        if config.get(key) is None:
+            if not isinstance(stated, list) or len(stated) < min(count, MAX_LAYERS):
+                raise config_error(key, f"a list of {count} layers", stated)
+            found[key] = [kinds[bool(each)] for each in stated[:count]]
+    kinds = found.get("layer_types", config.get("layer_types"))
+    if not isinstance(kinds, list) or "minimax_m3_sparse" not in kinds:
+        return found
+    heads, kv_heads = found["index_n_heads"], config.get("num_key_value_heads", 4)
+    if is_size(kv_heads) and heads != kv_heads:
+        raise config_error("index_n_heads", f"{kv_heads}, one for each KV head", heads)
+    without_values = sparse.get("sparse_disable_index_value")
+    if isinstance(without_values, list):
+        for layer, (kind, without) in enumerate(zip(kinds, without_values, strict=False)):
+            if kind == "minimax_m3_sparse" and not without:
+                raise config_error(
+                    f"sparse_disable_index_value of layer {layer}",
+                    "1, since indexers with values are not supported",
+                    without,
+                    "use a model without them",
+                )
+    return found

@@ -14,12 +14,13 @@ import torch
 
 from qkernels import dispatch
 from qkernels.attention.cache import AttentionStep
+from qkernels.attention.selected.order import rows_and_positions, rows_of_block
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.selected.cache import SelectedKeys
-from qkernels.latent.selected.select import highest, rows_and_positions, rows_of_block
+from qkernels.latent.selected.select import highest
 
 
 def write_index_keys_(k_TD: torch.Tensor, keys_PBD: torch.Tensor, slots_T: torch.Tensor) -> None:

@@ -137,9 +137,11 @@ def _tensors(
             shape=list(tensor.shape[1:]),
             dtype=str(tensor.dtype).removeprefix("torch."),
             item_bytes=tensor.itemsize,
-            axis=spec.heads_axis,
-            first=first_kv_heads[layer] if spec.heads_axis is not None else 0,
+            axis=axis,
+            first=first_kv_heads[layer] if axis is not None else 0,
         )
         for layer, (spec, cache) in enumerate(zip(specs, caches, strict=True))
-        for tensor in cache.page_tensors
+        for tensor, axis in zip(
+            cache.page_tensors, spec.heads_axes(len(cache.page_tensors)), strict=True
+        )
     ]

@@ -180,6 +180,14 @@ def check_capturable(operation: str, subject: str, remedy: str, **facts: Any) ->
         )
 
 
+def announce_written(step: StepInputs, cache: Cache) -> None:
+    """Exchange a cache with other ranks, and report that the step's tokens are written to it."""
+    if step.exchange is not None:
+        step.exchange.exchange_(cache)
+    if step.on_written is not None:
+        step.on_written(cache)
+
+
 def _whole_norm(x_TN: torch.Tensor, spec: ops.NormSpec) -> torch.Tensor:
     return ops.norm(x_TN, None, spec)[0]
 
@@ -316,6 +324,14 @@ class Attention(torch.nn.Module):
 
         The result is the input of the next norm.
         """
+        q, gate = self._written(x_TC, plan, step, cache)
+        announce_written(step, cache)
+        return self._attended(q, gate, step, cache)
+
+    def _written(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
+    ) -> tuple[torch.Tensor, LinearOutput | None]:
+        """Store keys and values. Return queries after rope, and gates if the layer has some."""
         q, *gate, k, v = self._parts(x_TC, plan)
         if self.plain_norm is not None:
             q, k = (self._normed_heads(*each) for each in ((q, self.q_norm), (k, self.k_norm)))
@@ -348,11 +364,7 @@ class Attention(torch.nn.Module):
             query_scales=self.query_scales,
             inputs_ready=True,  # a step's inputs are complete before its embedding starts
         )
-        if step.exchange is not None:
-            step.exchange.exchange_(cache)
-        if step.on_written is not None:
-            step.on_written(cache)
-        return self._attended(q, gate[0] if gate else None, step, cache)
+        return q, gate[0] if gate else None
 
     def _normed_heads(self, x_THD: torch.Tensor, weight_HD: torch.Tensor) -> torch.Tensor:
         """Norm each head, then multiply it by its own weights."""

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, ActKind] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "swiglu_oai": "swiglu_oai",
 }
 
 
@@ -37,15 +38,18 @@ class Mlp(torch.nn.Module):
         gate_factor: float = 1.0,
         limit: float | None = None,
         limits_gates: bool = False,
+        alpha: float = 1.0,
     ) -> None:
         """`activation`: a key of ACTIVATIONS. `gate_factor`: multiplies the activation's input.
 
-        `limit`: clamps the activation's result (ActSpec); with `limits_gates`, its input.
+        `limit`: clamps the activation's result (ActSpec); with `limits_gates`, its input. `alpha`:
+        number of "swiglu_oai".
         """
         super().__init__()
         self.gate_factor, self.gate_limit = gate_factor, limit if limits_gates else None
         after = None if limits_gates else limit
-        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated, limit=after)
+        kind = ACTIVATIONS[activation]
+        self.activation = ops.ActSpec(kind=kind, gated=gated, limit=after, alpha=alpha)
         self.up_proj = up_proj
         self.down_proj = down_proj
 

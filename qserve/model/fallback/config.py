@@ -39,8 +39,8 @@ def fallback_fields(
         "num_layers": num_layers,
         "num_heads": heads,
         # The sizes of a layer's pages are determined later, from its attention call.
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or sizes["hidden_size"] // heads,
+        "num_kv_heads": _stated(config, "num_key_value_heads") or heads,
+        "head_dim": _stated(config, "head_dim") or sizes["hidden_size"] // heads,
         "norm_eps": 0.0,
         "activation": "",
         "ropes": (None,) * num_layers,
@@ -54,7 +54,20 @@ def fallback_fields(
 
 
 def _size(config: Any, name: str, folder: Path) -> int:
-    found = getattr(config, name, None)
+    found = _stated(config, name)
     if type(found) is not int or found < 1:
         raise InputError(f"{folder}/config.json {name}", f"expected a size, found {found!r:.80}")
     return found
+
+
+def _stated(config: Any, name: str) -> Any:
+    """Return a value of transformers' config, or None. Raises InputError if layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except Exception as error:  # transformers has an exception of its own, in newer versions
+        raise InputError(
+            f"config.json {name}",
+            "differs between layers, which is not supported for models that run through"
+            " transformers",
+            "use a model of a family that `qserve families` lists",
+        ) from error

@@ -45,7 +45,13 @@ def build_norm(config: ModelConfig, weights: LayerWeights, name: str) -> Norm:
     return Norm(weights.norm(name), config.norm_eps, family.norm_kind, weights.norm_bias(name))
 
 
-def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any) -> Attention:
+def build_attention(
+    config: ModelConfig,
+    weights: LayerWeights,
+    block: type[Attention] = Attention,
+    **different: Any,
+) -> Attention:
+    """Build a block of attention. `different`: more arguments of it."""
     orders = None
     if config.family.qkv.by_head:
         orders = {config.family.qkv.name: weights.tp_plan.rows_by_head()}
@@ -56,7 +62,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
         (name, _), *_ = config.family.qkv.members
         heads = range(*weights.tp_plan.own_heads)
         orders = {name: parts_together((config.head_dim, config.head_dim), heads)}
-    return Attention(
+    return block(
         config,
         window=config.windows[weights.number],
         rotary=weights.rotary,
@@ -90,9 +96,8 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> Mlp:
     return Mlp(
         up_proj=weights.linear(family.gate_up, down=family.down),
         down_proj=weights.linear(family.down),
-        activation=config.activation,
         gated=family.gated,
-        limit=config.limit(family.limits_key, weights.number),
+        **config.mlp_activation(weights.number),
     )
 
 

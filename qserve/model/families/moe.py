@@ -76,9 +76,7 @@ def _build_shared(config: ModelConfig, weights: LayerWeights) -> SharedExpert:
     mlp = Mlp(
         up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
         down_proj=weights.linear(experts.shared.down, summed=False),
-        activation=config.activation,
         gated=experts.gated,
-        limit=config.limit(config.family.limits_key, weights.number),
-        limits_gates=experts.limits_gates,
+        **config.mlp_activation(weights.number),
     )
     return SharedExpert(mlp, weights.shared_gate())

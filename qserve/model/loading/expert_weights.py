@@ -65,12 +65,9 @@ def glu_of(
     """Return the activation between the two matrices of an expert.
 
     `limit`: value of the layer under `limits_key`.
-
-    gpt-oss checkpoints have no `swiglu_alpha`. Older transformers have the value in the model code,
-    newer ones have the same value as a default of the config class.
     """
     if experts.clamped:
-        alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
+        alpha, limit = experts.alpha_and_limit(config)
         return Glu(alpha=alpha, offset=1.0, limit=limit)
     if limit is not None:
         return Glu(limit=limit, cut_after=not experts.limits_gates)

@@ -21,6 +21,7 @@ from qkernels import ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import Routing
+from qserve.model.blocks.block_attention import BlockIndexer
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.latent.indexer import Indexer
@@ -270,6 +271,33 @@ class LayerWeights:
         if not (self.selects_keys and row.is_in(self.number, self._weights.config.values)):
             return None
         return indexer(self._weights, self._prefix, row, self.rotary)
+
+    def block_indexer(self) -> BlockIndexer | None:
+        """Return the indexer of the layer; None if it has none or contexts are short enough."""
+        row, weights = self._family.block_indexer, self._weights
+        values = weights.config.values
+        if not row.is_in(self.number, values) or weights.max_model_len <= row.most_keys(values):
+            return None
+        q_norm, k_norm = (
+            Norm(self._index_norm(name), weights.config.norm_eps)
+            for name in (row.query_norm, row.key_norm)
+        )
+        return BlockIndexer(
+            q_proj=self.linear(row.queries),
+            k_proj=self.linear(row.keys),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            rotary=self.rotary,
+            block_size=values[row.block_size_key],
+            most=values[row.count_key],
+            local=values[row.local_key],
+            dtype=weights.dtype,
+        )
+
+    def _index_norm(self, name: str) -> torch.Tensor:
+        """Return the weight of a norm of the indexer."""
+        shape = self._weights.shape((("index_head_dim",),))
+        return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
 
     def has_norm(self, name: str) -> bool:
         """Return True if the model has this norm of the family's row."""

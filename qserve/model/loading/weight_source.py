@@ -334,8 +334,9 @@ class WeightSource:
             )
         # Indexers are not read if contexts are short. Draft layers, whose numbers follow those of
         # the model's layers, have indexers too.
-        indexer = self.family.indexer
+        indexer, blocks = self.family.indexer, self.family.block_indexer
         modules = [] if indexer is None else [f".{indexer.module}."]
+        modules += [] if blocks is None else [f".{module}." for module in blocks.modules]
         left = {
             name
             for name in self.reader.entries.keys() - self._used

@@ -57,6 +57,16 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
 GRID = Layout(pieces=_pieces, inputs=_inputs)
 
 
+def _bracketed_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield the item of an image, and the tokens around it (MiniMax-M3)."""
+    yield "]<]start of image[>["
+    yield from _pieces(found, values)
+    yield "]<]end of image[>["
+
+
+BRACKETED = Layout(pieces=_bracketed_pieces, inputs=_inputs)
+
+
 def _line_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
     """Yield the item of an image, whose rows end with an embedding (Hunyuan).
 

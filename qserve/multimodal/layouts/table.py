@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,
+    "bracketed": grids.BRACKETED,
     "lines": grids.LINES,
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,

@@ -10,7 +10,14 @@ from qserve.multimodal.stored_forms.omni_config import (
     as_omni,
     as_qwen3_vl_moe,
 )
-from qserve.multimodal.stored_forms.prefixes import ERNIE, HUNYUAN, OMNI, PADDLE, QWEN
+from qserve.multimodal.stored_forms.prefixes import (
+    ERNIE,
+    HUNYUAN,
+    MINIMAX_M3,
+    OMNI,
+    PADDLE,
+    QWEN,
+)
 
 # keys of ERNIE's tokens that have experts of their own
 _MEDIA = tuple(
@@ -49,6 +56,15 @@ GRIDS: tuple[VisionFamily, ...] = (
             prefixes=ERNIE,
         )
         for name in ("VLMoe", "VL_Moe")
+    ),
+    VisionFamily(
+        architecture="MiniMaxM3SparseForConditionalGeneration",
+        image_token_keys=("image_token_index", "image_token_id"),
+        layout="bracketed",
+        processor_class="Qwen2VLImageProcessorPil",
+        default_pixels=(4 * 28 * 28, 451_584),
+        encoder="patches",
+        prefixes=MINIMAX_M3,
     ),
     VisionFamily(
         architecture="HunYuanVLForConditionalGeneration",

@@ -64,6 +64,16 @@ ERNIE = {
         ("resampler_model", "resampler_model"),
     )
 }
+# The first names are those of published files, the last two those of transformers' modules.
+MINIMAX_M3 = {
+    "vision_tower.vision_model.embeddings.patch_embedding.": "vision_tower.embeddings.proj.",
+    "vision_tower.vision_model.encoder.layers.": "vision_tower.layers.",
+    "vision_tower.vision_model.pre_layrnorm.": "vision_tower.pre_layrnorm.",
+    "multi_modal_projector.": "multi_modal_projector.",
+    "patch_merge_mlp.linear_": "multi_modal_projector.merge_linear_",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
 MINICPM = {"model.vision_tower.": "vision_tower.", "model.merger.": "merger."}
 # The first names are those of published files, the others those of transformers' modules.
 DEEPSEEK_OCR = {

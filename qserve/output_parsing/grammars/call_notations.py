@@ -4,6 +4,7 @@ The functions take the CallGrammar, and index, name and schema of the tool. They
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,11 @@ Rule = Callable[[CallGrammar, int, str, Schema], str]
 
 # Characters that need no escape in a text between single quotes.
 UNQUOTED = r"/[^'\\\n\r]*/"
+MAX_NESTED = 200  # rules for values inside of other values; a schema may contain itself
+OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
+OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
+ITEM = "item"  # MiniMax-M3's tag of an array's elements
+PLAIN_KEY = re.compile(r"[A-Za-z_][\w.-]*")  # may be the name of a tag
 FREE_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 # JSON type -> expression of texts that cannot be read as a value of this type.
 OTHERS = {
@@ -226,6 +232,87 @@ class _Tagged:
         text = all_of(without(self._reserved))
         value = self._form.ended(text, self._end, is_empty=True)
         self._form.rules["other"] = f"{before} {key} {after} {value}"
+        return "other"
+
+
+def named_tags(tags: "Tags") -> Rule:
+    """Return the function for calls whose tags have the names of arguments (MiniMax-M3)."""
+    return lambda form, index, name, schema: _NamedTags(tags, form, index, name, schema).rule()
+
+
+class _NamedTags(_Tagged):
+    """Defines the rules of one tool's arguments, each in tags with its name."""
+
+    def __init__(
+        self, tags: "Tags", form: CallGrammar, index: int, name: str, schema: Schema
+    ) -> None:
+        super().__init__(tags, form, index, name, schema)
+        self._reserved, self._closed = (tags.value_end,), []
+        self._num_nested = 0
+
+    def _argument(self, key: str) -> str:
+        schemas = self._schema.of(key)
+        if len(schemas) != 1:
+            raise Inexpressible(f"several schemas of {key!r:.40}")
+        return self._element(key, schemas[0])
+
+    def _element(self, key: str, schema: Any) -> str:
+        """Return Lark of a value between tags with a name."""
+        if not PLAIN_KEY.fullmatch(key):
+            raise Inexpressible(f"a property named {key!r:.40}")
+        end, texts = f"{self._tags.value_end}</{key}>", _Texts()
+        values: list[str] = []
+        self._collect(key, schema, texts, values)
+        before, after = self._before(key, True), self._form.text(end)
+        found = [f"{before} {each} {after}" for each in values]
+        expressions = [*texts.expressions, *texts.scalars]
+        if expressions:
+            union = " | ".join(f"({each})" for each in expressions)
+            found.append(f"{before} {self._form.ended(union, end, is_empty=texts.may_be_empty)}")
+        if not found:
+            raise Inexpressible(f"no value of {key!r:.40}")
+        return " | ".join(found)
+
+    def _add_types(self, key: str, schema: Schema, texts: "_Texts", values: list[str]) -> None:
+        """Collect arrays and objects as tags, where their schema has no other keywords."""
+        own, kinds = schema.keys() - ANNOTATIONS, self._schema.kinds([schema])
+        items, properties = schema.get("items"), schema.get("properties")
+        if kinds == {"array"} and own <= OF_ARRAYS and items:
+            least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+            values.append(f"{self._nested(ITEM, items)}{{{least},{most}}}")
+        elif kinds == {"object"} and own <= OF_OBJECTS and properties:
+            keys, required = plain_object(schema)
+            values.append(
+                " ".join(
+                    self._nested(each, properties[each]) + "?" * (each not in required)
+                    for each in keys
+                )
+            )
+        else:
+            super()._add_types(key, schema, texts, values)
+
+    def _nested(self, key: str, schema: Any) -> str:
+        """Define a rule for a value inside of another one. Returns its name."""
+        self._num_nested += 1
+        if self._num_nested > MAX_NESTED:
+            raise Inexpressible("many nested values")
+        name = f"nested_{self._index}_{self._num_nested}"
+        self._form.rules[name] = self._element(key, schema)
+        return name
+
+    def _before(self, key: str, is_string: bool) -> str:
+        return self._form.text(f"{self._tags.parameter}{key}>")
+
+    def _free(self) -> str:
+        """Return Lark of an argument with any name, and any text or tags.
+
+        Names of end tags are not compared with those of the tags that they end.
+        """
+        form, key = self._form, self._form.terminal(FREE_KEY)
+        start, end = form.text(self._tags.parameter), f"{self._tags.value_end}</"
+        text = form.ended(all_of(without(self._reserved)), end, is_empty=True)
+        value = f"(other+ {form.text(end)} | {text})"
+        form.rules["other"] = f"{start} {key} {form.text('>')} {value} {key} {form.text('>')}"
         return "other"
 
 

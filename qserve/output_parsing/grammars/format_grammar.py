@@ -5,6 +5,7 @@ readers of the formats accept more than the grammars.
 """
 
 from qserve.output_parsing.grammars.call_grammar import CallGrammar, Schema
+from qserve.output_parsing.grammars.markers import first_token
 from qserve.output_parsing.grammars.text_grammar import all_of, escaped, without
 from qserve.output_parsing.tool_format import ToolFormat
 from qserve.structured.lark_text import quoted
@@ -31,7 +32,7 @@ def lark_in_text(form: CallGrammar, row: ToolFormat) -> str:
         return form.lines()
     calls = f"({_calls(form, row)})"
     marker = row.markers[0] if row.markers else ""
-    is_token = form.marker_token(marker) is not None
+    is_token = _starts_with_token(form, marker)
     if row.is_bare or (row.body.whole is not None and not is_token):
         form.rules[RULE] = f"{calls} | {some}?"
     elif is_token:
@@ -46,7 +47,12 @@ def lark_in_text(form: CallGrammar, row: ToolFormat) -> str:
 
 def _starts(form: CallGrammar, row: ToolFormat) -> list[str]:
     """Return the start markers that have no token id, so that ordinary text could contain them."""
-    return [text for text in row.markers if form.marker_token(text) is None]
+    return [text for text in row.markers if not _starts_with_token(form, text)]
+
+
+def _starts_with_token(form: CallGrammar, marker: str) -> bool:
+    """Return True if a marker is a token, or begins with one, which no ordinary text contains."""
+    return first_token(marker, form.marker_token) == 0
 
 
 def _calls(form: CallGrammar, row: ToolFormat, begun: str = "") -> str:

@@ -49,6 +49,11 @@ CASES = {
     "granite-experts": (CT, "w4a16-sym-g32", changes.granite_experts),
     "vision-experts": (CT, "w4a16-sym-g32", changes.vision_experts),
     "media-experts": (CT, "w4a16-sym-g32", changes.media_experts),
+    "merged-gates": (
+        CT,
+        "w4a16-sym-g32",
+        changes.config_of(architectures=["MiniMaxM3VLForCausalLM"]),
+    ),
     "gemma-experts": (CT, "w4a16-sym-g32", changes.gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", changes.hybrid_experts),
     "lacks-class": (

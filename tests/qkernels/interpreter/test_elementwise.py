@@ -163,14 +163,35 @@ def test_result_of_an_activation_is_clamped(randn, assert_close, tolerance, dtyp
         assert module.activate(x, spec).isnan().sum() == 1
 
 
+@pytest.mark.parametrize("limit", [0.7, None])
+def test_swiglu_of_gpt_oss(randn, assert_close, tolerance, dtype, poison, limit):
+    """The gate is cut above a limit, up on both sides, then 1 is added to it. NaN stays."""
+    x = 3 * randn(3, 70)
+    x[:, :3] = torch.tensor([-30.0, 30, 0], dtype=dtype)
+    spec = ActSpec(kind="swiglu_oai", alpha=1.702, limit=limit)
+    gate, up = x.double().chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    want = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    for module in (activate, rowwise_reference):
+        assert_close(module.__name__, want, module.activate(x, spec), tolerance(dtype))
+    x[1, -1] = torch.nan
+    for module in (activate, rowwise_reference):
+        assert module.activate(x, spec).isnan().sum() == 1
+
+
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
-@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "silu_cut"])
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "silu_cut", "swiglu_oai"])
 def test_activations_to_codes_and_limbs(half, device, kind, gated):
+    if kind == "swiglu_oai" and not gated:
+        pytest.skip("it always has a gate")
     generator = torch.Generator().manual_seed(1)
     x = 2 * torch.randn(3, 512, generator=generator).to(device, half)
     spec, rounding = ActSpec(kind=kind, gated=gated), InputRounding(ActivationSpec(), None)
     if kind == "silu_cut":
         spec = ActSpec(kind="silu", gated=gated, limit=0.7)
+    if kind == "swiglu_oai":
+        spec = ActSpec(kind=kind, limit=1.7, alpha=1.702)
     want, want_scales = rowwise_reference.activate(x, spec, rounding)
     got, scales = activate.activate(x, spec, rounding)
     assert (want.int() - got.int()).abs().max() <= 1 and (want != got).float().mean() < 0.02

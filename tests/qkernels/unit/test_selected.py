@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qkernels import ops
+from qkernels.attention.selected import order
 from qkernels.errors import KernelError
 from qkernels.latent.config import default_latent_config, selected_boundaries
-from qkernels.latent.selected import select
 from qkernels.latent.selected.cache import SelectedKeys
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.selected_case import selected_case
@@ -22,7 +22,7 @@ SIZES = {"heads": 5, "D": 24, "B": 8}
 @pytest.mark.parametrize("block", [1, 3, 1000])
 def test_the_highest_scores_are_selected(counts, lengths, most, block, monkeypatch):
     case = selected_case(counts, lengths, **SIZES, dtype=torch.float32)
-    monkeypatch.setattr(select, "MAX_BYTES", 4 * block * max(lengths))
+    monkeypatch.setattr(order, "MAX_BYTES", 4 * block * max(lengths))
     step = (case.keys_PBD, case.step)
     found = ops.select_keys(case.q_TID, case.weights_TI, *step, most=most)
     assert found.slots_TS.shape == (sum(counts), min(most, max(lengths)))

@@ -96,6 +96,8 @@ def test_builder_asks_for_every_tensor_of_the_row_once(tiny_model, name):
     source = Recorder(config, device, 0)
     indexer = config.family.indexer  # contexts that need it
     length = 8 if indexer is None else config.values[indexer.count_key] + 1
+    if config.family.block_indexer is not None:
+        length = config.family.block_indexer.most_keys(config.values) + 1
     load(config, source, device=device, dtype=torch.float32, max_model_len=length, progress=False)
     stored = CheckpointReader(folder).entries
     unread = config.family.unread(config.values)

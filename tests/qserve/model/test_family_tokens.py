@@ -22,7 +22,7 @@ NEW = [
     *("olmo2", "olmo3", "exaone4", "glm4"),
     *("opt", "cohere", "cohere2", "starcoder2", "nemotron"),
     *("gemma", "stablelm", "phi", "gpt_neox"),
-    *("gpt2", "gptj", "falcon", "minimax_m2"),
+    *("gpt2", "gptj", "falcon", "minimax_m2", "minimax_m3"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe_lite"),
     *("granite_moe", "bloom", "mpt", "llama4", "gemma4", "muse_glimmer"),
 ]
@@ -177,6 +177,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
         *(("step", "gptq"), ("step", "awq")),
+        *(("minimax_m3", "gptq"), ("minimax_m3", "awq")),
         *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),
         *(("granite_swa", "awq"), ("granite_moe_swa", "gptq"), ("olmo", "awq")),
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),

@@ -17,7 +17,7 @@ from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import InputError
 from formats.scheme import Scheme
 from qkernels import QuantLinear, ops
-from qkernels.latent.selected import select
+from qkernels.attention.selected import order
 from qserve.llm import LLM
 from qserve.model.families.latent import deepseek
 from qserve.model.loading.dummy_source import DummySource
@@ -200,7 +200,7 @@ def test_norm_of_keys_equals_transformers(model_of, transformers_model, tmp_path
 def test_scores_do_not_depend_on_the_block_of_rows(model_of, monkeypatch):
     """Few rows are scored together where contexts are long."""
     want = logits(model_of("v3.2"))
-    monkeypatch.setattr(select, "MAX_BYTES", 4 * 128 * 7)
+    monkeypatch.setattr(order, "MAX_BYTES", 4 * 128 * 7)
     assert relative(logits(model_of("v3.2")), want) < 1e-6
 
 

@@ -30,7 +30,8 @@ SCHEME = Scheme.parse("w4a16-sym-g32")
 # transformers computes something else with quantized experts;
 # compressed-tensors loses the tower's output of a model that has a parameter of its own
 READ_AS_FLOAT = ("qwen3_vl_moe", "qwen3_5_moe", "llava_next", "llava_onevision", "ernie_vl")
-READ_AS_FLOAT += ("unlimited_ocr",)
+# transformers merges linears, whose codes it cannot join
+READ_AS_FLOAT += ("unlimited_ocr", "minimax_m3")
 # config.json is not that of transformers' class
 READ_AS_FLOAT += ("deepseek_ocr", "deepseek_ocr_2")
 DOWN = "model.layers.1.mlp.down_proj"

@@ -91,6 +91,21 @@ def invoked(calls, mark="", line="\n", typed=False):
     )
 
 
+def elements(calls):
+    """MiniMax-M3's: tags with the names of arguments, each after a token."""
+    mark = "]<]minimax[>["
+
+    def value(found):
+        if isinstance(found, dict):
+            return "".join(f"{mark}<{k}>{value(v)}{mark}</{k}>" for k, v in found.items())
+        if isinstance(found, list):
+            return "".join(f"{mark}<item>{value(each)}{mark}</item>" for each in found)
+        return bare(found)
+
+    each = (f'{mark}<invoke name="{name}">{value(args)}{mark}</invoke>\n' for name, args in calls)
+    return f"{mark}<tool_call>\n{''.join(each)}{mark}</tool_call>"
+
+
 def steps(calls):
     start, end = "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>"
     each = (f"{start}{invoked([call], 'steptml:', '')}{end}" for call in calls)
@@ -151,6 +166,7 @@ WRITE = {
     "glm45": lambda calls: glm(calls, "\n"),
     "glm47": lambda calls: glm(calls, ""),
     "minimax_m2": lambda calls: f"<minimax:tool_call>\n{invoked(calls)}\n</minimax:tool_call>",
+    "minimax_m3": elements,
     "gpt_oss": harmony,
     "gemma4": lambda calls: gemma(calls, '<|"|>', "<|tool_call>", "<tool_call|>"),
     "functiongemma": lambda calls: gemma(

@@ -110,6 +110,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
         ("_decode_attention_8bit", "attention"),
         ("_prefill_attention", "attention"),
         ("_merge_splits", "attention"),
+        ("_block_scores", "attention"),
         ("_rope_write_kv", "rope, KV"),
         ("_norm_steps", "norms"),
         ("_activate_steps", "activation"),

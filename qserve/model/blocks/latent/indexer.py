@@ -24,10 +24,10 @@ import torch
 from torch.nn.functional import layer_norm
 
 from qkernels import ops
+from qkernels.attention.selected.order import MAX_BYTES
 from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.latent.config import selected_boundaries
 from qkernels.latent.selected.cache import IndexedLatents, SelectedKeys
-from qkernels.latent.selected.select import MAX_BYTES
 from qkernels.operands.split_k import reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import FloatLinear, Linear

@@ -4,6 +4,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
+from qkernels.attention.selected import triton_scores as block_kernel
 from qkernels.gpu import device
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.selected import triton_scores
@@ -73,6 +74,14 @@ def selected(rows: int, heads: int, most: int = 2048) -> None:
     )
 
 
+def block_scores(rows: int) -> None:
+    """Scores of blocks of 128 keys, for four KV heads (MiniMax-M3)."""
+    tables = torch.zeros(rows, 8192 // PAGE, dtype=torch.int32)
+    rows_N = torch.zeros(rows, dtype=torch.int32)
+    step = (empty(8192, PAGE, 128), tables, rows_N, rows_N)
+    block_kernel.block_scores(empty(rows, 4, 128), *step, num_keys=8192, block_size=128)
+
+
 def sm90_decode(counts: list[int], heads: int) -> None:
     """Run the kernel for sm_90; on other cards, the portable one over one row."""
     if device.lacks_arch(torch.device("cuda"), "sm_90") is None:
@@ -124,6 +133,7 @@ LATENT_ATTENTION: dict[str, Case] = {
     "latent attention in fixed order, 8 bits": Case(
         run=lambda: latent_attention([1, 40], 20, codes=INT8, kernel="fixed_order"), product="mma"
     ),
+    "selected blocks": Case(run=lambda: block_scores(100), quick=SM90, product="mma"),
     "selected keys, decode": Case(run=lambda: selected(1, 128), product="mma"),
     "selected keys, a prompt": Case(run=lambda: selected(500, 64), quick=SM90, product="mma"),
     "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),

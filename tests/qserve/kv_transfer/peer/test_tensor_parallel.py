@@ -32,6 +32,11 @@ def test_layers_with_different_heads(tiny_model, tmp_path):
     exchange_between_one_rank_and_two("peer", "cpu", tiny_model("mimo_v2"), tmp_path)
 
 
+def test_keys_of_indexers_are_not_divided(tiny_model, tmp_path):
+    """Prompts are longer than what a query sees, so that these keys matter."""
+    exchange_between_one_rank_and_two("peer", "cpu", tiny_model("minimax_m3"), tmp_path)
+
+
 def exchange_between_one_rank_and_two(connector, device, folder, tmp_path):
     """Each of two engines decodes a prompt that the other one has computed."""
     transfer = {

@@ -39,7 +39,6 @@ RUN = {
     "persimmon": {},
     # sinks
     "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "minimax_m3_vl_text": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "modernbert-decoder": {},
     # keys wider than values
     "axk1": {
@@ -80,12 +79,19 @@ REFUSED = {
     "olmo_hybrid": "does not call attention through transformers' attention interface",
     "moshi": "its sliding_window of 3000 is not passed to attention",
     "hrm_text": "a layer calls attention twice",
+    "dots3_note_text": "num_attention_heads: differs between layers, which is not supported",
 }
 STATES = {
     "minimax": {
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "num_local_experts": 4,
-    }
+    },
+    "dots3_note_text": {
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_experts_intermediate_size": 32},
+        **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "head_dim": 24},
+        **{"qk_rope_head_dim": 8, "v_head_dim": 16, "index_n_heads": 4, "index_head_dim": 16},
+    },
 }
 LENGTH, NEW = 40, 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)

@@ -1,0 +1,1 @@
+"""Attention over blocks of keys that an indexer selects (MiniMax-M3)."""

@@ -1,0 +1,1 @@
+"""GPT-2, GPT-J, GPT-Neo, GPT-NeoX, CodeGen, BLOOM and MPT."""
