@@ -62,7 +62,7 @@ def _encode_prompt_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]
 
 
 def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Encode the images of Mistral 3, which have any size."""
+    """Encode the images of Mistral 3 or Pixtral, which have any size."""
     pixels_NCHW, count = torch.stack(inputs["pixel_values"]), len(inputs["pixel_values"])
     if count == 1 and pixels_NCHW.shape[2] * pixels_NCHW.shape[3] == _side(model) ** 2:
         # Where one image has one embedding, transformers drops the first dimension: two do not.
@@ -73,7 +73,7 @@ def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 def _side(model: Any) -> int:
     """Return the side in pixels of the square that becomes one embedding."""
-    return model.config.vision_config.patch_size * model.config.spatial_merge_size
+    return model.config.vision_config.patch_size * getattr(model.config, "spatial_merge_size", 1)
 
 
 def _encode_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:

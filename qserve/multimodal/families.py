@@ -122,6 +122,7 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None:
             return None
+        family = family.with_tower(values)
         if family.states_tower and not isinstance(values.get("vision_config"), dict):
             return None
         filled = _filled(values, family)

@@ -48,6 +48,7 @@ SQUARES: tuple[VisionFamily, ...] = (
             image_token_keys=("image_token_id", "image_token_index"),
             layout="square",
             encoder="square",
+            towers={"pixtral": ("rows", "rows")} if name == "Llava" else {},
             prefixes=LLAVA,
         )
         for name in ("Llava", "VipLlava")
