@@ -100,7 +100,7 @@ def _encode_square_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]
 
 
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Encode the patches of Gemma 4, which have no padding here."""
+    """Encode the patches of Gemma 4, also of 12B, which have no padding here."""
     pixels_NCPV, columns_N1 = (
         torch.stack(inputs["pixel_values"]),
         torch.stack(inputs["image_grid"])[:, 1:],

@@ -38,6 +38,7 @@ class VisionFamily:
     # keys of config.json with tokens for which the model has other experts, in prompts
     expert_token_keys: tuple[str, ...] = ()
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
+    states_mutual: bool = False  # True: the same, if the text model's config states it
     # True: all tokens of a prompt with images attend to each other in both directions
     has_mutual_prompt: bool = False
     # True: only images do, in layers with a window, and if the text model's config states it

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, Layout] = {
     "rows": rows.ROWS,
     "plain_rows": rows.PLAIN_ROWS,
     "pooled": pooled.POOLED,
+    "large_patches": pooled.LARGE_PATCHES,
     "lfm2": cuts.LFM_2,
     "llama4": cuts.LLAMA_4,
     "cohere2": cuts.COHERE_2,

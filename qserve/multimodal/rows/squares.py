@@ -14,6 +14,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     DEEPSEEK,
     DEEPSEEK_OCR,
     GEMMA_4,
+    GEMMA_4_UNIFIED,
     IDEFICS,
     INTERNVL_CHAT,
     KIMI,
@@ -183,6 +184,15 @@ SQUARES: tuple[VisionFamily, ...] = (
         has_mutual_windows=True,
         kinds_argument="mm_token_type_ids",
         prefixes=GEMMA_4,
+    ),
+    VisionFamily(
+        architecture="Gemma4UnifiedForConditionalGeneration",
+        image_processor="gemma4_unified",
+        layout="large_patches",
+        encoder="pooled",
+        states_mutual=True,
+        kinds_argument="mm_token_type_ids",
+        prefixes=GEMMA_4_UNIFIED,
     ),
     VisionFamily(
         architecture="Mistral3ForConditionalGeneration",

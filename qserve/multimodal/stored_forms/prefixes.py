@@ -19,6 +19,15 @@ GEMMA_4 = {
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
 }
+GEMMA_4_UNIFIED = {
+    f"{parent}{stored}.": f"embed_vision.{own}"
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_embedder", ""),
+        ("embed_vision.embedding_projection", "multimodal_embedder.embedding_projection."),
+        ("embed_vision", ""),
+    )
+}
 INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
 LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
 KIMI = {

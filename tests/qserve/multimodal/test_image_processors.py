@@ -19,6 +19,7 @@ CLASSES = {
     "llama4": "Llama4ImageProcessor",
     "cohere2_vision": "Cohere2VisionImageProcessor",
     "kimi": "Kimi_K25ImageProcessor",
+    "gemma4_unified": "Gemma4UnifiedImageProcessor",
     "phi4": "Phi4MultimodalImageProcessor",
 }
 PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
@@ -46,6 +47,7 @@ CASES = [
     ("cohere2_vision", {**SIDE, "max_patches": 6}),
     ("cohere2_vision", {**SIDE, "crop_to_patches": False}),
     ("kimi", {"patch_size": 8, "max_patches": 24, "size": {"max_height": 7, "max_width": 7}}),
+    ("gemma4_unified", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
     ("phi4", {**SIDE, "patch_size": 8, "dynamic_hd": 4}),
     ("phi4", {"size": {"height": 56, "width": 56}, "patch_size": 14, "dynamic_hd": 36}),
 ]
@@ -66,6 +68,7 @@ CHECKSUMS = (
     "b8e0f1bb037f",
     "a75b55ba1b92",
     "8eefab52f7d7",
+    "ce369f70b099",
     "b42023cbc1a4",
     "41c30da559b6",
 )
@@ -135,6 +138,7 @@ WRONG = [
     ("kimi_vl", {"rescale_factor": True}, "rescale_factor .*: expected a number above 0, found Tr"),
     ("kimi_vl", {"merge_kernel_size": [2, 3]}, r"merge_size .*: expected a positive .*\[2, 3\]"),
     ("kimi_vl", {"merge_kernel_size": [[2], []]}, r"merge_size .*: expected a positive whole"),
+    ("gemma4_unified", {"max_soft_tokens": 71}, "max_soft_tokens .*: expected one of 70, 140"),
     ("kimi", {"size": [512, 512]}, "size of the image processor: expected max_height"),
     ("lfm2_vl", {"do_resize": False}, "do_resize of the image processor: expected true"),
     ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected height"),
