@@ -147,6 +147,15 @@ def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches.flatten(0, 1), grids_N3).pooler_output
 
 
+def _encode_muse(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the images of Muse Glimmer, whose patches have several equal frames."""
+    vision = model.config.vision_config
+    patches, rows, columns = _patches(torch.stack(inputs["pixel_values"]), vision.patch_size)
+    grids_N3 = torch.tensor([[1, rows, columns]] * len(patches), device=patches.device)
+    frames = patches.flatten(2).repeat(1, 1, vision.patch_temporal)
+    return model.get_image_features(frames.flatten(0, 1), grids_N3).pooler_output
+
+
 def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the tiles of Phi-4-multimodal and the overview of each image.
 
@@ -208,6 +217,7 @@ ENCODERS: dict[str, Encode] = {
     "any_size": _encode_any_size,
     "llama4": _encode_llama4,
     "kimi": _encode_kimi,
+    "muse": _encode_muse,
     "phi4": _encode_phi4,
     "views": _encode_views,
     "slices": _encode_slices,

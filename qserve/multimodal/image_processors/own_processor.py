@@ -22,6 +22,7 @@ from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
+from qserve.multimodal.image_processors.muse_glimmer import MUSE_GLIMMER
 from qserve.multimodal.image_processors.phi4 import PHI_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
 
@@ -39,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "kimi_vl": KIMI_VL,
     "gemma4_unified": GEMMA_4_UNIFIED,
     "internvl": INTERNVL_CHAT,
+    "muse_glimmer": MUSE_GLIMMER,
     "phi4": PHI_4,
     "deepseek_ocr": DEEPSEEK_OCR,
     "deepseek_ocr_2": DEEPSEEK_OCR_2,

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, Layout] = {
     "cohere2": cuts.COHERE_2,
     "minicpm": cuts.MINICPM,
     "kimi": cuts.KIMI,
+    "muse": cuts.MUSE,
     "phi4": whole_image.WHOLE_IMAGE,
     "deepseek_ocr": views.ROWS_OF_VIEWS,
     "unlimited_ocr": views.ROWS_OF_VIEWS,

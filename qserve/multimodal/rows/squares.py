@@ -22,6 +22,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     LLAMA_4,
     LLAVA,
     MINICPM,
+    MUSE,
     NEWLINE,
     PHI_4,
 )
@@ -193,6 +194,13 @@ SQUARES: tuple[VisionFamily, ...] = (
         states_mutual=True,
         kinds_argument="mm_token_type_ids",
         prefixes=GEMMA_4_UNIFIED,
+    ),
+    VisionFamily(
+        architecture="MuseGlimmerForConditionalGeneration",
+        image_processor="muse_glimmer",
+        layout="muse",
+        encoder="muse",
+        prefixes=MUSE,
     ),
     VisionFamily(
         architecture="Mistral3ForConditionalGeneration",

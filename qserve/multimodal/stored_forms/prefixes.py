@@ -44,6 +44,12 @@ LIGHT_ON = {
     for parent in ("model.", "")
     for part in ("vision_encoder", "vision_projection")
 }
+MUSE = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    # the norm has no tensors
+    for part in ("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")
+}
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
 # The second level is that of older versions of transformers.
 DEEPSEEK = {

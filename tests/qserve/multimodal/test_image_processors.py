@@ -20,6 +20,7 @@ CLASSES = {
     "cohere2_vision": "Cohere2VisionImageProcessor",
     "kimi": "Kimi_K25ImageProcessor",
     "gemma4_unified": "Gemma4UnifiedImageProcessor",
+    "muse_glimmer": "MuseGlimmerImageProcessor",
     "phi4": "Phi4MultimodalImageProcessor",
 }
 PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
@@ -48,6 +49,7 @@ CASES = [
     ("cohere2_vision", {**SIDE, "crop_to_patches": False}),
     ("kimi", {"patch_size": 8, "max_patches": 24, "size": {"max_height": 7, "max_width": 7}}),
     ("gemma4_unified", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+    ("muse_glimmer", {"patch_size": 8, "max_image_tokens": 12}),
     ("phi4", {**SIDE, "patch_size": 8, "dynamic_hd": 4}),
     ("phi4", {"size": {"height": 56, "width": 56}, "patch_size": 14, "dynamic_hd": 36}),
 ]
@@ -69,6 +71,7 @@ CHECKSUMS = (
     "a75b55ba1b92",
     "8eefab52f7d7",
     "ce369f70b099",
+    "b29bc576151c",
     "b42023cbc1a4",
     "41c30da559b6",
 )
@@ -124,6 +127,7 @@ def test_sides_that_differ_too_much_are_refused(tmp_path):
 
 
 WRONG = [
+    ("muse_glimmer", {"resample": 3}, "resample of the image processor: expected 1, found 3"),
     ("phi4", {"resample": 2}, "resample of the image processor: expected 3, found 2"),
     ("phi4", {**SIDE, "patch_size": 14}, "size .*expected a multiple of patch_size 14, found 32"),
     ("phi4", {"dynamic_hd": 0}, "dynamic_hd .*: expected a positive whole number up to 256"),
@@ -143,8 +147,8 @@ WRONG = [
     ("lfm2_vl", {"do_resize": False}, "do_resize of the image processor: expected true"),
     ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected height"),
     ("kimi", {"size": {"max_height": 8}}, "size of the image processor: expected max_height"),
-    ("llama4", {"resample": 1}, "resample of the processor: expected 2 or 3, found 1"),
-    ("lfm2_vl", {"resample": [2]}, r"resample of the processor: expected 2 or 3, found \[2\]"),
+    ("llama4", {"resample": 4}, "resample of the processor: expected 1 or 2 or 3, found 4"),
+    ("lfm2_vl", {"resample": [2]}, r"resample of the processor: expected 1 or 2 or 3, found \[2\]"),
 ]
 
 
