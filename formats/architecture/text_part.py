@@ -86,6 +86,7 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
@@ -96,7 +97,6 @@ WRAPPERS = (
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
-    "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
 )
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part

@@ -156,6 +156,12 @@ def _encode_muse(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(frames.flatten(0, 1), grids_N3).pooler_output
 
 
+def _encode_step(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Step-3.7, all of one size."""
+    states_NMC = model.vision_model(torch.stack(inputs["pixel_values"])).last_hidden_state
+    return model.multi_modal_projector(states_NMC)
+
+
 def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the tiles of Phi-4-multimodal and the overview of each image.
 
@@ -218,6 +224,7 @@ ENCODERS: dict[str, Encode] = {
     "llama4": _encode_llama4,
     "kimi": _encode_kimi,
     "muse": _encode_muse,
+    "step": _encode_step,
     "phi4": _encode_phi4,
     "views": _encode_views,
     "slices": _encode_slices,

@@ -25,6 +25,7 @@ from qserve.multimodal.image_processors.llama4 import LLAMA_4
 from qserve.multimodal.image_processors.muse_glimmer import MUSE_GLIMMER
 from qserve.multimodal.image_processors.phi4 import PHI_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
+from qserve.multimodal.image_processors.step import STEP
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ KINDS: dict[str, Kind] = {
     "internvl": INTERNVL_CHAT,
     "muse_glimmer": MUSE_GLIMMER,
     "phi4": PHI_4,
+    "step": STEP,
     "deepseek_ocr": DEEPSEEK_OCR,
     "deepseek_ocr_2": DEEPSEEK_OCR_2,
     "unlimited_ocr": UNLIMITED_OCR,

@@ -25,6 +25,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     MUSE,
     NEWLINE,
     PHI_4,
+    STEP,
 )
 from qserve.text.image_text import IMAGE, IMAGE_TEXTS
 
@@ -201,6 +202,14 @@ SQUARES: tuple[VisionFamily, ...] = (
         layout="muse",
         encoder="muse",
         prefixes=MUSE,
+    ),
+    VisionFamily(
+        architecture="Step3p7ForConditionalGeneration",
+        image_processor="step",
+        layout="step",
+        encoder="step",
+        tensors="step",
+        prefixes=STEP,
     ),
     VisionFamily(
         architecture="Mistral3ForConditionalGeneration",

@@ -50,6 +50,15 @@ MUSE = {
     # the norm has no tensors
     for part in ("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")
 }
+STEP = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_model", "vision_model"),
+        ("vit_large_projector", "multi_modal_projector"),
+        ("multi_modal_projector", "multi_modal_projector"),
+    )
+}
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
 # The second level is that of older versions of transformers.
 DEEPSEEK = {

@@ -160,6 +160,8 @@ class Judge:
         """Logits [K, V] after a prompt and `more` tokens, where `drafts` follow."""
         ids, media = self.model.prompt(*request)
         given = self.model.inputs(ids, *request[1:])
+        # numbers of tiles, which transformers takes as a list, too
+        given = {name: torch.as_tensor(value) for name, value in given.items()}
         whole = torch.tensor([[*ids, *more, *drafts]])
         added = whole.shape[1] - len(ids)
         # Gemma 4 E2B's prompts have another token at images than transformers expects.

@@ -21,6 +21,7 @@ CLASSES = {
     "kimi": "Kimi_K25ImageProcessor",
     "gemma4_unified": "Gemma4UnifiedImageProcessor",
     "muse_glimmer": "MuseGlimmerImageProcessor",
+    "step": "Step3p7ImageProcessor",
     "phi4": "Phi4MultimodalImageProcessor",
 }
 PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
@@ -50,6 +51,8 @@ CASES = [
     ("kimi", {"patch_size": 8, "max_patches": 24, "size": {"max_height": 7, "max_width": 7}}),
     ("gemma4_unified", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
     ("muse_glimmer", {"patch_size": 8, "max_image_tokens": 12}),
+    ("step", {"size": {"height": 48, "width": 48}, "patch_size": 32, "max_image_size": 96}),
+    ("step", {"size": {"height": 72, "width": 72}, "patch_size": 40, "max_image_size": 300}),
     ("phi4", {**SIDE, "patch_size": 8, "dynamic_hd": 4}),
     ("phi4", {"size": {"height": 56, "width": 56}, "patch_size": 14, "dynamic_hd": 36}),
 ]
@@ -72,6 +75,8 @@ CHECKSUMS = (
     "8eefab52f7d7",
     "ce369f70b099",
     "b29bc576151c",
+    "49e6029aa0a9",
+    "44c047b1006f",
     "b42023cbc1a4",
     "41c30da559b6",
 )
