@@ -249,7 +249,7 @@ class EngineConfig(HubSettings, ParallelSettings):
         "auto",
         "dummy: random weights in the shapes that config.json gives",
         LOAD_FORMATS,
-        aliases={"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"},
+        aliases=dict.fromkeys(("safetensors", "gguf", "bitsandbytes", "mistral"), "auto"),
     )
     seed: int = setting(
         0, "seed for requests without one, and for dummy weights", low=-(2**63), high=2**63 - 1
