@@ -27,7 +27,7 @@ from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
-from formats.files.model_path import is_gguf_folder, model_folder
+from formats.files.model_path import is_gguf_folder, is_mistral_folder, model_folder
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.target import check_is_free
@@ -107,17 +107,7 @@ class CheckpointReader:
             self.transposed = transposed_names(self.config, self.entries)
             self.gguf_summary = opened.summary
             return
-        index_path = self.folder / INDEX
-        listed = self._listed_files(index_path) if index_path.exists() else {SINGLE: set()}
-        if SINGLE in listed and not (self.folder / SINGLE).exists():
-            self._explain_missing_file()
-        for file_name, expected in listed.items():
-            entries = read_header(self.folder / file_name)
-            for name in expected - entries.keys():
-                raise CheckpointError(str(self.folder / file_name), f"holds no {name!r}")
-            for name in entries.keys() & self.entries.keys():
-                raise CheckpointError(name, f"is in two shards, one of them {file_name}")
-            self.entries.update(entries)
+        self.entries = self._stored_entries()
         if has_text_part(self.config):
             kept = {own: e for name, e in self.entries.items() if (own := text_name(name))}
             self.config = text_config(self.config, kept)
@@ -148,6 +138,26 @@ class CheckpointReader:
         self.config, self.entries, self.decoded = float_view(self.folder, self.config, self.entries)
         if self.decoded:
             self.whole_config = without_block(self.whole_config)
+
+    def _stored_entries(self) -> dict[str, TensorEntry]:
+        """Return the tensors of all files. Raises CheckpointError."""
+        if is_mistral_folder(self.folder):
+            from formats.mistral.folder import open_folder
+
+            return open_folder(self.folder, self.config)
+        found: dict[str, TensorEntry] = {}
+        index_path = self.folder / INDEX
+        listed = self._listed_files(index_path) if index_path.exists() else {SINGLE: set()}
+        if SINGLE in listed and not (self.folder / SINGLE).exists():
+            self._explain_missing_file()
+        for file_name, expected in listed.items():
+            entries = read_header(self.folder / file_name)
+            for name in expected - entries.keys():
+                raise CheckpointError(str(self.folder / file_name), f"holds no {name!r}")
+            for name in entries.keys() & found.keys():
+                raise CheckpointError(name, f"is in two shards, one of them {file_name}")
+            found.update(entries)
+        return found
 
     def _explain_missing_file(self) -> None:
         """Raise CheckpointError if the weights have an unsupported file name or file type."""

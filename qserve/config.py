@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
-from formats.files.model_path import find_gguf, model_folder
+from formats.files.model_path import is_foreign, model_folder
 from formats.names import KV_CACHES
 from qserve.command_line.setting import check_settings, setting
 from qserve.hub.settings import HubSettings
@@ -249,7 +249,7 @@ class EngineConfig(HubSettings, ParallelSettings):
         "auto",
         "dummy: random weights in the shapes that config.json gives",
         LOAD_FORMATS,
-        aliases={"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"},
+        aliases=dict.fromkeys(("safetensors", "gguf", "bitsandbytes", "mistral"), "auto"),
     )
     seed: int = setting(
         0, "seed for requests without one, and for dummy weights", low=-(2**63), high=2**63 - 1
@@ -257,8 +257,8 @@ class EngineConfig(HubSettings, ParallelSettings):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        # For a GGUF file, all code reads the folder made from it.
-        if self.model and Path(self.model).exists() and find_gguf(self.model) is not None:
+        # For a model in another format, all code reads the folder made from it.
+        if self.model and is_foreign(self.model):
             object.__setattr__(self, "model", str(model_folder(self.model)))
         _ = self.speculation  # raises if it is invalid
         _ = self.kernels  # raises if an entry is invalid

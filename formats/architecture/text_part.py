@@ -46,6 +46,7 @@ WRAPPERS = (
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
@@ -69,6 +70,7 @@ WRAPPERS = (
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
@@ -85,19 +87,17 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
     "Gemma3nForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
-    "MuseGlimmerForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
-    "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
 )
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
@@ -145,11 +145,12 @@ _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "m
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
-_PART_NAMES += ("vision_adapter", "audio_encoder", "speech_embeddings")
+_PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
     "mlp_AR": "projector",
+    "vision_embedder": "embed_vision",
     "sam_model": "vision_tower",
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",

@@ -1,4 +1,7 @@
-"""Model arguments that are GGUF files. Imports the reader of GGUF only for such a file."""
+"""Model arguments that are GGUF files, or folders in Mistral's format.
+
+Imports a reader only for such a model.
+"""
 
 import json
 import re
@@ -8,6 +11,7 @@ from formats.errors import CheckpointError
 
 INDEX = "gguf.json"  # in a folder that was made from a GGUF file
 SUFFIX = ".gguf"
+MISTRAL_INDEX = "mistral.json"  # in a folder that was made from one in Mistral's format
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -46,16 +50,42 @@ def stem(name: str) -> str:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the model folder for an argument; for a GGUF file, the folder made from it.
+    """Return the model folder for an argument.
 
-    Raises CheckpointError.
+    For a GGUF file or a folder in Mistral's format, it is a folder made from it. Raises
+    CheckpointError.
     """
     file = find_gguf(path)
-    if file is None:
-        return Path(path)
-    from formats.gguf.folder import folder_of_file  # imports the tables of all architectures
+    if file is not None:
+        from formats.gguf.folder import folder_of_file  # imports the tables of all architectures
 
-    return folder_of_file(file)
+        return folder_of_file(file)
+    if is_in_mistral_format(Path(path)):
+        from formats.mistral.folder import folder_of_mistral
+
+        return folder_of_mistral(Path(path))
+    return Path(path)
+
+
+def is_foreign(path: str | Path) -> bool:
+    """Return True if a folder is made for an argument that exists. Raises CheckpointError."""
+    found = Path(path)
+    return found.exists() and (find_gguf(found) is not None or is_in_mistral_format(found))
+
+
+def is_in_mistral_format(folder: Path) -> bool:
+    """Return True for a folder with params.json and weights in Mistral's files alone."""
+    if not (folder / "params.json").is_file():
+        return False
+    names = [path.name for path in folder.glob("*.safetensors*")]
+    own = [name for name in names if name.startswith("consolidated")]
+    others = [name for name in names if name.startswith("model")]
+    return any(name.endswith(".safetensors") for name in own) and not others
+
+
+def is_mistral_folder(folder: Path) -> bool:
+    """Return True if a folder was made from one in Mistral's format (mistral/folder.py)."""
+    return (folder / MISTRAL_INDEX).is_file()
 
 
 def is_gguf_folder(folder: Path) -> bool:
@@ -70,9 +100,11 @@ def gguf_name(folder: str | Path) -> str:
 
 
 def origin(folder: str | Path) -> Path:
-    """Return the GGUF file that a folder was made from, for messages; else the folder itself."""
+    """Return the GGUF file or folder that a folder was made from; else the folder itself."""
     path = Path(folder)
     try:
+        if is_mistral_folder(path):
+            return Path(json.loads((path / MISTRAL_INDEX).read_text(encoding="utf-8"))["source"])
         return Path(json.loads((path / INDEX).read_text(encoding="utf-8"))["files"][0][0])
     except (OSError, ValueError, LookupError, TypeError):
         return path

@@ -5,12 +5,7 @@ any model folder. The weights stay in the GGUF file. Needs no torch if the folde
 """
 
 import array
-import atexit
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
+from formats.files.made_folder import fingerprint, made_folder
 from formats.files.model_path import INDEX, stem
 from formats.gguf.architectures.held import Order
 from formats.gguf.block_types import BY_NAME, find_type
@@ -52,48 +48,10 @@ def folder_of_file(file: Path) -> Path:
     """Return the folder of a GGUF file, and make it if it does not exist yet."""
     if not file.is_file():
         raise CheckpointError(str(file), "not found", "give a GGUF file or a model folder")
-    stated = [_fingerprint(each) for each in split_files(file)]
-    key = hashlib.sha256(json.dumps([FORMAT, stated]).encode()).hexdigest()[:24]
-    root = Path(os.path.expanduser("~/.cache/qserve/gguf"))
-    folder = root / key / stem(file.name)
-    if (folder / INDEX).is_file():
-        return folder
-    texts = _make_texts(file, stated)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return _write(folder, texts)
-    except OSError:  # no home, or a full or read-only disk
-        parent = Path(tempfile.mkdtemp(prefix="qserve-gguf-"))
-        atexit.register(shutil.rmtree, parent, ignore_errors=True)
-        return _write(parent / stem(file.name), texts)
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
-
-
-def _write(folder: Path, texts: dict[str, str]) -> Path:
-    """Write the folder under another name and rename it.
-
-    With several writers, the first one wins.
-    """
-    staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
-    try:
-        for name, text in texts.items():
-            (staging / name).write_text(text, encoding="utf-8")
-        staging.chmod(0o755)
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not (folder / INDEX).is_file():
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return folder
+    stated = [fingerprint(each) for each in split_files(file)]
+    return made_folder(
+        "gguf", stem(file.name), INDEX, [FORMAT, stated], lambda: _make_texts(file, stated)
+    )
 
 
 def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
@@ -186,7 +144,7 @@ def read_index(folder: Path) -> GgufIndex:
         for path, stated in zip(files, index["files"], strict=True):
             if not path.is_file():
                 raise CheckpointError(str(path), "not found; its folder is a cache", REMEDY)
-            if _fingerprint(path) != stated:
+            if fingerprint(path) != stated:
                 raise CheckpointError(str(path), "has changed since it was opened", REMEDY)
         presented = {}
         for name, shape, first_row, order, moves, offset, places in index["tensors"]:

@@ -23,6 +23,7 @@ from formats.hub.selection import (
     INDEX,
     MODEL,
     SPLIT,
+    TEKKEN,
     TOKENIZER,
     Kind,
     gguf_files,
@@ -261,7 +262,8 @@ class _Fetch:
         except InputError:
             return None
         needs_tokenizer = self.kind is TOKENIZER or (with_tokenizer and kind is MODEL)
-        if needs_tokenizer and not any(self.folder + name in files for name in TOKENIZER_FILES):
+        tokenizers = (*TOKENIZER_FILES, TEKKEN)
+        if needs_tokenizer and not any(self.folder + name in files for name in tokenizers):
             return None
         if not files >= set(weights):
             return None

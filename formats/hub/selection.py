@@ -1,7 +1,8 @@
 """Choice of a repository's files: only those that a model, an adapter or a tokenizer needs.
 
-Code (*.py), pickles, `original/`, `consolidated*` and copies in other frameworks' formats are never
-chosen. Paths are relative to the repository, with `/`.
+Code (*.py), pickles, `original/` and copies in other frameworks' formats are never chosen. Weights
+in Mistral's format (`consolidated*`) are chosen only if there are no others. Paths are relative to
+the repository, with `/`.
 """
 
 import re
@@ -14,6 +15,7 @@ from formats.errors import CheckpointError, InputError
 from formats.files.side_files import CHANNEL_FACTORS
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+PARAMS, TEKKEN = "params.json", "tekken.json"  # of a model in Mistral's format
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 NAMES_SHOWN = 6
@@ -21,7 +23,7 @@ NAMES_SHOWN = 6
 # for adapters.
 SIDE_PATTERNS = (
     *("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
-    "tokenizer.jsonl",
+    *("tokenizer.jsonl", "tokenizer.model.v*"),
     "additional_chat_templates/*.jinja",
     CHANNEL_FACTORS,
 )
@@ -69,6 +71,8 @@ def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -
     """Choose the weight files; None: the files that the index lists. Raises CheckpointError."""
     if not kind.weights:
         return []
+    if kind.has_index and (own := mistral_files(files, folder)):
+        return own
     if folder + kind.required in files:
         if kind.has_index and folder + INDEX in files:
             return None
@@ -76,6 +80,14 @@ def weight_files(files: Collection[str], kind: Kind, folder: str, source: str) -
             if folder + name in files:
                 return [folder + name]
     raise _no_weights(files, kind, folder, source)
+
+
+def mistral_files(files: Collection[str], folder: str = "") -> list[str]:
+    """Return the weight files of a repository in Mistral's format alone; []: it has others."""
+    inside = [name for each in files if (name := _inside(each, folder)) and "/" not in name]
+    own = [name for name in inside if fnmatchcase(name, "consolidated*.safetensors")]
+    is_other = any(fnmatchcase(name, "model*.safetensors*") for name in inside)
+    return [] if is_other or PARAMS not in inside else sorted(folder + name for name in own)
 
 
 def indexed_files(index: Mapping[str, object], source: str) -> list[str]:

@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from formats.architecture.text_part import text_name
 from formats.checkpoint import CONFIG, INDEX, SINGLE, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError
-from formats.files.model_path import is_gguf_folder, origin
+from formats.files.model_path import is_gguf_folder, is_mistral_folder, origin
 from formats.files.side_files import TOKENIZER_FILES
 from formats.files.tensor_entry import StatedShape
 from formats.gguf.opened import open_gguf
 from formats.inspection.findings import Findings
+from formats.mistral.folder import open_folder
 
 
 @dataclass(slots=True)
@@ -61,6 +62,9 @@ def read_shards(folder: Path, findings: Findings) -> Shards:
         shards.entries = open_gguf(
             folder, config, as_floats=False, rounded=False, in_blocks=True
         ).entries
+        return shards
+    if is_mistral_folder(folder):
+        shards.entries = open_folder(folder, read_json(folder / CONFIG))
         return shards
     weight_map, total_size = _read_index(folder, findings)
     on_disk = sorted(path.name for path in folder.glob("*.safetensors"))

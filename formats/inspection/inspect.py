@@ -24,10 +24,10 @@ from formats.architecture.text_part import has_text_part, text_block, text_confi
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
 from formats.checkpoint import CONFIG, read_json
 from formats.codecs import mxfp4
-from formats.compatibility.loads_in import Facts
+from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
-from formats.files.model_path import gguf_name, model_folder
+from formats.files.model_path import gguf_name, is_mistral_folder, model_folder
 from formats.files.side_files import find_side_files
 from formats.gguf.llama_cpp import verdict_of_folder
 from formats.in_memory.fp8 import FP8_DTYPE
@@ -61,6 +61,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
+from formats.mistral.verdicts import verdicts_of_format
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
 from formats.quality.record import Quality, read_quality
@@ -140,13 +141,21 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         other_bytes=total_bytes - experts[0] - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,
         parallel=parallel_sizes(config, quant, linears),
-        loads_in=(*loads_in(facts), *([verdict_of_folder(folder)] if gguf_name(folder) else [])),
+        loads_in=_verdicts(folder, facts),
         problems=tuple(findings.problems),
         mxfp4_experts=experts,
         vision_bytes=shards.vision_bytes,
         draft_layers=find_draft_layers(config, shards.entries),
         quality=quality and quality.measured,
     )
+
+
+def _verdicts(folder: Path, facts: Facts) -> tuple[Verdict, ...]:
+    """Return the verdicts of all programs, on the format of the folder, too."""
+    found = tuple(loads_in(facts))
+    if is_mistral_folder(folder):
+        return verdicts_of_format(found)
+    return (*found, verdict_of_folder(folder)) if gguf_name(folder) else found
 
 
 def _in_usual_form(

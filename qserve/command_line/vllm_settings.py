@@ -54,7 +54,7 @@ class VllmSettings(TypedDict, total=False):
     skip_tokenizer_init: Literal[False]
     swap_space: float
     task: Literal["auto", "generate", "embed", "embedding", "classify", "score"]
-    tokenizer_mode: Literal["auto", "hf"]
+    tokenizer_mode: Literal["auto", "hf", "mistral"]
     trust_remote_code: bool
     use_tqdm_on_load: bool
 
@@ -69,7 +69,7 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
         "scales of KV pages are computed when they are written", None, True
     ),
     "compilation_config": VllmSetting("there is no torch.compile; see --enforce-eager"),
-    "config_format": VllmSetting("config.json is read", ("auto", "hf")),
+    "config_format": VllmSetting("the format follows from the files", ("auto", "hf", "mistral")),
     "convert": VllmSetting(FOLLOWS, ("auto", "none", "embed", "classify")),
     "cpu_offload_gb": VllmSetting(
         "weights stay on the GPU: fewer bits, such as --quantization w4a16", (0,)
@@ -150,7 +150,7 @@ ENGINE_SETTINGS: dict[str, VllmSetting] = {
     ),
     "swap_space": VllmSetting("tokens of preempted requests are computed again", None),
     "task": VllmSetting(FOLLOWS, ("auto", "generate", "embed", "embedding", "classify", "score")),
-    "tokenizer_mode": VllmSetting("transformers' tokenizer is used", ("auto", "hf")),
+    "tokenizer_mode": VllmSetting("the format follows from the files", ("auto", "hf", "mistral")),
     "tokenizer_revision": VllmSetting("add it to --tokenizer: NAME@REVISION"),
     "trust_remote_code": VllmSetting("code in model folders is never run", None, True),
     "use_tqdm_on_load": VllmSetting("loading prints its phases", None, True),

@@ -22,7 +22,7 @@ from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_jso
 from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.files.model_path import model_folder, origin
+from formats.files.model_path import MISTRAL_INDEX, model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support
@@ -161,7 +161,7 @@ class ModelConfig:
         raw = read_json(folder / CONFIG)
         # Only the tensors show whether there is a head, and whether it is the embedding.
         may_lack_head = is_headless(usual_config(raw)) or (Path(folder) / "modules.json").exists()
-        has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
+        has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX, MISTRAL_INDEX))
         vision = None
         if has_text_part(raw) and not has_tensors:  # a folder without weights: dummy weights
             vision = VisionConfig.of(raw)

@@ -62,7 +62,7 @@ def _encode_prompt_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]
 
 
 def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Encode the images of Mistral 3, which have any size."""
+    """Encode the images of Mistral 3 or Pixtral, which have any size."""
     pixels_NCHW, count = torch.stack(inputs["pixel_values"]), len(inputs["pixel_values"])
     if count == 1 and pixels_NCHW.shape[2] * pixels_NCHW.shape[3] == _side(model) ** 2:
         # Where one image has one embedding, transformers drops the first dimension: two do not.
@@ -73,7 +73,7 @@ def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
 
 def _side(model: Any) -> int:
     """Return the side in pixels of the square that becomes one embedding."""
-    return model.config.vision_config.patch_size * model.config.spatial_merge_size
+    return model.config.vision_config.patch_size * getattr(model.config, "spatial_merge_size", 1)
 
 
 def _encode_squares(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
@@ -100,7 +100,7 @@ def _encode_square_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]
 
 
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Encode the patches of Gemma 4, which have no padding here."""
+    """Encode the patches of Gemma 4, also of 12B, which have no padding here."""
     pixels_NCPV, columns_N1 = (
         torch.stack(inputs["pixel_values"]),
         torch.stack(inputs["image_grid"])[:, 1:],
@@ -145,6 +145,21 @@ def _encode_kimi(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     patches, rows, columns = _patches(pixels_NCHW, model.config.vision_config.patch_size)
     grids_N3 = torch.tensor([[1, rows, columns]] * len(patches), device=patches.device)
     return model.get_image_features(patches.flatten(0, 1), grids_N3).pooler_output
+
+
+def _encode_muse(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the images of Muse Glimmer, whose patches have several equal frames."""
+    vision = model.config.vision_config
+    patches, rows, columns = _patches(torch.stack(inputs["pixel_values"]), vision.patch_size)
+    grids_N3 = torch.tensor([[1, rows, columns]] * len(patches), device=patches.device)
+    frames = patches.flatten(2).repeat(1, 1, vision.patch_temporal)
+    return model.get_image_features(frames.flatten(0, 1), grids_N3).pooler_output
+
+
+def _encode_step(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the tiles of Step-3.7, all of one size."""
+    states_NMC = model.vision_model(torch.stack(inputs["pixel_values"])).last_hidden_state
+    return model.multi_modal_projector(states_NMC)
 
 
 def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
@@ -208,6 +223,8 @@ ENCODERS: dict[str, Encode] = {
     "any_size": _encode_any_size,
     "llama4": _encode_llama4,
     "kimi": _encode_kimi,
+    "muse": _encode_muse,
+    "step": _encode_step,
     "phi4": _encode_phi4,
     "views": _encode_views,
     "slices": _encode_slices,

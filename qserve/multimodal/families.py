@@ -89,14 +89,19 @@ class VisionConfig:
     @property
     def is_mutual(self) -> bool:
         """True if media items attend to themselves in both directions."""
-        is_always = self.family.is_mutual or self.family.has_mutual_prompt
-        return is_always or self.sees_ahead_in_windows
+        family = self.family
+        is_stated = family.states_mutual and self._states_mutual
+        is_always = family.is_mutual or family.has_mutual_prompt
+        return is_always or is_stated or self.sees_ahead_in_windows
 
     @property
     def sees_ahead_in_windows(self) -> bool:
         """True if they do so only in layers with a window."""
-        stated = self.text.get("use_bidirectional_attention")
-        return self.family.has_mutual_windows and stated == "vision"
+        return self.family.has_mutual_windows and self._states_mutual
+
+    @property
+    def _states_mutual(self) -> bool:
+        return self.text.get("use_bidirectional_attention") == "vision"
 
     def fill_id(self, kind: str = "image") -> int:
         """Return the token at the positions of embeddings.
@@ -122,6 +127,7 @@ class VisionConfig:
         family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None:
             return None
+        family = family.with_tower(values)
         if family.states_tower and not isinstance(values.get("vision_config"), dict):
             return None
         filled = _filled(values, family)

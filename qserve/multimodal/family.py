@@ -1,7 +1,7 @@
 """VisionFamily: one row of the table of vision-language architectures. Loads no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -41,6 +41,7 @@ class VisionFamily:
     # keys of config.json with tokens for which the model has other experts, in prompts
     expert_token_keys: tuple[str, ...] = ()
     is_mutual: bool = False  # True: embeddings of an image attend to each other in both directions
+    states_mutual: bool = False  # True: the same, if the text model's config states it
     # True: all tokens of a prompt with images attend to each other in both directions
     has_mutual_prompt: bool = False
     # True: only images do, in layers with a window, and if the text model's config states it
@@ -51,6 +52,8 @@ class VisionFamily:
     # returns None for a vision part that is not supported
     config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
     states_tower: bool = True  # False: config.json may have no vision_config
+    # model_type of another tower that the architecture may have -> layout and encoder with it
+    towers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     tensors: str = ""  # row of stored_towers.CONVERSIONS; "": tensors are stored as they are used
     # audio_config of the model whose vision part is used; its audio part is not
     audio: Mapping[str, Any] | None = None
@@ -59,6 +62,15 @@ class VisionFamily:
     # prefix of a tensor's name in the checkpoint -> prefix in transformers' model; the first match
     # counts
     prefixes: Mapping[str, str]
+
+    def with_tower(self, values: Mapping[str, Any]) -> "VisionFamily":
+        """Return the row with the layout and encoder for the tower that config.json states."""
+        tower = values.get("vision_config")
+        kind = tower.get("model_type") if isinstance(tower, Mapping) else None
+        if not isinstance(kind, str) or kind not in self.towers:
+            return self
+        layout, encoder = self.towers[kind]
+        return replace(self, layout=layout, encoder=encoder)
 
     @property
     def kinds(self) -> frozenset[str]:

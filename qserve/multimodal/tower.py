@@ -35,6 +35,8 @@ from qserve.multimodal.video_processor import VideoProcessor
 # 512, or 5 images of 1024 x 1024. A single item may have more.
 MAX_VALUES = 2**24
 SAM_CONFIG = "sam_config"  # key of vision_config in DeepSeek-OCR
+# keys of vision_config with the width of the tower, the first one counts
+WIDTHS = ("embed_dim", "hidden_size", "mm_embed_dim")
 # keys of vision_config in which transformers accepts numbers below 1
 SIZES = {"hidden_size", "num_attention_heads", "num_heads", "num_hidden_layers", "depth"}
 
@@ -125,7 +127,7 @@ class Tower(torch.nn.Module):
     def activation_bytes(self, num_patches: int) -> int:
         """Return the estimated memory of the activations of a layer."""
         vision = self._vision
-        hidden = vision.get("embed_dim", vision["hidden_size"])
+        hidden = next(vision[key] for key in WIDTHS if key in vision)
         # residual stream, norm, queries, keys and values, rotated queries and keys, output; and the
         # feed-forward twice
         of_patch = 10 * hidden + 2 * vision.get("intermediate_size", 4 * hidden)

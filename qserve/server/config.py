@@ -5,9 +5,11 @@ qserve/config.py does the same for the engine.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from formats.errors import InputError
-from formats.files.model_path import gguf_name
+from formats.files.model_path import gguf_name, is_mistral_folder
+from formats.files.model_path import origin as origin_of
 from formats.hub.name import served_name
 from qserve.command_line.setting import check_key, check_settings, setting
 from qserve.multimodal.settings import MediaSettings
@@ -210,4 +212,6 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
 
     def model_names(self, folder: str) -> tuple[str, ...]:
         """Names under which clients address the model of a folder or hub name."""
+        if is_mistral_folder(Path(folder)):
+            folder = str(origin_of(folder))
         return tuple(self.served_model_name) or (gguf_name(folder) or served_name(folder),)

@@ -389,6 +389,12 @@ VLLM_COMMAND = (
 )
 
 
+def test_flags_of_vllm_for_mistrals_format_are_accepted(served):
+    flags = ("--load-format mistral", "--config-format mistral", "--tokenizer-mode mistral")
+    assert main(f"serve {' '.join(flags)} m".split()) == 0
+    assert served[0][1].load_format == "auto"
+
+
 def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
     caplog.set_level(logging.INFO)
     assert main(VLLM_COMMAND.split()) == 0

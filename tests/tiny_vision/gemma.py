@@ -66,6 +66,27 @@ GEMMA_4_SHARED = {
         "pad_token_id": "<|pad|>",
     },
 }
+# 12B: no tower; each patch of 16 x 16 pixels has an embedding
+GEMMA_4_UNIFIED = {
+    **GEMMA_4,
+    "config": "Gemma4UnifiedConfig",
+    "text_type": "gemma4_unified_text",
+    "text": {
+        "sliding_window": 75,  # an image is shorter
+        **{
+            key: GEMMA_4["text"][key]
+            for key in (
+                *("num_hidden_layers", "global_head_dim", "layer_types"),
+                "use_bidirectional_attention",
+            )
+        },
+    },
+    "vision": {
+        **{"patch_size": 8, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 70},
+        **{"output_proj_dims": 32, "initializer_range": 0.2},
+    },
+    "image_processor": "Gemma4UnifiedImageProcessor",
+}
 # 16 embeddings for each image; the whole prompt sees itself
 PALI_GEMMA = {
     "config": "PaliGemmaConfig",
@@ -94,6 +115,7 @@ FAMILIES = {
     "gemma3": GEMMA_3,
     "gemma4": GEMMA_4,
     "gemma4_shared": GEMMA_4_SHARED,
+    "gemma4_unified": GEMMA_4_UNIFIED,
     "paligemma": PALI_GEMMA,
     "paligemma2": PALI_GEMMA_2,
 }

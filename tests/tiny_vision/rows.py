@@ -60,4 +60,31 @@ KIMI_K25 = {
         "model.mm_projector.": "mm_projector.",
     },
 }
-FAMILIES = {"mistral3": MISTRAL_3, "lighton_ocr": LIGHT_ON_OCR, "kimi_k25": KIMI_K25}
+# At most 12 embeddings, of 2 x 2 patches each.
+MUSE_GLIMMER = {
+    "config": "MuseGlimmerConfig",
+    "tokens": ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>"],
+    "placeholder": "<|patch|>",
+    "text_type": "muse_glimmer_text",
+    "text": {
+        **{"num_hidden_layers": 4, "sliding_window": 9, "qk_scale_factor": 2.5},
+        **{"output_multiplier": 0.6, "post_norm_eps": 0.3, "final_logit_softcapping": 5.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "vision": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5},
+        **{"num_attention_heads": 2, "patch_size": 8, "initializer_range": 0.2},
+        **{"pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
+    },
+    "whole": {
+        **{"video_token_id": "<|video|>", "out_hidden_size": 128, "projector_hidden_size": 48},
+    },
+    "image_processor": "MuseGlimmerImageProcessor",
+    "processor": {**PIXELS, "patch_size": 8, "max_image_tokens": 12},
+}
+FAMILIES = {
+    "muse_glimmer": MUSE_GLIMMER,
+    "mistral3": MISTRAL_3,
+    "lighton_ocr": LIGHT_ON_OCR,
+    "kimi_k25": KIMI_K25,
+}

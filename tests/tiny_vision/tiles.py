@@ -1,5 +1,6 @@
 """Models that cut an image into tiles."""
 
+from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_vision.parts import PIXELS, SIGLIP, TOWER
 
 LFM2_TILES = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)]
@@ -169,7 +170,30 @@ MINICPM_V = {
     "image_processor": "MiniCPMV4_6ImageProcessor",
     "processor": {**PIXELS, "scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4},
 }
+# Tiles of 32 pixels, 4 embeddings each, and the whole image in 48 x 48 pixels, 9 embeddings.
+STEP_3P7 = {
+    "config": "Step3p7Config",
+    "tokens": [
+        *("<im_patch>", "<im_start>", "<im_end>"),
+        *("<patch_start>", "<patch_end>", "<patch_newline>"),
+    ],
+    "placeholder": "<im_patch>",
+    "text_type": "step3p5",
+    "text": {**TINY_FAMILIES["step"][1], "head_dim": 16},
+    "vision": {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"mlp_ratio": 1.5, "image_size": 48, "patch_size": 4, "initializer_range": 0.2},
+        **{"max_position_embeddings": 144, "layer_scale_init_value": 1.0},
+    },
+    "image_processor": "Step3p7ImageProcessor",
+    "whole": {},
+    "processor": {
+        **PIXELS,
+        **{"size": {"height": 48, "width": 48}, "patch_size": 32, "max_image_size": 96},
+    },
+}
 FAMILIES = {
+    "step3p7": STEP_3P7,
     "idefics2": IDEFICS_2,
     "idefics3": {
         **IDEFICS,

@@ -16,13 +16,16 @@ from qserve.multimodal.image_processors.deepseek_ocr import (
     DEEPSEEK_OCR_2,
     UNLIMITED_OCR,
 )
+from qserve.multimodal.image_processors.gemma4_unified import GEMMA_4_UNIFIED
 from qserve.multimodal.image_processors.internvl import INTERNVL_CHAT
 from qserve.multimodal.image_processors.kimi import KIMI_K25, KIMI_VL
 from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
+from qserve.multimodal.image_processors.muse_glimmer import MUSE_GLIMMER
 from qserve.multimodal.image_processors.phi4 import PHI_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
+from qserve.multimodal.image_processors.step import STEP
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +39,11 @@ KINDS: dict[str, Kind] = {
     "cohere2_vision": COHERE_2_VISION,
     "kimi": KIMI_K25,
     "kimi_vl": KIMI_VL,
+    "gemma4_unified": GEMMA_4_UNIFIED,
     "internvl": INTERNVL_CHAT,
+    "muse_glimmer": MUSE_GLIMMER,
     "phi4": PHI_4,
+    "step": STEP,
     "deepseek_ocr": DEEPSEEK_OCR,
     "deepseek_ocr_2": DEEPSEEK_OCR_2,
     "unlimited_ocr": UNLIMITED_OCR,
@@ -104,12 +110,14 @@ class OwnImageProcessor:
         from qserve.multimodal.image_processors.normalizer import Normalizer
 
         options, rounds_to = self.options, self.kind.rounds_to
-        if not rounds_to or not options["do_normalize"]:
+        if not rounds_to:
             return Normalizer.of_video(options, device)
         dtype = getattr(torch, rounds_to)
+        stated = options["image_mean"], options["image_std"]
+        if not options["do_normalize"]:
+            stated = [0.0] * CHANNELS, [1.0] * CHANNELS
         mean_C1, std_C1 = (
-            torch.tensor(options[name], device=device, dtype=dtype)[:, None]
-            for name in ("image_mean", "image_std")
+            torch.tensor(each, device=device, dtype=dtype)[:, None] for each in stated
         )
         factor = options["rescale_factor"] if options["do_rescale"] else 1.0
         return Normalizer(factor, mean_C1, std_C1, dtype)

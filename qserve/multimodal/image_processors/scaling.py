@@ -1,11 +1,14 @@
-"""Scale images and frames of videos exactly as torchvision does on a CPU, with torch alone."""
+"""Scale images and frames of videos exactly as torchvision does on a CPU, with torch alone.
+
+Only Lanczos with torch before 2.12 is Pillow's, which rounds some pixels otherwise.
+"""
 
 import numpy as np
 
 from formats.errors import CheckpointError
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS
 
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
+RESAMPLING = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's number -> torch's name
 
 
 def mode_of(resample: object) -> str:
@@ -30,7 +33,13 @@ def scaled(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np
 
     mode = mode_of(resample)
     plain = torch.from_numpy(np.array(pixels_HWC)).permute(2, 0, 1).contiguous()[None]
-    found = torch.nn.functional.interpolate(
-        plain, size=(height, width), mode=mode, align_corners=False, antialias=True
-    )
+    try:
+        found = torch.nn.functional.interpolate(
+            plain, size=(height, width), mode=mode, align_corners=False, antialias=True
+        )
+    except NotImplementedError:  # "lanczos" in torch before 2.12
+        from PIL import Image
+
+        image = Image.fromarray(pixels_HWC).resize((width, height), resample)
+        return np.asarray(image)
     return found[0].permute(1, 2, 0).numpy()

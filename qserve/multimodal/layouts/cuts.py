@@ -110,6 +110,37 @@ def _kimi_unit(values: Values) -> int:
     return vision["patch_size"] * side_of(vision, "merge_kernel_size")
 
 
+def _muse_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the one item, between the start and end tokens of images."""
+    (whole,) = cut.tiles_CHW
+    yield "<|image_start|>"
+    yield run(whole)
+    yield "<|image_end|>"
+
+
+def _muse_unit(values: Values) -> int:
+    return values["vision_config"]["patch_size"] * values["vision_config"]["merge_size"]
+
+
+def _step_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the tiles, row by row, and the whole image, each between its tokens."""
+    *tiles, whole = cut.tiles_CHW
+    rows, columns = cut.grid
+    for number, tile_CHW in enumerate(tiles):
+        yield "<patch_start>"
+        yield run(tile_CHW)
+        yield "<patch_end>"
+        row, column = divmod(number, columns)
+        yield "<patch_newline>" if column == columns - 1 and row < rows - 1 else ""
+    yield "<im_start>"
+    yield run(whole)
+    yield "<im_end>"
+
+
+def _step_unit(values: Values) -> int:
+    return values["vision_config"]["patch_size"] * 4  # two convolutions halve each side
+
+
 def _intern_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
     """Yield the tiles, with nothing between them. The last one may be the whole image."""
     yield "<img>"
@@ -158,6 +189,8 @@ LLAMA_4 = _layout(_llama4_pieces, _llama4_unit, is_square=True)
 COHERE_2 = _layout(_cohere2_pieces, _downsampled_unit, is_square=True)
 INTERN = _layout(_intern_pieces, _intern_unit, is_square=True)
 KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)
+MUSE = _layout(_muse_pieces, _muse_unit, is_square=False)
+STEP = _layout(_step_pieces, _step_unit, is_square=False)
 MINICPM = replace(
     _layout(_minicpm_pieces, _minicpm_unit, is_square=False),
     number_text="<image_id>{}</image_id>",

@@ -1,10 +1,16 @@
-"""Layout of images of any size that are cut into patches and pooled. Loads no torch."""
+"""Layouts of Gemma 4: images of any size in patches. Loads no torch.
+
+Its tower pools embeddings of squares of patches. Gemma 4 12B has no tower: a patch of the square's
+size becomes an embedding.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from qserve.multimodal.image_processors.gemma4_unified import patches_of
+from qserve.multimodal.image_processors.kind import Cut
 from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, feature_of
 from qserve.multimodal.media import Feature, MediaItem
 
@@ -44,3 +50,38 @@ def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
 
 
 POOLED = Layout(pieces=_pieces, inputs=_inputs)
+
+
+def _large_pieces(cut: Cut, values: Values) -> Iterator[Piece]:
+    """Yield the item of an image, between the start and end tokens of images (Gemma 4 12B)."""
+    (tile_CHW,), size = cut.tiles_CHW, _large_size(values)
+    _, height, width = tile_CHW.shape
+    features = (
+        Feature.of("pixel_values", patches_of(tile_CHW, size)),
+        Feature.of("image_grid", np.array([height // size, width // size], np.int64)),
+    )
+    yield values["boi_token_id"]
+    yield Run(length=(height // size) * (width // size), features=features)
+    yield values["eoi_token_id"]
+
+
+def _large_size(values: Values) -> int:
+    """Return the side in pixels of a patch."""
+    return values["vision_config"]["patch_size"] * values["vision_config"]["pooling_kernel_size"]
+
+
+def _large_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    most = values["vision_config"]["mm_posemb_size"]
+    stated, rows, columns = feature_of(item, "image_grid"), 0, 0
+    if stated is not None and (stated.dtype, stated.shape) == ("int64", (2,)):
+        rows, columns = stated.array().tolist()
+    if not (0 < rows <= most and 0 < columns <= most):
+        rows = columns = 0  # a shape that no feature has: the check fails
+    expected = {
+        "pixel_values": ("uint8", (CHANNELS, rows * columns, _large_size(values) ** 2)),
+        "image_grid": ("int64", (2,)),
+    }
+    return expected, rows * columns
+
+
+LARGE_PATCHES = Layout(pieces=_large_pieces, inputs=_large_inputs)

@@ -1,6 +1,7 @@
 """Layouts of images of any size that Pixtral's tower encodes. Loads no torch.
 
-In Mistral 3 each row of embeddings ends with a token. In LightOnOCR nothing is between them.
+In Mistral 3 and Pixtral each row of embeddings ends with a token. In LightOnOCR nothing is between
+them. In Pixtral each patch has an embedding, in the others a square of patches.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from qserve.multimodal.media import Feature, MediaItem
 
 
 def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
-    """Yield the item of an image, in which each row ends with a token (Mistral 3)."""
+    """Yield the item of an image, in which each row ends with a token."""
     height, width = (int(size) for size in found["image_sizes"][0])
     pixels_CHW = np.asarray(found["pixel_values"])[0][:, :height, :width]
     size = _square_size(values)
@@ -30,7 +31,7 @@ def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
 
 def _square_size(values: Values) -> int:
     """Return the side in pixels of the square that becomes one embedding."""
-    return values["vision_config"]["patch_size"] * values["spatial_merge_size"]
+    return values["vision_config"]["patch_size"] * values.get("spatial_merge_size", 1)
 
 
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:

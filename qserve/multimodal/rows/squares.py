@@ -14,6 +14,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     DEEPSEEK,
     DEEPSEEK_OCR,
     GEMMA_4,
+    GEMMA_4_UNIFIED,
     IDEFICS,
     INTERNVL_CHAT,
     KIMI,
@@ -21,8 +22,10 @@ from qserve.multimodal.stored_forms.prefixes import (
     LLAMA_4,
     LLAVA,
     MINICPM,
+    MUSE,
     NEWLINE,
     PHI_4,
+    STEP,
 )
 from qserve.text.image_text import IMAGE, IMAGE_TEXTS
 
@@ -48,6 +51,7 @@ SQUARES: tuple[VisionFamily, ...] = (
             image_token_keys=("image_token_id", "image_token_index"),
             layout="square",
             encoder="square",
+            towers={"pixtral": ("rows", "rows")} if name == "Llava" else {},
             prefixes=LLAVA,
         )
         for name in ("Llava", "VipLlava")
@@ -182,6 +186,30 @@ SQUARES: tuple[VisionFamily, ...] = (
         has_mutual_windows=True,
         kinds_argument="mm_token_type_ids",
         prefixes=GEMMA_4,
+    ),
+    VisionFamily(
+        architecture="Gemma4UnifiedForConditionalGeneration",
+        image_processor="gemma4_unified",
+        layout="large_patches",
+        encoder="pooled",
+        states_mutual=True,
+        kinds_argument="mm_token_type_ids",
+        prefixes=GEMMA_4_UNIFIED,
+    ),
+    VisionFamily(
+        architecture="MuseGlimmerForConditionalGeneration",
+        image_processor="muse_glimmer",
+        layout="muse",
+        encoder="muse",
+        prefixes=MUSE,
+    ),
+    VisionFamily(
+        architecture="Step3p7ForConditionalGeneration",
+        image_processor="step",
+        layout="step",
+        encoder="step",
+        tensors="step",
+        prefixes=STEP,
     ),
     VisionFamily(
         architecture="Mistral3ForConditionalGeneration",

@@ -19,6 +19,15 @@ GEMMA_4 = {
     for parent in ("model.", "")
     for part in ("vision_tower", "embed_vision")
 }
+GEMMA_4_UNIFIED = {
+    f"{parent}{stored}.": f"embed_vision.{own}"
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_embedder", ""),
+        ("embed_vision.embedding_projection", "multimodal_embedder.embedding_projection."),
+        ("embed_vision", ""),
+    )
+}
 INTERNVL_CHAT = {"vision_model.": "vision_tower.", "mlp1.": "multi_modal_projector."}
 LLAMA_4 = {"vision_model.": "vision_model.", "multi_modal_projector.": "multi_modal_projector."}
 KIMI = {
@@ -34,6 +43,21 @@ LIGHT_ON = {
     f"{parent}{part}.": f"{part}."
     for parent in ("model.", "")
     for part in ("vision_encoder", "vision_projection")
+}
+MUSE = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    # the norm has no tensors
+    for part in ("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")
+}
+STEP = {
+    f"{parent}{stored}.": f"{own}."
+    for parent in ("model.", "")
+    for stored, own in (
+        ("vision_model", "vision_model"),
+        ("vit_large_projector", "multi_modal_projector"),
+        ("multi_modal_projector", "multi_modal_projector"),
+    )
 }
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
 # The second level is that of older versions of transformers.

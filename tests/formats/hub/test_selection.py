@@ -68,6 +68,17 @@ def test_adapters_and_tokenizers():
     assert weight_files(files, TOKENIZER, "", "m") == []
 
 
+def test_weights_in_mistrals_format():
+    shards = [f"consolidated-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    files = ["params.json", "tekken.json", "README.md", *shards, "tokenizer.model.v3"]
+    assert weight_files(files, MODEL, "", "m") == shards
+    assert side_files(files, MODEL) == ["params.json", "tekken.json", "tokenizer.model.v3"]
+    both = [*files, "config.json", "model.safetensors"]
+    assert weight_files(both, MODEL, "", "m") == ["model.safetensors"]
+    inner = ["a/params.json", "a/consolidated.safetensors", "params.json"]
+    assert weight_files(inner, MODEL, "a/", "m") == ["a/consolidated.safetensors"]
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "medusa_lm_head.pt"])
 def test_torch_files_are_of_draft_heads_alone(file):
     files = ["config.json", file]
@@ -84,7 +95,8 @@ def test_torch_files_are_of_draft_heads_alone(file):
         (["config.json", "m.gguf"], "has GGUF files alone: m.gguf"),
         (["a/config.json", "a/model.safetensors"], "has no config.json .add --subfolder a"),
         (["README.md"], "has no config.json .is this the repository of the model"),
-        (["consolidated.safetensors", "params.json"], "has no config.json: consolidated"),
+        (["consolidated.safetensors"], "has no config.json: consolidated"),
+        (["consolidated.00.pth", "params.json"], "has only pickled weights.*consolidated.00.pth"),
     ],
 )
 def test_repositories_without_weights(files, words):

@@ -19,6 +19,9 @@ CLASSES = {
     "llama4": "Llama4ImageProcessor",
     "cohere2_vision": "Cohere2VisionImageProcessor",
     "kimi": "Kimi_K25ImageProcessor",
+    "gemma4_unified": "Gemma4UnifiedImageProcessor",
+    "muse_glimmer": "MuseGlimmerImageProcessor",
+    "step": "Step3p7ImageProcessor",
     "phi4": "Phi4MultimodalImageProcessor",
 }
 PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
@@ -46,6 +49,10 @@ CASES = [
     ("cohere2_vision", {**SIDE, "max_patches": 6}),
     ("cohere2_vision", {**SIDE, "crop_to_patches": False}),
     ("kimi", {"patch_size": 8, "max_patches": 24, "size": {"max_height": 7, "max_width": 7}}),
+    ("gemma4_unified", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+    ("muse_glimmer", {"patch_size": 8, "max_image_tokens": 12}),
+    ("step", {"size": {"height": 48, "width": 48}, "patch_size": 32, "max_image_size": 96}),
+    ("step", {"size": {"height": 72, "width": 72}, "patch_size": 40, "max_image_size": 300}),
     ("phi4", {**SIDE, "patch_size": 8, "dynamic_hd": 4}),
     ("phi4", {"size": {"height": 56, "width": 56}, "patch_size": 14, "dynamic_hd": 36}),
 ]
@@ -66,6 +73,10 @@ CHECKSUMS = (
     "b8e0f1bb037f",
     "a75b55ba1b92",
     "8eefab52f7d7",
+    "ce369f70b099",
+    "b29bc576151c",
+    "49e6029aa0a9",
+    "44c047b1006f",
     "b42023cbc1a4",
     "41c30da559b6",
 )
@@ -121,6 +132,7 @@ def test_sides_that_differ_too_much_are_refused(tmp_path):
 
 
 WRONG = [
+    ("muse_glimmer", {"resample": 3}, "resample of the image processor: expected 1, found 3"),
     ("phi4", {"resample": 2}, "resample of the image processor: expected 3, found 2"),
     ("phi4", {**SIDE, "patch_size": 14}, "size .*expected a multiple of patch_size 14, found 32"),
     ("phi4", {"dynamic_hd": 0}, "dynamic_hd .*: expected a positive whole number up to 256"),
@@ -135,12 +147,13 @@ WRONG = [
     ("kimi_vl", {"rescale_factor": True}, "rescale_factor .*: expected a number above 0, found Tr"),
     ("kimi_vl", {"merge_kernel_size": [2, 3]}, r"merge_size .*: expected a positive .*\[2, 3\]"),
     ("kimi_vl", {"merge_kernel_size": [[2], []]}, r"merge_size .*: expected a positive whole"),
+    ("gemma4_unified", {"max_soft_tokens": 71}, "max_soft_tokens .*: expected one of 70, 140"),
     ("kimi", {"size": [512, 512]}, "size of the image processor: expected max_height"),
     ("lfm2_vl", {"do_resize": False}, "do_resize of the image processor: expected true"),
     ("llama4", {"size": {"height": 8, "width": 9}}, "size of the image processor: expected height"),
     ("kimi", {"size": {"max_height": 8}}, "size of the image processor: expected max_height"),
-    ("llama4", {"resample": 1}, "resample of the processor: expected 2 or 3, found 1"),
-    ("lfm2_vl", {"resample": [2]}, r"resample of the processor: expected 2 or 3, found \[2\]"),
+    ("llama4", {"resample": 4}, "resample of the processor: expected 1 or 2 or 3, found 4"),
+    ("lfm2_vl", {"resample": [2]}, r"resample of the processor: expected 1 or 2 or 3, found \[2\]"),
 ]
 
 

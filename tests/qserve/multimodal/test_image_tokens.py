@@ -22,11 +22,21 @@ __all__ = ["replayed"]
 # tiles; positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
 # one case by default: the rest of their tests is exhaustive
-FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
+FEW = (
+    "qwen2_vl",
+    "gemma4",
+    "gemma4_shared",
+    "gemma4_unified",
+    "glm4v",
+    "internvl",
+    "llava_next",
+    "llava_onevision",
+)
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
 FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2", "phi4_multimodal")
 FEW += ("vip_llava", "deepseek_vl", "paddleocr_vl", "deepseek_ocr", "deepseek_ocr_2")
-FEW += ("minicpm_v", "hunyuan_ocr", "ernie_vl", "unlimited_ocr", "minimax_m3")
+FEW += ("step3p7", "muse_glimmer", "minicpm_v", "hunyuan_ocr", "ernie_vl", "unlimited_ocr")
+FEW += ("minimax_m3",)
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in ALL_FAMILIES

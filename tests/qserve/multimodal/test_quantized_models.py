@@ -31,7 +31,7 @@ SCHEME = Scheme.parse("w4a16-sym-g32")
 # compressed-tensors loses the tower's output of a model that has a parameter of its own
 READ_AS_FLOAT = ("qwen3_vl_moe", "qwen3_5_moe", "llava_next", "llava_onevision", "ernie_vl")
 # transformers merges linears, whose codes it cannot join
-READ_AS_FLOAT += ("unlimited_ocr", "minimax_m3")
+READ_AS_FLOAT += ("unlimited_ocr", "minimax_m3", "step3p7")
 # config.json is not that of transformers' class
 READ_AS_FLOAT += ("deepseek_ocr", "deepseek_ocr_2")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -84,6 +84,9 @@ def packed(folder):
 def stacked_rows(state, name):
     """Return the rows of one expert's linear in transformers' tensors of all experts."""
     stem, number, leaf = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name).groups()
+    apart = f"{stem.removesuffix('.experts')}.{leaf}.weight"  # Step: a stack for each linear
+    if apart in state:
+        return state[apart][int(number)]
     if leaf == "down_proj":
         return state[f"{stem}.down_proj"][int(number)]
     return state[f"{stem}.gate_up_proj"][int(number)].chunk(2)[leaf == "up_proj"]
