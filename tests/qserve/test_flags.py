@@ -461,4 +461,4 @@ def test_underscores_of_a_prompt_that_begins_with_dashes(monkeypatch, prompt):
     )
     monkeypatch.setitem(COMMANDS, "generate", command)
     assert main(["generate", "model", "--prompt", prompt]) == 0
-    assert seen[0][-1].prompt == prompt
+    assert seen[0][-1].prompt == [prompt]
