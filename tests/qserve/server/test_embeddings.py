@@ -15,6 +15,7 @@ from qserve.config import ServerConfig
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.token_event import TokenEvent
 from qserve.server.app import build_app
+from qserve.server.hosted_model import load_tokenizer
 from qserve.text.tokenizer import Tokenizer
 from tests.qserve.server.conftest import ScriptedClient, Server
 
@@ -321,6 +322,19 @@ def test_reranker_answers_with_probabilities(make, error):
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
         ("/score", {"text_1": "a"}, "text_2"),
+def test_reranker_whose_words_are_no_tokens_is_refused_at_the_start(docs_5m, tmp_path):
+    for word in ("is", "yes"):
+        folder = shutil.copytree(docs_5m, tmp_path / word)
+        stated = json.loads((folder / "config.json").read_text())
+        stated["classifier_from_token"] = ["no", word]
+        (folder / "config.json").write_text(json.dumps(stated))
+    load_tokenizer(str(tmp_path / "is"), None)
+    with pytest.raises(
+        InputError, match=r"yes/config\.json classifier_from_token: .* 'yes', which"
+    ):
+        load_tokenizer(str(tmp_path / "yes"), None)
+
+
         ("/score", {"queries": "a", "data_2": "b"}, "documents"),
         ("/score", {"queries": "a", "documents": []}, "documents"),
         ("/score", {"data_1": [], "data_2": "b"}, "data_1"),
