@@ -159,12 +159,22 @@ def test_inputs_that_are_refused(embedder, error, fields, param):
         ("softmax", False, True),
     ],
 )
-def test_vllms_fields_that_change_vectors_are_refused(embedder, error, field, refused, neutral):
+def test_fields_of_other_apis_that_change_vectors_are_refused(
+    embedder, error, field, refused, neutral
+):
     server, _ = embedder
     found = error(server.post("/v1/embeddings", {"input": "a", field: refused}), 400)
     assert found["message"].startswith(f"{field} is not supported by this server; ")
     assert server.post("/v1/embeddings", {"input": "a", field: neutral}).status_code == 200
 
+        # of Jina's and Voyage's APIs
+        ("embedding_type", "binary", "float"),
+        ("late_chunking", True, False),
+        ("normalized", False, None),
+        ("task", "retrieval.query", None),
+        ("input_type", "query", None),
+        ("output_dimension", 64, None),
+        ("output_dtype", "int8", "float"),
 
 def test_pooling_of_each_token(embedder):
     server, llm = embedder
