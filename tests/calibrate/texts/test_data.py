@@ -283,6 +283,17 @@ def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
     assert "Text" in tokenizer.decode(data.ids_WS.flatten())
 
 
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_saved_data_set_is_read(real, tmp_path, has_splits):
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    rows = datasets.Dataset.from_dict({"text": ROWS})
+    splits = {"test": datasets.Dataset.from_dict({"text": ["other"]}), "train": rows}
+    (datasets.DatasetDict(splits) if has_splits else rows).save_to_disk(folder)
+    assert read_documents(folder) == ROWS
+
+
 def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenizer, monkeypatch):
     path = write_parquet(real, tmp_path / "rows.parquet", body=ROWS)
     with pytest.raises(InputError, match='rows.parquet row 0: expected .* "text"'):
