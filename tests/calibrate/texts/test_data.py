@@ -14,6 +14,7 @@ from calibrate.texts.evaluate import CHARS_PER_TOKEN
 from calibrate.texts.excerpts import excerpts, render
 from calibrate.texts.shipped import MIN_EXCERPTS, SHIPPED_TEXTS, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
+from qserve.server.requests.protocol import Message
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,24 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
     path.write_text(json.dumps({"messages": [{"role": 3}]}))
     with pytest.raises(InputError, match="template|window"):
         read(str(path), tokenizer)
+
+
+def test_messages_are_rendered_as_the_server_renders_them(docs_5m):
+    """Text parts are joined; arguments of tool calls, JSON texts in OpenAI's form, are objects."""
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": each} for each in ("Hi", "you")]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    assert render(messages, tokenizer) == 'user: Hi\nyou;assistant: {"a": 1};tool: 5;'
+    bodies = [Message.model_validate(each).for_template for each in messages]
+    assert tokenizer.apply_chat_template(bodies, tokenize=False) == render(messages, tokenizer)
 
 
 def test_template_that_writes_bos_gives_one(tmp_path, docs_5m):
