@@ -252,7 +252,7 @@ def test_a_fault_of_the_server_is_one_lines_answer():
     assert module._answer("a", status, reply)["error"]["code"] == "500"
 
 
-def test_files_that_cannot_be_used(tmp_path, docs_5m):
+def test_files_that_cannot_be_used(tmp_path, docs_5m, monkeypatch):
     path = tmp_path / "in.jsonl"
     path.write_text("")
     engine = EngineConfig(model=str(docs_5m))
@@ -262,5 +262,8 @@ def test_files_that_cannot_be_used(tmp_path, docs_5m):
         run_batch(engine, BatchConfig(input=str(tmp_path / "no"), output=str(path)))
     with pytest.raises(InputError, match="is a folder"):
         run_batch(engine, BatchConfig(input=str(path), output=str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="is a folder"):
+        run_batch(engine, BatchConfig(input=str(path), output="."))
     with pytest.raises(InputError, match="No such file or directory"):
         run_batch(engine, BatchConfig(input=str(path), output=str(tmp_path / "no" / "out")))
