@@ -357,7 +357,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
     settings = config_file.read(path)
     argument = settings.pop(command.argument, None)
     known = {
-        field.name.replace("_", "-"): hints[field.name] is bool
+        field.name.replace("_", "-"): hints[field.name]
         for cls in command.settings
         for hints in [typing.get_type_hints(cls)]
         for field in dataclasses.fields(cls)

@@ -151,7 +151,7 @@ def parse_settings(
     """
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     named = {name.replace("_", "-"): value for name, value in settings.items()}
-    known = {name.replace("_", "-"): hints[name] is bool for name in fields}
+    known = {name.replace("_", "-"): hints[name] for name in fields}
     parser = _FileParser(source)
     for name in fields:
         _add_flag(parser, fields[name], hints[name])
