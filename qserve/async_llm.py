@@ -18,6 +18,7 @@ from qserve.config import EngineConfig
 from qserve.engine.ipc.start_engines import Engines, start_engines
 from qserve.engine.ipc.waiting import ENGINE
 from qserve.engine.token_event import TokenEvent
+from qserve.errors import BusyError
 from qserve.hub.local import local_adapter, local_config
 from qserve.library.async_control import AsyncControl
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
@@ -263,5 +264,7 @@ async def _feed(
 def _failure(client: Engines, name: str, event: TokenEvent) -> Exception:
     if not client.is_alive:
         return EngineDeadError(event.error)
+    if event.has_lost_engine:
+        return BusyError(f"request {name}", event.error, "send it again: another engine runs")
     remedy = "" if event.is_asked_for else "look at the model with `qserve inspect`"
     return InputError(f"request {name}", event.error, remedy)

@@ -108,18 +108,21 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
         max_tokens=config.max_tokens,
     )
     engine = local_config(engine)
-    tokenizer, messages = Tokenizer(engine.model, engine.tokenizer), []
+    tokenizer = Tokenizer(engine.model, engine.tokenizer)
+    chats = [[{"role": "user", "content": prompt}] for prompt in config.prompt]
     if config.chat:
-        messages = [{"role": "user", "content": config.prompt}]
-        tokenizer.chat_prompt(messages)  # raises TextError if there is no chat template
-    elif not tokenizer.encode(config.prompt):
+        tokenizer.chat_prompt(chats[0])  # raises TextError if there is no chat template
+    elif not all(map(tokenizer.encode, config.prompt)):
         raise InputError("--prompt", "has no tokens", "give a text to complete")
     llm = LLM.from_engine_args(engine)
     if config.chat:
-        output = llm.chat(messages, params, use_tqdm=False)[0]
+        outputs = llm.chat(chats, params, use_tqdm=False)
     else:
-        output = llm.generate(config.prompt, params, use_tqdm=False)[0]
-    print(output.outputs[0].text)
+        outputs = llm.generate(config.prompt, params, use_tqdm=False)
+    for number, (prompt, output) in enumerate(zip(config.prompt, outputs, strict=True), start=1):
+        if len(outputs) > 1:
+            print(f"[{number}/{len(outputs)}] {prompt!r:.70}")
+        print(output.outputs[0].text)
     return 0
 
 
@@ -230,7 +233,7 @@ COMMANDS: dict[str, Command] = {
         argument_is_flag_too=True,
     ),
     "generate": Command(
-        help="complete one prompt and print the text",
+        help="complete prompts and print the texts",
         settings=(EngineConfig, GenerateConfig),
         run=generate,
     ),
@@ -366,7 +369,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
     settings = config_file.read(path)
     argument = settings.pop(command.argument, None)
     known = {
-        field.name.replace("_", "-"): hints[field.name] is bool
+        field.name.replace("_", "-"): hints[field.name]
         for cls in command.settings
         for hints in [typing.get_type_hints(cls)]
         for field in dataclasses.fields(cls)

@@ -68,8 +68,8 @@ class Journal:
         path = self.folder / IDENTITY
         stored = read_json(path) if path.exists() else None
         if stored is not None and _resumes(stored) and self._has_layers():
-            names = sorted(stored.keys() | self.identity.keys())
-            for name in names:
+            # The identity's order: a changed scheme changes what follows from it, too.
+            for name in (*self.identity, *sorted(stored.keys() - self.identity.keys())):
                 before, now = stored.get(name), self.identity.get(name)
                 if before != now:
                     where, before, now = _difference(name, before, now)

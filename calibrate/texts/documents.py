@@ -16,6 +16,7 @@ MAX_DATASET_ROWS = 20_000  # rows read from a data set; enough for any usual num
 FILE_SUFFIXES = (".txt", ".md", ".parquet", ".gz", *JSON_SUFFIXES)
 PARQUET, PARQUET_MAGIC = ".parquet", b"PAR1"
 FIELDS = ("text", "messages")
+SPLIT = "train"
 
 
 def read_documents(source: str) -> list[Any]:
@@ -113,8 +114,12 @@ def _from_datasets(source: str, **arguments: Any) -> list[tuple[str, Any]]:
             "pip install datasets, or use a text or .jsonl file",
         ) from None
     try:
-        # Streaming keeps no copy of the data in the package's cache.
-        rows: Iterable[Any] = datasets.load_dataset(**arguments, split="train", streaming=True)
+        saved = _saved_folder(Path(source))
+        if saved is not None:
+            rows: Iterable[Any] = datasets.load_from_disk(str(saved))
+        else:
+            # Streaming keeps no copy of the data in the package's cache.
+            rows = datasets.load_dataset(**arguments, split=SPLIT, streaming=True)
         documents = []
         for number, row in enumerate(rows):
             if number == MAX_DATASET_ROWS:
@@ -126,3 +131,9 @@ def _from_datasets(source: str, **arguments: Any) -> list[tuple[str, Any]]:
     except Exception as error:  # datasets raises any exception of its readers and its hub client
         raise InputError(source, f"cannot be read by datasets: {one_line(error)}") from None
     return documents
+
+
+def _saved_folder(folder: Path) -> Path | None:
+    """Return the folder of a data set that `save_to_disk` wrote, or of its split train."""
+    folders = [folder, folder / SPLIT] if (folder / "dataset_dict.json").exists() else [folder]
+    return next((each for each in folders if (each / "state.json").exists()), None)

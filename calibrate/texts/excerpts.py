@@ -1,5 +1,6 @@
 """Excerpts of texts, and chats rendered as text."""
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,7 +62,8 @@ def render(document: Any, tokenizer: Any) -> str:
             'use "text"',
         )
     try:
-        text = tokenizer.apply_chat_template(document, tokenize=False)
+        messages = list(map(_for_template, document))
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # a template raises exceptions of any kind
         raise InputError(
             "calibration data", f"the chat template rejects it: {one_line(error)}"
@@ -69,3 +71,37 @@ def render(document: Any, tokenizer: Any) -> str:
     # The template writes BOS itself; every text gets exactly one.
     bos = tokenizer.bos_token or ""
     return text.removeprefix(bos) if bos else text
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Convert a message to what chat templates read, as the server does.
+
+    Text parts become one text. Arguments of tool calls become objects.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    found = dict(message)
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        found["content"] = "\n".join(part["text"] for part in content)
+    elif content is None and calls:
+        found["content"] = ""
+    if isinstance(calls, list):
+        found["tool_calls"] = list(map(_with_parsed_arguments, calls))
+    return found
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": parsed}}

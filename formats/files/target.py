@@ -17,6 +17,10 @@ def check_is_free(folder: str | Path) -> None:
             "ends in .gguf, but the output of this format is a folder",
             "remove .gguf from the name, or add --format gguf to write a GGUF file",
         )
+    if path.is_dir() and path.samefile(os.curdir):  # which a rename would delete
+        raise CheckpointError(
+            str(path), "is the current folder, which cannot be replaced", "give a new folder"
+        )
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(
             str(path), "already exists and is not empty", "give a new folder or empty it"

@@ -151,7 +151,7 @@ def parse_settings(
     """
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     named = {name.replace("_", "-"): value for name, value in settings.items()}
-    known = {name.replace("_", "-"): hints[name] is bool for name in fields}
+    known = {name.replace("_", "-"): hints[name] for name in fields}
     parser = _FileParser(source)
     for name in fields:
         _add_flag(parser, fields[name], hints[name])
@@ -263,8 +263,10 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint
         parser.add_argument(*names, action=action, default=field.default, help=help_text)
         return
     if typing.get_origin(hint) is list:
-        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
-        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
+        options = {"action": "append", "default": [], "help": help_text}
+        options |= {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
+        options["required"] = field.default_factory is dataclasses.MISSING
+        parser.add_argument(*names, **options)
         return
     required = field.default is dataclasses.MISSING
     aliases, choices = field.metadata["aliases"], field.metadata["choices"]

@@ -6,6 +6,7 @@ underscores. The command line takes precedence.
 
 import json
 import tomllib
+import typing
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,12 @@ def read_mapping(path: str) -> dict[str, Any]:
 def as_arguments(
     path: str,
     settings: dict[str, Any],
-    known: dict[str, bool],
+    known: dict[str, Any],
     vllm_settings: Collection[str] = (),
 ) -> list[str]:
     """Convert settings to command-line arguments. Raises InputError for a setting without a flag.
 
-    `path`: the file, for errors. `known`: maps the name of each flag to True if it is a switch.
+    `path`: the file, for errors. `known`: maps the name of each flag to its type.
     `vllm_settings`: names with underscores of vLLM's settings, which the parser checks.
     """
     arguments = []
@@ -74,7 +75,7 @@ def as_arguments(
             like = nearest(name, known)
             remedy = "see --help" if like is None else f"did you mean {like}?"
             raise InputError(path, f"{name} is not a setting of this command", remedy)
-        if known[name]:
+        if known[name] is bool:
             if not isinstance(value, bool):
                 raise InputError(path, f"{name}: expected true or false, found {value!r}")
             arguments += [f"--{name}"] * value
@@ -82,6 +83,8 @@ def as_arguments(
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and typing.get_origin(known[name]) is not list:
+            raise InputError(path, f"{name}: expected one value, found {value!r:.100}")
         if any(isinstance(each, dict | list | bool) for each in values):
             raise InputError(path, f"{name}: expected a string or a number, found {value!r}")
         arguments += [f"--{name}={each}" for each in values]

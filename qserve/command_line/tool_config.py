@@ -187,7 +187,9 @@ class ConvertConfig(HubSettings):
 class GenerateConfig:
     """Settings of `qserve generate`, besides the engine's."""
 
-    prompt: str = setting(REQUIRED, "text to complete, or with --chat the user's message")
+    prompt: list[str] = setting(
+        REQUIRED, "text to complete, or with --chat the user's message; may be repeated"
+    )
     chat: bool = setting(False, "apply the model's chat template")
     max_tokens: int = setting(128, "maximum number of tokens to generate")
     temperature: float = setting(0.0, "sampling temperature; 0: always the most likely token")

@@ -22,11 +22,11 @@ class BatchAnswers:
 
     def __init__(self, target: Path, digest: str) -> None:
         """Open the file and read the keys of answers from an earlier run. Raises InputError."""
+        if target.is_dir():  # first: "." has no name
+            raise InputError(str(target), "is a folder", "give a path of a file for the answers")
         self.target = target
         self.partial = target.with_name(f"{target.name}.{digest[:12]}.partial")
         self.num_failed = 0
-        if target.is_dir():
-            raise InputError(str(target), "is a folder", "give a path of a file for the answers")
         try:
             self._file = _open_alone(self.partial)
             self.answered = self._read()

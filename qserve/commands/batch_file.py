@@ -14,6 +14,7 @@ from formats.errors import InputError, one_line
 URLS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
     *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+    *("/score", "/rerank", "/v2/rerank"),
 )
 PARTS = "custom_id, method, url and body"
 

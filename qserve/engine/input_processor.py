@@ -68,10 +68,11 @@ class InputProcessor:
         if params.n != 1:
             raise ValueError("expected n=1: the engine runs one output per request")
         subject, length = f"request {request_id}", len(prompt_token_ids)
-        self._check_prompt(subject, prompt_token_ids)
+        pooling = handling.pooling
+        # A pooled prompt may fill the context, as no output follows it.
+        self._check_prompt(subject, prompt_token_ids, self._max_model_len - (pooling is None))
         if handling.media:
             self.check_media(subject, handling.media, length)
-        pooling = handling.pooling
         if pooling is not None:
             check_pooling(subject, pooling, self._model)
             params = SamplingParams(max_tokens=1, temperature=0)
@@ -80,7 +81,7 @@ class InputProcessor:
         self._check_params(subject, params)
         if handling.beam_search is not None:
             self._check_beams(subject)
-        room = self._max_model_len - length
+        room = max(self._max_model_len - length, 1)
         request = Request(
             request_id=request_id,
             token_ids=list(prompt_token_ids),
@@ -122,12 +123,12 @@ class InputProcessor:
     def _new_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
-    def _check_prompt(self, subject: str, token_ids: Sequence[int]) -> None:
+    def _check_prompt(self, subject: str, token_ids: Sequence[int], longest: int) -> None:
         length = len(token_ids)
-        if not 0 < length < self._max_model_len:
+        if not 0 < length <= longest:
             raise InputError(
                 subject,
-                f"expected a prompt of 1 to {self._max_model_len - 1} tokens, found {length}",
+                f"expected a prompt of 1 to {longest} tokens, found {length}",
                 "shorten it" if length else "give at least one token",
             )
         self.check_tokens(subject, token_ids)

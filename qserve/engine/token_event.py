@@ -60,6 +60,7 @@ class TokenEvent(NamedTuple):
     pooled: bytes = b""  # vectors of the prompt, little-endian float32, if requested
     beams: tuple[Hypothesis, ...] = ()  # of a beam search, best first, in its only event
     facts: RequestFacts = RequestFacts()
+    has_lost_engine: bool = False  # True: the engine that ran the request died
 
     @classmethod
     def failure(cls, request_id: str, reason: str) -> "TokenEvent":

@@ -92,11 +92,13 @@ def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
     tokens = config.score_tokens
     if not tokens:
         found = [tokenizer.encode(text, False) for text in config.score_texts]
-        if any(len(each) != 1 for each in found):
-            texts = ", ".join(map(repr, config.score_texts))
-            raise InputError(
-                "config.json classifier_from_token", f"expected texts of one token, found {texts}"
-            )
+        for text, each in zip(config.score_texts, found, strict=True):
+            if len(each) != 1:
+                raise InputError(
+                    f"{tokenizer.folder}/config.json classifier_from_token",
+                    f"expected texts of one token, found {text!r}, which has {len(each)}",
+                    "give the two tokens that the reranker was trained to answer with",
+                )
         tokens = tuple(each[0] for each in found)
     return PoolingParams(kind="tokens", token_ids=tokens)
 

@@ -16,6 +16,8 @@ from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules
 from qserve.params.generation_defaults import load_defaults
+from qserve.pooling.config import PoolingConfig
+from qserve.pooling.scoring import score_params
 from qserve.processes import logs
 from qserve.server.app import chosen_parsers, make_service
 from qserve.server.observability.metrics import Metrics
@@ -119,7 +121,7 @@ async def load(
     setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
     preparation = None
     try:
-        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model, config.tokenizer)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.tokenizer)
         preparation = start_preparation(tokenizer, server, setup)
         client = await starting
         setup.set_result(make_setup(client, tokenizer, server))
@@ -134,10 +136,18 @@ async def load(
         raise
 
 
-def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
+def load_tokenizer(folder: str, files: str | None) -> Tokenizer:
+    """Load the tokenizer; check the files of the folder that say how texts are scored.
+
+    Raises InputError.
+    """
     # A mistyped folder raises a clear error here, instead of an obscure one in transformers.
     read_json(Path(folder) / "config.json")
-    return Tokenizer(folder, files)
+    tokenizer = Tokenizer(folder, files)
+    pooling = PoolingConfig.from_folder(folder)
+    if pooling.is_reranker:
+        score_params(pooling, tokenizer)  # raises InputError for wrong score tokens
+    return tokenizer
 
 
 def start_preparation(

@@ -88,6 +88,7 @@ def _schema(params: StructuredOutputsParams, schema: dict | bool) -> dict[str, A
         return {"lark_grammar": free_json.lark(start, _whitespace_in_lark(params))}
     if isinstance(schema, bool):
         schema = {"enum": []}  # True is free JSON
+    free_json.limit_free_values_(schema)
     return {"json_schema": schema | {"x-guidance": whitespace(params)}}
 
 

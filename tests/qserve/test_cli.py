@@ -42,6 +42,19 @@ def test_prompts_that_cannot_run_are_refused_before_the_model_loads(docs_5m, tmp
     fails_with(capsys, command, "chat template: the model has none")
     command = ["generate", str(folder), "--prompt", ""]
     fails_with(capsys, command, "--prompt: has no tokens (give a text to complete)")
+    command = ["generate", str(folder), "--prompt", "a", "--prompt", ""]
+    fails_with(capsys, command, "--prompt: has no tokens (give a text to complete)")
+
+
+@pytest.mark.parametrize("flags", [[], ["--chat"]])
+def test_generate_answers_every_prompt_in_order(docs_5m, capsys, flags):
+    command = ["generate", str(docs_5m), "--max-tokens", "8", "--dtype", "float32", *flags]
+    alone = []
+    for prompt in ("Rust", "A borrow"):
+        assert main([*command, "--prompt", prompt]) == 0
+        alone.append(capsys.readouterr().out)
+    assert main([*command, "--prompt", "Rust", "--prompt", "A borrow"]) == 0
+    assert capsys.readouterr().out == f"[1/2] 'Rust'\n{alone[0]}[2/2] 'A borrow'\n{alone[1]}"
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):

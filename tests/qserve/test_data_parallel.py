@@ -301,7 +301,13 @@ def test_processes_run_requests_and_one_of_them_starts_again(fake_processes):
             await engines.operate(PauseGeneration())
             assert engines.state.is_paused
             await engines.operate(ResumeGeneration())
+            chosen = engines._engines[0].supervisor
+            endless = SamplingParams(max_tokens=10**6)
+            running = chosen.generate("lost", [1] * 70, endless)
+            await anext(running)
             os.kill(pids[0], signal.SIGKILL)
+            last = [each async for each in running][-1]
+            assert (last.finish_reason, last.has_lost_engine) == ("error", True)
             while engines._supervisors[0].is_alive:
                 await asyncio.sleep(0.01)
             assert engines.is_alive

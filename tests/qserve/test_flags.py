@@ -342,6 +342,7 @@ def test_config_file_stands_for_flags(served, tmp_path, name, text):
         ("max_num_sequences: 5", ["max-num-sequences", "not a setting", "mean max-num-seqs?"]),
         ("enforce_eager: 1", ["enforce-eager", "true or false"]),
         ("port: {a: 1}", ["port", "a string or a number"]),
+        ("port: [80, 81]", ["port: expected one value, found [80, 81]"]),
         ("port: [", ["cannot be read"]),
         ("- port", ["a mapping of flags"]),
         ("max_num_seqs: 0", ["--max-num-seqs", "1 or more"]),
@@ -467,4 +468,4 @@ def test_underscores_of_a_prompt_that_begins_with_dashes(monkeypatch, prompt):
     )
     monkeypatch.setitem(COMMANDS, "generate", command)
     assert main(["generate", "model", "--prompt", prompt]) == 0
-    assert seen[0][-1].prompt == prompt
+    assert seen[0][-1].prompt == [prompt]

@@ -419,7 +419,8 @@ class EngineClient:
             output.put(self._death_event(request_id))
 
     def _death_event(self, request_id: str) -> TokenEvent:
-        return TokenEvent.failure(request_id, self._cause_of_death)
+        event = TokenEvent.failure(request_id, self._cause_of_death)
+        return event._replace(has_lost_engine=True)
 
 
 def _settle(future: asyncio.Future[Done] | None, done: Done) -> None:

@@ -77,6 +77,11 @@ def engine_dead(is_restarting: bool) -> ApiError:
     return ApiError(503, f"The engine has died; {'it' if is_restarting else 'the'} {what}")
 
 
+def engine_lost() -> ApiError:
+    """Return the error for a request whose engine died, if others run or it runs again."""
+    return ApiError(503, "The engine died before the answer was complete. Try again.")
+
+
 def stopped() -> ApiError:
     return ApiError(503, "The server was stopped before the answer was complete. Try again later.")
 

@@ -22,6 +22,7 @@ from qserve.server.http.errors import (
     ApiError,
     deadline_passed,
     engine_dead,
+    engine_lost,
     generation_failed,
     stopped,
 )
@@ -277,4 +278,4 @@ def _failure(service: Service, job: Job, event: TokenEvent) -> ApiError:
     logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)
-    return generation_failed()
+    return engine_lost() if event.has_lost_engine else generation_failed()

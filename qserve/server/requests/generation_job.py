@@ -50,7 +50,7 @@ def checked_params(
                 f" context, found {asked}.",
                 name,
             )
-    check_truncation(model, request.truncate_prompt_tokens)
+    check_truncation(model.max_model_len - 1, request.truncate_prompt_tokens)
     params = sampling_params(request, model.defaults, model.max_model_len)
     search = beam_search(request)
     num_each = params.n if search is None else search.beam_width

@@ -130,13 +130,13 @@ def new_key(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def check_truncation(model: ServedModel, kept: int | None) -> None:
-    """Raise ApiError(400) for an invalid truncate_prompt_tokens."""
-    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
+def check_truncation(longest: int, kept: int | None) -> None:
+    """Raise ApiError(400) for an invalid truncate_prompt_tokens. `longest`: that of a prompt."""
+    if kept is not None and not (kept == -1 or 1 <= kept <= longest):
         raise ApiError(
             400,
-            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
-            f" fit, found {kept}.",
+            f"truncate_prompt_tokens: expected 1 to {longest}, or -1 for as many as fit, found"
+            f" {kept}.",
             "truncate_prompt_tokens",
         )
 

@@ -266,7 +266,7 @@ def embed_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> 
                 "max_tokens",
             )
     elif request.truncate != "NONE":
-        room = min(room or model.max_model_len, model.max_model_len - 1)
+        room = min(room or model.max_model_len, model.max_model_len)
         affixes, is_start = model.tokenizer.special_affixes, request.truncate == "START"
         prompts = [_cut(prompt, room, affixes, from_start=is_start) for prompt in prompts]
     repeated = {"embedding_types": request.embedding_types or ["float"], "texts": texts}
@@ -427,7 +427,7 @@ def _checked(model: ServedModel, request: PooledRequest) -> PoolingConfig:
     """Check a request before its texts are encoded. Returns the model's pooling configuration."""
     model.check_name(request.model)
     unsupported.refuse(request.model_extra, unsupported.POOLING, hints=unsupported.POOLING_HINTS)
-    check_truncation(model, request.truncate_prompt_tokens)
+    check_truncation(model.max_model_len, request.truncate_prompt_tokens)
     return PoolingConfig.from_folder(model.tokenizer.folder)
 
 
@@ -440,17 +440,18 @@ def _job(
     arrival: Arrival,
     repeated: dict[str, Any],
 ) -> Job:
-    longest, kept = model.max_model_len - 1, request.truncate_prompt_tokens
+    longest, kept = model.max_model_len, request.truncate_prompt_tokens
     if kept is not None:
         # Unlike generation, keep the start, and the special tokens that the tokenizer appends.
         room = longest if kept == -1 else kept
         prompts = [_cut(prompt, room, model.tokenizer.special_affixes) for prompt in prompts]
     for prompt in prompts:
         if not 0 < len(prompt) <= longest:
+            field = "truncate" if isinstance(request, EmbedRequest) else "truncate_prompt_tokens"
             raise ApiError(
                 400,
                 f"This model takes 1 to {longest} tokens, and an input has {len(prompt)}."
-                " Shorten it, or set truncate_prompt_tokens.",
+                f" Shorten it, or set {field}.",
                 "input_tokens",
             )
         check_vocabulary(model, prompt, "input")

@@ -71,6 +71,7 @@ EXPECTED = {
     "model_type": AN_OBJECT,
     "string_type": A_TEXT,
 }
+SHOULD = re.compile(r"^(Input|String|List|Value) should (be|have)")  # in pydantic's messages
 CONTENT_FORMS = "text, or a list of parts of type text, image_url and video_url"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
@@ -453,8 +454,10 @@ def check_messages(messages: list[Message]) -> None:
 def _api_error(error: PydanticError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
-    problem = first["msg"].replace("Input should be", "expected", 1)
-    if first["type"] in EXPECTED:
+    problem = SHOULD.sub("expected", first["msg"], count=1)
+    if first["type"] == "missing":
+        problem = "required, but missing. Add the field."
+    elif first["type"] in EXPECTED:
         problem = wrong_type(EXPECTED[first["type"]], first["input"])
     elif isinstance(first["input"], str | int | float) and "found" not in problem:
         problem += f", found {shown(first['input'])}"

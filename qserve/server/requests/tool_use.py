@@ -194,14 +194,12 @@ def tool_use(
     `generates`: False if only the prompt is needed, so that no call has to be parsed.
     """
     tools = request.tools
-    if tools is not None and not tools:
-        raise ApiError(
-            400, "tools: expected at least one tool. Add a tool, or omit the field.", "tools"
-        )
     mode, names = _mode(request.tool_choice, AUTO if tools else NONE)
     if not tools:
-        if mode != NONE:
-            raise ApiError(400, "tool_choice: requires tools.", CHOICE)
+        # Clients that send `tools` with every request send [] and "auto" if they have none.
+        if mode != NONE and (mode != AUTO or names is not None or tools is None):
+            message = "tool_choice: requires at least one tool. Add a tool, or omit the field."
+            raise ApiError(400, message, CHOICE)
         return ToolUse()
     known: dict[str, Tool] = {}
     for index, tool in enumerate(tools):

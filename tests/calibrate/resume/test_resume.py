@@ -75,7 +75,12 @@ def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, do
     for change, named in (
         ({"seed": 1}, "calibration seed 0; this run has 1"),
         ({"samples": 1}, "calibration windows 2; this run has 1"),
-        ({"recipe": "rtn"}, "calibration '.*'; this run has None"),
+        # Not "calibration", which a user who changed the recipe or the scheme did not touch
+        ({"recipe": "rtn"}, r"recipe 'rotate\+awq\+gptq'; this run has 'rtn'"),
+        (
+            {"recipe": "rtn", "scheme": Scheme.parse("w8a16-sym")},
+            "schemes model.layers.0.self_attn.q_proj 'w4a16-sym'; this run has 'w8a16-sym'",
+        ),
         ({"recipe": "gptq"}, r"recipe 'rotate\+awq\+gptq'; this run has 'gptq'"),
         ({"ignore": [last]}, f"schemes {last} 'w4a16-sym'; this run has None"),
         ({"overrides": [(last, Scheme.parse("w8a16-sym"))]}, f"schemes {last} .* 'w8a16-sym'"),

@@ -14,6 +14,7 @@ from calibrate.texts.evaluate import CHARS_PER_TOKEN
 from calibrate.texts.excerpts import excerpts, render
 from calibrate.texts.shipped import MIN_EXCERPTS, SHIPPED_TEXTS, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
+from qserve.server.requests.protocol import Message
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,24 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
         read(str(path), tokenizer)
 
 
+def test_messages_are_rendered_as_the_server_renders_them(docs_5m):
+    """Text parts are joined; arguments of tool calls, JSON texts in OpenAI's form, are objects."""
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": each} for each in ("Hi", "you")]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    assert render(messages, tokenizer) == 'user: Hi\nyou;assistant: {"a": 1};tool: 5;'
+    bodies = [Message.model_validate(each).for_template for each in messages]
+    assert tokenizer.apply_chat_template(bodies, tokenize=False) == render(messages, tokenizer)
+
+
 def test_template_that_writes_bos_gives_one(tmp_path, docs_5m):
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
@@ -281,6 +300,17 @@ def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
     assert read_documents(str(folder)) == chats
     data = read(str(folder), tokenizer)
     assert "Text" in tokenizer.decode(data.ids_WS.flatten())
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_saved_data_set_is_read(real, tmp_path, has_splits):
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    rows = datasets.Dataset.from_dict({"text": ROWS})
+    splits = {"test": datasets.Dataset.from_dict({"text": ["other"]}), "train": rows}
+    (datasets.DatasetDict(splits) if has_splits else rows).save_to_disk(folder)
+    assert read_documents(folder) == ROWS
 
 
 def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenizer, monkeypatch):

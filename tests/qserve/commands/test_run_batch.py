@@ -68,12 +68,15 @@ def test_each_line_has_its_answer(batch, tmp_path, capsys):
     lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
     lines.append(line("response", {"input": "Hi", "max_output_tokens": 3}, "/v1/responses"))
     lines.append(line("vector", {"input": "a"}, "/v1/embeddings"))
+    pair = {"query": "a", "documents": ["b"], "text_1": "a", "text_2": "b"}
+    scored = ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
+    lines += [line(path, pair, path) for path in scored]
     lines += ['{"custom_id": "half", "meth', line("r3", {}), line("list", {}, "/v1/models")]
     code, found = batch(*lines)
     assert partials(tmp_path) == []
     told = capsys.readouterr()
-    assert code == 1 and "27 answers, 5 of them errors" in told.out
-    assert "3 of 27 lines cannot be run; line 26: expected a JSON object" in told.err
+    assert code == 1 and "32 answers, 10 of them errors" in told.out
+    assert "3 of 32 lines cannot be run; line 31: expected a JSON object" in told.err
     for n in range(20):
         response = found[f"r{n}"]["response"]
         assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None
@@ -84,15 +87,17 @@ def test_each_line_has_its_answer(batch, tmp_path, capsys):
     assert bad["response"]["status_code"] == 400 and bad["error"]["code"] == "400"
     assert "prompt" in bad["error"]["message"]
     assert "cannot embed" in found["vector"]["error"]["message"]  # of a language model
+    for path in scored:
+        assert "cannot score" in found[path]["error"]["message"]
     for number, name, reason in (
-        (26, None, "invalid_json_line"),
-        (27, "r3", "duplicate_custom_id"),
-        (28, "list", "invalid_url"),
+        (31, None, "invalid_json_line"),
+        (32, "r3", "duplicate_custom_id"),
+        (33, "list", "invalid_url"),
     ):
         answer = found[number]
         assert (answer["custom_id"], answer["response"]) == (name, None)
         assert answer["error"]["code"] == reason and answer["id"].startswith("batch_req_")
-    assert "line 4" in found[27]["error"]["message"]
+    assert "line 4" in found[32]["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +257,7 @@ def test_a_fault_of_the_server_is_one_lines_answer():
     assert module._answer("a", status, reply)["error"]["code"] == "500"
 
 
-def test_files_that_cannot_be_used(tmp_path, docs_5m):
+def test_files_that_cannot_be_used(tmp_path, docs_5m, monkeypatch):
     path = tmp_path / "in.jsonl"
     path.write_text("")
     engine = EngineConfig(model=str(docs_5m))
@@ -262,5 +267,8 @@ def test_files_that_cannot_be_used(tmp_path, docs_5m):
         run_batch(engine, BatchConfig(input=str(tmp_path / "no"), output=str(path)))
     with pytest.raises(InputError, match="is a folder"):
         run_batch(engine, BatchConfig(input=str(path), output=str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="is a folder"):
+        run_batch(engine, BatchConfig(input=str(path), output="."))
     with pytest.raises(InputError, match="No such file or directory"):
         run_batch(engine, BatchConfig(input=str(path), output=str(tmp_path / "no" / "out")))

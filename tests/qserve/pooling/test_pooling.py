@@ -224,7 +224,7 @@ def reranker(docs_5m, target, words):
 
 def test_reranker_whose_words_are_no_tokens_is_refused(docs_5m, tmp_path):
     llm = reranker(docs_5m, tmp_path, ["no", "yes"])
-    with pytest.raises(InputError, match="texts of one token, found 'yes', 'no'"):
+    with pytest.raises(InputError, match="texts of one token, found 'yes', which has 2"):
         llm.score("a", "b", use_tqdm=False)
 
 

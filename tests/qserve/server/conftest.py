@@ -60,6 +60,7 @@ class ScriptedClient:
         self.fails_as_asked = False  # the failure lies in what the request asks for
         self.fails_for_now = False  # the request may succeed later
         self.dies_at: int | None = None  # the same, and the engine with it
+        self.others_live = False  # if it dies: another engine of the server runs
         self.breaks_at: int | None = None  # the same, by an exception of the client's own
         self.refuses = False
         self.requests: list[tuple] = []
@@ -100,7 +101,7 @@ class ScriptedClient:
                 if count - 1 == self.breaks_at:
                     raise RuntimeError("secret detail at 0xdeadbeef")
                 if count - 1 in (self.fails_at, self.dies_at):
-                    self.is_alive = count - 1 != self.dies_at
+                    self.is_alive = count - 1 != self.dies_at or self.others_live
                     reason = "error"
                     event = TokenEvent(
                         request_id=request_id,
@@ -109,6 +110,7 @@ class ScriptedClient:
                         error="secret detail at 0xdeadbeef",
                         is_asked_for=self.fails_as_asked,
                         is_temporary=self.fails_for_now,
+                        has_lost_engine=count - 1 == self.dies_at,
                     )
                     watch(event)
                     yield event

@@ -273,7 +273,11 @@ def test_official_client_raises_its_own_errors(server, client):
     server.client.fails_at = 2
     with pytest.raises(openai.APIError, match="generation failed"):
         list(client.completions.create(model="tiny", prompt="a", stream=True))
-    server.client.dies_at = 0
+    server.client.fails_at, server.client.dies_at, server.client.others_live = None, 0, True
+    with pytest.raises(openai.InternalServerError, match="died before .* Try again") as caught:
+        client.completions.create(model="tiny", prompt="a")
+    assert caught.value.status_code == 503  # not a 500 that blames the model
+    server.client.others_live = False
     with pytest.raises(openai.InternalServerError, match="engine has died"):
         client.completions.create(model="tiny", prompt="a")
 

@@ -15,6 +15,7 @@ from qserve.config import ServerConfig
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.token_event import TokenEvent
 from qserve.server.app import build_app
+from qserve.server.hosted_model import load_tokenizer
 from qserve.text.tokenizer import Tokenizer
 from tests.qserve.server.conftest import ScriptedClient, Server
 
@@ -117,11 +118,19 @@ def test_long_inputs_are_refused_or_cut(embedder, error):
     server, _ = embedder
     ids = [5] * 300
     body = error(server.post("/v1/embeddings", {"input": ids}), 400)
-    assert "255 tokens" in body["message"] and "300" in body["message"]
+    assert "256 tokens" in body["message"] and "300" in body["message"]
     cut = server.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 9}).json()
     assert cut["usage"]["prompt_tokens"] == 9
     most = server.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": -1}).json()
-    assert most["usage"]["prompt_tokens"] == 255
+    # All of max_position_embeddings: the vector has no output after it.
+    assert most["usage"]["prompt_tokens"] == 256
+    (whole,) = server.post("/v1/embeddings", {"input": ids[:256]}).json()["data"]
+    assert most["data"][0]["embedding"] == whole["embedding"]
+    text = "x " * 300
+    body = error(server.post("/v2/embed", {"texts": [text], "truncate": "NONE"}), 400)
+    assert body["message"].endswith("Shorten it, or set truncate.")
+    cut = server.post("/v2/embed", {"texts": [text]}).json()
+    assert cut["meta"]["billed_units"] == {"input_tokens": 256}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +165,19 @@ def test_inputs_that_are_refused(embedder, error, fields, param):
         ("truncation_side", "left", "right"),
         ("chat_template_kwargs", {"a": 1}, {}),
         ("softmax", False, True),
+        # of Jina's and Voyage's APIs
+        ("embedding_type", "binary", "float"),
+        ("late_chunking", True, False),
+        ("normalized", False, None),
+        ("task", "retrieval.query", None),
+        ("input_type", "query", None),
+        ("output_dimension", 64, None),
+        ("output_dtype", "int8", "float"),
     ],
 )
-def test_vllms_fields_that_change_vectors_are_refused(embedder, error, field, refused, neutral):
+def test_fields_of_other_apis_that_change_vectors_are_refused(
+    embedder, error, field, refused, neutral
+):
     server, _ = embedder
     found = error(server.post("/v1/embeddings", {"input": "a", field: refused}), 400)
     assert found["message"].startswith(f"{field} is not supported by this server; ")
@@ -301,6 +320,19 @@ def test_ranking_puts_the_best_first(embedder, path):
     assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[2]}
     best = server.post(path, {**body, "top_n": 1, "return_documents": False}).json()["results"]
     assert [each["index"] for each in best] == [1] and "document" not in best[0]
+
+
+def test_reranker_whose_words_are_no_tokens_is_refused_at_the_start(docs_5m, tmp_path):
+    for word in ("is", "yes"):
+        folder = shutil.copytree(docs_5m, tmp_path / word)
+        stated = json.loads((folder / "config.json").read_text())
+        stated["classifier_from_token"] = ["no", word]
+        (folder / "config.json").write_text(json.dumps(stated))
+    load_tokenizer(str(tmp_path / "is"), None)
+    with pytest.raises(
+        InputError, match=r"yes/config\.json classifier_from_token: .* 'yes', which"
+    ):
+        load_tokenizer(str(tmp_path / "yes"), None)
 
 
 def test_reranker_answers_with_probabilities(make, error):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -249,3 +250,9 @@ def test_integers_may_be_written_as_floats(server, number):
 )
 def test_other_numbers_are_no_integers(server, error, body, param):
     assert error(server.request("POST", "/v1/completions", content=body), 400)["param"] == param
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "rerank"])
+def test_missing_field_is_named_with_the_remedy(server, path):
+    message = server.post(f"/v1/{path}", {}).json()["error"]["message"]
+    assert re.fullmatch(r"\w+: required, but missing\. Add the field\.", message)

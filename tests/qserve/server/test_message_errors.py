@@ -45,9 +45,9 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_tokens": None}, "max_tokens: expected an integer"),
+        ({"max_tokens": None}, "max_tokens: required, but missing. Add the field."),
         ({"max_tokens": -1}, "max_tokens: expected 0 or more, found -1"),
-        ({"model": None}, "model: expected a text"),
+        ({"model": None}, "model: required, but missing. Add the field."),
         ({"messages": []}, "messages: expected at least one message"),
         ({"messages": [turn("tool", "x")]}, "messages.0.role"),
         (
@@ -88,9 +88,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
 )
 def test_requests_that_are_refused(server, fields, words):
     body = {name: value for name, value in (BASE | fields).items() if value is not None}
-    assert words in refused(server.post("/v1/messages", body), 400, INVALID).replace(
-        "Field required", "expected an integer" if "max_tokens" in fields else "expected a text"
-    )
+    assert words in refused(server.post("/v1/messages", body), 400, INVALID)
     assert not server.client.requests
 
 

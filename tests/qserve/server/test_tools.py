@@ -229,15 +229,23 @@ def test_tools_without_effect_are_named(hermes, server):
     }
 
 
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_empty_list_of_tools_is_no_tools(server, hermes, more):
+    for each in (server, hermes):
+        plain = choice_of(each.chat(seed=1, max_tokens=8))
+        assert choice_of(each.chat(tools=[], seed=1, max_tokens=8, **more)) == plain
+
+
 NOT_COMPILED = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"),
         ({"tools": TOOLS}, "tool_choice"),  # no parser
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": named("f")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": 1}, "tool_choice"),

@@ -283,48 +283,6 @@ def test_no_value_goes_on_without_end(schema, right, too_long):
         assert is_whole == (written in right), written
 
 
-FREE_JSON = [  # a text, and whether free JSON may be it
-    *((each, True) for each in ("{}", '{"a": [ ], "b":{ "c" : [1, -0.5, 6.02e23, null]}}')),
-    *((each, True) for each in ('{"a":\n  "x\\n\\u001f\\"é😀",\n"b": [true , false]}',)),
-    *(('{"a": ' + each + "}", True) for each in ("9" * 18, "0.30000000000000004", "-1E-09")),
-    *(('{"a": ' + each + "}", False) for each in ("9" * 19, "0." + "1" * 18, "1e" + "1" * 3)),
-    *((each, False) for each in ('{"a": 01}', '{"a": .5}', '{"a":   1}', '{"a": "\\ud800"}')),
-    *((each, False) for each in ("{,}", '{"a": 1,}', "{a: 1}", '{"a"}', "[1,]", "{}}")),
-]
-
-
-TAG = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}]}
-FREE = {
-    "json_object": {"json_object": True},
-    "any object": {"schema": {"type": "object", "properties": {}, "title": "Any"}},
-    "any value": {"schema": {}},
-    "structural tag": {"structural_tag": TAG | {"triggers": ["<a>"]}},
-}
-
-
-@pytest.mark.parametrize("kind", FREE)
-def test_free_json_has_numbers_of_limited_length(kind):
-    start = matcher(**FREE[kind])
-    begin, end = ("<a>", "</a>") if kind == "structural tag" else ("", "")
-    for written, is_right in FREE_JSON:
-        tokens, copy = list(f"{begin}{written}{end}".encode()), start.deep_copy()
-        is_whole = copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
-        assert is_whole == is_right, written
-
-
-@pytest.mark.parametrize(
-    ("options", "right", "wrong"),
-    [
-        ({"disable_any_whitespace": True}, '{"a":[1,2]}', '{"a": [1,2]}'),
-        ({"whitespace_pattern": "[ /]*"}, '{ /"a":  [1,2]}', '{\n"a": [1,2]}'),
-    ],
-)
-def test_free_json_has_the_requested_white_space(options, right, wrong):
-    start = matcher(json_object=True, **options)
-    assert start.deep_copy().try_consume_tokens(list(right.encode())) == len(right)
-    assert start.deep_copy().try_consume_tokens(list(wrong.encode())) < len(wrong)
-
-
 def whole(low, high):
     return {"type": "integer", "minimum": low, "maximum": high}
 

@@ -89,7 +89,7 @@ def chat_tool_fields(tools: list[MessagesTool], choice: ToolChoice | None) -> di
     """Return the fields of the chat request for tools and tool_choice. Raises ApiError(400)."""
     if not tools:
         if choice is not None and choice.type not in ("auto", "none"):
-            raise ApiError(400, "tool_choice: requires tools.", "tool_choice")
+            raise ApiError(400, "tool_choice: requires tools. Add one.", "tool_choice")
         return {}
     fields: dict[str, Any] = {"tools": [tool.for_chat for tool in tools]}
     if choice is None:
