@@ -10,7 +10,7 @@ from formats.files.held_tensors import HeldTensors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral"])
-def test_names_and_shapes_are_those_of_the_folder(family, tiny_model):
+def test_names_and_shapes_equal_folder(family, tiny_model):
     reader = CheckpointReader(tiny_model(family))
     stored = {entry.name: entry.read() for entry in reader.entries.values()}
     held = HeldTensors(stored.items(), reader.config)
@@ -21,7 +21,7 @@ def test_names_and_shapes_are_those_of_the_folder(family, tiny_model):
         assert torch.equal(held.get(name), reader.get(name))
 
 
-def test_rows_that_a_file_divides_into_equal_parts_are_joined(tiny_model):
+def test_equal_row_chunks_are_joined(tiny_model):
     """As transformers writes the convolutions of OLMo-Hybrid."""
     folder = tiny_model("olmo_hybrid")
     reader, stored = CheckpointReader(folder), load_file(folder / "model.safetensors")
@@ -34,7 +34,7 @@ def test_rows_that_a_file_divides_into_equal_parts_are_joined(tiny_model):
         assert torch.equal(held.get(name), reader.get(name))
 
 
-def test_copy_of_a_tied_head_stays_tied_and_another_does_not(tiny_model):
+def test_head_stays_tied_only_if_it_equals_the_embedding(tiny_model):
     reader = CheckpointReader(tiny_model("qwen3"))  # tied
     stored = [(name, reader.get(name)) for name in reader.entries]
     embedding = reader.get("model.embed_tokens.weight")
@@ -43,7 +43,7 @@ def test_copy_of_a_tied_head_stays_tied_and_another_does_not(tiny_model):
     assert (tied.unties_head, untied.unties_head) == (False, True)
 
 
-def test_names_that_are_wrong():
+def test_duplicate_invalid_and_missing_names_are_refused():
     one = torch.zeros(1)
     with pytest.raises(CheckpointError, match="tensor a: comes twice"):
         HeldTensors([("a", one), ("a", one)], {})

@@ -7,7 +7,7 @@ import pytest
 from formats.files.whole_file import write_whole
 
 
-def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
+def test_old_file_survives_failed_write(tmp_path, monkeypatch):
     place = tmp_path / "new" / "table.json"
     write_whole(place, "old")
     assert place.read_text() == "old"
