@@ -58,7 +58,7 @@ def run_script(name, *arguments):
 @pytest.mark.parametrize(
     "family", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.exhaustive)]
 )
-def test_a_head_is_trained_quantized_and_measured(folder, family, tmp_path, capsys):
+def test_image_head_is_trained_quantized_and_measured(folder, family, tmp_path, capsys):
     model, data = folder / family, folder / "chats.jsonl"
     common = ["--data", data, "--length", 40, "--batch", 4, "--continued", 8, "--device", "cpu"]
     run_script("train_eagle3", model, *common, "--epochs", 1, "--output", tmp_path / "head")
@@ -125,7 +125,7 @@ def toy(folder):
     return windows
 
 
-def test_a_head_that_sees_the_images_is_accepted_more(folder, toy):
+def test_image_embeddings_increase_acceptance(folder, toy):
     params = SamplingParams(temperature=0, max_tokens=NUM_WORDS, ignore_eos=True)
     chats = [[question(picture(32, 32, number))] for number in range(NUM_CHATS)]
     texts, lengths = [], []
@@ -144,7 +144,7 @@ def test_a_head_that_sees_the_images_is_accepted_more(folder, toy):
     assert with_images > without + 0.4 > 1.4
 
 
-def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path):
+def test_head_is_quantized_with_target_images(folder, toy, tmp_path):
     """Judged by the reported accuracy, which is lower with other pictures."""
     accuracies = []
     for number, pictured in enumerate((toy.pictured, (*toy.pictured[1:], toy.pictured[0]))):
@@ -165,7 +165,7 @@ def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_rotations_are_those_of_the_target(family, tmp_path):
+def test_head_rotary_embedding_equals_target(family, tmp_path):
     """With positions of three axes, as transformers computes them."""
     target = Target(
         write_tiny_vision(tmp_path / family, family, 100), device="cpu", aux_layers=(1,)

@@ -114,7 +114,7 @@ def case(tmp_path_factory, calibration):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_get_what_transformers_gives_them(case, family):
+def test_layer_inputs_equal_transformers(case, family):
     case = case(family)
     assert case.data.num_images >= 4 and not all(window.images for window in case.data.pictured)
 
@@ -141,7 +141,7 @@ def test_layers_get_what_transformers_gives_them(case, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_statistics_are_of_the_inputs_with_images(case, family):
+def test_statistics_include_image_inputs(case, family):
     """The inputs of the second layer depend on mask, positions and deepstack."""
     case = case(family)
 
@@ -192,7 +192,7 @@ def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
     assert all(torch.equal(entry.read(), kept[name].read()) for name, entry in tower.items())
 
 
-def test_the_command_reads_images(case, calibration, tmp_path, caplog):
+def test_command_accepts_images(case, calibration, tmp_path, caplog):
     folder, flags = case("qwen3_vl").folder, ["--samples", "4", "--sequence-length", "96"]
     flags += ["--scheme", "w4a16-sym-g32", "--recipe", "gptq", "--quality-windows", "0"]
     for name, source, images in (("with", calibration, True), ("without", None, False)):
@@ -205,7 +205,7 @@ def test_the_command_reads_images(case, calibration, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_gradients_of_the_loss_are_those_of_transformers(case, family):
+def test_loss_gradients_equal_transformers(case, family):
     """Mixed bits are chosen by these gradients. The tokens of images are not predicted."""
     case = case(family)
 
@@ -234,7 +234,7 @@ def test_gradients_of_the_loss_are_those_of_transformers(case, family):
     assert each.inputs_WSD.shape == want_WSD.shape
 
 
-def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypatch):
+def test_mixed_bits_use_image_gradients(case, calibration, tmp_path, monkeypatch):
     case, found = case("qwen3_vl"), []
     choose = mixed_bits.choose
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)]
 )
-def test_distillation_sees_the_images(case, family, tmp_path):
+def test_distillation_uses_images(case, family, tmp_path):
     """The divergence of held-out windows is that of transformers' models, at tokens of text."""
     case, codes, target = case(family), tmp_path / "codes", tmp_path / "distilled"
     quantize_checkpoint(case.folder, codes, scheme=SCHEME, recipe="rtn", progress=False)
@@ -321,7 +321,7 @@ def test_text_only_options_refuse_images(case, calibration, tmp_path):
         assert not target.exists()
 
 
-def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
+def test_bidirectional_prompts_are_refused(calibration, tmp_path):
     """The attention of such prompts is not computed here."""
     folder, target = write_tiny_vision(tmp_path / "paligemma", "paligemma"), tmp_path / "new"
     settings = {"scheme": SCHEME, "recipe": "gptq", "calibration": calibration, "samples": 2}
@@ -334,7 +334,7 @@ def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
     assert not target.exists()
 
 
-def test_a_tower_without_a_tensor_is_refused(case, tmp_path):
+def test_tower_with_missing_tensor_is_refused(case, tmp_path):
     source = case("qwen3_vl")
     folder = tmp_path / "model"
     folder.mkdir()

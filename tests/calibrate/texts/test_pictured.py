@@ -45,7 +45,7 @@ def windows(*pieces, count=9, length=LENGTH):
     )
 
 
-def test_a_chat_that_does_not_fit_begins_the_next_window():
+def test_chat_that_does_not_fit_starts_next_window():
     ids_WS, pictured, _ = windows(chat(2, 3, 3), chat(2, 3, 3), chat(1, 1, 1))
     assert ids_WS.tolist() == [
         [1, 2, 3, 3, 3, 4, 4, 4, BOS, FILL, FILL, FILL],
@@ -55,7 +55,7 @@ def test_a_chat_that_does_not_fit_begins_the_next_window():
     assert all(torch.equal(w.is_image_S, ids == 3) for w, ids in zip(pictured, ids_WS, strict=True))
 
 
-def test_texts_go_on_in_the_next_window():
+def test_texts_continue_in_next_window():
     ids_WS, pictured, _ = windows(
         chat(2, 3, 3), Excerpt(text="t" * 9, begins=True), chat(1, 2, 1), count=2
     )
@@ -66,14 +66,14 @@ def test_texts_go_on_in_the_next_window():
     assert [len(window.images) for window in pictured] == [1, 1]
 
 
-def test_a_long_chat_is_cut_after_its_images():
+def test_long_chat_is_cut_after_its_images():
     ids_WS, _, num_too_long = windows(chat(4, 4, 9), chat(9, 4, 1))
     assert ids_WS.tolist() == [[1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]] and num_too_long == 1
     with pytest.raises(InputError, match="none of its images fits into a window of 12 tokens"):
         windows(chat(9, 4, 1))
 
 
-def test_begin_of_text_is_added_to_chats_without():
+def test_bos_is_added_to_chats_without_it():
     plain = Chat([3, 4], [True, False], [PICTURE])
     ids_WS, (window, *_), _ = windows(plain, length=4)
     assert ids_WS.tolist() == [[BOS, 3, 4, BOS]]
