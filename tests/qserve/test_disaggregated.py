@@ -91,7 +91,7 @@ def test_both_engines_get_a_request_at_the_same_time():
     asyncio.run(main())
 
 
-def test_prompts_that_are_short_or_cached_stay_where_they_are_decoded():
+def test_short_or_cached_prompts_stay_on_decode_engine():
     async def main():
         group = Group("")
         group.prefill[0].go.set()
@@ -109,7 +109,7 @@ def test_prompts_that_are_short_or_cached_stay_where_they_are_decoded():
 
 
 @pytest.mark.parametrize("problem", ["refuses", "dies"])
-def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
+def test_failed_prefill_engine_falls_back_to_decode_engine(problem, caplog):
     async def main():
         group = Group(problem)
         task = await group.send("a")
@@ -124,7 +124,7 @@ def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_paused_engine_refuses_prompts_of_others_and_holds_its_own(mode, docs_5m):
+def test_paused_engine_refuses_remote_prompts_and_keeps_its_own(mode, docs_5m):
     """The engine that decodes would wait for pages until the pause ends."""
     config = {"num_gpu_blocks_override": 32, "max_model_len": 64, "device": "cpu"}
     engine = Engine(EngineConfig(model=str(docs_5m), **config))
@@ -162,7 +162,7 @@ def test_dead_engine_gets_no_prompts():
     asyncio.run(main())
 
 
-def test_client_that_leaves_aborts_both():
+def test_disconnect_aborts_on_both_engines():
     async def main():
         group = Group("")
         task = await group.send("a")
@@ -175,7 +175,7 @@ def test_client_that_leaves_aborts_both():
     asyncio.run(main())
 
 
-def test_engines_have_gpus_of_their_own():
+def test_engines_use_separate_gpus():
     config = EngineConfig(
         model="m", tensor_parallel_size=2, data_parallel_size=2, prefill_engines=3
     )
@@ -213,12 +213,12 @@ def test_engines_have_gpus_of_their_own():
         ),
     ],
 )
-def test_settings_that_do_not_agree_are_refused(settings, message):
+def test_disagreeing_settings_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)
 
 
-def test_model_that_cannot_be_sent_is_refused_by_the_flag_that_a_user_gave(tiny_model):
+def test_unsendable_model_error_names_flag(tiny_model):
     config = EngineConfig(model=str(tiny_model("lfm2")), prefill_engines=1, device="cpu")
     for each in DisaggregatedEngines._configs(config):
         with pytest.raises(InputError, match="--prefill-engines: does not work with Lfm2ForC"):

@@ -157,7 +157,7 @@ def blocks_in_use(soak):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_half_a_minute(mode, docs_5m):
+def test_soak_half_a_minute(mode, docs_5m):
     soak = Soak(docs_5m, seed=sorted(MODES).index(mode), **MODES[mode])
     soak.run(30)
     kinds = {outcome.partition(":")[0] for outcome in soak.outcomes.values()}
@@ -170,7 +170,7 @@ def test_half_a_minute(mode, docs_5m):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["fcfs", "host", "priority"])
-def test_a_quarter_of_an_hour(mode, docs_5m):
+def test_soak_quarter_of_an_hour_memory_is_flat(mode, docs_5m):
     """Memory is flat. Threads of other tests may allocate meanwhile, but a leak shows each time."""
     soak = Soak(docs_5m, seed=11 + sorted(MODES).index(mode), **MODES[mode])
     counts = []

@@ -172,7 +172,9 @@ def test_beams_equal_transformers(tiny_model, ends_of, name):
         ),
     ],
 )
-def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight):
+def test_beams_equal_with_chunks_and_preemption(
+    tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight
+):
     """Chunked prompts, preempted rows and concurrent requests give the same beams."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
     monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
@@ -244,7 +246,7 @@ def test_pages_are_shared_between_beams(tiny_model):
     assert 6 + 2 < most <= 6 + 8
 
 
-def test_an_abort_frees_all_rows(tiny_model):
+def test_abort_frees_all_rows(tiny_model):
     config = EngineConfig(
         model=str(tiny_model("llama")), device="cpu", max_model_len=64, block_size=8
     )
@@ -277,7 +279,7 @@ def test_an_abort_frees_all_rows(tiny_model):
         ({"beam_width": 2}, {"allowed_token_ids": (3,)}, "not support allowed_token_ids"),
     ],
 )
-def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
+def test_unsupported_beam_searches_are_refused(tiny_model, settings, sampling, words):
     config = EngineConfig(
         model=str(tiny_model("llama")),
         device="cpu",
@@ -305,12 +307,12 @@ def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
     + [{"beam_width": 2, "early_stopping": "later"}, {"beam_width": 2, "length_penalty": 1e9}]
     + [{"beam_width": "2"}, {"beam_width": 2, "length_penalty": "x"}],
 )
-def test_parameters_out_of_range(fields):
+def test_out_of_range_parameters_are_refused(fields):
     with pytest.raises(InputError, match="expected"):
         BeamSearchParams(**fields)
 
 
-def test_beside_speculation_a_search_is_refused(tiny_model):
+def test_beam_search_with_speculation_is_refused(tiny_model):
     settings = '{"method": "ngram", "num_speculative_tokens": 2}'
     config = EngineConfig(
         model=str(tiny_model("llama")),

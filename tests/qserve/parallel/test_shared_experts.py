@@ -130,7 +130,7 @@ PROMPTS = [list(range(start, start + 9 + 3 * start)) for start in range(3, 9)]
         ),
     ],
 )
-def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
+def test_tokens_equal_one_engine(family, size, tiny_model, monkeypatch):
     """Engines have different numbers of requests; the last one has none."""
     folder = tiny_model(family)
     engine_of = [(number * number) % max(1, size - 1) for number in range(len(PROMPTS))]
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
     assert max(each.num_experts for each in problems) <= -(-problems[0].routed_experts // size)
 
 
-def test_fingerprint_is_that_of_the_experts_of_all(tiny_model, tmp_path, monkeypatch):
+def test_fingerprint_covers_experts_of_all_engines(tiny_model, tmp_path, monkeypatch):
     """A changed expert of one engine changes the fingerprint of both."""
     folder = tiny_model("qwen3_moe")
 
@@ -175,7 +175,7 @@ def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):
     assert tokens == alone(folder, PROMPTS[:2])
 
 
-def test_engines_keep_the_experts_that_others_use(tiny_model, monkeypatch):
+def test_sleep_and_updates_are_refused_while_experts_are_shared(tiny_model, monkeypatch):
     """Sleep, new weights and their digests are refused; requests then still work."""
     refused = []
 
@@ -209,7 +209,7 @@ def test_engines_keep_the_experts_that_others_use(tiny_model, monkeypatch):
         ),
     ],
 )
-def test_settings_that_do_not_agree_are_refused(settings, message):
+def test_disagreeing_settings_are_refused(settings, message):
     settings = {"data_parallel_size": 2, "enable_expert_parallel": True} | settings
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)

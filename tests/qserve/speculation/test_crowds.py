@@ -118,7 +118,7 @@ def assert_same(name, got, want):
     "seed",
     [seed if seed == 3 else pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(16)],
 )
-def test_their_texts_are_those_without_drafts(docs_5m, monkeypatch, seed, tmp_path):
+def test_many_requests_have_same_texts_as_without_drafts(docs_5m, monkeypatch, seed, tmp_path):
     rng = random.Random(seed)
     kind, settings = DRAFTERS[seed % len(DRAFTERS)], ENGINES[seed % len(ENGINES)]
     crowd = make_crowd(rng, 10)

@@ -79,7 +79,7 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_the_same_grammar_is_compiled_once(compiler):
+def test_same_grammar_is_compiled_once(compiler):
     first = compiler.submit(PARAMS).result(GUARD)
     assert not compiler.constraint(first).is_complete
     assert compiler.submit(PARAMS).result(GUARD) is first
@@ -177,7 +177,7 @@ class SlowTrial:
         return self._run(params, is_wanted)
 
 
-def test_slow_grammars_of_one_tenant_hold_up_no_other(compiler, monkeypatch):
+def test_slow_grammars_of_one_tenant_do_not_delay_others(compiler, monkeypatch):
     slow = SlowTrial(compiler, monkeypatch)
     theirs = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(20)]
     assert compiler.submit(regex("a+"), "victim").result(GUARD)
@@ -186,7 +186,7 @@ def test_slow_grammars_of_one_tenant_hold_up_no_other(compiler, monkeypatch):
     wait(theirs, GUARD)
 
 
-def test_tenants_take_turns(compiler, monkeypatch):
+def test_tenants_alternate(compiler, monkeypatch):
     slow = SlowTrial(compiler, monkeypatch)
     futures = [compiler.submit(regex(f"slow{n}"), f"tenant {n}") for n in range(3)]
     until(lambda: len(slow.begun) == 3)  # all threads are busy
@@ -207,7 +207,7 @@ def test_tenants_take_turns(compiler, monkeypatch):
     assert taken.count("many") == 9 and taken.index("few") <= 1, taken
 
 
-def test_a_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
+def test_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
     slow = SlowTrial(compiler, monkeypatch)
     first = compiler.submit(regex("slow"), "first")
     until(lambda: slow.begun == ["slow"])
@@ -217,7 +217,7 @@ def test_a_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compi
     assert slow.begun == ["slow", "a+"]
 
 
-def test_a_lack_of_descriptors_is_no_verdict_about_the_grammar(compiler, monkeypatch):
+def test_missing_descriptors_do_not_refuse_grammar(compiler, monkeypatch):
     def fails(params, is_wanted):
         raise OSError(24, "Too many open files")
 
@@ -228,7 +228,7 @@ def test_a_lack_of_descriptors_is_no_verdict_about_the_grammar(compiler, monkeyp
     assert compiler.submit(regex("ab+")).result(GUARD)
 
 
-def test_tenant_has_a_limit_of_grammars_that_wait(compiler, monkeypatch):
+def test_pending_grammars_per_tenant_are_limited(compiler, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 4)
     slow = SlowTrial(compiler, monkeypatch)
     futures = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2)]
@@ -242,7 +242,7 @@ def test_tenant_has_a_limit_of_grammars_that_wait(compiler, monkeypatch):
     wait(futures, GUARD)
 
 
-def test_cancelled_grammars_are_compiled_no_further(compiler, monkeypatch):
+def test_cancelled_grammars_stop_compiling(compiler, monkeypatch):
     slow = SlowTrial(compiler, monkeypatch)
     for n in range(9):
         compiler.submit(regex(f"slow{n}"), "attacker")
@@ -273,7 +273,7 @@ def test_killed_trial_process_is_replaced(own_compiler):
     assert own_compiler.submit(regex("a+")).result(GUARD)
 
 
-def test_trial_process_that_is_killed_amid_a_grammar_refuses_nothing(own_compiler, monkeypatch):
+def test_killed_trial_process_does_not_refuse_grammar(own_compiler, monkeypatch):
     """The end of its sockets is seen before that of the process."""
     trials = own_compiler._trial
     own_compiler.submit(PARAMS).result(GUARD)
@@ -329,7 +329,7 @@ def test_interrupt_leaves_no_process(docs_5m):
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_panic_of_the_library_is_the_grammars_alone(compiler, monkeypatch):
+def test_library_panic_fails_only_its_grammar(compiler, monkeypatch):
     class Panic(BaseException):
         pass
 
