@@ -8,7 +8,7 @@ ROUTES = ("complete", "chat")
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_usage_tells_what_was_cached(server, chunks, route):
+def test_usage_reports_cached_tokens(server, chunks, route):
     server.client.num_cached = 3
     call = getattr(server, route)
     for n in (1, 2):  # outputs of one prompt count once
@@ -43,13 +43,13 @@ def test_salt_and_priority_reach_the_engine(server, route):
     ],
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_salt_or_priority_that_is_none_is_refused(server, route, field, value):
+def test_invalid_salt_or_priority_is_refused(server, route, field, value):
     reply = getattr(server, route)(**{field: value})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == field
     assert not server.client.handlings
 
 
-def test_keys_salt_apart_where_that_is_asked_for(make_server):
+def test_keys_salt_separately_if_configured(make_server):
     server = make_server(ServerConfig(cache_salt_by_key=True))
     for key, salt in (("a", "s"), ("b", "s"), ("a", "t"), ("a", "s"), ("as", "")):
         headers = {"Authorization": f"Bearer {key}"}
@@ -60,7 +60,7 @@ def test_keys_salt_apart_where_that_is_asked_for(make_server):
     assert not any("Bearer" in salt for salt in salts), "no key goes to the engine"
 
 
-def test_the_cache_is_emptied_where_that_is_allowed(make_server):
+def test_cache_reset_route_requires_permission(make_server):
     refused = make_server(ServerConfig())
     assert refused.post("/reset_prefix_cache", {}).status_code == 404
     assert refused.client.num_resets == 0
