@@ -157,7 +157,7 @@ WRONG_LATER = {
 
 
 @pytest.mark.parametrize("name", DELTA_NETS)
-def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
+def test_wrong_interpretation_fails_comparison(hybrid, monkeypatch, name):
     """One start for all readings; the decoder gets its right weights back after each."""
     llm = LLM(hybrid(name), device="cpu", max_model_len=64)
     decoder, right = llm.engine.runner.decoder, llm.logits(TOKENS)
@@ -178,7 +178,7 @@ def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
         assert relative(llm.logits(TOKENS), right) == 0, f"not mended: {wrong}"
 
 
-def test_a_state_that_is_read_wrong_is_seen(hybrid, monkeypatch):
+def test_wrong_state_fails_comparison(hybrid, monkeypatch):
     """By the tokens of requests that go on, from chunk to chunk and from token to token."""
     llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **MODES["chunked"])
 

@@ -77,7 +77,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -153,7 +153,7 @@ def test_drafts_change_no_token(tiny_model, batch_invariant):
     check_greedy(in_transformers(tiny_model(FAMILY)), texts, outputs)
 
 
-def test_another_rule_of_routing_is_refused(tiny_model, tmp_path):
+def test_unsupported_routing_rule_is_refused(tiny_model, tmp_path):
     folder = edited(
         tiny_model(FAMILY),
         tmp_path / "model",

@@ -83,7 +83,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -249,7 +249,7 @@ def test_drafts_change_no_token(tiny_model, batch_invariant):
         ("score_function", "softmax"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(tiny_model, tmp_path, key, value):
+def test_unsupported_variant_is_refused(tiny_model, tmp_path, key, value):
     folder = edited(tiny_model(FAMILY), tmp_path / "x", config=lambda c: c.update({key: value}))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected "):
         logits(folder)

@@ -18,7 +18,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, *VARIANTS])
-def test_logits_equal_the_references(own_code, name):
+def test_logits_equal_reference(own_code, name):
     folder = own_code(name)
     assert relative(logits(folder), Reference(folder).logits(TOKENS)) < 1e-5
 
@@ -284,7 +284,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(own_code, wrong):
+def test_wrong_interpretation_fails_comparison(own_code, wrong):
     name, plant = WRONG[wrong]
     llm = LLM(own_code(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)

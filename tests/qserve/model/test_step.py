@@ -92,7 +92,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -169,7 +169,7 @@ def test_files_as_published(tiny_model, tmp_path):
         ({"mlp_layer_types": None, "moe_layers_enum": "1,x"}, "moe_layers_enum"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(tiny_model, tmp_path, changed, key):
+def test_unsupported_variant_is_refused(tiny_model, tmp_path, changed, key):
     folder = edited(tiny_model(FAMILY), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected "):
         LLM(folder, device="cpu", max_model_len=64)

@@ -133,7 +133,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(model_of, wrong):
+def test_wrong_interpretation_fails_comparison(model_of, wrong):
     name, plant = WRONG[wrong]
     llm = LLM(model_of(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
@@ -156,7 +156,7 @@ def test_heads_that_differ_within_a_kind_are_refused(model_of, tmp_path):
         ({"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(model_of, tmp_path, changed, key):
+def test_unsupported_variant_is_refused(model_of, tmp_path, changed, key):
     folder = edited(model_of("laguna"), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)

@@ -90,7 +90,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, monkeypatch, wrong):
     llm = LLM(tiny_model(NAME), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
-def test_published_pattern_means_the_same(tiny_model, tmp_path):
+def test_published_layer_pattern_is_equivalent(tiny_model, tmp_path):
     """Nemotron 3's files state the kinds of layers as a string, E for experts."""
 
     def published(config):
@@ -145,7 +145,7 @@ LATENT_WRONG = {
 
 
 @pytest.mark.parametrize("wrong", LATENT_WRONG)
-def test_a_wrong_reading_of_a_latent_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_of_latent_fails_comparison(tiny_model, wrong):
     """Experts of Nemotron 3's larger models, which read a projection of the layer's input."""
     llm = LLM(tiny_model("nemotron_h_latent"), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)

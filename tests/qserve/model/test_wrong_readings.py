@@ -334,7 +334,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(model_of, wrong):
+def test_wrong_interpretation_fails_comparison(model_of, wrong):
     """Each loads without an error; only a comparison of tokens finds it."""
     name, plant = WRONG[wrong]
     llm = LLM(model_of(name), device="cpu", max_model_len=64)

@@ -93,7 +93,7 @@ def test_experts_of_several_schemes_are_decoded_together_by_scheme(source_of, mo
     assert alone == list(wanted)[-1:], "the one expert of its scheme"
 
 
-def test_experts_that_do_not_fit_together_are_read_once_and_decoded_alone(source_of, monkeypatch):
+def test_different_experts_are_read_once_and_decoded_separately(source_of, monkeypatch):
     """Each NVFP4 linear has a scale of its own. Only those of the first attempt are read early."""
     source, shape, wanted = source_of("compressed-tensors", ["w4a16-nvfp4"] * 5)
     monkeypatch.setattr(weight_source, "CODES_AT_ONCE", 2 * 64 * 64)

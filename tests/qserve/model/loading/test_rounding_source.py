@@ -47,7 +47,7 @@ def calls_of_rounded(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-auto", "w8a8", "w8a8-fp8", "w4a16-mxfp4"])
-def test_experts_have_the_bits_of_each_alone(scheme, experts, monkeypatch):
+def test_joint_rounding_equals_separate_bitwise(scheme, experts, monkeypatch):
     model, config, tensors, shapes = experts
     config_of = model(scheme)
     source = RoundingSource(HeldTensors(tensors.items(), config), config_of)
@@ -89,7 +89,7 @@ def test_expert_that_cannot_be_rounded_is_named(value, error, problem, experts):
     assert wrong in str(raised.value)
 
 
-def test_matrices_of_zeros_and_of_other_dtypes(experts):
+def test_zero_matrices_and_other_dtypes(experts):
     model, config, tensors, shapes = experts
     config_of = model("w8a8")
     zero, half = (f"{name}.weight" for name in list(shapes)[:2])
