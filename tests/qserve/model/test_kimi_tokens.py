@@ -63,15 +63,15 @@ def set_scale(decoder):
 
 
 WRONG = {
-    "one share of a head": of_mixers(first_share_for_all),
-    "gates exchanged": of_mixers(gates_exchanged),
-    "shares without their bias": of_mixers(lambda each: each.dt_bias.zero_()),
-    "shares that are no logarithm": of_mixers(lambda each: each.a_log.exp_()),
-    "convolutions exchanged": of_mixers(
+    "one decay per head": of_mixers(first_share_for_all),
+    "gates swapped": of_mixers(gates_exchanged),
+    "decays without dt_bias": of_mixers(lambda each: each.dt_bias.zero_()),
+    "wrong exponential of A_log": of_mixers(lambda each: each.a_log.exp_()),
+    "convolutions swapped": of_mixers(
         lambda each: each.conv_weight.copy_(each.conv_weight.roll(each.shape.inner, 0))
     ),
-    "norm that adds 1": of_mixers(lambda each: each.norm.add_(1)),
-    "latent attention that rotates": rotates,
+    "norm adds 1": of_mixers(lambda each: each.norm.add_(1)),
+    "MLA with RoPE": rotates,
     "another scale of scores": set_scale,
 }
 

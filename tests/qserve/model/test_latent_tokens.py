@@ -233,16 +233,19 @@ def without_shared(decoder):
 
 
 WRONG = {
-    "halves taken for neighbours": ("deepseek_v2", other_rotation),
-    "neighbours taken for halves": ("halves rotate", other_rotation),
+    "wrong RoPE pairing": ("deepseek_v2", other_rotation),
+    "wrong RoPE pairing, split halves": ("halves rotate", other_rotation),
     "scores without mscale_all_dim": ("deepseek_v2", of_attention(set_scale)),
-    "rotation without mscale": ("deepseek_v3", table_of_one),
+    "RoPE without mscale": ("deepseek_v3", table_of_one),
     "scores scaled by another width": (
         "glm4_moe_lite",
         of_attention(lambda attention: setattr(attention, "scale", 40**-0.5 * 1.1)),
     ),
-    "latents not normed": ("moonlight", of_attention(lambda a: a.kv_norm.fill_(1))),
-    "latents of queries not normed": ("glm4_moe_lite", of_attention(lambda a: a.q_norm.fill_(1))),
+    "latents not normalized": ("moonlight", of_attention(lambda a: a.kv_norm.fill_(1))),
+    "latents of queries not normalized": (
+        "glm4_moe_lite",
+        of_attention(lambda a: a.q_norm.fill_(1)),
+    ),
     "keys of another head": ("deepseek_v2", rolled("key_up")),
     "values of another head": ("deepseek_v2", rolled("value_up")),
     "experts chosen without the correction": ("deepseek_v3", without_correction),

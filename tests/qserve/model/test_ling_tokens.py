@@ -69,16 +69,16 @@ def of_router(**values):
 WRONG = {
     "decays without a bound": of_mixers(lambda each: setattr(each, "decay_bound", 0.0)),
     "another bound": of_mixers(lambda each: setattr(each, "decay_bound", -5.0)),
-    "decays and gates exchanged": of_mixers(gates_exchanged),
-    "rates that are no logarithm": of_mixers(lambda each: each.a_log.exp_()),
-    "decays without their bias": of_mixers(lambda each: each.dt_bias.zero_()),
+    "decays and gates swapped": of_mixers(gates_exchanged),
+    "wrong exponential of A_log": of_mixers(lambda each: each.a_log.exp_()),
+    "decays without dt_bias": of_mixers(lambda each: each.dt_bias.zero_()),
     "latent attention without gates": of_latents(lambda each: setattr(each, "gates", None)),
     "gates of other heads": of_latents(
         lambda each: each.gates.weight.copy_(each.gates.weight.roll(1, 0))
     ),
-    "halves of a key rotate": of_latents(lambda each: setattr(each.rotary, "interleaved", False)),
+    "split-half RoPE": of_latents(lambda each: setattr(each.rotary, "interleaved", False)),
     "routing weights without their factor": of_router(factor=1.0),
-    "groups by their best expert": of_router(group_score="max"),
+    "expert groups ranked by best expert": of_router(group_score="max"),
 }
 
 

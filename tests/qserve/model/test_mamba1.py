@@ -62,10 +62,10 @@ def norms_of_wrong_eps(block):
 
 
 WRONG = {
-    "z for x": mixers(swap_halves),
-    "B and C exchanged": controls_in([0, 2, 1]),
+    "z used as x": mixers(swap_halves),
+    "B and C swapped": controls_in([0, 2, 1]),
     "dt last": controls_in([1, 2, 0]),
-    "taps in the other order": tensor("conv_weight", lambda weight: weight.flip(1)),
+    "convolution taps reversed": tensor("conv_weight", lambda weight: weight.flip(1)),
     "convolution without bias": tensor("conv_bias", torch.zeros_like),
     "one decay per channel": tensor("rates", lambda x: x.mean(0, keepdim=True).expand_as(x) + 0.0),
     "decays of other states": tensor("rates", lambda x: x.flip(0)),

@@ -67,12 +67,12 @@ def norm_over_all(decoder, monkeypatch):
 
 
 WRONG = {
-    "z for x": rows_reordered([1, 0, 2, 3, 4]),
-    "B and C exchanged": rows_reordered([0, 1, 3, 2, 4]),
-    "groups in turn": groups_in_turn,
-    "taps in the other order": tensor("conv_weight", lambda weight: weight.flip(1)),
+    "z used as x": rows_reordered([1, 0, 2, 3, 4]),
+    "B and C swapped": rows_reordered([0, 1, 3, 2, 4]),
+    "groups interleaved": groups_in_turn,
+    "convolution taps reversed": tensor("conv_weight", lambda weight: weight.flip(1)),
     "convolution without bias": tensor("conv_bias", torch.zeros_like),
-    "decay that is no logarithm": tensor("a_log", torch.exp),
+    "wrong exponential of A_log": tensor("a_log", torch.exp),
     "steps without their bias": tensor("dt_bias", torch.zeros_like),
     "no skip": tensor("skip", torch.zeros_like),
     "norm before the gate": mixers(lambda block: setattr(block, "norm_first", True)),

@@ -61,11 +61,11 @@ def factors_exchanged(layer):
 
 
 WRONG = {
-    "keys taken for values": of_mixers(parts_exchanged),
+    "keys used as values": of_mixers(parts_exchanged),
     "heads in the other order": of_mixers(lambda m: m.a_log.copy_(m.a_log.flip(0))),
     "slopes alike in all layers": slopes_of_first_layer,
-    "norm that adds 1": of_mixers(lambda m: m.norm.add_(1)),
-    "factors of the stream exchanged": of_layers(factors_exchanged),
+    "norm adds 1": of_mixers(lambda m: m.norm.add_(1)),
+    "factors of the stream swapped": of_layers(factors_exchanged),
     "branches without their factor": of_layers(lambda m: setattr(m.attention_end, "factor", 1.0)),
 }
 

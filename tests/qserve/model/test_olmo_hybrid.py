@@ -71,13 +71,13 @@ def rotates(layer):
 
 WRONG = {
     "writes at most once": nets(lambda net: setattr(net, "write_factor", 1.0)),
-    "b and a exchanged": nets(gates_exchanged),
-    "convolutions exchanged": nets(convolutions_exchanged),
+    "b and a swapped": nets(gates_exchanged),
+    "convolutions swapped": nets(convolutions_exchanged),
     "gate of the output for values": nets(gate_for_values),
     "eps of the other norms": nets(lambda net: setattr(net, "eps", 1e-1)),
-    "norm of a net that adds 1": nets(lambda net: net.norm.add_(1)),
+    "delta-net norm adds 1": nets(lambda net: net.norm.add_(1)),
     "norms before attention": of_attention(norms_first),
-    "attention that rotates": of_attention(rotates),
+    "attention with RoPE": of_attention(rotates),
 }
 
 

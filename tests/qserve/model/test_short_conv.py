@@ -45,11 +45,11 @@ def gate_and_up_exchanged(decoder):
 
 
 WRONG = {
-    "b and c exchanged": parts_reordered(1, 0, 2),
-    "c and x exchanged": parts_reordered(0, 2, 1),
-    "taps in the other order": taps_changed(lambda weight: weight.flip(1)),
-    "a token late": taps_changed(lambda weight: weight.roll(1, 1)),
-    "norms of heads exchanged": norms_of_heads_exchanged,
+    "b and c swapped": parts_reordered(1, 0, 2),
+    "c and x swapped": parts_reordered(0, 2, 1),
+    "convolution taps reversed": taps_changed(lambda weight: weight.flip(1)),
+    "convolution one token late": taps_changed(lambda weight: weight.roll(1, 1)),
+    "QK norms swapped": norms_of_heads_exchanged,
     "w1 for w3": gate_and_up_exchanged,
 }
 

@@ -76,18 +76,18 @@ def norms_without_1(decoder):
 
 
 WRONG = {
-    "a dense feed-forward that is not cut": of_limits(None, 0),
-    "a shared expert that is not cut": of_limits(None, 3),
-    "a shared expert cut by the limit of the others": of_limits(0.3, 3),
-    "experts that are not cut": of_experts(2, lambda _: SILU),
-    "gates cut before their activation": of_experts(3, lambda glu: Glu(limit=glu.limit)),
+    "dense MLP not clamped": of_limits(None, 0),
+    "shared expert not clamped": of_limits(None, 3),
+    "shared expert clamped by the routed limit": of_limits(0.3, 3),
+    "routed experts not clamped": of_experts(2, lambda _: SILU),
+    "gates clamped before activation": of_experts(3, lambda glu: Glu(limit=glu.limit)),
     "the limit of another layer": of_experts(2, lambda glu: replace(glu, limit=0.3)),
     "softplus gates": of_attention(activation=softplus),
-    "rotations of the other kind of layer": exchanged_rotations,
+    "RoPE of the other layer type": exchanged_rotations,
     "experts chosen without the correction": without_correction,
     "routing weights without their factor": of_router(factor=1.0),
-    "routing weights as they come": of_router(normalized=False),
-    "norms of heads without their 1": norms_without_1,
+    "routing weights not normalized": of_router(normalized=False),
+    "QK norm weights without offset 1": norms_without_1,
 }
 
 

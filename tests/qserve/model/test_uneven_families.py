@@ -112,7 +112,7 @@ def exchanged(first, second):
 
 WRONG = {
     "gates left out": ("laguna", half_gates),
-    "rotations of the other kind of layer": ("laguna", exchanged_rotations),
+    "RoPE of the other layer type": ("laguna", exchanged_rotations),
     "experts chosen without the correction": ("laguna", without_correction),
     "routing weights without their factor": ("laguna", without_factor),
     "window one longer": ("laguna", longer_windows),
@@ -120,11 +120,11 @@ WRONG = {
     "no sinks": ("mimo_v2", attention_of(sinks=None)),
     "no sinks, Granite": ("granite_swa", attention_of(sinks=None)),
     "one theta for another": ("granite_swa", exchanged_rotations),
-    "a layer without rotation rotates": ("granite_swa", all_rotate),
+    "RoPE in a NoPE layer": ("granite_swa", all_rotate),
     "norms that keep the mean": ("olmo", rms_norms),
     "softplus gates, LFM3": ("lfm3", of_heads(lambda a: setattr(a, "activation", softplus))),
     "window one longer, LFM3": ("lfm3", of_heads(longer_window)),
-    "rotations exchanged, LFM3": ("lfm3", lambda d: exchanged(d.layers[1], d.layers[2])),
+    "RoPE parameters swapped, LFM3": ("lfm3", lambda d: exchanged(d.layers[1], d.layers[2])),
     "branches without norms, LFM3": (
         "lfm3",
         every_layer(lambda layer: setattr(layer.mlp_end, "norm", None)),

@@ -75,11 +75,11 @@ WRONG = {
     ),
     "bias in the weights": bias_in_weights,
     "softmax": routing(scores="softmax"),
-    "weights that are not normalized": routing(normalized=False),
+    "weights not normalized": routing(normalized=False),
     "without the factor": routing(factor=1.0),
     "without groups": routing(num_groups=1, top_groups=1),
-    "a group by its best expert": routing(group_score="max"),
-    "ReLU that is not squared": activation(torch.relu),
+    "expert groups ranked by best expert": routing(group_score="max"),
+    "ReLU not squared": activation(torch.relu),
     "the square of all": activation(torch.square),
     "without the shared expert": mixtures(lambda block: setattr(block, "shared", None)),
     "a shared expert with SiLU": mixtures(
@@ -135,7 +135,7 @@ def activated(block):
 
 
 LATENT_WRONG = {
-    "a latent that is activated": activated,
+    "activated latent": activated,
     "without the shared expert": lambda block: setattr(block, "shared", None),
     "another linear after the experts": lambda block: block.after.weight.mul_(-1),
     "without the factor": lambda block: setattr(

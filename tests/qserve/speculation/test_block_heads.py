@@ -49,7 +49,7 @@ WRONG = {
     "the context is not normed": {"no_context_norm": True},
     "rows see no later ones": {"is_causal": True},
     "the newest token predicts the first draft": {"first": 0},
-    "the block stands one position early": {"position_shift": -1},
+    "block one position early": {"position_shift": -1},
     "the context ends one row early": {"context_shift": -1},
 }
 

@@ -45,7 +45,7 @@ WRONG = {
     "the post-norm state recurs": {"post_norm": True},
     "tokens are not shifted": {"token_shift": 0},
     "no norm of the state": {"no_hidden_norm": True},
-    "drafts stand one position early": {"same_position": True},
+    "drafts one position early": {"same_position": True},
 }
 
 
@@ -193,7 +193,7 @@ def test_wrong_equations_fail_comparison(reading, target, ids, tmp_path):
     wrong = reference(*arguments, made["lm_head.weight"], **WRONG[reading])
     # the first pass uses no recurrent state, and all of its rows are in position
     rows = slice(1, None) if reading in ("the post-norm state recurs",) else slice(None)
-    if reading == "drafts stand one position early":
+    if reading == "drafts one position early":
         rows = slice(1, None)
     assert (found[rows] - wrong[rows]).abs().max() > 0.05
 

@@ -29,7 +29,7 @@ CASES = {
 WRONG = {
     "the mask token is the newest token": {"token": None},
     "the state of mask rows is that of the last row": {"state": True},
-    "mask rows stand one position late": {"gap": True},
+    "mask rows one position late": {"gap": True},
 }
 
 

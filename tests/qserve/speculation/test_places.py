@@ -113,7 +113,7 @@ def test_graph_uses_only_its_own_layout(docs_5m, replayed):
 
 
 SCENES = {
-    "as they come": {},
+    "default order": {},
     "few pages": {"num_gpu_blocks_override": 30, "admission": "fits"},
     "by chance": {
         "speculative": {
