@@ -24,7 +24,7 @@ from calibrate.run.settings import RunSettings
 from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData
 from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES
-from formats.files.whole_writer import least_bytes, open_writer
+from formats.files.model_writer import least_bytes, open_writer
 from formats.names import FormatName, RecipeName
 from formats.scheme import Scheme
 

@@ -40,9 +40,9 @@ from formats.checkpoint import (
 from formats.errors import CheckpointError, InputError
 from formats.files.channel_factors import read_channel_factors
 from formats.files.model_path import is_gguf_folder
+from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
 from formats.files.target import check_has_space, check_is_free
-from formats.files.whole_writer import open_writer
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight

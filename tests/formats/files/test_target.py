@@ -9,9 +9,9 @@ import torch
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, DiskError
-from formats.files import whole_writer
+from formats.files import model_writer
+from formats.files.model_writer import least_bytes
 from formats.files.target import check_is_free
-from formats.files.whole_writer import least_bytes
 from formats.gguf.writing.export import export_gguf
 from formats.save import save_quantized
 from formats.scheme import Scheme
@@ -27,7 +27,7 @@ def free(monkeypatch):
     def leave(num_bytes):
         usage = shutil.disk_usage("/")._replace(free=num_bytes)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(whole_writer, "CheckpointWriter", None)
+        monkeypatch.setattr(model_writer, "CheckpointWriter", None)
 
     return leave
 
@@ -56,7 +56,7 @@ def test_conversion_size_bound_is_below_written_size(
     quantized_5m, tmp_path, monkeypatch, output_format
 ):
     bounds = []
-    monkeypatch.setattr(whole_writer, "check_has_space", lambda _, least: bounds.append(least))
+    monkeypatch.setattr(model_writer, "check_has_space", lambda _, least: bounds.append(least))
     done = convert_checkpoint(quantized_5m, tmp_path / "out", output_format)
     assert 0.8 * done.bytes_after < bounds[0] <= done.bytes_after
 

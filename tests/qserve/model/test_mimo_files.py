@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from qserve.llm import LLM
@@ -174,7 +174,7 @@ def test_two_ranks(published):
 def test_tensors_in_memory(native):
     folder, plain = native
     state = load_file(folder / "model.safetensors")
-    held = HeldTensors(state.items(), CheckpointReader(folder).config)
+    held = MemoryTensors(state.items(), CheckpointReader(folder).config)
     want = CheckpointReader(plain)
     for x in "qkv":
         name = f"model.layers.1.self_attn.{x}_proj.weight"

@@ -8,7 +8,7 @@ import torch
 from formats.architecture.sizes import num_experts
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.in_memory.weights import round_to_nearest, same_weight
 from formats.layouts import LAYOUTS, decode_linear, encode_linear
 from formats.quant_config import QuantConfig
@@ -76,7 +76,7 @@ def source_of(tiny_model):
             tensors |= {f"{name}.{field}": tensor for field, tensor in encoded.items()}
             wanted[name] = decode_linear(name, encoded, quant)
         config = replace(ModelConfig.from_folder(folder), quant=quant)
-        reader = HeldTensors(tensors.items(), CheckpointReader(folder).config)
+        reader = MemoryTensors(tensors.items(), CheckpointReader(folder).config)
         return WeightSource(reader, config), shape, wanted
 
     return make
