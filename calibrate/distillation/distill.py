@@ -31,7 +31,7 @@ from calibrate.texts.data import (
     CalibrationData,
     read_for_model,
 )
-from calibrate.texts.pictured import ChatReader
+from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
@@ -149,7 +149,7 @@ def distill_checkpoint(
     training = Training(student, teacher, data.ids_WS, taught, media)
     if evaluation is not None:
         own = Comparison(student, teacher, evaluation.ids_WS, *judged)
-        judge = _Judge(comparison=own, evaluation=evaluation)
+        judge = _EvaluationComparison(comparison=own, evaluation=evaluation)
     before = judge and judge.record()
     with clock("training"):
         trained = training.run(settings, seed, progress)
@@ -191,7 +191,7 @@ def distill_checkpoint(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Judge:
+class _EvaluationComparison:
     """Compares the student with the float model on the evaluation windows."""
 
     comparison: Comparison

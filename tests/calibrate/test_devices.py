@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from calibrate import devices
 from calibrate.calibration.kv_range import KvRange
-from calibrate.calibration.stream import windows_of_lanes
-from calibrate.devices import Devices, Stopped, Turns
+from calibrate.calibration.stream import windows_of_devices
+from calibrate.devices import Devices, OrderedSections, Stopped
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.evaluation import Evaluation
 from calibrate.recipe import RECIPES, Recipe
@@ -49,7 +49,7 @@ def quantize(source, target, device, **options):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_windows_are_divided_by_whole_batches(count):
-    rows = windows_of_lanes(torch.zeros(7, 64), count)
+    rows = windows_of_devices(torch.zeros(7, 64), count)
     assert torch.cat(rows).sort().values.tolist() == list(range(7))
     if count == 2:
         assert [each.tolist() for each in rows] == [[0, 1, 4, 5], [2, 3, 6]]
@@ -173,7 +173,7 @@ def test_original_error_is_raised():
 
 def test_turn_order_is_independent_of_arrival():
     devices, seen = Devices.parse(THREE), []
-    turns = Turns(devices.check)
+    turns = OrderedSections(devices.check)
 
     def work(number):
         for round_ in range(5):
@@ -189,7 +189,7 @@ def test_turn_order_is_independent_of_arrival():
 
 def test_waiting_for_a_failed_turn_ends():
     devices = Devices.parse(TWO)
-    turns = Turns(devices.check)
+    turns = OrderedSections(devices.check)
 
     def broken():
         raise ZeroDivisionError

@@ -154,7 +154,7 @@ def test_dflash_2_is_refused_by_name(tmp_path):
 def test_both_layouts_give_the_same_head(config, tmp_path):
     read = read_head_config(config, head_kind(config))
     if config is not NESTED:  # counted as speculators does
-        read = replace(read, stated_aux_layers=(2, 6))
+        read = replace(read, explicit_aux_layers=(2, 6))
     tensors = tensors_of(read)
     if read.draft_vocab_size < 64:
         tensors |= {"d2t": torch.arange(40), "t2d": torch.zeros(64, dtype=torch.bool)}
@@ -164,7 +164,10 @@ def test_both_layouts_give_the_same_head(config, tmp_path):
         found = HeadFolder(out).config
         assert found.aux_layers(8) == (2, 6)
         same = replace(
-            found, layout=read.layout, stated_aux_layers=read.stated_aux_layers, values=read.values
+            found,
+            layout=read.layout,
+            explicit_aux_layers=read.explicit_aux_layers,
+            values=read.values,
         )
         assert same == read
         assert load_file(out / "model.safetensors").keys() == tensors.keys()

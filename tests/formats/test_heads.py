@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
-from formats.heads.config import EAGLE3, head_kind, read_head_config, usual_aux_layers
+from formats.heads.config import EAGLE3, default_aux_layers, head_kind, read_head_config
 from formats.heads.folder import HeadFolder, kind_of_folder, read_torch_file
 from formats.heads.inspect import inspect_head
 from formats.heads.save import save_eagle3, save_medusa
@@ -67,7 +67,7 @@ def test_norm_before_residual_follows_the_layout(config, first, expected, tmp_pa
 
 
 def test_default_and_explicit_aux_layers():
-    assert usual_aux_layers(32) == (2, 16, 29) and usual_aux_layers(8) == (2, 4, 5)
+    assert default_aux_layers(32) == (2, 16, 29) and default_aux_layers(8) == (2, 4, 5)
 
     def aux_layers(config, layers, ids):
         stated = {**config, "eagle_aux_hidden_state_layer_ids": ids}
@@ -194,7 +194,7 @@ def test_pytorch_model_bin_is_read(tmp_path):
 @pytest.mark.parametrize("aux_layers", [(), (1, 2, 3)])
 def test_both_layouts_give_the_same_head(aux_layers, tmp_path):
     config = replace(
-        read_head_config(NESTED, EAGLE3), stated_aux_layers=aux_layers, norm_output=True
+        read_head_config(NESTED, EAGLE3), explicit_aux_layers=aux_layers, norm_output=True
     )
     tensors = tensors_of(config)
     verifier = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
@@ -205,7 +205,10 @@ def test_both_layouts_give_the_same_head(aux_layers, tmp_path):
         folder = HeadFolder(tmp_path / layout)
         assert folder.config.layout == layout
         same = replace(
-            folder.config, layout=config.layout, stated_aux_layers=aux_layers, values=config.values
+            folder.config,
+            layout=config.layout,
+            explicit_aux_layers=aux_layers,
+            values=config.values,
         )
         assert same == config
         assert folder.config.aux_layers(verifier["num_hidden_layers"]) == (aux_layers or (2, 4, 5))
@@ -217,7 +220,7 @@ def test_both_layouts_give_the_same_head(aux_layers, tmp_path):
 
 def test_aux_layers_inexpressible_in_flat_config_are_refused(tmp_path):
     """One more than the usual ones would be read as the usual ones."""
-    config = replace(read_head_config(NESTED, EAGLE3), stated_aux_layers=(3, 5, 6))
+    config = replace(read_head_config(NESTED, EAGLE3), explicit_aux_layers=(3, 5, 6))
     with pytest.raises(CheckpointError, match="mistake these layers for the default"):
         save_eagle3(
             tmp_path / "head",

@@ -85,7 +85,7 @@ class Case:
         text = _text_of(getattr(model, "model", model))
         seen, logits = [], []
         hook_of(text, seen)
-        for window, ids_S in zip(self.data.pictured, self.data.ids_WS, strict=True):
+        for window, ids_S in zip(self.data.images_W, self.data.ids_WS, strict=True):
             inputs = {"input_ids": ids_S[None]}
             if window.images:
                 inputs = self.chats.inputs(window, ids_S)
@@ -116,7 +116,7 @@ def case(tmp_path_factory, calibration):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_inputs_equal_transformers(case, family):
     case = case(family)
-    assert case.data.num_images >= 4 and not all(window.images for window in case.data.pictured)
+    assert case.data.num_images >= 4 and not all(window.images for window in case.data.images_W)
 
     def note(text, seen):
         text.layers[0].register_forward_pre_hook(
@@ -177,7 +177,7 @@ def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
         quantize_checkpoint(
             case.folder, tmp_path / str(number), scheme=SCHEME, recipe=recipe, calibration=data
         )
-        for number, data in enumerate((case.data, replace(case.data, pictured=(), chats=None)))
+        for number, data in enumerate((case.data, replace(case.data, images_W=(), chats=None)))
     ]
     assert [report.calibration.get("images") for report in reports] == [case.data.num_images, None]
     assert all(len(media) in (0, count) for count, media, _ in calls)
@@ -219,7 +219,7 @@ def test_loss_gradients_equal_transformers(case, family):
 
     logits_WSV, outputs = case.expected(note, with_gradients=True)
     generator = torch.Generator().manual_seed(3)
-    for logits_SV, window in zip(logits_WSV, case.data.pictured, strict=True):
+    for logits_SV, window in zip(logits_WSV, case.data.images_W, strict=True):
         label_S = torch.multinomial(logits_SV.softmax(-1), 1, generator=generator)[:, 0]
         loss_S = torch.nn.functional.cross_entropy(logits_SV, label_S, reduction="none")
         is_text_S = torch.cat([~window.is_image_S[1:], torch.tensor([True])])
@@ -242,7 +242,7 @@ def test_mixed_bits_use_image_gradients(case, calibration, tmp_path, monkeypatch
     )
     settings = {"scheme": SCHEME, "recipe": "rtn", "bits": 4.5, "chats": case.chats}
     settings |= {"samples": WINDOWS, "sequence_length": LENGTH, "progress": False}
-    without = replace(case.data, pictured=(), chats=None)
+    without = replace(case.data, images_W=(), chats=None)
     for name, data in (("with", calibration), ("without", without)):
         quantize_checkpoint(case.folder, tmp_path / name, calibration=data, **settings)
     costs, without = ([each.costs[4] for each in choices] for choices in found)
@@ -269,13 +269,13 @@ def test_distillation_uses_images(case, family, tmp_path):
         progress=False,
     )
     (float_WSV, _), held_out = case.expected(), held_out_windows(WINDOWS, 0, WINDOWS)
-    assert any(each.images for each in [case.data.pictured[n] for n in held_out.nonzero()])
+    assert any(each.images for each in [case.data.images_W[n] for n in held_out.nonzero()])
     found = []
     for folder in (codes, target):
         own_WSV, _ = case.expected(folder=folder)
         total = count = 0
         for window in held_out.nonzero()[:, 0].tolist():
-            is_image_S = case.data.pictured[window].is_image_S
+            is_image_S = case.data.images_W[window].is_image_S
             is_text_S = torch.cat([~is_image_S[1:], torch.tensor([True])])
             own, wanted = (each[window][is_text_S].log_softmax(-1) for each in (own_WSV, float_WSV))
             total += float((wanted.exp() * (wanted - own)).sum())
@@ -296,7 +296,7 @@ def check_gradient(case, codes):
     teacher = Teacher(case.model, "cpu", case.rotary)
     taught = teacher.last_states(case.data.ids_WS, media=case.media)
     training = Training(student, teacher, case.data.ids_WS, *taught, case.media)
-    windows = torch.tensor([n for n in range(WINDOWS) if case.data.pictured[n].images][:2])
+    windows = torch.tensor([n for n in range(WINDOWS) if case.data.images_W[n].images][:2])
     training._backward(windows)
     scales = [each for layer in student.layers for each in layer.parameters()[0]]
     gradients = [each.grad.clone() for each in scales]
