@@ -82,9 +82,9 @@ OPERATIONS = {
     "sampling": set(),
     "lora": set(),
     "causal_conv": set(),
-    "delta_net": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
-    "mamba1": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
-    "mamba2": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
+    "delta_net": {"causal_conv.ops", "causal_conv.state", "causal_conv.separate_rows"},
+    "mamba1": {"causal_conv.ops", "causal_conv.state", "causal_conv.separate_rows"},
+    "mamba2": {"causal_conv.ops", "causal_conv.state", "causal_conv.separate_rows"},
     "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package

@@ -18,12 +18,12 @@ from qserve.engine.ipc import messages
 from qserve.engine.ipc.messages import (
     Abort,
     Add,
-    Beat,
     CancelLoad,
     Done,
     EngineDied,
     Events,
     FromEngine,
+    Heartbeat,
     LoadAdapter,
     Operate,
     Profile,
@@ -373,7 +373,7 @@ class EngineClient:
                     if message.outcome is not None:
                         self.state = message.outcome.state
                     _settle(self._answers.get(message.number), message)
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
                     cause = message.message

@@ -142,7 +142,7 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the engine, every second: the process is alive."""
 
     busy_seconds: float  # duration of the current step so far; 0: idle
@@ -160,7 +160,7 @@ ToEngine = (
     | CancelLoad
     | UnloadAdapter
 )
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Done
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Heartbeat | Done
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

@@ -11,7 +11,7 @@ from formats.errors import InputError
 from qserve.command_line.tool_config import BatchConfig
 from qserve.commands import run_batch as module
 from qserve.commands.batch_answers import BatchAnswers
-from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
+from qserve.commands.batch_file import BatchRequest, InvalidLine, read_batch
 from qserve.commands.run_batch import run_batch
 from qserve.config import EngineConfig
 from tests.qserve.fake_engine import PROCESS_DIES
@@ -116,7 +116,7 @@ def test_invalid_line_fails_alone(tmp_path, text, name, code, words):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n" + text + b"\r\n" + line("good", {}).encode())
     wrong, good = read_batch(path)[1]
-    assert isinstance(wrong, WrongLine) and (wrong.line, wrong.custom_id) == (2, name)
+    assert isinstance(wrong, InvalidLine) and (wrong.line, wrong.custom_id) == (2, name)
     assert wrong.code == code and words in wrong.message and len(wrong.message) < 400
     assert good == BatchRequest(custom_id="good", url="/v1/completions", body={})
 

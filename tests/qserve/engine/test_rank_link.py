@@ -32,7 +32,7 @@ class FarEnd:
     def __init__(self, rank, on_death):
         ours, self.connection = socket.socketpair()
         self.link = RankChannel(rank, ours, Handle(), on_death)
-        self.line = rank_process._Line(self.connection)
+        self.line = rank_process._LeaderConnection(self.connection)
 
     def next_call(self):
         return unpack(frames.receive(self.connection))

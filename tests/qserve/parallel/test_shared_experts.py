@@ -26,8 +26,8 @@ SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 64, "block_size": 8, "ma
 MOST_STEPS = 2000
 
 
-class ThreadLine:
-    """Line between threads of one process."""
+class ThreadConnection:
+    """Connection between threads of one process."""
 
     def __init__(self, meeting, called, rank):
         self.meeting, self.called, self.rank, self.size = meeting, called, rank, meeting.size
@@ -66,7 +66,7 @@ def together(folder, size, prompts, engine_of, monkeypatch, during=lambda engine
     monkeypatch.setattr(
         worker_group,
         "join_experts",
-        lambda address, rank, size, device: ExpertExchange(ThreadLine(meeting, called, rank)),
+        lambda address, rank, size, device: ExpertExchange(ThreadConnection(meeting, called, rank)),
     )
     tokens = [[] for _ in prompts]
     left = [len(prompts)]
