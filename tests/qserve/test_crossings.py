@@ -143,15 +143,22 @@ def assert_same_logprobs(asked, got, want):
 
 def test_random_draws_cover_required_combinations(docs_5m):
     """Or the crossings would test less than they say."""
-    settings, params, handlings = set(), set(), set()
+    settings, params, request_options = set(), set(), set()
     for seed in SEEDS_OF_DOCS:
         drawn = draw(seed, vocab_size=8192)
         settings |= drawn.settings.keys()
         for asked in drawn.requests:
             params |= asked.params.keys()
-            handlings |= asked.handling.keys()
+            request_options |= asked.options.keys()
             asked.sampling()
     assert settings <= EngineConfig.__dataclass_fields__.keys()
     assert {"kv_transfer_config", "speculative_config", "enable_lora", "kv_offload_gb"} <= settings
     assert {"structured_outputs", "bad_words", "prompt_logprobs", "min_tokens"} <= params
-    assert {"pooling", "beam_search", "lora", "timeout", "cache_salt", "priority"} <= handlings
+    assert {
+        "pooling",
+        "beam_search",
+        "lora",
+        "timeout",
+        "cache_salt",
+        "priority",
+    } <= request_options

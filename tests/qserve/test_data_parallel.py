@@ -29,7 +29,7 @@ from qserve.engine.ipc.start_engines import start_engines
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 
 GUARD = 120  # seconds, against hanging
 TOKENS = data_parallel.TOKENS
@@ -75,11 +75,11 @@ class Group:
         self.engines._engines = [data_parallel._Engine(each) for each in self.made]
         self._tasks = []
 
-    async def send(self, name, ids, handling=Handling()):  # noqa: B008  # immutable
+    async def send(self, name, ids, options=RequestOptions()):  # noqa: B008  # immutable
         """Send a request. Returns the rank of its engine."""
 
         async def run():
-            return [e async for e in self.engines.generate(name, ids, None, handling=handling)]
+            return [e async for e in self.engines.generate(name, ids, None, options=options)]
 
         self._tasks.append(asyncio.create_task(run()))
         await asyncio.sleep(0)
@@ -145,12 +145,12 @@ def test_waiting_prompts_count_by_their_tokens():
 def test_salts_and_adapters_separate_prefixes():
     async def main():
         group = Group(2)
-        lora = Handling(lora=LoRARequest("one", 1, "folder"))
+        lora = RequestOptions(lora=LoRARequest("one", 1, "folder"))
         assert await group.send("plain", prompt(0)) == 0
-        assert await group.send("salted", prompt(0), Handling(cache_salt="key")) == 1
+        assert await group.send("salted", prompt(0), RequestOptions(cache_salt="key")) == 1
         await group.finish()
         assert await group.send("adapter", prompt(0), lora) == 0
-        assert await group.send("salted again", prompt(0), Handling(cache_salt="key")) == 1
+        assert await group.send("salted again", prompt(0), RequestOptions(cache_salt="key")) == 1
         await group.finish()
 
     asyncio.run(main())

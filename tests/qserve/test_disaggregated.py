@@ -17,7 +17,7 @@ from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.ipc.disaggregated import DisaggregatedEngines
 from qserve.engine.token_event import TokenEvent
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 
 GUARD = 120  # seconds, against hanging
 PROMPT = list(range(1000, 1400))
@@ -32,8 +32,8 @@ class FakeSupervisor:
         self.requests, self.stopped, self.num_closed = {}, [], 0
         self.go = asyncio.Event()
 
-    async def generate(self, request_id, ids, params, watch, client, group, handling):
-        self.requests[request_id] = params, handling
+    async def generate(self, request_id, ids, params, watch, client, group, options):
+        self.requests[request_id] = params, options
         try:
             if self.problem == "refuses":
                 raise RefusedError("request", "is too long")
@@ -62,9 +62,9 @@ class Group:
         ]
         self.tasks = []
 
-    async def send(self, name, ids=PROMPT, params=PARAMS, handling=Handling()):  # noqa: B008  # immutable
+    async def send(self, name, ids=PROMPT, params=PARAMS, options=RequestOptions()):  # noqa: B008  # immutable
         async def run():
-            return [e async for e in self.engines.generate(name, ids, params, handling=handling)]
+            return [e async for e in self.engines.generate(name, ids, params, options=options)]
 
         self.tasks.append(asyncio.create_task(run()))
         await asyncio.sleep(0.01)
@@ -74,12 +74,12 @@ class Group:
 def test_both_engines_get_a_request_at_the_same_time():
     async def main():
         group = Group("")
-        salted = Handling(cache_salt="key", priority=3)
-        task = await group.send("a", handling=salted)
-        (params, handling) = group.prefill[0].requests["a"]
-        assert params.max_tokens == 1 and handling == replace(salted, is_for_another=True)
-        (params, handling) = group.decoder.requests["a"]
-        assert params == PARAMS and handling == replace(salted, awaits_pages=True)
+        salted = RequestOptions(cache_salt="key", priority=3)
+        task = await group.send("a", options=salted)
+        (params, options) = group.prefill[0].requests["a"]
+        assert params.max_tokens == 1 and options == replace(salted, is_for_another=True)
+        (params, options) = group.decoder.requests["a"]
+        assert params == PARAMS and options == replace(salted, awaits_pages=True)
         assert not group.decoder.stopped
         group.prefill[0].go.set()
         await asyncio.sleep(0.01)
@@ -131,11 +131,11 @@ def test_paused_engine_refuses_remote_prompts_and_keeps_its_own(mode, docs_5m):
     try:
         engine.pause(mode)
         with pytest.raises(InputError, match="computes prompts: is paused or asleep"):
-            engine.add_request("0", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+            engine.add_request("0", [5, 6, 7], PARAMS, options=RequestOptions(is_for_another=True))
         engine.add_request("0", [5, 6, 7], PARAMS)
         assert not engine.step()
         engine.resume()
-        engine.add_request("1", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+        engine.add_request("1", [5, 6, 7], PARAMS, options=RequestOptions(is_for_another=True))
         ended = set()
         while engine.has_work():
             ended |= {event.request_id for event in engine.step() if event.finish_reason}

@@ -360,7 +360,7 @@ def _add(engine: object, client: _ClientConnection, message: Add) -> None:
             message.sent,
             client=message.client,
             group=message.group,
-            handling=message.handling,
+            options=message.options,
         )
     except InputError as error:
         client.send(

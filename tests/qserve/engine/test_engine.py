@@ -13,7 +13,7 @@ from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 
@@ -210,8 +210,8 @@ def test_out_of_memory_step_fails_only_its_requests(make_engine, monkeypatch, in
 
 def test_out_of_memory_beam_search_fails_once(make_engine, monkeypatch):
     engine, params = make_engine(), BeamSearchParams(beam_width=3, max_tokens=6)
-    handling = Handling(beam_search=params)
-    engine.add_request("beams", [5, 6, 7], sampling_params(params), handling=handling)
+    options = RequestOptions(beam_search=params)
+    engine.add_request("beams", [5, 6, 7], sampling_params(params), options=options)
     engine.step()
     engine.step()
 

@@ -11,7 +11,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache.host_tier import PageMoves
 from qserve.engine.runner.page_copies import PAGES_AT_ONCE, PageCopies, copy_pages
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -34,10 +34,10 @@ def make_engine(docs_5m):
     return make
 
 
-def run(engine, prompts, params=GREEDY, **handling):
+def run(engine, prompts, params=GREEDY, **options):
     """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=Handling(**handling))
+        engine.add_request(str(index), prompt, params, options=RequestOptions(**options))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     while engine.has_work():
         for event in engine.step():
@@ -186,7 +186,7 @@ def test_deadline_is_enforced_in_queue_and_while_running(make_engine, steps_in_f
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
     for name, timeout in (("slow", 5), ("free", None), ("queued", 3), ("done", 100)):
         one = SamplingParams(max_tokens=1) if name == "done" else params
-        engine.add_request(name, [5, 6, 7], one, handling=Handling(timeout=timeout))
+        engine.add_request(name, [5, 6, 7], one, options=RequestOptions(timeout=timeout))
     ended = {}
     for second in range(200):
         make_engine.now[0] = second

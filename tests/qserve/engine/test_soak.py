@@ -10,7 +10,7 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from tests.qserve.engine.hash_model import HashDevice, continuation
 
@@ -88,13 +88,18 @@ class Soak:
                     min_tokens=rng.choice([0, 0, 0, 90]),
                     stop_token_ids=self.tokens(rng.choice([0, 0, 500])),
                 )
-                handling = Handling(
+                options = RequestOptions(
                     priority=rng.choice([0, 0, 1, 5]),
                     cache_salt=salt,
                     timeout=rng.choice([None, None, None, 0.5, 8.0]),
                 )
                 self.engine.add_request(
-                    name, prompt, params, client=client, group=str(self.number), handling=handling
+                    name,
+                    prompt,
+                    params,
+                    client=client,
+                    group=str(self.number),
+                    options=options,
                 )
             except (InputError, ParameterError) as error:
                 self.outcomes[name] = f"refused: {error}"

@@ -11,7 +11,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.pending import remote_kv
 from qserve.kv_transfer.connector import CONNECTORS
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -90,10 +90,10 @@ def finish(engine, tokens, cached, errors=None):
     raise AssertionError("the engine did not come to an end")
 
 
-def run(engine, prompts, params=GREEDY, **handling):
+def run(engine, prompts, params=GREEDY, **options):
     """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=Handling(**handling))
+        engine.add_request(str(index), prompt, params, options=RequestOptions(**options))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     finish(engine, tokens, cached)
     settle(engine)
@@ -344,8 +344,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_pages_of_other_layout_are_not_hit(other, make_engine, shelf):
     run(make_engine(), [PROMPT])
-    settings, handling = OTHERS[other]
-    assert run(make_engine(**settings), [PROMPT], **handling)[1] == [0]
+    settings, options = OTHERS[other]
+    assert run(make_engine(**settings), [PROMPT], **options)[1] == [0]
 
 
 def test_changed_weight_changes_model_digest(make_engine, shelf, docs_5m, tmp_path):

@@ -15,7 +15,7 @@ from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.request import Status
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_hybrid_tokens import in_transformers
 
@@ -204,7 +204,7 @@ def test_beams_equal_with_chunks_and_preemption(
             f"beams {index}",
             list(prompt),
             sampling_params(params),
-            handling=Handling(beam_search=params),
+            options=RequestOptions(beam_search=params),
         )
     texts, beams = {}, {}
     while engine.has_work():
@@ -234,7 +234,9 @@ def test_pages_are_shared_between_beams(tiny_model):
     engine = Engine(config)
     params = BeamSearchParams(beam_width=8, max_tokens=7, ignore_eos=True)
     prompt = list(prompts_of([48])[0])
-    engine.add_request("0", prompt, sampling_params(params), handling=Handling(beam_search=params))
+    engine.add_request(
+        "0", prompt, sampling_params(params), options=RequestOptions(beam_search=params)
+    )
     most = 0
     while engine.has_work():
         engine.step()
@@ -254,7 +256,10 @@ def test_abort_frees_all_rows(tiny_model):
     for steps_before, in_flight in product((0, 1, 2, 5), (0, 1)):
         engine = Engine(config, steps_in_flight=in_flight)
         engine.add_request(
-            "0", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+            "0",
+            [5, 6, 7],
+            sampling_params(params),
+            options=RequestOptions(beam_search=params),
         )
         (request,) = engine._requests.values()
         for _ in range(steps_before):
@@ -296,7 +301,7 @@ def test_unsupported_beam_searches_are_refused(tiny_model, settings, sampling, w
             "0",
             [5, 6, 7],
             SamplingParams(max_tokens=params.max_tokens, **sampling),
-            handling=Handling(beam_search=params),
+            options=RequestOptions(beam_search=params),
         )
     assert not engine.has_work()
 
@@ -325,5 +330,8 @@ def test_beam_search_with_speculation_is_refused(tiny_model):
     params = BeamSearchParams(beam_width=2)
     with pytest.raises(InputError, match="not supported with speculative decoding"):
         engine.add_request(
-            "0", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+            "0",
+            [5, 6, 7],
+            sampling_params(params),
+            options=RequestOptions(beam_search=params),
         )

@@ -141,7 +141,7 @@ def test_priorities_and_salts_reach_the_engine(docs_5m):
     add = llm.engine.add_request
 
     def watched(*arguments, **settings):
-        order.append(settings["handling"])
+        order.append(settings["options"])
         add(*arguments, **settings)
 
     llm.engine.add_request = watched

@@ -12,7 +12,7 @@ from formats.peft.lora import adapted_shapes, read_adapter
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.model.model_config import family_of
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 
@@ -298,7 +298,7 @@ def test_outputs_of_one_request_use_one_adapter_during_reload(tiny_model, tmp_pa
 
     def tokens_with(name, number):
         lora = LoRARequest("a", number, folder)
-        core.add_request(name, PROMPT, GREEDY, handling=Handling(lora=lora))
+        core.add_request(name, PROMPT, GREEDY, options=RequestOptions(lora=lora))
         found = []
         while core.has_work():
             found += [token for event in core.step() for token in event.token_ids]

@@ -15,7 +15,7 @@ from qserve import LLM, PoolingParams, SamplingParams
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.scheduling.plan import OpenStep
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.pooling import scoring
 from tests.formats.inspection.findings import of_weights
 from tests.tiny_families import TINY, TINY_FAMILIES
@@ -123,8 +123,8 @@ def test_preempted_pooling_request_counts_rows_once(qwen, tiny_model, kind):
         ),
         steps_in_flight=1,
     )
-    handling = Handling(pooling=PoolingParams(kind=kind, normalize=False))
-    engine.add_request("long", PROMPTS[3], SamplingParams(), handling=handling)
+    options = RequestOptions(pooling=PoolingParams(kind=kind, normalize=False))
+    engine.add_request("long", PROMPTS[3], SamplingParams(), options=options)
     engine.step()
     engine.step()
     victim = engine._requests["long"]
@@ -133,7 +133,7 @@ def test_preempted_pooling_request_counts_rows_once(qwen, tiny_model, kind):
     engine.scheduler.running_set.preempt(victim, OpenStep(budget=0, most_admitted=0))
     greedy = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
     engine.add_request("other", PROMPTS[1], greedy)
-    engine.add_request("short", PROMPTS[0], greedy, handling=handling)
+    engine.add_request("short", PROMPTS[0], greedy, options=options)
     pooled, tokens = {}, []
     while engine.has_work():
         for event in engine.step():

@@ -13,7 +13,7 @@ from qserve.engine.ipc import messages
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.report import EngineReport
 from qserve.library.beam_outputs import sampling_params
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.processes.frames import HEADER_BYTES
 from qserve.server.app import build_app
 from tests.qserve.server.conftest import Server
@@ -32,10 +32,10 @@ class EngineHere:
         self.engine, self.inboxes = engine, {}
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
 
-    async def generate(self, name, prompt, params, watch, client, *, group, handling):
+    async def generate(self, name, prompt, params, watch, client, *, group, options):
         try:
             self.engine.add_request(
-                name, prompt, params, client=client, group=group, handling=handling
+                name, prompt, params, client=client, group=group, options=options
             )
         except Exception as error:
             raise RefusedError(error.subject, error.problem, error.remedy) from None
@@ -152,10 +152,10 @@ def test_engine_sends_beams_to_the_server(docs_5m):
         prompt_token_ids=[5],
         params=sampling_params(params),
         sent=0.0,
-        handling=Handling(beam_search=params),
+        options=RequestOptions(beam_search=params),
     )
     add = messages.decode(messages.encode(add)[HEADER_BYTES:], messages.ToEngine)
-    engine.add_request("0", add.prompt_token_ids, add.params, handling=add.handling)
+    engine.add_request("0", add.prompt_token_ids, add.params, options=add.options)
     events = []
     while engine.has_work():
         events += engine.step()

@@ -30,11 +30,11 @@ class PoolingClient(ScriptedClient):
         self.events = {}
 
     async def generate(
-        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+        self, request_id, prompt_token_ids, params, watch, client, *, group, options
     ):
-        self.handlings.append(handling)
+        self.request_options.append(options)
         try:
-            self.engine.add_request(request_id, prompt_token_ids, params, handling=handling)
+            self.engine.add_request(request_id, prompt_token_ids, params, options=options)
         except InputError as error:
             raise RefusedError(error.subject, error.problem, error.remedy) from error
         while request_id not in self.events:
@@ -240,8 +240,8 @@ def test_classify_returns_labels(make):
     server, _ = make({}, id2label={"0": "bad", "1": "good", "10": "odd"})
     logits = np.array([0.5, 2.0, -1.0], "<f4")
 
-    async def generate(request_id, prompt, params, watch, client, *, group, handling):
-        assert handling.pooling.kind == "labels"
+    async def generate(request_id, prompt, params, watch, client, *, group, options):
+        assert options.pooling.kind == "labels"
         yield TokenEvent(
             request_id=request_id, token_ids=(), finish_reason="stop", pooled=logits.tobytes()
         )

@@ -162,8 +162,8 @@ def test_images_of_each_route(served, tokenizer, name):
     assert reply.status_code == 200, reply.text
     assert [image.width for image in processor.images] == list(widths)
     ((_, prompt, _),) = server.client.requests
-    (handling,) = server.client.handlings
-    assert [item.offset for item in handling.media] == [
+    (options,) = server.client.request_options
+    assert [item.offset for item in options.media] == [
         at for at, token in enumerate(prompt) if token == tokenizer.image
     ][::3]
     shown = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -189,7 +189,7 @@ def test_image_digests_are_of_files(served):
     server, _ = served
     other = data_url(image_file(size=(11, 8), compress_level=0))
     server.chat(messages=[user(chat_image(A), chat_image(A), chat_image(other))])
-    first, second, third = (item.digest for item in server.client.handlings[0].media)
+    first, second, third = (item.digest for item in server.client.request_options[0].media)
     assert first == second != third
 
 
@@ -197,8 +197,8 @@ def test_choices_share_their_images(served):
     server, processor = served
     reply = server.chat(messages=[user(chat_image(A))], n=3, temperature=1)
     assert len(reply.json()["choices"]) == 3
-    assert len(server.client.handlings) == 3 and len(processor.images) == 1
-    assert all(handling.media for handling in server.client.handlings)
+    assert len(server.client.request_options) == 3 and len(processor.images) == 1
+    assert all(options.media for options in server.client.request_options)
 
 
 def test_detail_is_reported_as_ignored(served):
@@ -231,8 +231,8 @@ def test_truncated_conversation_reads_each_image_once(served, monkeypatch):
     reply = server.post("/v1/responses", {"input": turns[:-1], "truncation": "auto"})
     assert reply.status_code == 200, reply.text
     assert sorted(read) == [f"data:{number}" for number in range(4)]
-    (handling,) = server.client.handlings
-    assert 0 < len(handling.media) < 4 and processor.images[-1].width == 4
+    (options,) = server.client.request_options
+    assert 0 < len(options.media) < 4 and processor.images[-1].width == 4
 
 
 def test_template_that_reads_parts_only(served, tokenizer, monkeypatch):

@@ -76,10 +76,10 @@ def test_model_name_selects_adapter(scripted, error):
             ("/pooling", {"input": "Hi"}),
         ):
             scripted.ask(path, model=name, **more)
-            lora = scripted.client.handlings[-1].lora
+            lora = scripted.client.request_options[-1].lora
             assert (lora and lora.lora_name) == (None if name == "tiny" else name), path
         assert scripted.ask("/v1/completions", model=name, prompt="x").json()["model"] == name
-    assert scripted.client.handlings[-1].lora.lora_path == "/at/b"
+    assert scripted.client.request_options[-1].lora.lora_path == "/at/b"
     reply = scripted.ask("/v1/completions", model="c", prompt="x")
     assert "this server serves 'tiny', 'a', 'b'" in error(reply, 404)["message"]
     assert scripted.ask("/tokenize", model="a", prompt="x").status_code == 200
@@ -108,13 +108,13 @@ def test_load_and_unload(scripted, adapters, error):
     assert scripted.ask(LOAD, lora_name="x", lora_path="sql").status_code == 200
     assert scripted.engine.loaded == {"x": str(adapters / "sql")}
     scripted.ask("/v1/completions", model="x", prompt="x")
-    first = scripted.client.handlings[-1].lora
+    first = scripted.client.request_options[-1].lora
     reply = scripted.ask(LOAD, lora_name="x", lora_path="poems")
     assert "is loaded already" in error(reply, 400)["message"]
     in_place = {"lora_name": "x", "lora_path": "poems", "load_inplace": True}
     assert scripted.ask(LOAD, **in_place).status_code == 200
     scripted.ask("/v1/completions", model="x", prompt="x")
-    second = scripted.client.handlings[-1].lora
+    second = scripted.client.request_options[-1].lora
     assert second.lora_path == str(adapters / "poems") and second.lora_int_id != first.lora_int_id
     assert scripted.ask(UNLOAD, lora_name="x").status_code == 200
     assert scripted.engine.loaded == {}

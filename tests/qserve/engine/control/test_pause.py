@@ -8,7 +8,7 @@ from qserve.engine.control import commands
 from qserve.engine.engine import Engine
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from tests.qserve.engine.control.driven import GREEDY, PROMPTS, Clock, Driven
 
 
@@ -137,7 +137,7 @@ def test_paused_request_that_cannot_run_is_refused(driven):
 def test_aborted_beam_search_is_refused(driven):
     params = BeamSearchParams(beam_width=2, max_tokens=6)
     driven.engine.add_request(
-        "x", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+        "x", [5, 6, 7], sampling_params(params), options=RequestOptions(beam_search=params)
     )
     driven.step(2)
     driven.tell(commands.AbortAll())

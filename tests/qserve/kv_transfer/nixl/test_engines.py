@@ -31,7 +31,7 @@ def test_decoded_tokens_equal_one_engine(dtype, agent, make_engine, cold):
     prefill = make_engine("kv_producer", kv_cache_dtype=dtype)
     decode = make_engine("kv_consumer", kv_cache_dtype=dtype)
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT, kv_cache_dtype=dtype)] and cached == [24]
 
 
@@ -48,7 +48,7 @@ def test_request_waits_for_remote_prompt_in_computation(agent, make_engine, cold
         if decode._pending.num_waiting and prefill.has_work():
             ran.append(prefill.step())
 
-    tokens, cached = run(decode, prompts, handling=AWAITS, between=compute)
+    tokens, cached = run(decode, prompts, options=AWAITS, between=compute)
     assert len(ran) > 3
     assert tokens == [cold(prompt) for prompt in prompts] and cached == [80] * 3
 
@@ -63,7 +63,7 @@ def test_ring_buffer_wraps_around(in_process, make_engine, cold):
         prompt = [100 + n, *PROMPT[1:]]
         run(prefill, [prompt], ONE)
         if n % 2:
-            tokens, cached = run(decode, [prompt], handling=AWAITS if n == 1 else None)
+            tokens, cached = run(decode, [prompt], options=AWAITS if n == 1 else None)
             assert tokens == [cold(prompt)] and cached == [24]
     tokens, cached = run(decode, [[100, *PROMPT[1:]]])
     assert cached == [0], "its pages were overwritten"
@@ -75,7 +75,7 @@ def test_transfer_larger_than_staging_memory(size, in_process, make_engine, cold
     prefill = make_engine("kv_producer", kv_cache_dtype="int8")
     decode = make_engine("kv_consumer", kv_cache_dtype="int8")
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT, kv_cache_dtype="int8")] and cached == [24]
 
 
@@ -85,7 +85,7 @@ def test_pages_of_other_model_are_refused(agent, make_engine, cold, caplog):
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     (error,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
@@ -104,7 +104,7 @@ def test_slot_overwritten_during_copy_is_discarded(agent, make_engine, cold, mon
         index._begun[0] += index.facts.num_slots  # all slots were given to other pages
 
     monkeypatch.setattr(receiver(decode), "_copy", overwritten)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0] and copied
 
 
@@ -132,7 +132,7 @@ def test_engine_exit_between_layers(at, agent, make_engine, cold, monkeypatch):
         if decode._pending.num_waiting and prefill.has_work():
             prefill.step()
 
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=compute)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=compute)
     assert gone and tokens == [cold(PROMPT)] and cached == [0]
 
 
@@ -152,7 +152,7 @@ def test_failed_read_is_recomputed(read, in_process, make_engine, cold, monkeypa
         copy(*values)
 
     monkeypatch.setattr(agent, "read", fails)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert "cannot be read (the network is down): its pages are computed here" in caplog.text
 
@@ -171,10 +171,10 @@ def test_addresses_of_settings_find_engines_without_a_common_folder(
         extra = {**common, "port": port, "path": str(tmp_path / "other")}
         prefill = make_engine("kv_both", extra=extra)
         run(prefill, [prompt], ONE)
-        tokens, cached = run(decode, [prompt], handling=AWAITS)
+        tokens, cached = run(decode, [prompt], options=AWAITS)
         assert tokens == [cold(prompt)] and cached == [24]
         prefill.close()
-        tokens, cached = run(decode, [[9, *prompt]], handling=AWAITS)
+        tokens, cached = run(decode, [[9, *prompt]], options=AWAITS)
         assert tokens == [cold([9, *prompt])] and cached == [0]
 
 
@@ -185,7 +185,7 @@ def test_wrong_secret_gets_no_pages(in_process, make_engine, cold, tmp_path, cap
     run(prefill, [PROMPT], ONE)
     for extra in ({"secret_file": str(tmp_path / "two")}, {}):
         decode = make_engine("kv_consumer", extra=extra)
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS)
         assert tokens == [cold(PROMPT)] and cached == [0]
     assert "its secret differs" in caplog.text
 
@@ -228,7 +228,7 @@ def test_listener_that_is_not_an_engine_is_reported_once(in_process, make_engine
         reader.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         reader.close()
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     warnings = [each.getMessage() for each in caplog.records if address in each.getMessage()]
@@ -246,7 +246,7 @@ def test_invalid_engine_files_are_ignored_or_removed(in_process, make_engine, co
     elsewhere = dead | {"node": "another", "host": "localhost"}
     (folder / f"elsewhere.0{SUFFIX}").write_text(json.dumps(elsewhere))
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(make_engine("kv_consumer"), [PROMPT], handling=AWAITS)
+    tokens, cached = run(make_engine("kv_consumer"), [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [24]
     left = {path.name for path in folder.iterdir()}
     assert left == {made.name, f"bad.0{SUFFIX}", f"elsewhere.0{SUFFIX}"}
@@ -303,7 +303,7 @@ def test_unfinished_read_retires_its_memory(make_engine, cold, monkeypatch):
     monkeypatch.setattr(agents, "SPINS", 0)
     monkeypatch.setattr(link._agent._agent, "check_xfer_state", lambda handle: "PROC")
     monkeypatch.setattr(link._agent._agent, "transfer", lambda handle: "PROC")
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert link._agent._lost
 
@@ -327,7 +327,7 @@ def test_process_kill_between_layers(make_engine, cold, docs_5m, tmp_path):
                 started.append(dying.stdin.write("go\n"))
                 dying.stdin.flush()
 
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=die)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS, between=die)
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert not receiver(decode).num_peers  # looks, and removes dead engines' files

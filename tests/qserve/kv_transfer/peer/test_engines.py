@@ -21,14 +21,14 @@ from qserve.engine.runner.graphs.whole_steps import is_whole
 from qserve.engine.step.transfer import HostCopy
 from qserve.kv_transfer.peer import peers
 from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 ONE = dataclasses.replace(GREEDY, max_tokens=1)
 PAGE = 4
 PROMPT = list(range(5, 30))  # 6 pages and a token
-AWAITS = Handling(awaits_pages=True)
+AWAITS = RequestOptions(awaits_pages=True)
 MOST_STEPS = 3000  # of an engine that waits for threads: against hanging
 
 
@@ -76,11 +76,11 @@ def cold(docs_5m):
     return tokens
 
 
-def run(engine, prompts, params=GREEDY, handling=None, between=lambda: None):
+def run(engine, prompts, params=GREEDY, options=None, between=lambda: None):
     """Tokens and cached tokens of prompts that run together. `between`: called at each step."""
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=handling or Handling())
+        engine.add_request(str(index), prompt, params, options=options or RequestOptions())
     for _ in range(MOST_STEPS):
         if not engine.has_work():
             return tokens, cached
@@ -115,7 +115,7 @@ def test_request_waits_for_remote_prompt_in_computation(make_engine, cold):
         if decode._pending.num_waiting and prefill.has_work():
             ran.append(prefill.step())
 
-    tokens, cached = run(decode, prompts, handling=AWAITS, between=compute)
+    tokens, cached = run(decode, prompts, options=AWAITS, between=compute)
     assert len(ran) > 3
     assert tokens == [cold(prompt) for prompt in prompts] and cached == [80] * 3
 
@@ -151,7 +151,7 @@ def test_outputs_of_one_prompt_share_its_pages(make_engine, cold):
 def test_prompt_is_computed_if_no_engine_sends(make_engine, cold, caplog):
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.WARNING):
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert "No KV peer to send the prompt of 0" in caplog.text
 
@@ -162,7 +162,7 @@ def test_prompt_is_computed_after_page_timeout(ending, make_engine, cold):
     patience = 0.2 if ending == "patience" else 100
     decode = make_engine("kv_consumer", extra={"patience_s": patience})
     stop = decode.stop_waiting if ending == "stopped" else lambda _: None
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=lambda: stop("0"))
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=lambda: stop("0"))
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert decode.scheduler.pool.num_free == 100
 
@@ -170,7 +170,7 @@ def test_prompt_is_computed_after_page_timeout(ending, make_engine, cold):
 def test_aborted_request_frees_its_pages(make_engine):
     make_engine("kv_producer")
     decode = make_engine("kv_consumer")
-    decode.add_request("0", PROMPT, GREEDY, handling=AWAITS)
+    decode.add_request("0", PROMPT, GREEDY, options=AWAITS)
     decode.step()
     assert decode.scheduler.pool.num_free == 94
     decode.abort("0")
@@ -204,7 +204,7 @@ def test_pages_of_other_model_are_refused(
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     (error,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
@@ -264,7 +264,7 @@ def test_pages_arriving_during_sleep_are_dropped(come, make_engine, cold):
     """Sleep takes the memory of pages: threads must not write there, and nothing is left in it."""
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     for name in ("0", "1"):  # the second one follows the first
-        decode.add_request(name, PROMPT, GREEDY, handling=AWAITS)
+        decode.add_request(name, PROMPT, GREEDY, options=AWAITS)
     decode.step()
     (fetch,) = decode._remote_kv._fetches.values()
     if come:
@@ -367,7 +367,7 @@ def test_engine_exit_between_layers(at, make_engine, cold, monkeypatch):
         if decode._pending.num_waiting and prefill.has_work():
             prefill.step()
 
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=compute)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=compute)
     assert gone and tokens == [cold(PROMPT)] and cached == [0]
 
 
@@ -412,7 +412,7 @@ def test_process_kill_between_layers(make_engine, cold, docs_5m, tmp_path):
                 started.append(dying.stdin.write("go\n"))
                 dying.stdin.flush()
 
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=die)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS, between=die)
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert (
