@@ -98,7 +98,7 @@ class Devices:
         return [future.result() for future in futures]
 
 
-class Turns:
+class OrderedSections:
     """Orders sections of several threads: for each key, sections run in the order of their number.
 
     Numbers start at 0.

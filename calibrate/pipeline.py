@@ -22,9 +22,9 @@ from calibrate.run.layers import advance, solve_layers
 from calibrate.run.prepare import prepare, rewrite_model
 from calibrate.run.settings import RunSettings
 from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData
-from calibrate.texts.pictured import ChatReader
+from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES
-from formats.files.whole_writer import least_bytes, open_writer
+from formats.files.model_writer import least_bytes, open_writer
 from formats.names import FormatName, RecipeName
 from formats.scheme import Scheme
 
@@ -83,7 +83,7 @@ def quantize_checkpoint(
     None: as True, but only if the scheme's size would leave over a tenth of the weights in float.
 
     `quantize_head` and `quantize_embedding`: schemes of these matrices; None: they stay in float
-    (calibrate/outer.py).
+    (calibrate/head_and_embedding.py).
 
     `kv_cache` ("int8" or "fp8") writes scales for such a KV cache, one per layer, or one per KV
     head with `kv_per_head`. `act_order`: group inputs of similar magnitude; the file then has a
@@ -153,17 +153,21 @@ def quantize_checkpoint(
         tqdm(total=len(schemes), unit="linear", disable=not progress) as bar,
     ):
         model_tensors = rewrite_model(model, run.recipe, run.context)
-        run.outer.solve_embedding(model, model_tensors)
+        run.head_and_embedding.solve_embedding(model, model_tensors)
         stream = run.open_stream(model_tensors)
         output = Output(writer=writer, layout=run.plan.layout, kept=kept_tensors(model, schemes))
         solve_layers(run, stream, output, journal, bar)
         journal.all_solved = True
         with run.clock("solving"):
-            run.outer.solve_head(model, model_tensors, stream, run.recipe, run.devices.first)
-        for name, (packed, linear) in run.outer.solved.items():
+            run.head_and_embedding.solve_head(
+                model, model_tensors, stream, run.recipe, run.devices.first
+            )
+        for name, (packed, linear) in run.head_and_embedding.solved.items():
             advance(bar, "outside of layers", name)
             output.add_linear(name, packed, linear)
-        output.add_rest(run.outer.without(model_tensors), model)  # last norm; embedding and head
+        output.add_rest(
+            run.head_and_embedding.without(model_tensors), model
+        )  # last norm; embedding and head
         bar.set_description("measuring and reading back")
         report = finish(run, model_tensors, stream, output, writer)
         journal.remove()

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from calibrate.heads.fit import FitSettings, Losses, accuracies, fit
-from calibrate.heads.pictured import PicturedWindows, answer_windows, chat_windows
+from calibrate.heads.image_windows import HeadWindows, answer_windows, chat_windows
 from calibrate.heads.target import Target
 from calibrate.heads.windows import continued_windows, load_windows, save_windows, text_windows
 from formats.errors import InputError
@@ -129,9 +129,9 @@ def read_windows(
     return windows_WS, held_WS
 
 
-def read_pictured_windows(
+def read_image_windows(
     arguments: argparse.Namespace, target: Target
-) -> tuple[PicturedWindows, torch.Tensor, torch.Tensor]:
+) -> tuple[HeadWindows, torch.Tensor, torch.Tensor]:
     """Return windows for a vision-language model, and the numbers [W, 1] to train on and held out.
 
     The windows come from the chats and texts of --data, and from the target's answers to the chats

@@ -38,7 +38,7 @@ from qserve.engine.engine import Engine
 from qserve.multimodal.decode import decode_image
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.processor import MediaProcessor, image_digest
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.profile.chrome_trace import summarize
 from qserve.text.tokenizer import Tokenizer
 
@@ -101,7 +101,9 @@ class Answers:
             name = f"{self._name}{len(self.sent)}"
             self.sent[name] = time.perf_counter()
             names.append(name)
-            self._engine.add_request(name, ids, params, group=name, handling=Handling(media=media))
+            self._engine.add_request(
+                name, ids, params, group=name, options=RequestOptions(media=media)
+            )
         return names
 
     def step(self) -> None:

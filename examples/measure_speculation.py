@@ -37,7 +37,7 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
     from bench_shapes import SHAPES
 
     from calibrate.heads.quantize import quantize_head
-    from formats.heads.config import EAGLE3, EagleConfig, usual_aux_layers
+    from formats.heads.config import EAGLE3, EagleConfig, default_aux_layers
     from formats.heads.layers_config import SPECULATORS
     from formats.heads.save import save_eagle3
     from formats.heads.tensors import linears, required
@@ -63,7 +63,7 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
         target_hidden_size=sizes["hidden_size"],
         draft_vocab_size=HEAD[shape]["draft_vocab_size"],
         num_aux=3,
-        stated_aux_layers=usual_aux_layers(layers) if layers > 5 else (0, 1, 2),
+        explicit_aux_layers=default_aux_layers(layers) if layers > 5 else (0, 1, 2),
         norm_before_residual=False,
         norm_output=False,
         norm_before_fc=False,

@@ -128,7 +128,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
         values=values,
         target_hidden_size=values["hidden_size"],
         draft_vocab_size=min(arguments.draft_vocab or math.inf, values["vocab_size"]),
-        stated_aux_layers=target.aux_layers,
+        explicit_aux_layers=target.aux_layers,
         block_size=arguments.block,
         mask_token_id=values["vocab_size"] - 1 if mask is None else mask,
         samples_anchor=bool(arguments.markov_rank),

@@ -26,7 +26,7 @@ from head_training import (
     add_flags,
     chosen_device,
     num_anchors,
-    read_pictured_windows,
+    read_image_windows,
     read_windows,
     train,
     weights_of,
@@ -37,10 +37,10 @@ from calibrate.heads.block import even_anchors
 from calibrate.heads.eagle3 import Eagle3Module, start_from_target, step_losses
 from calibrate.heads.fit import in_16_bits
 from calibrate.heads.parallel import ParallelModule, parallel_losses
-from calibrate.heads.target import Seen, Target
+from calibrate.heads.target import Target, TargetOutputs
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
-from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, usual_aux_layers
+from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, default_aux_layers
 from formats.heads.layers_config import SPECULATORS, LayersConfig
 from formats.heads.save import LAYOUTS, save_eagle3
 
@@ -58,12 +58,12 @@ def main() -> None:
     num_layers = CheckpointReader(arguments.model).config["num_hidden_layers"]
     aux_layers = chosen_aux_layers(arguments.aux_layers, num_layers)
     target = Target(arguments.model, device=chosen_device(arguments), aux_layers=aux_layers)
-    pictures = None
+    image_data = None
     if target.has_vision and arguments.parallel:
         raise InputError("--parallel", "does not train for vision-language models", "remove it")
     if target.has_vision:
-        pictures, windows_WS, held_WS = read_pictured_windows(arguments, target)
-        ids_WS = pictures.ids_WS[windows_WS[:, 0]]
+        image_data, windows_WS, held_WS = read_image_windows(arguments, target)
+        ids_WS = image_data.ids_WS[windows_WS[:, 0]]
     else:
         windows_WS, held_WS = read_windows(arguments, target)
         ids_WS = windows_WS
@@ -77,7 +77,7 @@ def main() -> None:
     head.to(target.device)
     head.embedding = [target.embedding]
 
-    def of_drafts(ids_BS: torch.Tensor, seen: Seen) -> list:
+    def of_drafts(ids_BS: torch.Tensor, seen: TargetOutputs) -> list:
         count, most = ids_BS.shape[1] - 1, arguments.parallel
         if torch.is_grad_enabled():
             anchors_A = torch.randint(0, count - most, (anchors,))
@@ -98,10 +98,10 @@ def main() -> None:
             )
 
     def losses(ids_BS: torch.Tensor, num_steps: int = arguments.steps) -> list:
-        if pictures is None:
+        if image_data is None:
             seen = target.see(ids_BS)
         else:  # numbers of windows
-            chosen = pictures.of(ids_BS[:, 0].tolist())
+            chosen = image_data.of(ids_BS[:, 0].tolist())
             ids_BS, seen = chosen.ids_WS, chosen.seen(target)
         ids_BS = ids_BS.to(target.device)
         if arguments.parallel:
@@ -167,8 +167,8 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
         target_hidden_size=values["hidden_size"],
         draft_vocab_size=min(arguments.draft_vocab or math.inf, values["vocab_size"]),
         num_aux=len(target.aux_layers),
-        stated_aux_layers=()
-        if target.aux_layers == usual_aux_layers(num_layers)
+        explicit_aux_layers=()
+        if target.aux_layers == default_aux_layers(num_layers)
         else target.aux_layers,
         norm_before_residual=True,
         norm_output=arguments.eagle31,
@@ -180,11 +180,11 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
 
 def chosen_aux_layers(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
     """Choose the states to read: those given, else EAGLE-3's; three distinct in shallow models."""
-    usual = usual_aux_layers(num_layers)
+    default = default_aux_layers(num_layers)
     if stated:
         return tuple(stated)
-    if list(usual) == sorted(set(usual)):
-        return usual
+    if list(default) == sorted(set(default)):
+        return default
     return tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 

@@ -13,8 +13,8 @@ from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
 from formats.errors import CheckpointError
 from formats.files.model_path import is_gguf_folder
+from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
-from formats.files.whole_writer import open_writer
 from formats.gguf.folder import read_index
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight, same_weight

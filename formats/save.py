@@ -22,8 +22,8 @@ from formats.compatibility.before_writing import check_readers, verdicts_of
 from formats.compatibility.loads_in import Verdict
 from formats.errors import CheckpointError, InputError, one_line
 from formats.families import known_family
+from formats.files.model_writer import least_bytes, open_writer
 from formats.files.side_files import find_side_files
-from formats.files.whole_writer import least_bytes, open_writer
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, same_weight
 from formats.layouts import (

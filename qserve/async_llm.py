@@ -25,12 +25,12 @@ from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sa
 from qserve.library.engine_owner import EngineOwner
 from qserve.library.media_prompts import MediaPrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
-from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.library.prompts import PromptType, read_prompt, request_options_of
 from qserve.lora.request import LoRARequest
 from qserve.multimodal.media import MediaItem
 from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.generation_defaults import load_defaults
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer, with_bad_words
 
@@ -88,12 +88,12 @@ class AsyncLLM(AsyncControl, EngineOwner):
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
-        handling = handling_of(prompt, priority, lora, media)
+        options = request_options_of(prompt, priority, lora, media)
         builder = OutputBuilder(name, text, ids, params, tokenizer if params.detokenize else None)
         inbox = self._inbox(name)
         tasks = [
             asyncio.create_task(
-                _feed(inbox, client, self._engine_id(name), ids, each, name, handling, index)
+                _feed(inbox, client, self._engine_id(name), ids, each, name, options, index)
             )
             for index, each in enumerate(builder.params)
         ]
@@ -137,10 +137,10 @@ class AsyncLLM(AsyncControl, EngineOwner):
         _, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
-        handling = replace(handling_of(prompt, priority, lora), beam_search=params)
+        options = replace(request_options_of(prompt, priority, lora), beam_search=params)
         sampling = sampling_params(params)
         inbox, engine_id = self._inbox(name), self._engine_id(name)
-        task = asyncio.create_task(_feed(inbox, client, engine_id, ids, sampling, name, handling))
+        task = asyncio.create_task(_feed(inbox, client, engine_id, ids, sampling, name, options))
         event = None
         try:
             while event is None or event.finish_reason is None:
@@ -245,11 +245,11 @@ async def _feed(
     ids: list[int],
     params: SamplingParams,
     group: str,
-    handling: Handling,
+    options: RequestOptions,
     index: int = 0,
 ) -> None:
     """Put the events of one choice into the inbox; if the choice fails, put the exception."""
-    events = client.generate(engine_id, ids, params, group=group, handling=handling)
+    events = client.generate(engine_id, ids, params, group=group, options=options)
     try:
         async with aclosing(events):
             async for event in events:

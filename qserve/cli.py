@@ -31,12 +31,12 @@ from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
     ChatConfig,
+    ClientConfig,
     ConvertConfig,
     FamiliesConfig,
     GenerateConfig,
     InspectConfig,
     QuantizeConfig,
-    TalkConfig,
 )
 from qserve.commands.check_invariance import CHECK_INVARIANCE
 from qserve.commands.distill import DISTILL
@@ -82,7 +82,7 @@ def chat(config: ChatConfig) -> int:
     return talk.chat(config)
 
 
-def complete(config: TalkConfig) -> int:
+def complete(config: ClientConfig) -> int:
     from qserve.commands import talk
 
     return talk.complete(config)
@@ -222,7 +222,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "complete": Command(
         help="complete texts with the model of a running server",
-        settings=(TalkConfig,),
+        settings=(ClientConfig,),
         run=complete,
         argument=None,
     ),

@@ -33,7 +33,7 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for target in LINK.findall(FENCE.sub("", page.read_text())):
         if target.startswith(("http://", "https://")):
             continue
@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_after_a_list_is_code(page):
+def test_code_after_lists_is_rendered_as_code(page):
     """After a list item, four spaces are not enough: the lines would be joined as its text."""
     blocks = re.split(r"\n(?:[ \t]*\n)+", FENCE.sub("", page.read_text()))
     for before, block in itertools.pairwise(blocks):
@@ -55,7 +55,7 @@ def test_code_after_a_list_is_code(page):
             assert indent >= item.end() + 4, f"{block.splitlines()[0]}: not code"
 
 
-def test_files_that_recipes_name():
+def test_files_in_developer_manual_exist():
     """A path from the root or from a package, or the end of one."""
     text = DEVELOPER.read_text()
     named = {each for each in CODE.findall(text) if re.fullmatch(r"[\w./]+\.(py|md|sh|txt)", each)}
@@ -66,7 +66,7 @@ def test_files_that_recipes_name():
     assert not missing
 
 
-def test_tables_that_recipes_name():
+def test_tables_in_developer_manual_exist():
     """Constants and classes named in the manual exist in the code."""
     text = DEVELOPER.read_text()
     named = set(CODE.findall(text))

@@ -45,7 +45,7 @@ def numbers(found: object) -> list[float]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_measuring_program_runs(name, tmp_path):
+def test_measurement_script_runs(name, tmp_path):
     result = tmp_path / "result.json"
     flags = COMMANDS[name].replace("FOLDER", str(tmp_path)).split()
     command = [sys.executable, f"examples/{name}.py", "--json", str(result), *flags]
@@ -57,7 +57,7 @@ def test_a_measuring_program_runs(name, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_grpo_trains_in_the_weights_that_are_served(tmp_path):
+def test_grpo_example_trains_served_weights(tmp_path):
     pytest.importorskip("trl")
     command = [sys.executable, "examples/train_grpo.py", "--steps", "1", "--max-tokens", "8"]
     command += ["--output", str(tmp_path)]
@@ -68,7 +68,7 @@ def test_grpo_trains_in_the_weights_that_are_served(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["wait", "refuse"])
-def test_cycles_under_load_lose_no_request_and_a_kill_is_told(policy):
+def test_server_cycles_lose_no_request_and_report_kill(policy):
     command = [sys.executable, "examples/server_cycles", "--paused-requests", policy]
     command += ["--cycles", "8", "--kills", "1", "--clients", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -78,7 +78,7 @@ def test_cycles_under_load_lose_no_request_and_a_kill_is_told(policy):
 
 
 @pytest.mark.exhaustive
-def test_files_of_a_request_lead_from_http_to_a_kernel():
+def test_request_files_lead_from_http_to_kernel():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -11,7 +11,7 @@ from qkernels import QuantLinear
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-sym-g32", "w8a16-sym", "w4a16-sym-channel"])
-def test_from_float_is_what_quantize_writes(scheme, docs_5m, tmp_path):
+def test_from_float_equals_quantize(scheme, docs_5m, tmp_path):
     quantize_checkpoint(
         docs_5m, tmp_path / "q", scheme=Scheme.parse(scheme), recipe="rtn", progress=False
     )

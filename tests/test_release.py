@@ -58,7 +58,7 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_wheel_holds_the_product_and_runs(built, tmp_path):
+def test_wheel_is_complete_and_runs(built, tmp_path):
     (path,) = built.glob("*.whl")
     assert path.name == f"qserve_kit-{qserve.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(path) as wheel:
@@ -71,7 +71,7 @@ def test_wheel_holds_the_product_and_runs(built, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_sdist_holds_what_a_wheel_is_built_from(built):
+def test_sdist_has_wheel_sources(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
@@ -80,7 +80,7 @@ def test_sdist_holds_what_a_wheel_is_built_from(built):
 
 @pytest.mark.network
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_dependencies_agree_with_those_of_vllm(request, tmp_path, python):
+def test_dependencies_are_compatible_with_vllm(request, tmp_path, python):
     """One environment can hold both: uv finds versions for all, without installing them."""
     if "network" not in request.config.getoption("-m"):
         pytest.skip("asks the package index: -m network")

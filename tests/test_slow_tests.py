@@ -27,13 +27,13 @@ def test_listed_tests_exist():
         assert f"def {function}(" in (ROOT / path).read_text(), name
 
 
-def test_cheapest_case_stays():
+def test_cheapest_case_is_not_listed():
     seconds = {"a[1]": 0.4, "a[2]": 0.7, "a[3]": 0.1, "b": 0.9, "c": 1.1, "d[1]": 0.6, "d[2]": 3.0}
     assert sorted(slow(seconds)) == ["a[1]", "a[2]", "c", "d[2]"]
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
 
 
-def test_shared_fixtures_do_not_count(monkeypatch):
+def test_shared_fixture_time_is_excluded(monkeypatch):
     now = iter([10.0, 11.0, 13.0, 20.0, 30.0, 31.0, 33.0, 40.0])
     monkeypatch.setattr(measure_slow_tests, "_now", lambda: next(now))
     monkeypatch.setitem(measure_slow_tests._shared, "seconds", 0.0)
@@ -45,13 +45,13 @@ def test_shared_fixtures_do_not_count(monkeypatch):
     assert measure_slow_tests._shared["seconds"] == 12
 
 
-def test_tests_that_are_gone_leave_the_list():
+def test_removed_tests_are_dropped_from_list():
     known = ["a.py::one[1]", "a.py::one[2]", "a.py::two", "b.py::three"]
     assert still_there(known, ["a.py::one[2]", "a.py::four"]) == ["a.py::one[2]", "b.py::three"]
 
 
 @pytest.mark.parametrize("marks", ["exhaustive", "gpu and exhaustive", "not exhaustive", ""])
-def test_tests_asked_for_by_their_marker_are_not_dropped_in_silence(marks):
+def test_exhaustive_marker_without_flag_is_reported(marks):
     lines, stash = [], pytest.Stash()
     stash[LEFT_OUT] = 3
     config = SimpleNamespace(stash=stash, getoption={"markexpr": marks}.__getitem__)
@@ -62,7 +62,7 @@ def test_tests_asked_for_by_their_marker_are_not_dropped_in_silence(marks):
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_number_of_tests_that_were_left_out_is_kept(monkeypatch, is_asked_for):
+def test_number_of_deselected_tests_is_stored(monkeypatch, is_asked_for):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options = {"--exhaustive": is_asked_for, "--exhaustive-part": None}
     config = SimpleNamespace(

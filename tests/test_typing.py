@@ -20,7 +20,7 @@ PACKAGES = ("calibrate", "formats", "qkernels", "qserve")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_lazy_names_are_what_type_checkers_read(package):
+def test_lazy_exports_equal_type_stubs(package):
     module = importlib.import_module(package)
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and not n.orelse and imports(n))

@@ -21,7 +21,7 @@ from calibrate.calibration.vision import (
     Media,
     WindowMedia,
 )
-from calibrate.devices import Turns
+from calibrate.devices import OrderedSections
 from formats.errors import DiskError, InputError
 from formats.table import size_text
 
@@ -167,7 +167,7 @@ def add_statistics(
     hidden: HiddenStates,
     reference: HiddenStates | None = None,
     numbers: Iterable[int] | None = None,
-    turns: Turns | None = None,
+    turns: OrderedSections | None = None,
     held_every: int = 0,
 ) -> None:
     """Run the layer over the windows of `hidden` and add its linears' inputs to `statistics`.

@@ -1,4 +1,4 @@
-"""Carried: extra channels of hidden states, for layers that read more than hidden states.
+"""CarriedChannels: extra channels of hidden states, for layers that read more than hidden states.
 
 In Gemma 4 E2B and E4B every layer also reads a per-layer input of each token (LayerInputs), and the
 last layers read keys and values of earlier layers. Gemma 3n's layers read several streams of hidden
@@ -32,7 +32,7 @@ from formats.errors import CheckpointError
 LEAST_SQUARE = 1e-5  # lower bound of a stream's mean square
 
 
-class Carried:
+class CarriedChannels:
     """Carried channels of one model, and the per-layer inputs of all tokens seen so far."""
 
     def __init__(
@@ -224,7 +224,7 @@ def carried_of(
     config: dict[str, Any],
     device: torch.device | str,
     dtype: torch.dtype,
-) -> Carried | HyperStreams | KeptInputs | None:
+) -> CarriedChannels | HyperStreams | KeptInputs | None:
     """Return the carried channels of a model, or None if layers read only hidden states."""
     row = layer_map.family
     if row.merge_tensors:
@@ -235,4 +235,4 @@ def carried_of(
     shares = any(row.kv_source(layer, config) is not None for layer in layers)
     if row.layer_inputs is None and not shares:
         return None
-    return Carried(reader, layer_map, config, device, dtype)
+    return CarriedChannels(reader, layer_map, config, device, dtype)

@@ -25,7 +25,7 @@ from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.calibration.layer_runner import LayerRunner, Rounding
 from calibrate.calibration.statistics import HeldOut, InputStatistics
 from calibrate.calibration.vision import WindowMedia, open_media
-from calibrate.devices import Devices, Turns
+from calibrate.devices import Devices, OrderedSections
 from calibrate.float_model import FloatModel
 from calibrate.layer import FinishedLayer
 from calibrate.quality.agreement import Agreement, compare_logits
@@ -39,7 +39,7 @@ HELD_EVERY = 8  # one calibration window in this many is held out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class DeviceStates:
     """Hidden states of the windows on one device; None where the device has no such windows."""
 
     runner: LayerRunner
@@ -90,68 +90,68 @@ class Stream:
         self.kv_cache, self.kv_per_head, self.all_experts = kv_cache, kv_per_head, all_experts
         windows = 0 if calibration_WS is None else len(calibration_WS)
         self._held_every = min(HELD_EVERY, windows) if hold_out and windows > 1 else 0
-        self._calibration_rows = windows_of_lanes(calibration_WS, len(runners))
-        self._evaluation_rows = windows_of_lanes(evaluation_WS, len(runners))
+        self._calibration_rows = windows_of_devices(calibration_WS, len(runners))
+        self._evaluation_rows = windows_of_devices(evaluation_WS, len(runners))
         reference_WS = calibration_WS if with_reference else None
         reference_VD = rewritten_VD if reference_VD is None else reference_VD
 
         def embed(
-            lane: int,
+            index: int,
             ids_WS: torch.Tensor | None,
-            rows_of_lanes: list[torch.Tensor],
+            rows_of_devices: list[torch.Tensor],
             table_VD: torch.Tensor,
             media: Sequence[WindowMedia | None] = (),
         ) -> HiddenStates | None:
-            rows = rows_of_lanes[lane]
+            rows = rows_of_devices[index]
             if ids_WS is None or not len(rows):
                 return None
             own = [media[row] for row in rows.tolist()] if media else ()
-            return HiddenStates(ids_WS[rows], table_VD, runners[lane], spill, devices.check, own)
+            return HiddenStates(ids_WS[rows], table_VD, runners[index], spill, devices.check, own)
 
-        self._lanes = [
-            Lane(
+        self._device_states = [
+            DeviceStates(
                 runner=runner,
                 calibration=embed(
-                    lane, calibration_WS, self._calibration_rows, rewritten_VD, media
+                    index, calibration_WS, self._calibration_rows, rewritten_VD, media
                 ),
-                reference=embed(lane, reference_WS, self._calibration_rows, reference_VD, media),
-                after=embed(lane, evaluation_WS, self._evaluation_rows, rewritten_VD),
-                before=embed(lane, evaluation_WS, self._evaluation_rows, embedding_VD),
+                reference=embed(index, reference_WS, self._calibration_rows, reference_VD, media),
+                after=embed(index, evaluation_WS, self._evaluation_rows, rewritten_VD),
+                before=embed(index, evaluation_WS, self._evaluation_rows, embedding_VD),
             )
-            for lane, runner in enumerate(runners)
+            for index, runner in enumerate(runners)
         ]
 
     def statistics(self, layer: int, state: LayerState) -> dict[str, InputStatistics]:
         """Collect statistics of the layer's inputs, on the first device. Empty without data."""
-        if self._lanes[0].calibration is None:
+        if self._device_states[0].calibration is None:
             return {}
-        statistics = empty_statistics(self._lanes[0].runner, layer, state, self.all_experts)
-        turns = Turns(self.devices.check) if len(self._lanes) > 1 else None
+        statistics = empty_statistics(self._device_states[0].runner, layer, state, self.all_experts)
+        turns = OrderedSections(self.devices.check) if len(self._device_states) > 1 else None
 
-        def collect(lane: Lane) -> None:
-            runner = lane.runner
+        def collect(states: DeviceStates) -> None:
+            runner = states.runner
             module = runner.build(layer, state, all_experts=self.all_experts)
-            numbers = itertools.count(self._lanes.index(lane), len(self._lanes))
+            numbers = itertools.count(self._device_states.index(states), len(self._device_states))
             add_statistics(
                 statistics,
                 runner,
                 module,
                 layer,
-                lane.calibration,
-                lane.reference,
+                states.calibration,
+                states.reference,
                 numbers,
                 turns,
                 self._held_every,
             )
 
-        self._together(lambda lane: lane.calibration, collect)
+        self._together(lambda states: states.calibration, collect)
         for stats in dict.fromkeys(statistics.values()):
             stats.check()
         return statistics
 
     def advance_reference(self, layer: int, loaded: LayerState) -> None:
         """Run the float model's states through the layer before it was quantized."""
-        self._advance(lambda lane: lane.reference, layer, loaded)
+        self._advance(lambda states: states.reference, layer, loaded)
 
     def tune(
         self, layer: int, loaded: LayerState, finished: FinishedLayer, tuning: Tuning, seed: int
@@ -161,12 +161,12 @@ class Stream:
         Tuning runs on the first device, because a step has too little data to divide.
         """
         return tune_layer(
-            self._lanes[0].runner,
+            self._device_states[0].runner,
             layer,
             loaded,
             finished,
-            self._all_windows(lambda lane: lane.calibration),
-            self._all_windows(lambda lane: lane.reference),
+            self._all_windows(lambda states: states.calibration),
+            self._all_windows(lambda states: states.reference),
             tuning,
             seed,
             self._media,
@@ -178,49 +178,55 @@ class Stream:
         Returns the scales of the layer's KV cache, if requested.
         """
         cache, scales = None, None
-        runner = self._lanes[0].runner
+        runner = self._device_states[0].runner
         rounds_kv = self.kv_cache is not None and runner.keeps_keys(layer)
-        seen = [KvRange(self.kv_per_head) if rounds_kv else None for _ in self._lanes]
+        seen = [KvRange(self.kv_per_head) if rounds_kv else None for _ in self._device_states]
         state, roundings = finished.apply(original), finished.roundings()
-        self._advance(lambda lane: lane.calibration, layer, state, roundings, seen)
+        self._advance(lambda states: states.calibration, layer, state, roundings, seen)
         if rounds_kv:
             first, *others = seen
             for other in others:
                 first.merge(other)
             scales = first.scales(self.kv_cache)
             cache = RoundedKv(scales, self.kv_cache)
-        caches = [cache] * len(self._lanes)
-        self._advance(lambda lane: lane.after, layer, state, roundings, caches)
-        self._advance(lambda lane: lane.before, layer, original)
+        caches = [cache] * len(self._device_states)
+        self._advance(lambda states: states.after, layer, state, roundings, caches)
+        self._advance(lambda states: states.before, layer, original)
         return scales
 
     def _advance(
         self,
-        which: Callable[[Lane], HiddenStates | None],
+        which: Callable[[DeviceStates], HiddenStates | None],
         layer: int,
         state: LayerState,
         activation: Mapping[str, Rounding] | None = None,
         caches: Sequence[Any] | None = None,
     ) -> None:
-        caches_of = dict(zip(self._lanes, caches or [None] * len(self._lanes), strict=True))
+        caches_of = dict(
+            zip(self._device_states, caches or [None] * len(self._device_states), strict=True)
+        )
 
-        def run(lane: Lane) -> None:
-            module = lane.runner.build(layer, state, activation)
-            which(lane).advance(lane.runner, module, layer, caches_of[lane])
+        def run(states: DeviceStates) -> None:
+            module = states.runner.build(layer, state, activation)
+            which(states).advance(states.runner, module, layer, caches_of[states])
 
         self._together(which, run)
 
     def _together(
-        self, which: Callable[[Lane], HiddenStates | None], work: Callable[[Lane], Any]
+        self,
+        which: Callable[[DeviceStates], HiddenStates | None],
+        work: Callable[[DeviceStates], Any],
     ) -> list[Any]:
-        """Run `work` on all lanes for which `which` returns states, and return the results."""
-        lanes = [lane for lane in self._lanes if which(lane) is not None]
-        jobs = [lambda lane=lane: work(lane) for lane in lanes]
+        """Run `work` for every device for which `which` returns states, and return the results."""
+        chosen = [states for states in self._device_states if which(states) is not None]
+        jobs = [lambda states=states: work(states) for states in chosen]
         return self.devices.together(jobs)
 
-    def _all_windows(self, which: Callable[[Lane], HiddenStates]) -> torch.Tensor:
+    def _all_windows(self, which: Callable[[DeviceStates], HiddenStates]) -> torch.Tensor:
         """Return the states [W, S, D] in the data's order; with several devices, on the host."""
-        parts = [which(lane).states_WSD for lane in self._lanes if which(lane) is not None]
+        parts = [
+            which(states).states_WSD for states in self._device_states if which(states) is not None
+        ]
         if len(parts) == 1:
             return parts[0]
         order_W = torch.cat(self._calibration_rows).argsort()
@@ -237,8 +243,8 @@ class Stream:
         `before`, `after`: (last norm, head) of the float and of the quantized model. `given`: token
         ids that are not counted.
         """
-        reference = self._logits(lambda lane: lane.before, *before)
-        other = self._logits(lambda lane: lane.after, *after)
+        reference = self._logits(lambda states: states.before, *before)
+        other = self._logits(lambda states: states.after, *after)
         return compare_logits(
             self.evaluation_WS, lambda _: next(reference), lambda _: next(other), given, False
         )
@@ -248,24 +254,24 @@ class Stream:
 
         Returns None without data. `norm_D`: weight of the last norm.
         """
-        first = self._lanes[0]
+        first = self._device_states[0]
         if first.calibration is None:
             return None
         stats = InputStatistics(len(norm_D), first.runner.device, "lm_head")
 
-        def inputs(lane: Lane, batch_BSD: torch.Tensor) -> torch.Tensor:
-            return lane.runner.head_inputs(batch_BSD.to(lane.runner.device), norm_D)
+        def inputs(states: DeviceStates, batch_BSD: torch.Tensor) -> torch.Tensor:
+            return states.runner.head_inputs(batch_BSD.to(states.runner.device), norm_D)
 
-        def batches(lane: Lane) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-            if lane.calibration is None:
+        def batches(states: DeviceStates) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+            if states.calibration is None:
                 return
-            reference = None if lane.reference is None else lane.reference.batches()
-            for batch_BSD, _ in lane.calibration.batches():
-                target_BSD = None if reference is None else inputs(lane, next(reference)[0])
-                yield inputs(lane, batch_BSD), target_BSD
+            reference = None if states.reference is None else states.reference.batches()
+            for batch_BSD, _ in states.calibration.batches():
+                target_BSD = None if reference is None else inputs(states, next(reference)[0])
+                yield inputs(states, batch_BSD), target_BSD
 
-        # Batches were dealt to lanes in turn, so this restores the data's order.
-        in_turn = itertools.zip_longest(*map(batches, self._lanes))
+        # Batches were assigned to devices in turn, so this restores the data's order.
+        in_turn = itertools.zip_longest(*map(batches, self._device_states))
         every, row = self._held_every, 0
         for found in itertools.chain.from_iterable(in_turn):
             if found is None:
@@ -285,35 +291,37 @@ class Stream:
 
     def first_logits(self, norm_D: torch.Tensor, head_VD: torch.Tensor, count: int) -> torch.Tensor:
         """Return the quantized model's logits [count, V] at the start of the first window."""
-        return next(self._logits(lambda lane: lane.after, norm_D, head_VD, count))
+        return next(self._logits(lambda states: states.after, norm_D, head_VD, count))
 
     def _logits(
         self,
-        which: Callable[[Lane], HiddenStates],
+        which: Callable[[DeviceStates], HiddenStates],
         norm_D: torch.Tensor,
         head_VD: torch.Tensor,
         count: int | None = None,
     ) -> Iterator[torch.Tensor]:
         """Yield the logits of each evaluation window, or of its first `count` tokens."""
-        heads = [head_VD.to(lane.runner.device, lane.runner.dtype) for lane in self._lanes]
+        heads = [
+            head_VD.to(states.runner.device, states.runner.dtype) for states in self._device_states
+        ]
         places = sorted(
             (int(window), number, row)
             for number, rows in enumerate(self._evaluation_rows)
             for row, window in enumerate(rows)
         )
         for _, number, row in places:
-            lane = self._lanes[number]
-            hidden_SD = which(lane).states_WSD[row][:count].to(lane.runner.device)
-            yield lane.runner.final_logits(hidden_SD, norm_D, heads[number])
+            states = self._device_states[number]
+            hidden_SD = which(states).states_WSD[row][:count].to(states.runner.device)
+            yield states.runner.final_logits(hidden_SD, norm_D, heads[number])
 
 
-def windows_of_lanes(ids_WS: torch.Tensor | None, lanes: int) -> list[torch.Tensor]:
-    """Return the window indices of each lane. Batches are dealt to lanes in turn."""
+def windows_of_devices(ids_WS: torch.Tensor | None, chosen: int) -> list[torch.Tensor]:
+    """Return the window indices of each device. Batches are assigned in turn."""
     if ids_WS is None:
-        return [torch.empty(0, dtype=torch.long)] * lanes
+        return [torch.empty(0, dtype=torch.long)] * chosen
     number_W = torch.arange(ids_WS.shape[0])
-    lane_W = number_W // batch_windows(ids_WS.shape[1]) % lanes
-    return [number_W[lane_W == lane] for lane in range(lanes)]
+    lane_W = number_W // batch_windows(ids_WS.shape[1]) % chosen
+    return [number_W[lane_W == states] for states in range(chosen)]
 
 
 def open_stream(

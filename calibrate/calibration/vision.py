@@ -19,7 +19,7 @@ from torch import nn
 
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import CalibrationData
-from calibrate.texts.pictured import PicturedWindow
+from calibrate.texts.image_windows import ImageWindow
 from formats.errors import CheckpointError, one_line
 from formats.table import names_text
 
@@ -70,7 +70,7 @@ def open_media(
     Returns ([], None) without images. Raises CheckpointError if the tower cannot be loaded, or the
     attention of such a model is not supported here.
     """
-    if data is None or not data.pictured:
+    if data is None or not data.images_W:
         return [], None
     kind = model.reader.whole_config.get("model_type")
     if kind in MUTUAL_PROMPTS:
@@ -82,13 +82,13 @@ def open_media(
         )
     encode = None if data.chats is None else data.chats.tower(device, dtype)
     if encode is not None:
-        return [_plain_media(window, encode) for window in data.pictured], None
+        return [_plain_media(window, encode) for window in data.images_W], None
     vision = VisionModel(model, device, dtype)
     return vision.media(data), vision.rotary
 
 
 def _plain_media(
-    window: PicturedWindow, encode: Callable[[Sequence[Any]], torch.Tensor]
+    window: ImageWindow, encode: Callable[[Sequence[Any]], torch.Tensor]
 ) -> WindowMedia | None:
     """Return the images of a window of a model with plain positions and causal attention."""
     if not window.images:
@@ -146,7 +146,7 @@ def with_added(output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tens
     return output_BSD + added_BSD
 
 
-class _Reached(Exception):
+class _LayerReached(Exception):
     """Raised when the text model is called, after its arguments are recorded."""
 
 
@@ -241,7 +241,7 @@ class VisionModel:
             self._media(window.is_image_S, data.chats.inputs(window, ids_S))
             if data.chats is not None and window.images
             else None
-            for window, ids_S in zip(data.pictured, data.ids_WS, strict=True)
+            for window, ids_S in zip(data.images_W, data.ids_WS, strict=True)
         ]
 
     @torch.no_grad()
@@ -271,7 +271,7 @@ class VisionModel:
 
         def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.update(kwargs)
-            raise _Reached
+            raise _LayerReached
 
         hook = self._text.register_forward_pre_hook(reached, with_kwargs=True)
         floats = {name: each for name, each in inputs.items() if each.is_floating_point()}
@@ -279,7 +279,7 @@ class VisionModel:
         moved |= {name: each.to(self.device, self.dtype) for name, each in floats.items()}
         try:
             self._model(**moved, use_cache=False)
-        except _Reached:
+        except _LayerReached:
             return seen
         finally:
             hook.remove()

@@ -31,7 +31,7 @@ from calibrate.texts.data import (
     CalibrationData,
     read_for_model,
 )
-from calibrate.texts.pictured import ChatReader
+from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
@@ -40,9 +40,9 @@ from formats.checkpoint import (
 from formats.errors import CheckpointError, InputError
 from formats.files.channel_factors import read_channel_factors
 from formats.files.model_path import is_gguf_folder
+from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
 from formats.files.target import check_has_space, check_is_free
-from formats.files.whole_writer import open_writer
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight
@@ -149,7 +149,7 @@ def distill_checkpoint(
     training = Training(student, teacher, data.ids_WS, taught, media)
     if evaluation is not None:
         own = Comparison(student, teacher, evaluation.ids_WS, *judged)
-        judge = _Judge(comparison=own, evaluation=evaluation)
+        judge = _EvaluationComparison(comparison=own, evaluation=evaluation)
     before = judge and judge.record()
     with clock("training"):
         trained = training.run(settings, seed, progress)
@@ -191,7 +191,7 @@ def distill_checkpoint(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Judge:
+class _EvaluationComparison:
     """Compares the student with the float model on the evaluation windows."""
 
     comparison: Comparison

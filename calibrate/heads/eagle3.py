@@ -24,7 +24,7 @@ from formats.heads.layers_config import LayersConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImagesSeen:
+class TargetImages:
     """Images of windows, as embedded by the target."""
 
     is_image_BS: torch.Tensor  # bool: tokens whose embeddings come from the vision tower
@@ -208,7 +208,7 @@ class Eagle3Module(nn.Module):
         ids_BS: torch.Tensor,
         aux_BSF: torch.Tensor,
         num_steps: int,
-        images: ImagesSeen | None = None,
+        images: TargetImages | None = None,
     ) -> Iterator[torch.Tensor]:
         """Yield the logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j.
 
@@ -308,7 +308,7 @@ def step_losses(
     *,
     num_steps: int,
     draft_ids_U: torch.Tensor | None = None,
-    images: ImagesSeen | None = None,
+    images: TargetImages | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (loss, accuracy) of each step.
 

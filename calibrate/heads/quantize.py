@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from calibrate.calibration.activations import fake_quantize_tokens
 from calibrate.calibration.statistics import InputStatistics
-from calibrate.heads.pictured import PicturedWindows
+from calibrate.heads.image_windows import HeadWindows
 from calibrate.heads.rebuild import HeadModule
 from calibrate.heads.target import Target
 from calibrate.layer_map import find_layer_map
@@ -26,7 +26,7 @@ from calibrate.results.report import REPORT, LinearReport, public_name, tool_ver
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import SolverError, check_solved
 from calibrate.texts.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
-from calibrate.texts.pictured import ChatReader
+from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, InputError
 from formats.heads.block_config import DFLASH, DSPARK
@@ -216,7 +216,7 @@ def _windows(
     seed: int,
     bos: bool,
     chats: ChatReader | None,
-) -> PicturedWindows:
+) -> HeadWindows:
     if not isinstance(calibration, CalibrationData):
         calibration = read_calibration(
             calibration,
@@ -227,7 +227,7 @@ def _windows(
             bos=bos,
             chats=chats if target.has_vision else None,
         )
-    return PicturedWindows.of_data(calibration)
+    return HeadWindows.of_data(calibration)
 
 
 def _kept(count: int, judged: bool) -> list[int]:
@@ -241,7 +241,7 @@ def _kept(count: int, judged: bool) -> list[int]:
 
 
 def _statistics(
-    head: HeadModule, windows: PicturedWindows, progress: bool
+    head: HeadModule, windows: HeadWindows, progress: bool
 ) -> dict[str, InputStatistics]:
     """Run the head on the windows; return statistics of each linear's input, by canonical name."""
     found: dict[str, InputStatistics] = {}
@@ -266,7 +266,7 @@ def _statistics(
     return found
 
 
-def _accuracies(head: HeadModule, windows: PicturedWindows) -> tuple[float, ...]:
+def _accuracies(head: HeadModule, windows: HeadWindows) -> tuple[float, ...]:
     rows = [
         [float(right) for _, right in head.judged(windows.of([number]))]
         for number in _kept(len(windows), True)

@@ -9,9 +9,9 @@ import torch
 
 from calibrate.heads.block import BlockModule, block_losses, even_anchors
 from calibrate.heads.eagle3 import Eagle3Module, step_losses
+from calibrate.heads.image_windows import HeadWindows
 from calibrate.heads.medusa import MedusaModule, head_losses
 from calibrate.heads.parallel import ParallelModule, parallel_losses
-from calibrate.heads.pictured import PicturedWindows
 from calibrate.heads.target import Target
 from formats.errors import InputError
 from formats.heads import tensors as names
@@ -66,7 +66,7 @@ class HeadModule:
         return self.module.get_submodule(inside)
 
     @torch.no_grad()
-    def judged(self, windows: PicturedWindows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def judged(self, windows: HeadWindows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run the windows and yield (loss, accuracy) of each step, draft or Medusa head."""
         ids_BS = windows.ids_WS.to(self.target.device)
         seen = windows.seen(self.target)

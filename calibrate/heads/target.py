@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from calibrate.heads.eagle3 import ImagesSeen
+from calibrate.heads.eagle3 import TargetImages
 from calibrate.heads.sampling import can_sample, continued, drawn
 from formats.architecture.rope_types import axes_of_pairs
 from formats.architecture.text_part import has_text_part
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
-from formats.heads.config import usual_aux_layers
+from formats.heads.config import default_aux_layers
 
 # Do not download, and do not run code from the folder.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
@@ -32,13 +32,13 @@ MUTUAL_PROMPTS = ("paligemma",)  # model types whose prompts see themselves in b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class TargetOutputs:
     """Hidden states and logits of a target for a batch of windows."""
 
     aux_BSF: torch.Tensor  # auxiliary hidden states: residuals before the chosen layers
     last_BSC: torch.Tensor  # after the last norm: the input of the output matrix
     logits_BSV: torch.Tensor
-    images: ImagesSeen | None = None  # None: the windows have no images
+    images: TargetImages | None = None  # None: the windows have no images
 
 
 class Target:
@@ -81,7 +81,7 @@ class Target:
         norm = "norm" if hasattr(self._decoder, "norm") else "embedding_norm"  # LFM2's
         self._norm = self._decoder.get_submodule(norm)
         num_layers = self.config.num_hidden_layers
-        self.aux_layers = usual_aux_layers(num_layers) if aux_layers is None else aux_layers
+        self.aux_layers = default_aux_layers(num_layers) if aux_layers is None else aux_layers
         places = [*self._decoder.layers, self._norm]
         if not all(0 <= layer < len(places) for layer in self.aux_layers):
             raise InputError(
@@ -123,20 +123,20 @@ class Target:
         return {"mrope_section": list(sections), "mrope_interleaved": is_interleaved}
 
     @torch.no_grad()
-    def see(self, ids_BS: torch.Tensor) -> Seen:
+    def see(self, ids_BS: torch.Tensor) -> TargetOutputs:
         """Run the model on windows of token ids."""
         output = self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
         last_BSC = output.last_hidden_state
         aux = [self._states[layer] for layer in self.aux_layers]
         self._states.clear()
-        return Seen(
+        return TargetOutputs(
             aux_BSF=torch.cat(aux, -1) if aux else last_BSC[..., :0],
             last_BSC=last_BSC,
             logits_BSV=self._logits(last_BSC),
         )
 
     @torch.no_grad()
-    def see_images(self, windows: Sequence[tuple[Inputs, torch.Tensor]]) -> Seen:
+    def see_images(self, windows: Sequence[tuple[Inputs, torch.Tensor]]) -> TargetOutputs:
         """Run the model on windows of equal length.
 
         `windows`: for each one the arguments of the model, and the mask of image tokens.
@@ -161,18 +161,20 @@ class Target:
         if any(each is not None for each in positions):
             plain_3BS = torch.arange(len(windows[0][1]), device=self.device).expand(3, 1, -1)
             positions = [plain_3BS if each is None else each for each in positions]
-        return Seen(
+        return TargetOutputs(
             aux_BSF=torch.cat([each.aux_BSF for each in found]),
             last_BSC=torch.cat([each.last_BSC for each in found]),
             logits_BSV=torch.cat([each.logits_BSV for each in found]),
-            images=ImagesSeen(
+            images=TargetImages(
                 is_image_BS=torch.cat([each.images.is_image_BS for each in found]),
                 rows_BSC=torch.cat([each.images.rows_BSC for each in found]),
                 positions_3BS=None if positions[0] is None else torch.cat(positions, 1),
             ),
         )
 
-    def _see_images(self, inputs: Inputs, is_image_S: torch.Tensor, seen: dict[str, Any]) -> Seen:
+    def _see_images(
+        self, inputs: Inputs, is_image_S: torch.Tensor, seen: dict[str, Any]
+    ) -> TargetOutputs:
         """Run one window. `seen` receives the arguments and the result of the decoder's call."""
         whole = getattr(self.model, "model", self.model)  # Llama 4 has no model without its head
         whole(**self._moved(inputs), use_cache=False)
@@ -181,11 +183,11 @@ class Target:
         self._states.clear()
         positions = seen.get("position_ids")
         has_axes = positions is not None and positions.ndim == 3
-        return Seen(
+        return TargetOutputs(
             aux_BSF=torch.cat(aux, -1) if aux else last_BSC[..., :0],
             last_BSC=last_BSC,
             logits_BSV=self._logits(last_BSC),
-            images=ImagesSeen(
+            images=TargetImages(
                 is_image_BS=is_image_S[None].to(self.device),
                 rows_BSC=seen["inputs_embeds"],
                 # A fourth row in front of the three axes belongs to the attention mask.

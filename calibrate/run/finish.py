@@ -62,7 +62,7 @@ def finish(
     config = {
         **run.model.config,
         **_config_changes(run, model_tensors),
-        **run.outer.config_changes(),
+        **run.head_and_embedding.config_changes(),
     }
     block = plan.config(settings.quantizer).to_dict()
     staged = writer.seal({**config, BLOCK: block}, side_files_from=run.model.folder)
@@ -107,7 +107,10 @@ def _compare(
     changed = original
     if model_tensors:
         changed = (model_tensors[names.last_norm], model_tensors[names.head])
-    changed = (changed[0], run.outer.head_of(changed[1], is_rewritten=bool(model_tensors)))
+    changed = (
+        changed[0],
+        run.head_and_embedding.head_of(changed[1], is_rewritten=bool(model_tensors)),
+    )
     found = stream.agreement(original, changed, evaluation.given)
     logits_SV = stream.first_logits(*changed, NUM_TOKENS)
     probe = Probe.of(evaluation.ids_WS[0], logits_SV, exact=logits_SV.dtype == torch.float32)
@@ -150,7 +153,7 @@ def _report(
             *plan.misfits,
             *([NOT_REGROUPED] if settings.act_order and not plan.act_order else []),
             *_warnings(run, model_tensors),
-            *run.outer.warnings(),
+            *run.head_and_embedding.warnings(),
             *output.notes,
             *starved_warnings(output.reports),
         ),

@@ -12,7 +12,7 @@ from calibrate.calibration.adapter import check_counts, read_checked
 from calibrate.clock import Clock
 from calibrate.devices import Devices
 from calibrate.float_model import FloatModel, check_finite
-from calibrate.outer import Outer
+from calibrate.head_and_embedding import HeadAndEmbedding
 from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.recipe import (
     Recipe,
@@ -50,7 +50,7 @@ class Run:
     recipe: Recipe
     scheme: Scheme  # scheme of linears without an override, after `fit_groups`
     plan: Plan
-    outer: Outer
+    head_and_embedding: HeadAndEmbedding
     devices: Devices
     data: CalibrationData | None
     evaluation: Evaluation | None
@@ -80,7 +80,7 @@ class Run:
             all_experts=self.settings.moe_calibrate_all_experts,
             spill=self.settings.spill,
             devices=self.devices,
-            rows=self.outer.rows,
+            rows=self.head_and_embedding.rows,
         )
 
 
@@ -101,20 +101,22 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
         raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
     if settings.kv_cache is not None:
         model.check_keys_are_kept()
-    outer = Outer.of(model, settings.quantize_head, settings.quantize_embedding)
-    settings = replace(settings, overrides=[*outer.overrides, *settings.overrides])
+    head_and_embedding = HeadAndEmbedding.of(
+        model, settings.quantize_head, settings.quantize_embedding
+    )
+    settings = replace(settings, overrides=[*head_and_embedding.overrides, *settings.overrides])
     scheme = _scheme(settings, model)
     devices = Devices.parse(settings.device)
     if adapter is not None:
         family = model.layer_map.family
         model.adapter = read_checked(adapter, family, model.config, recipe, pads=settings.pad)
-    planned = _planner(settings, model, scheme, outer)
+    planned = _planner(settings, model, scheme, head_and_embedding)
     output_format = settings.output_format
     if output_format is None and (model.reader.other_parts or settings.quantize_embedding):
         # Servers read this format's list of float modules; other formats cannot hold embeddings.
         output_format = EXCEPTIONS_FORMAT
     plan = planned(output_format=output_format, overrides=settings.overrides)
-    outer.check(plan)
+    head_and_embedding.check(plan)
     model.check_gains(plan.quantized.values())
     if plan.misfits:
         log.warning("%s", "\n".join(plan.misfits))
@@ -138,7 +140,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
         recipe=recipe,
         scheme=scheme,
         plan=plan,
-        outer=outer,
+        head_and_embedding=head_and_embedding,
         devices=devices,
         data=data,
         evaluation=evaluation,
@@ -205,14 +207,14 @@ def _scheme(settings: RunSettings, model: FloatModel) -> Scheme:
 
 
 def _planner(
-    settings: RunSettings, model: FloatModel, scheme: Scheme, outer: Outer
+    settings: RunSettings, model: FloatModel, scheme: Scheme, head_and_embedding: HeadAndEmbedding
 ) -> partial[Plan]:
     """Return a partial `make_plan` for this model; format and overrides are still to be given."""
     names = model.layer_map
     padding = make_padding(model.config, model.shapes, scheme) if settings.pad else None
     return partial(
         make_plan,
-        model.shapes | outer.shapes,
+        model.shapes | head_and_embedding.shapes,
         scheme,
         ignore=settings.ignore,
         padding=padding,

@@ -10,7 +10,7 @@ import torch
 from calibrate.float_model import FloatModel
 from calibrate.recipe import Recipe
 from calibrate.texts.data import CalibrationData, read_for_model
-from calibrate.texts.pictured import ChatReader
+from calibrate.texts.image_windows import ChatReader
 from formats.scheme import Scheme
 
 

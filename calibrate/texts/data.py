@@ -6,7 +6,7 @@ package's own texts are drawn by shipped.py.
 
 BOS precedes the beginning of a text. Excerpts are joined and cut into windows, which begin as the
 model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give
-the same ids, and the report records their hash. Chats with images are cut by pictured.py.
+the same ids, and the report records their hash. Chats with images are cut by image_windows.py.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from calibrate.float_model import FloatModel
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
 from calibrate.texts.excerpts import excerpts, render
-from calibrate.texts.pictured import (
+from calibrate.texts.image_windows import (
     ChatReader,
-    PicturedWindow,
+    ImageWindow,
     has_images,
-    pictured_windows,
-    pictures_digest,
+    image_windows,
+    images_digest,
 )
 from calibrate.texts.shipped import endless_excerpts, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
@@ -51,24 +51,24 @@ class CalibrationData:
     source: str
     seed: int
     warnings: tuple[str, ...] = ()
-    pictured: tuple[PicturedWindow, ...] = ()  # images of each window; (): no images
+    images_W: tuple[ImageWindow, ...] = ()  # images of each window; (): no images
     chats: ChatReader | None = None  # the reader of these images
 
     def first(self, count: int) -> "CalibrationData":
         """Return the first windows."""
-        return replace(self, ids_WS=self.ids_WS[:count], pictured=self.pictured[:count])
+        return replace(self, ids_WS=self.ids_WS[:count], images_W=self.images_W[:count])
 
     @property
     def num_images(self) -> int:
-        return sum(len(window.images) for window in self.pictured)
+        return sum(len(window.images) for window in self.images_W)
 
     @property
     def sha256(self) -> str:
         """SHA-256 of the ids' shape, the ids as little-endian int64, and the images."""
         digest = hashlib.sha256(json.dumps(list(self.ids_WS.shape)).encode())
         digest.update(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
-        if self.pictured:
-            digest.update(pictures_digest(self.pictured).encode())
+        if self.images_W:
+            digest.update(images_digest(self.images_W).encode())
         return digest.hexdigest()
 
     def facts(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class CalibrationData:
             "windows": self.ids_WS.shape[0],
             "sequence_length": self.ids_WS.shape[1],
             "seed": self.seed,
-            **({"images": self.num_images} if self.pictured else {}),
+            **({"images": self.num_images} if self.images_W else {}),
             # Last, because errors name the first difference, and a hash explains nothing
             "sha256": self.sha256,
         }
@@ -109,7 +109,7 @@ def read_calibration(
         return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     num_chars, opening = CHARS_PER_TOKEN * sequence_length, text_opening(tokenizer) if bos else ()
-    pictured: tuple[PicturedWindow, ...] = ()
+    images_W: tuple[ImageWindow, ...] = ()
     if source is not None and any(map(has_images, documents)):
         if chats is None:
             raise InputError(
@@ -124,7 +124,7 @@ def read_calibration(
             lambda chat: reader.read(chat, folder) if has_images(chat) else None,
         )
         bos_id = tokenizer.bos_token_id
-        ids_WS, pictured, num_too_long = pictured_windows(
+        ids_WS, images_W, num_too_long = image_windows(
             pieces,
             encode,
             endless_excerpts(tokenizer, num_chars, seed),
@@ -166,8 +166,8 @@ def read_calibration(
         source="shipped texts" if source is None else source,
         seed=seed,
         warnings=tuple(warnings),
-        pictured=pictured,
-        chats=chats if pictured else None,
+        images_W=images_W,
+        chats=chats if images_W else None,
     )
 
 
@@ -195,7 +195,7 @@ def read_for_model(
         bos=bos,
         chats=chats,
     )
-    if model.reader.other_parts and not data.pictured:
+    if model.reader.other_parts and not data.images_W:
         data = replace(data, warnings=(*data.warnings, WITHOUT_IMAGES))
     for warning in data.warnings:
         log.warning("%s", warning)

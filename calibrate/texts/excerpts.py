@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from calibrate.texts.evaluate import Excerpt
-from calibrate.texts.pictured import Chat
+from calibrate.texts.image_windows import Chat
 from formats.errors import InputError, one_line
 
 

@@ -295,7 +295,7 @@ def _float_linears(
 
 def _rows(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
     """Return `count` rows of one expert's matrix."""
-    if not isinstance(entry, TensorEntry):  # a tensor in memory (HeldTensors)
+    if not isinstance(entry, TensorEntry):  # a tensor in memory (MemoryTensors)
         return replace(entry, tensor=entry.tensor[expert, start : start + count])
     _, rows, columns = entry.shape
     size = columns * entry.dtype.itemsize

@@ -129,8 +129,8 @@ RULES: tuple[Rule, ...] = (
         "no",
         lambda f: (
             ""
-            if f.choices.activation == f.choices.usual_activation
-            else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
+            if f.choices.activation == f.choices.default_activation
+            else f"computes {f.choices.default_activation}, not {f.choices.activation}"
         ),
         "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
     ),

@@ -40,7 +40,7 @@ class BlockConfig(LayersConfig):
     """A DFlash or DSpark head: its layers, its block, and the target's states that it reads."""
 
     kind: Literal["dflash", "dspark"]
-    stated_aux_layers: tuple[int, ...]  # layer ids as config.json counts them
+    explicit_aux_layers: tuple[int, ...]  # layer ids as config.json counts them
     block_size: int  # rows in training: the newest token, then mask tokens
     mask_token_id: int
     samples_anchor: bool  # the row of the newest token predicts the first draft
@@ -55,7 +55,7 @@ class BlockConfig(LayersConfig):
     @property
     def num_aux(self) -> int:
         """Number of the target's auxiliary hidden states per token."""
-        return len(self.stated_aux_layers)
+        return len(self.explicit_aux_layers)
 
     @property
     def most_drafts(self) -> int:
@@ -68,14 +68,14 @@ class BlockConfig(LayersConfig):
         A flat config names the layer whose output the state is, with -1 for the embedding. Raises
         CheckpointError for states that the target does not have.
         """
-        aux_layers = self.stated_aux_layers
+        aux_layers = self.explicit_aux_layers
         if self.layout == ORIGINAL:
             aux_layers = tuple(layer + 1 for layer in aux_layers)
         if not all(0 <= layer <= num_target_layers for layer in aux_layers):
             raise CheckpointError(
                 f"config.json {FLAT_AUX_KEY if self.layout == ORIGINAL else NESTED_AUX_KEY}",
                 f"expected auxiliary layers of a target model with {num_target_layers} layers,"
-                f" found {list(self.stated_aux_layers)}",
+                f" found {list(self.explicit_aux_layers)}",
                 "is this the model that the head was trained for?",
             )
         return aux_layers
@@ -115,7 +115,7 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
     return BlockConfig(
         **layers,
         kind=kind,
-        stated_aux_layers=aux_layers,
+        explicit_aux_layers=aux_layers,
         block_size=whole(stated, "block_size", DEFAULT_BLOCK[kind]),
         mask_token_id=whole(stated, "mask_token_id", least=0),
         samples_anchor=flag(stated, "sample_from_anchor", kind == DSPARK),

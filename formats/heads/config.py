@@ -39,7 +39,7 @@ class EagleConfig(LayersConfig):
 
     kind: Literal["eagle3", "peagle", "eagle"]
     num_aux: int  # number of the target's auxiliary hidden states per token; EAGLE: 1
-    stated_aux_layers: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
+    explicit_aux_layers: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
     norm_before_residual: bool
     norm_output: bool  # the next step reads the state after the norm
     norm_before_fc: bool  # one norm over all auxiliary hidden states
@@ -79,14 +79,14 @@ class EagleConfig(LayersConfig):
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
         A flat config uses SGLang's ids, which name the layer whose output the state is, so they are
-        one less than these numbers. Ids that equal the usual numbers are taken unchanged. Raises
+        one less than these numbers. Ids that equal the default numbers are taken unchanged. Raises
         CheckpointError for states that the target does not have.
         """
         if self.kind == EAGLE:
             return ()
-        usual = usual_aux_layers(num_target_layers)
-        aux_layers = self.stated_aux_layers or usual
-        if self.stated_aux_layers and self.layout == ORIGINAL and aux_layers != usual:
+        default = default_aux_layers(num_target_layers)
+        aux_layers = self.explicit_aux_layers or default
+        if self.explicit_aux_layers and self.layout == ORIGINAL and aux_layers != default:
             aux_layers = tuple(layer + 1 for layer in aux_layers)
         is_in_target = all(0 <= layer <= num_target_layers for layer in aux_layers)
         if not is_in_target or len(aux_layers) != self.num_aux:
@@ -108,7 +108,7 @@ class MedusaConfig:
     kind: Literal["medusa"] = "medusa"
 
 
-def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Return EAGLE-3's default auxiliary hidden states, as numbers of layers before them."""
     return (2, num_layers // 2, num_layers - 3)
 
@@ -175,7 +175,7 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
         **layers,
         kind=kind,
         num_aux=1 if kind == EAGLE else num_aux,
-        stated_aux_layers=aux_layers,
+        explicit_aux_layers=aux_layers,
         # Before this was a choice, speculators did not write the key; those heads have the norm.
         norm_before_residual=flag(stated, "norm_before_residual", is_nested and kind == EAGLE3),
         norm_output=flag(stated, "norm_output", False),

@@ -122,8 +122,8 @@ def _facts(head: HeadFolder) -> tuple[str, ...]:
         f"{config.layout} layout, {config.num_layers} layers of {config.hidden_size}, draft"
         f" vocabulary {config.draft_vocab_size} of {config.vocab_size}"
     ]
-    if config.stated_aux_layers:
-        lines.append(f"states that config.json names: {list(config.stated_aux_layers)}")
+    if config.explicit_aux_layers:
+        lines.append(f"states that config.json names: {list(config.explicit_aux_layers)}")
     lines += _block_facts(config) if isinstance(config, BlockConfig) else _eagle_facts(config)
     for part, name in (("embedding", names.EMBEDDING), ("output matrix", names.HEAD)):
         if not head.has_linear(name.removesuffix(".weight")):

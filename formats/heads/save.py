@@ -27,10 +27,10 @@ CONFIG_VERSION = "0.9.0"  # version of speculators whose keys are written
 def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a head. `verifier`: the target's config.json with its `name_or_path`.
 
-    `config.stated_aux_layers` counts the layers before a state, as speculators does. Flat configs
+    `config.explicit_aux_layers` counts the layers before a state, as speculators does. Flat configs
     name the layer whose output the state is. The default layers are not written in either layout.
     """
-    aux_layers = list(config.stated_aux_layers)
+    aux_layers = list(config.explicit_aux_layers)
     flags: dict[str, Any] = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -62,7 +62,7 @@ def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any])
 def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a DFlash or DSpark head. `verifier`: as for `eagle3_config`.
 
-    `config.stated_aux_layers` counts the layers before a state, as speculators does.
+    `config.explicit_aux_layers` counts the layers before a state, as speculators does.
     """
     is_dflash = config.kind == DFLASH
     shared: dict[str, Any] = {
@@ -82,7 +82,7 @@ def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) 
             "confidence_head_with_markov": config.confidence_inputs > config.hidden_size,
         }
     values = {**config.values, "num_hidden_layers": config.num_layers}
-    aux_layers = list(config.stated_aux_layers)
+    aux_layers = list(config.explicit_aux_layers)
     if layout == ORIGINAL:
         shared[FLAT_AUX_KEY] = [layer - 1 for layer in aux_layers]
         flat = {**values, "num_target_layers": verifier.get("num_hidden_layers"), **sizes}
@@ -138,7 +138,7 @@ def save_eagle3(
         written = HeadFolder(writer.staging).config
         if written.aux_layers(num_layers) != config.aux_layers(num_layers):
             raise CheckpointError(
-                f"auxiliary layers {list(config.stated_aux_layers)}",
+                f"auxiliary layers {list(config.explicit_aux_layers)}",
                 "readers of a flat config would mistake these layers for the default ones",
                 "choose other layers",
             )

@@ -46,7 +46,7 @@ class Choices(NamedTuple):
     """Choices that other readers may not support although transformers does."""
 
     activation: str = SILU
-    usual_activation: str = SILU  # the choice of all models of the family
+    default_activation: str = SILU  # the choice of all models of the family
     refused: str = ""  # why this project does not compute the variant
 
 
@@ -91,7 +91,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     _check_rope(config, findings)
     return Choices(
         activation=_activation(config, family, findings),
-        usual_activation=family.activations[0],
+        default_activation=family.activations[0],
         refused=_refused_variant(config),
     )
 

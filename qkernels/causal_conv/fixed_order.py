@@ -7,7 +7,7 @@ row is computed alone. Legend: see ops.py.
 import torch
 
 from qkernels.causal_conv import reference
-from qkernels.causal_conv.rows_alone import run_rows_
+from qkernels.causal_conv.separate_rows import run_separate_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu import device as gpu_device
 
@@ -28,7 +28,7 @@ def causal_conv_(
     def run(rows, states, row):
         return reference.causal_conv_(*rows, weight_CW, bias_C, states, row)
 
-    return run_rows_(run, [x_TC], conv_PCL, step, torch.zeros_like(x_TC))
+    return run_separate_rows_(run, [x_TC], conv_PCL, step, torch.zeros_like(x_TC))
 
 
 def short_conv_(
@@ -48,4 +48,4 @@ def short_conv_(
         return reference.short_conv_(*rows, weight_CW, bias_C, states, row)
 
     y_TC = mixed_TC.new_zeros(mixed_TC.shape[0], weight_CW.shape[0])
-    return run_rows_(run, [mixed_TC], conv_PCL, step, y_TC)
+    return run_separate_rows_(run, [mixed_TC], conv_PCL, step, y_TC)

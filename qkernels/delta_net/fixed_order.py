@@ -7,7 +7,7 @@ alone. Legend: see ops.py.
 
 import torch
 
-from qkernels.causal_conv.rows_alone import RecentRows, run_rows_
+from qkernels.causal_conv.separate_rows import RecentRows, run_separate_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net import reference
 from qkernels.gpu import device as gpu_device
@@ -45,7 +45,7 @@ def delta_rule_(
         inputs_of=lambda rows: reference.row_inputs(mixed_TC, b_TH, a_TA, rows, H * V),
         rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A)),
     )
-    return run_rows_(run, [mixed_TC, b_TH, a_TA], memory_PHKV, step, o_THV, recent)
+    return run_separate_rows_(run, [mixed_TC, b_TH, a_TA], memory_PHKV, step, o_THV, recent)
 
 
 def gated_rms_norm(

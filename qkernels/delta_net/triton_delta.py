@@ -52,7 +52,7 @@ def delta_rule_(
     few = max(1, newest_rows // 2)
     config = step_config(K, V)
 
-    def run_rows_() -> None:
+    def run_separate_rows_() -> None:
         launch(
             _delta_rows,
             (R, H, ceil_div(V, config.columns)),
@@ -80,7 +80,7 @@ def delta_rule_(
 
     with on_device(mixed_TC):
         # run in any case: max_query_len is an upper bound, and all requests may be short
-        run_rows_()
+        run_separate_rows_()
         if step.max_query_len > few:
             chunks = chunk_config(K, V, mixed_TC.dtype, arch(mixed_TC.device))
             run_chunks_(*rule, step, chunks, few, write_factor)

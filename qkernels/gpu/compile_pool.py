@@ -17,8 +17,8 @@ from pathlib import Path
 
 import triton
 
+from formats.files.atomic_file import write_atomic
 from formats.files.folder_lock import waiting_lock
-from formats.files.whole_file import write_whole
 from qkernels.gpu.compile_jobs import digest, toolchain
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,6 @@ class CompilePool:
         try:
             with waiting_lock(self._index.with_suffix(".lock")):
                 self._done |= self._read_index()
-                write_whole(self._index, json.dumps(sorted(self._done)))
+                write_atomic(self._index, json.dumps(sorted(self._done)))
         except OSError as error:
             logger.warning("%s could not be written: %s", self._index, error)

@@ -6,7 +6,7 @@ Legend: see ops.py.
 
 import torch
 
-from qkernels.causal_conv.rows_alone import RecentRows, run_rows_
+from qkernels.causal_conv.separate_rows import RecentRows, run_separate_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu import device as gpu_device
 from qkernels.mamba1 import reference
@@ -42,4 +42,4 @@ def channel_scan_(
         inputs_of=lambda rows: (x_TI[rows], dt_TI[rows], b_TN[rows]),
         rows_of=rows_of,
     )
-    return run_rows_(run, of_rows, memory_P1NI, step, torch.zeros_like(x_TI), recent)
+    return run_separate_rows_(run, of_rows, memory_P1NI, step, torch.zeros_like(x_TI), recent)

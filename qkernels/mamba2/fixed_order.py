@@ -6,7 +6,7 @@ computed alone. Legend: see ops.py.
 
 import torch
 
-from qkernels.causal_conv.rows_alone import RecentRows, run_rows_
+from qkernels.causal_conv.separate_rows import RecentRows, run_separate_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu import device as gpu_device
 from qkernels.mamba2 import reference
@@ -42,7 +42,7 @@ def selective_scan_(
         inputs_of=lambda rows: reference.row_inputs(mixed_TC, dt_TH, rows, H * D),
         rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * D),
     )
-    return run_rows_(run, [mixed_TC, dt_TH], memory_PHND, step, y_THD, recent)
+    return run_separate_rows_(run, [mixed_TC, dt_TH], memory_PHND, step, y_THD, recent)
 
 
 def gated_group_norm(

@@ -110,7 +110,7 @@ def encode(
         scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
         if not SHORT:
             # 16-bit floats with their own scale need only one correction: a test tries every pair
-            # of significands (test_one_correction_is_exact)
+            # of significands (test_inverse_rounding_with_one_correction_is_exact)
             scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
     if INTERPRETED or not SHORT:
         scaled = tl.minimum(tl.maximum(scaled, SMALLEST), LARGEST)
@@ -138,7 +138,7 @@ def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
     With the scale of the row's largest magnitude, only x = half of that magnitude is a tie between
     two codes, at 63.5. For this x the code follows from x / scale rounded to float32, and the
     product must give the same code. For every other x, the last bit of the inverse does not
-    matter (test_one_product_makes_the_codes).
+    matter (test_codes_from_one_product_are_exact).
     """
     TIE: tl.constexpr = LARGEST / 2
     half = (scale * LARGEST).to(tl.bfloat16).to(tl.float32) * 0.5

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from formats.files.whole_file import write_whole
+from formats.files.atomic_file import write_atomic
 from qkernels.errors import KernelError
 from qkernels.tuning.op import Config, Key, TunedOp
 
@@ -141,7 +141,7 @@ def write(table: TuningTable, path: Path) -> None:
     head = {"format": FORMAT, "gpu": table.gpu}
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'
-    write_whole(path, text)
+    write_atomic(path, text)
 
 
 def read(path: Path, gpu: str) -> TuningTable:

@@ -198,7 +198,7 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TalkConfig:
+class ClientConfig:
     """Settings of `qserve complete`, and with more of `qserve chat`."""
 
     url: str = setting("http://127.0.0.1:8000/v1", "URL of the server, up to its /v1")
@@ -225,7 +225,7 @@ class TalkConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig(TalkConfig):
+class ChatConfig(ClientConfig):
     """Settings of `qserve chat`."""
 
     system_prompt: str | None = setting(None, "system message at the start of a chat")

@@ -29,7 +29,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrongLine:
+class InvalidLine:
     """An invalid line, with OpenAI's error code."""
 
     line: int  # starts at 1
@@ -43,11 +43,11 @@ class WrongLine:
         return {"code": self.code, "message": self.message, "line": self.line}
 
 
-class _Wrong(Exception):
+class _InvalidLineError(Exception):
     """Error in a line; its arguments are code and message."""
 
 
-def read_batch(path: Path) -> tuple[bytes, list[BatchRequest | WrongLine]]:
+def read_batch(path: Path) -> tuple[bytes, list[BatchRequest | InvalidLine]]:
     """Return a file's bytes and its non-empty lines. Raises InputError if it is unreadable."""
     try:
         content = path.read_bytes()
@@ -56,7 +56,7 @@ def read_batch(path: Path) -> tuple[bytes, list[BatchRequest | WrongLine]]:
     return content, list(_lines(content))
 
 
-def _lines(content: bytes) -> Iterator[BatchRequest | WrongLine]:
+def _lines(content: bytes) -> Iterator[BatchRequest | InvalidLine]:
     seen: dict[str, int] = {}  # custom_id -> its line
     # Only a newline ends a line: JSON strings may contain Unicode's other separators.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -69,14 +69,14 @@ def _lines(content: bytes) -> Iterator[BatchRequest | WrongLine]:
             name = name if isinstance(name, str) else None
             request = _request(fields, name)
             if request.custom_id in seen:
-                raise _Wrong(
+                raise _InvalidLineError(
                     "duplicate_custom_id",
                     f"expected a unique custom_id, found the one of line {seen[name]}",
                 )
             yield request
-        except _Wrong as wrong:
+        except _InvalidLineError as wrong:
             code, message = wrong.args
-            yield WrongLine(line=number, custom_id=name, code=code, message=message)
+            yield InvalidLine(line=number, custom_id=name, code=code, message=message)
         if name is not None:
             seen.setdefault(name, number)
 
@@ -85,27 +85,37 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise _Wrong("invalid_json_line", f"expected a JSON object: {one_line(error)}") from error
+        raise _InvalidLineError(
+            "invalid_json_line", f"expected a JSON object: {one_line(error)}"
+        ) from error
     if not isinstance(found, dict):
-        raise _Wrong("invalid_json_line", f"expected a JSON object with {PARTS}")
+        raise _InvalidLineError("invalid_json_line", f"expected a JSON object with {PARTS}")
     return found
 
 
 def _request(fields: dict[str, Any], name: str | None) -> BatchRequest:
     missing = [key for key in ("custom_id", "url", "body") if key not in fields]
     if missing:
-        raise _Wrong("missing_required_parameter", f"expected {PARTS}, found no {missing[0]}")
+        raise _InvalidLineError(
+            "missing_required_parameter", f"expected {PARTS}, found no {missing[0]}"
+        )
     url, body, method = fields["url"], fields["body"], fields.get("method", "POST")
     if name is None:
-        raise _Wrong("invalid_custom_id", "expected a custom_id that is a string")
+        raise _InvalidLineError("invalid_custom_id", "expected a custom_id that is a string")
     if method != "POST":
-        raise _Wrong("invalid_method", f"expected the method POST, found {_short(method)}")
+        raise _InvalidLineError(
+            "invalid_method", f"expected the method POST, found {_short(method)}"
+        )
     if url not in URLS:
-        raise _Wrong("invalid_url", f"expected one of {', '.join(URLS)}, found {_short(url)}")
+        raise _InvalidLineError(
+            "invalid_url", f"expected one of {', '.join(URLS)}, found {_short(url)}"
+        )
     if not isinstance(body, dict):
-        raise _Wrong("invalid_body", "expected a body that is an object")
+        raise _InvalidLineError("invalid_body", "expected a body that is an object")
     if body.get("stream"):
-        raise _Wrong("invalid_body", "expected a body without stream: each answer is one line")
+        raise _InvalidLineError(
+            "invalid_body", "expected a body without stream: each answer is one line"
+        )
     return BatchRequest(custom_id=name, url=url, body=body)
 
 

@@ -85,7 +85,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
 def _documents(source: str) -> list[Any]:
     """Return the texts of a file, and its chats if one has images. Raises InputError."""
     from calibrate.texts.documents import read_file, read_texts
-    from calibrate.texts.pictured import has_images
+    from calibrate.texts.image_windows import has_images
 
     documents = read_file(source)
     return documents if any(map(has_images, documents)) else list(read_texts(source))

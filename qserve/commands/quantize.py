@@ -23,7 +23,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     from qserve.model.fallback.quantize import has_no_row
 
     config = with_recipe_file(config)
-    asked = _Asked.of(config)
+    asked = _QuantizeRequest.of(config)
     parse_size(config.max_shard_size)  # raises before a model is fetched
     (check_file_is_free if asked.is_gguf else check_is_free)(config.output)
     model = local_path(
@@ -47,7 +47,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _QuantizeRequest:
     """Requested scheme and format, and arguments that apply to models and heads alike."""
 
     scheme: Any  # Scheme, or the name of a GGUF type
@@ -56,7 +56,7 @@ class _Asked:
     arguments: dict[str, Any]  # keyword arguments of quantize_checkpoint
 
     @classmethod
-    def of(cls, config: QuantizeConfig) -> "_Asked":
+    def of(cls, config: QuantizeConfig) -> "_QuantizeRequest":
         """Read the flags. Raises InputError for flags that exclude each other."""
         from formats.plan import parse_override
         from formats.scheme import SCHEMES, Scheme
@@ -104,7 +104,7 @@ class _Asked:
         )
 
 
-def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+def _quantize_model(model: Any, config: QuantizeConfig, asked: _QuantizeRequest) -> Any:
     """Quantize a model of a listed family."""
     from calibrate.gguf_file import quantize_to_gguf
     from calibrate.pipeline import quantize_checkpoint
@@ -146,7 +146,7 @@ def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
     )
 
 
-def _quantize_head(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+def _quantize_head(model: Any, config: QuantizeConfig, asked: _QuantizeRequest) -> Any:
     """Quantize a draft head. Raises InputError for flags that apply to models only."""
     from calibrate.devices import Devices
     from calibrate.heads.quantize import quantize_head
@@ -170,7 +170,7 @@ def _quantize_head(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
     return quantize_head(model, config.output, target=target, chats=chats, **asked.arguments)
 
 
-def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _QuantizeRequest) -> Any:
     """Quantize a model that runs through transformers. Raises InputError for unsupported flags."""
     from qserve.model.fallback.quantize import check_settings, quantize_fallback
 

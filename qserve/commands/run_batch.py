@@ -16,7 +16,7 @@ from typing import Any
 from formats.errors import InputError
 from qserve.command_line.tool_config import BatchConfig
 from qserve.commands.batch_answers import BatchAnswers, digest
-from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
+from qserve.commands.batch_file import BatchRequest, InvalidLine, read_batch
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.start_engines import start_engines
 from qserve.engine.ipc.waiting import ENGINE
@@ -43,7 +43,7 @@ def run_batch(engine_config: EngineConfig, config: BatchConfig, *, engine: str =
     target = Path(config.output)
     if target.exists() and target.samefile(config.input):
         raise InputError(str(target), "is also the input", "choose another output file")
-    wrong = [line for line in lines if isinstance(line, WrongLine)]
+    wrong = [line for line in lines if isinstance(line, InvalidLine)]
     requests = [line for line in lines if isinstance(line, BatchRequest)]
     if wrong:
         first = f"line {wrong[0].line}: {wrong[0].message}"

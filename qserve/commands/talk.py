@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from qserve.command_line.tool_config import ChatConfig, TalkConfig
+from qserve.command_line.tool_config import ChatConfig, ClientConfig
 from qserve.commands.client_http import ServerClient, ServerError
 
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY")  # environment variables, if --api-key is not given
@@ -33,7 +33,7 @@ def chat(config: ChatConfig) -> int:
     return _talk(config, answer)
 
 
-def complete(config: TalkConfig) -> int:
+def complete(config: ClientConfig) -> int:
     """Complete each text of the input, or one text with --quick. Returns the exit code."""
 
     def answer(text: str, client: ServerClient, fields: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def complete(config: TalkConfig) -> int:
     return _talk(config, answer)
 
 
-def _talk(config: TalkConfig, answer: Callable[[str, ServerClient, dict[str, Any]], None]) -> int:
+def _talk(config: ClientConfig, answer: Callable[[str, ServerClient, dict[str, Any]], None]) -> int:
     key = config.api_key or next(filter(None, map(os.environ.get, KEYS)), None)
     client = ServerClient(config.url, key)
     code = 0

@@ -28,7 +28,7 @@ from qserve.engine.step.mask_jobs import MaskJobs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.token_event import TokenEvent
 from qserve.multimodal.media import MediaItem
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
@@ -128,7 +128,7 @@ class Engine:
         *,
         client: str = "",
         group: str = "",
-        handling: Handling = DEFAULT,
+        options: RequestOptions = DEFAULT,
     ) -> None:
         """Queue a request. Raises InputError if it is empty, too long, or can never run.
 
@@ -140,7 +140,7 @@ class Engine:
             raise InputError(
                 f"request {request_id}", "is running already", "give each request its own id"
             )
-        if handling.is_for_another and self._pause.is_on:
+        if options.is_for_another and self._pause.is_on:
             raise InputError(  # otherwise the decoding engine would wait until the pause ends
                 "the engine that computes prompts", "is paused or asleep", "resume it"
             )
@@ -148,7 +148,7 @@ class Engine:
             request_id,
             prompt_token_ids,
             params,
-            handling,
+            options,
             arrived=self._clock() if arrived is None else arrived,
             client=client,
             group=group,
@@ -161,8 +161,8 @@ class Engine:
         self._requests[request_id] = request
         self._masks.add(request)
         self._in_flight.add(request)
-        if handling.timeout is not None:
-            self._deadlines.add(request, handling.timeout)
+        if options.timeout is not None:
+            self._deadlines.add(request, options.timeout)
 
     def abort(self, request_id: str) -> None:
         """Drop a request without a last event, and free its pages. An unknown id is ignored."""

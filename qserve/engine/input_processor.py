@@ -20,7 +20,7 @@ from qserve.model.model_config import ModelConfig
 from qserve.multimodal.layouts.table import check_features
 from qserve.multimodal.media import MediaItem, check_media
 from qserve.multimodal.positions import Axes, positions_of
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling.params import KINDS_OF_LAST_ROW
 
@@ -58,7 +58,7 @@ class InputProcessor:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        handling: Handling,
+        options: RequestOptions,
         *,
         arrived: float,
         client: str = "",
@@ -68,18 +68,18 @@ class InputProcessor:
         if params.n != 1:
             raise ValueError("expected n=1: the engine runs one output per request")
         subject, length = f"request {request_id}", len(prompt_token_ids)
-        pooling = handling.pooling
+        pooling = options.pooling
         # A pooled prompt may fill the context, as no output follows it.
         self._check_prompt(subject, prompt_token_ids, self._max_model_len - (pooling is None))
-        if handling.media:
-            self.check_media(subject, handling.media, length)
+        if options.media:
+            self.check_media(subject, options.media, length)
         if pooling is not None:
             check_pooling(subject, pooling, self._model)
             params = SamplingParams(max_tokens=1, temperature=0)
         elif self._model.instead_of_head:
             raise InputError(subject, NO_HEAD, "request embeddings: /v1/embeddings, LLM.embed")
         self._check_params(subject, params)
-        if handling.beam_search is not None:
+        if options.beam_search is not None:
             self._check_beams(subject)
         room = max(self._max_model_len - length, 1)
         request = Request(
@@ -94,29 +94,29 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self._model.eos_token_ids,
             client=client,
             group=group,
-            priority=handling.priority,
-            media=handling.media,
-            cache_salt=handling.cache_salt,
-            awaits_pages=handling.awaits_pages,
+            priority=options.priority,
+            media=options.media,
+            cache_salt=options.cache_salt,
+            awaits_pages=options.awaits_pages,
             arrived=arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None
             and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
             pooled=None if pooling is None else Pooled(params=pooling),
-            adapter=handling.lora and adapters_of(self._adapters).find(handling.lora),
+            adapter=options.lora and adapters_of(self._adapters).find(options.lora),
         )
         axes = self.axes
-        if handling.media and axes is not None:
-            request.rope_positions, request.rope_shift = positions_of(handling.media, axes)
+        if options.media and axes is not None:
+            request.rope_positions, request.rope_shift = positions_of(options.media, axes)
             self._check_positions(subject, int(request.rope_positions.max()))
         request.is_media_N = self.media_tokens(request.token_ids)
         request.output_window = self._model.output_window
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
-        if handling.beam_search is not None:
+        if options.beam_search is not None:
             model = self._model
             request.beams = BeamGroup(
-                request, handling.beam_search, model.vocab_size, has_states=model.has_states
+                request, options.beam_search, model.vocab_size, has_states=model.has_states
             )
         return request
 

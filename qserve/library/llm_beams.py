@@ -7,9 +7,9 @@ from tqdm import tqdm
 from formats.errors import InputError
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.library.llm_engine import LLMEngine
-from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.library.prompts import PromptType, read_prompt, request_options_of
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 
 
 def run(
@@ -35,8 +35,10 @@ def run(
     try:
         for name, prompt in zip(names, prompts, strict=True):
             _, ids = read_prompt(prompt, engine.get_tokenizer)
-            handling = Handling(cache_salt=handling_of(prompt, 0).cache_salt, beam_search=params)
-            core.add_request(name, ids, sampling, handling=handling)
+            options = RequestOptions(
+                cache_salt=request_options_of(prompt, 0).cache_salt, beam_search=params
+            )
+            core.add_request(name, ids, sampling, options=options)
             tokens[name] = ids
         with tqdm(total=len(names), desc="Beam search", unit="prompt", disable=not use_tqdm) as bar:
             while core.has_work():

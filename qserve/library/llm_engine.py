@@ -13,7 +13,7 @@ from qserve.engine.start_phases import phase
 from qserve.hub.local import local_adapter, local_config
 from qserve.library.media_prompts import MediaPrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
-from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.library.prompts import PromptType, read_prompt, request_options_of
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer, with_bad_words
@@ -109,7 +109,7 @@ class LLMEngine:
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
         ids, media = self.with_media(prompt, ids)
-        handling = handling_of(prompt, priority, lora, media)
+        options = request_options_of(prompt, priority, lora, media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)
@@ -117,7 +117,7 @@ class LLMEngine:
         try:
             for index, choice in enumerate(builder.params):
                 engine_id = builder.engine_id(index)
-                self.engine.add_request(engine_id, ids, choice, arrival_time, handling=handling)
+                self.engine.add_request(engine_id, ids, choice, arrival_time, options=options)
                 self._choices[engine_id] = builder, index
         except BaseException:
             self.abort_request(request_id)

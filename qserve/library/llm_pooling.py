@@ -11,7 +11,7 @@ from tqdm import tqdm
 from formats.errors import InputError
 from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
-from qserve.library.prompts import PromptType, TokensPrompt, handling_of, read_prompt
+from qserve.library.prompts import PromptType, TokensPrompt, read_prompt, request_options_of
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling import scoring
@@ -126,9 +126,9 @@ def run(
         for name, prompt, each, lora in zip(names, prompts, params, loras, strict=True):
             _, ids = read_prompt(prompt, engine.get_tokenizer, takes_media=takes_media)
             ids, media = engine.with_media(prompt, ids)
-            handling = handling_of(prompt, 0, local_adapter(lora, core.config), media)
-            handling = replace(handling, pooling=each)
-            core.add_request(name, ids, SamplingParams(), handling=handling)
+            options = request_options_of(prompt, 0, local_adapter(lora, core.config), media)
+            options = replace(options, pooling=each)
+            core.add_request(name, ids, SamplingParams(), options=options)
             tokens[name] = ids
         with tqdm(
             total=len(names), desc="Processed prompts", unit="request", disable=not use_tqdm

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from formats.errors import InputError
 from qserve.library.media_prompts import MEDIA, media_of
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -80,15 +80,15 @@ def token_list(ids: Iterable[int], expected: str = "a list of token ids") -> lis
     return found
 
 
-def handling_of(
+def request_options_of(
     prompt: PromptType,
     priority: int,
     lora: LoRARequest | None = None,
     media: "tuple[MediaItem, ...]" = (),
-) -> Handling:
-    """Return the Handling of a prompt. Raises InputError."""
+) -> RequestOptions:
+    """Return the RequestOptions of a prompt. Raises InputError."""
     salt = prompt.get(CACHE_SALT) if isinstance(prompt, Mapping) else None
-    return Handling(priority=priority, cache_salt=salt or "", lora=lora, media=media)
+    return RequestOptions(priority=priority, cache_salt=salt or "", lora=lora, media=media)
 
 
 def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -10,7 +10,7 @@ import torch
 
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError
-from formats.files.whole_writer import open_writer
+from formats.files.model_writer import open_writer
 from formats.peft.lora import LoraPair, read_adapter
 from formats.quant_config import find_block
 

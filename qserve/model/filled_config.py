@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.files.whole_file import write_whole
+from formats.files.atomic_file import write_atomic
 
 FORMAT = 1  # version of the cache file
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -73,4 +73,4 @@ def _read(place: Path) -> dict[str, Any] | None:
 def _keep(place: Path, values: dict[str, Any]) -> None:
     """Write the cache file atomically. Does nothing if the folder is not writable."""
     with contextlib.suppress(OSError):
-        write_whole(place, json.dumps(values))
+        write_atomic(place, json.dumps(values))

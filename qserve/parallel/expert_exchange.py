@@ -29,7 +29,7 @@ DIGEST_DIGITS = 15  # hexadecimal digits of a digest that `counts` sends as one 
 TIMEOUT = datetime.timedelta(seconds=1800)  # longest wait of one engine for another
 
 
-class Line(Protocol):
+class EngineConnection(Protocol):
     """Connection of an engine to the others."""
 
     rank: int
@@ -54,9 +54,9 @@ class Line(Protocol):
 class ExpertExchange:
     """Lets one engine take part in the steps of all engines."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self.rank, self.size = line.rank, line.size
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        self.rank, self.size = connection.rank, connection.size
         self.is_in_wave = False
         self._wave = 0  # number of the current or next wave
         self._counts: list[int] | None = None  # rows of each engine in this step; None: a warm-up
@@ -64,12 +64,12 @@ class ExpertExchange:
     @property
     def is_wanted(self) -> bool:
         """True if other engines run steps, or are about to, and need this engine."""
-        return self.is_in_wave or self._line.is_called(self._wave)
+        return self.is_in_wave or self._connection.is_called(self._wave)
 
     def digest_of_all(self, digest: str) -> str:
         """Return one digest of all engines' hexadecimal digests. All engines must call this."""
         number = int(digest[:DIGEST_DIGITS], 16)
-        return hashlib.sha256(str(self._line.counts(number)).encode()).hexdigest()
+        return hashlib.sha256(str(self._connection.counts(number)).encode()).hexdigest()
 
     def begin(self, num_tokens: int) -> bool:
         """Agree with the other engines on the next step.
@@ -78,8 +78,8 @@ class ExpertExchange:
         """
         if not self.is_in_wave:
             self.is_in_wave = True
-            self._line.call(self._wave)
-        self._counts = self._line.counts(num_tokens)
+            self._connection.call(self._wave)
+        self._counts = self._connection.counts(num_tokens)
         if any(self._counts):
             return True
         self._counts, self.is_in_wave = None, False
@@ -91,7 +91,7 @@ class ExpertExchange:
         if self._counts is None:  # a warm-up of this engine alone: repeat its own rows
             return x_TC.repeat(self.size, 1)
         padded = self._padded(x_TC)
-        found = self._line.all_gather(padded)
+        found = self._connection.all_gather(padded)
         return torch.cat([rows[:count] for rows, count in zip(found, self._counts, strict=True)])
 
     def scatter(self, x_MC: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class ExpertExchange:
         if self._counts is None:
             return x_MC[: len(x_MC) // self.size]
         parts = torch.stack([self._padded(part) for part in x_MC.split(self._counts)])
-        first, *others = self._line.all_to_all(parts)[:, : self._counts[self.rank]].unbind(0)
+        first, *others = self._connection.all_to_all(parts)[:, : self._counts[self.rank]].unbind(0)
         return sum((each.float() for each in others), first.float()).to(x_MC.dtype)
 
     def _padded(self, x_TC: torch.Tensor) -> torch.Tensor:
@@ -113,8 +113,8 @@ class ExpertExchange:
         return padded
 
 
-class TorchLine:
-    """Line over torch.distributed: NCCL for GPU tensors, gloo for everything else."""
+class TorchEngineConnection:
+    """Connection over torch.distributed: NCCL for GPU tensors, gloo for everything else."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self._store = rank, size, dist.PrefixStore("waves", store)
@@ -155,7 +155,7 @@ class TorchLine:
 
 def join_experts(address: str, rank: int, size: int, device: torch.device) -> ExpertExchange:
     """Join the other engines at an address: file:///PATH or tcp://HOST:PORT. Raises InputError."""
-    return ExpertExchange(TorchLine(_store(address, rank, size), rank, size, device))
+    return ExpertExchange(TorchEngineConnection(_store(address, rank, size), rank, size, device))
 
 
 def _store(address: str, rank: int, size: int) -> dist.Store:

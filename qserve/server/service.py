@@ -12,7 +12,7 @@ from qserve.engine.control.commands import AnyCommand, EngineState, Outcome
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
 from qserve.multimodal.reader import MediaReader
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.server.adapters import ServedAdapters
@@ -48,7 +48,7 @@ class Client(Protocol):
         client: str,
         *,
         group: str,
-        handling: Handling,
+        options: RequestOptions,
     ) -> AsyncIterator[TokenEvent]: ...
 
     def reset_prefix_cache(self) -> None: ...
@@ -133,7 +133,7 @@ class Service:
 
     def name_for(self, job: Job) -> str:
         """Return the model name for a reply: the adapter's name, if the job has an adapter."""
-        lora = job.handling.lora
+        lora = job.options.lora
         return self.model_name if lora is None else lora.lora_name
 
 

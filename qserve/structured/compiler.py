@@ -1,9 +1,9 @@
 """GrammarCompiler: compiles grammars in threads and creates constraints from them.
 
-A grammar is compiled twice: first in a trial process with limits on memory and time (trial.py),
-then in this process, at the cost that the trial measured. Tenants take turns. The cache has a limit
-in bytes. For a rejected grammar, the error is cached without its traceback, which would keep large
-objects alive.
+A grammar is compiled twice: first in a process with limits on memory and time (sandbox.py),
+then in this process, at the cost that the sandbox measured. Tenants take turns. The cache has a
+limit in bytes. For a rejected grammar, the error is cached without its traceback, which would keep
+large objects alive.
 """
 
 import threading
@@ -24,7 +24,7 @@ from qserve.structured.constraint import Constraint, num_mask_words
 from qserve.structured.grammar import refusal
 from qserve.structured.heap import return_free_memory
 from qserve.structured.params import FIELD, StructuredOutputsParams
-from qserve.structured.trial import CancelledTrial, TrialCompiler, tokenizer_text
+from qserve.structured.sandbox import CompileCancelled, SandboxCompiler, tokenizer_text
 
 NUM_THREADS = 3
 MAX_RUNNING_PER_TENANT = 2  # one tenant leaves at least one thread to the others
@@ -67,8 +67,8 @@ class GrammarCompiler:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(eos_token_ids))
-        self._trial = TrialCompiler(folder, vocab_size, self._eos_token_ids)
-        self._end = weakref.finalize(self, self._trial.close)
+        self._sandbox = SandboxCompiler(folder, vocab_size, self._eos_token_ids)
+        self._end = weakref.finalize(self, self._sandbox.close)
         self._tokenizer: Any = None
         self._reading = threading.Lock()  # held while the tokenizer is read
         self._lock = threading.RLock()  # protects everything below
@@ -125,7 +125,7 @@ class GrammarCompiler:
         return made
 
     def close(self) -> None:
-        """Stop the trial process. Waiting grammars will not be compiled."""
+        """Stop the sandbox process. Waiting grammars will not be compiled."""
         with self._lock:
             for job in self._jobs.values():
                 job.is_wanted = False
@@ -167,7 +167,7 @@ class GrammarCompiler:
         compiled = None
         try:
             compiled = self._compile(job)
-        except CancelledTrial:
+        except CompileCancelled:
             job.future.cancel()
         except InputError as raised:
             error = _bare(raised)
@@ -219,7 +219,7 @@ class GrammarCompiler:
         def is_wanted() -> bool:
             return job.is_wanted and threading.main_thread().is_alive()
 
-        found = self._trial.compile(job.params, is_wanted)
+        found = self._sandbox.compile(job.params, is_wanted)
         matcher = call(library().LLMatcher, tokenizer, found.text, limits=limits(), log_level=0)
         if not matcher.is_error():
             # Compute a mask: copies inherit the lexer states that it creates.

@@ -22,7 +22,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from formats.files.whole_file import write_whole
+from formats.files.atomic_file import write_atomic
 
 FORMAT = 1  # version of the file
 MAX_BYTES = 2**28  # the largest tokenizer.json have about 35 MB
@@ -144,7 +144,7 @@ def write_record(path: Path, folder: Path, tokenizer: Any) -> None:
     with contextlib.suppress(Exception):
         values = _values_of(tokenizer, folder) if _is_plain(tokenizer) else None
         if values is not None:
-            write_whole(path, values)
+            write_atomic(path, values)
             _delete_oldest(path.parent)
 
 

@@ -44,7 +44,7 @@ def solved(folder, ids_WS, **settings):
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=SLOW)])
-def test_codes_are_the_pipelines(tiny_model, tmp_path, family):
+def test_codes_equal_pipeline(tiny_model, tmp_path, family):
     """Families of the table whose layers are of two kinds, with different masks and rotations."""
     folder, ids_WS = tiny_model(family), windows()
     data = CalibrationData(ids_WS=ids_WS, source="test", seed=0)
@@ -80,7 +80,7 @@ def made(folder, kind, **changed):
 
 
 @pytest.mark.parametrize("kind", ["olmo", pytest.param("bitnet", marks=SLOW)])
-def test_predictions_are_nearer_than_rounded_ones(tmp_path, kind):
+def test_predictions_are_closer_to_float_than_rounding(tmp_path, kind):
     folder, ids_WS = made(tmp_path / kind, kind), windows(40, 64)
     model, _ = solved(folder, ids_WS[:32])
     rounded = float_model(folder)
@@ -94,7 +94,7 @@ def test_predictions_are_nearer_than_rounded_ones(tmp_path, kind):
     assert (found - want).norm() < (other - want).norm()
 
 
-def test_linears_that_no_token_reached_are_rounded(tiny_model, caplog):
+def test_linears_without_tokens_are_rounded(tiny_model, caplog):
     """For example, linears of an expert that was never chosen."""
     folder = tiny_model("qwen3")
     model, names = float_model(folder), linear_names(folder)
@@ -107,7 +107,7 @@ def test_linears_that_no_token_reached_are_rounded(tiny_model, caplog):
     assert f"{name} is rounded to nearest: no calibration token" in caplog.text
 
 
-def test_layers_that_read_more_than_states_are_refused(tiny_model, monkeypatch):
+def test_layers_with_other_inputs_than_hidden_states_are_refused(tiny_model, monkeypatch):
     from transformers.models.qwen3 import modeling_qwen3
 
     model_forward = modeling_qwen3.Qwen3Model.forward
@@ -132,7 +132,7 @@ def test_layers_that_read_more_than_states_are_refused(tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     "scheme", [("w4a16-sym", "--group-size", "32"), pytest.param(("w4a16-mxfp4",), marks=SLOW)]
 )
-def test_the_command_calibrates_on_texts(docs_5m, tmp_path, scheme):
+def test_command_calibrates_on_texts(docs_5m, tmp_path, scheme):
     vocabulary = json.loads((docs_5m / "config.json").read_text())["vocab_size"]
     folder = made(tmp_path / "bitnet", "bitnet", vocab_size=vocabulary)
     for file in docs_5m.glob("token*"):
@@ -159,7 +159,7 @@ def test_the_command_calibrates_on_texts(docs_5m, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-mxfp4", pytest.param("w4a16-nvfp4", marks=SLOW)])
-def test_numbers_of_4_bits_are_solved(tmp_path, scheme):
+def test_fp4_weights_are_solved(tmp_path, scheme):
     folder, ids_WS = made(tmp_path / "olmo", "olmo"), windows(40, 64)
     model, spec = float_model(folder), Scheme.parse(scheme).weight
     weights = solve_layers(model, linear_names(folder), ids_WS[:32], spec, progress=False)

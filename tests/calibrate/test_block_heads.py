@@ -32,7 +32,7 @@ TRAININGS = {
     "kind",
     ["dflash", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("dspark", "peagle"))],
 )
-def test_heads_are_calibrated_on_their_targets_states(kind, docs_5m, tmp_path):
+def test_block_heads_are_calibrated_on_target_states(kind, docs_5m, tmp_path):
     source = write_docs_head(tmp_path / "head", kind)
     report = quantize_head(
         source,
@@ -56,7 +56,7 @@ def test_heads_are_calibrated_on_their_targets_states(kind, docs_5m, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", TRAININGS)
-def test_training_writes_what_servers_read(kind, docs_5m, tmp_path, monkeypatch):
+def test_training_writes_servable_head(kind, docs_5m, tmp_path, monkeypatch):
     """The scripts as users run them."""
     script, *more = TRAININGS[kind]
     data = tmp_path / "texts.jsonl"
@@ -80,7 +80,7 @@ def test_training_writes_what_servers_read(kind, docs_5m, tmp_path, monkeypatch)
         assert heads[0].config.fc_norm and heads[0].config.norm_output
 
 
-def test_rows_of_blocks_see_the_context_and_their_own_block():
+def test_block_rows_attend_to_context_and_own_block():
     """Two blocks of 3 rows at 2 and 4 of a window of 6; a window of 3 keys."""
 
     def seen(**attention):
@@ -100,7 +100,7 @@ def test_rows_of_blocks_see_the_context_and_their_own_block():
     assert seen(is_causal=False, window=1)[3:] == ["...x.....xxx"] * 3
 
 
-def test_a_block_depends_on_nothing_after_its_anchor():
+def test_block_is_independent_of_tokens_after_anchor():
     """Neither on later states nor on other blocks. DSpark's drafts read earlier tokens."""
     from formats.heads.config import read_head_config
 
@@ -124,7 +124,7 @@ def test_a_block_depends_on_nothing_after_its_anchor():
         assert torch.allclose(one[1], again[1], rtol=1e-3, atol=1e-3) == (kind == "dflash")
 
 
-def test_anchors_leave_room_for_their_drafts():
+def test_anchors_leave_space_for_drafts():
     for length in (9, 12, 100):
         anchors = even_anchors(length, 7, 8)
         assert int(anchors.min()) >= 1 and int(anchors.max()) + 7 < length
@@ -148,7 +148,7 @@ class ConstantHead(torch.nn.Module):
 
 @pytest.mark.parametrize(("losses", "anchor"), [(block_losses, 1), (parallel_losses, 0)])
 @pytest.mark.parametrize("draft_ids", [None, [7, 6, 5, 4, 3, 2, 1, 0]])
-def test_later_drafts_follow_the_likeliest_first_draft(losses, anchor, draft_ids):
+def test_later_drafts_follow_most_likely_first_draft(losses, anchor, draft_ids):
     """Texts continue with "1 4" (40 %), "2 5" and "3 5" (30 % each).
 
     The likeliest second token is 5. But after 1, the likeliest first token, it is 4.

@@ -127,7 +127,7 @@ def test_full_range_scales_use_both_signs(tensors):
     assert 0.3 < (scales < 0).mean() < 0.7
 
 
-def test_everything_else_is_the_source_bit_for_bit(tensors, source):
+def test_other_tensors_equal_source_bitwise(tensors, source):
     kept = [name for name in source if name.removesuffix(".weight") not in LINEARS]
     assert len(kept) == 4 * 2 + 2
     for name in kept:
@@ -137,7 +137,7 @@ def test_everything_else_is_the_source_bit_for_bit(tensors, source):
     assert "lm_head.weight" not in tensors  # tied
 
 
-def test_both_config_files_hold_the_block(written, docs_5m):
+def test_both_config_files_have_quantization_config(written, docs_5m):
     config = json.loads((written / "config.json").read_text())
     block = config.pop("quantization_config")
     assert block == {
@@ -168,7 +168,7 @@ def test_shards_have_metadata_and_an_index(written, shards, tensors):
     assert index["metadata"]["total_size"] == total
 
 
-def test_tokenizer_and_template_come_along_and_nothing_else(written, shards, docs_5m):
+def test_only_tokenizer_and_template_are_copied(written, shards, docs_5m):
     side_files = {path.name for path in docs_5m.iterdir()} - {"config.json", "model.safetensors"}
     for name in side_files - {"README.md"}:
         assert (written / name).read_bytes() == (docs_5m / name).read_bytes()

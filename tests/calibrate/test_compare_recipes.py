@@ -38,7 +38,7 @@ Second heading
 """
 
 
-def test_sets_are_of_three_kinds():
+def test_documents_split_into_three_kinds_of_sets():
     found = split([DOCUMENT, "short"])
     prose = found["prose"][0]["text"]
     assert len(found["prose"]) == len(found["chat"]) == 1 and len(found["docs"]) == 2
@@ -59,7 +59,7 @@ def row(recipe, text, perplexity, divergence, calibration="a"):
     return compare_recipes.Row(recipe=recipe, calibration=calibration, text=text, measured=measured)
 
 
-def test_recipes_above_rounding_are_named():
+def test_recipes_worse_than_rounding_are_marked():
     rows = [
         row("rtn", "wiki", 30.0, 0.3, "-"),
         row("rtn", "docs", 20.0, 0.2, "-"),
@@ -75,12 +75,12 @@ def test_recipes_above_rounding_are_named():
     assert "gptq" in compare_recipes.spread([*rows, row("gptq", "docs", 19.0, 0.2, "c")])
 
 
-def test_tools_are_those_that_can_be_run():
+def test_listed_tools_equal_runnable_tools():
     assert list(compare_recipes.TOOLS) == list(other_quantizers.TOOLS)
 
 
 @pytest.mark.parametrize("source", ["a file", compare_recipes.DEFAULT_TEXTS])
-def test_tools_get_the_windows_of_quantize(docs_5m, tmp_path, source):
+def test_tools_use_the_windows_of_quantize(docs_5m, tmp_path, source):
     if source == "a file":
         file = tmp_path / "texts.jsonl"
         lines = [json.dumps({"text": f"{number} {RUNNING}"}) for number in range(8)]

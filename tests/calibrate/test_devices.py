@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from calibrate import devices
 from calibrate.calibration.kv_range import KvRange
-from calibrate.calibration.stream import windows_of_lanes
-from calibrate.devices import Devices, Stopped, Turns
+from calibrate.calibration.stream import windows_of_devices
+from calibrate.devices import Devices, OrderedSections, Stopped
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.evaluation import Evaluation
 from calibrate.recipe import RECIPES, Recipe
@@ -48,8 +48,8 @@ def quantize(source, target, device, **options):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_windows_are_shared_out_by_whole_batches(count):
-    rows = windows_of_lanes(torch.zeros(7, 64), count)
+def test_windows_are_divided_by_whole_batches(count):
+    rows = windows_of_devices(torch.zeros(7, 64), count)
     assert torch.cat(rows).sort().values.tolist() == list(range(7))
     if count == 2:
         assert [each.tolist() for each in rows] == [[0, 1, 4, 5], [2, 3, 6]]
@@ -69,7 +69,7 @@ def test_windows_are_shared_out_by_whole_batches(count):
         ("qwen3", ("cpu",) * 9, {"recipe": "rtn"}),  # more than there are batches, or inputs
     ],
 )
-def test_several_devices_write_what_one_does(
+def test_several_devices_write_same_bytes_as_one(
     tiny_model, tmp_path, monkeypatch, family, devices, options
 ):
     """Every byte: a sum in another order would change a third of a model's last codes."""
@@ -93,7 +93,7 @@ def test_several_devices_write_what_one_does(
     assert (one.quality is not None) == ("eval_text" in options)
 
 
-def test_tuning_sees_the_windows_in_their_order(tiny_model, tmp_path, monkeypatch):
+def test_tuning_windows_keep_their_order(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setitem(
         RECIPES, "autoround", replace(RECIPES["autoround"], tuning=Tuning(steps=4, tokens=128))
     )
@@ -103,7 +103,7 @@ def test_tuning_sees_the_windows_in_their_order(tiny_model, tmp_path, monkeypatc
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_each_device_solves_some_of_the_linears(tiny_model, tmp_path, monkeypatch):
+def test_linears_are_divided_over_devices(tiny_model, tmp_path, monkeypatch):
     jobs, here, on = {}, threading.local(), devices._on
 
     def on_a_device(name, job):
@@ -124,7 +124,7 @@ def test_each_device_solves_some_of_the_linears(tiny_model, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_error_on_one_device_ends_the_others_and_is_raised_once(tiny_model, tmp_path, interrupted):
+def test_error_on_one_device_stops_all_and_is_raised_once(tiny_model, tmp_path, interrupted):
     """The other devices end before their next linear."""
     wait = threading.Event()
     solved = []
@@ -153,7 +153,7 @@ def test_error_on_one_device_ends_the_others_and_is_raised_once(tiny_model, tmp_
     assert left == ([".out.unfinished"] if interrupted else [])
 
 
-def test_first_real_error_is_the_one_that_is_raised():
+def test_original_error_is_raised():
     devices = Devices.parse(THREE)
 
     def patient():
@@ -171,9 +171,9 @@ def test_first_real_error_is_the_one_that_is_raised():
     assert not issubclass(Stopped, InputError)
 
 
-def test_turns_do_not_follow_arrival():
+def test_turn_order_is_independent_of_arrival():
     devices, seen = Devices.parse(THREE), []
-    turns = Turns(devices.check)
+    turns = OrderedSections(devices.check)
 
     def work(number):
         for round_ in range(5):
@@ -189,7 +189,7 @@ def test_turns_do_not_follow_arrival():
 
 def test_waiting_for_a_failed_turn_ends():
     devices = Devices.parse(TWO)
-    turns = Turns(devices.check)
+    turns = OrderedSections(devices.check)
 
     def broken():
         raise ZeroDivisionError
@@ -202,7 +202,7 @@ def test_waiting_for_a_failed_turn_ends():
         devices.together([broken, waiting])
 
 
-def test_run_of_one_device_goes_on_with_two(tiny_model, tmp_path):
+def test_one_device_run_resumes_on_two(tiny_model, tmp_path):
     def stop(weight, stats, spec, name):
         if "layers.1" in name and threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
@@ -224,12 +224,12 @@ def test_run_of_one_device_goes_on_with_two(tiny_model, tmp_path):
         ((), "expected one or more"),
     ],
 )
-def test_devices_that_are_refused(device, words):
+def test_invalid_device_lists_are_refused(device, words):
     with pytest.raises(InputError, match=words):
         Devices.parse(device)
 
 
-def test_gpus_by_name(monkeypatch):
+def test_gpu_names_parse(monkeypatch):
     """Without a GPU: the test replaces torch's answers."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -247,7 +247,7 @@ def test_gpus_by_name(monkeypatch):
         Devices.parse("all")
 
 
-def test_merged_ranges_are_the_largest():
+def test_merged_ranges_are_maxima():
     ranges = [KvRange(per_head=True) for _ in range(2)]
     keys = torch.zeros(2, 1, 2, 3, 4)
     keys[0, 0, 0, 0, 0], keys[1, 0, 1, 2, 3] = -5.0, 7.0

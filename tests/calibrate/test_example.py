@@ -23,7 +23,7 @@ def run_example(model, target):
     )
 
 
-def test_mistake_is_one_line(docs_5m, tmp_path):
+def test_existing_target_gives_one_line_error(docs_5m, tmp_path):
     (tmp_path / "mine").touch()
     run = run_example(docs_5m, tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.stderr
@@ -32,7 +32,7 @@ def test_mistake_is_one_line(docs_5m, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_custom_framework(docs_5m, tmp_path):
+def test_custom_framework_example_writes_valid_folder(docs_5m, tmp_path):
     target = tmp_path / "mine"
     run = run_example(docs_5m, target)
     assert run.returncode == 0, run.stderr

@@ -56,7 +56,7 @@ def assert_nothing_left(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlp.up_proj", "input_layernorm"])
-def test_nan_weight_stops_the_run_with_its_name(copy_5m, tmp_path, name):
+def test_nan_weight_is_refused_by_name(copy_5m, tmp_path, name):
     full = f"model.layers.2.{name}.weight"
     source = copy_5m(lambda tensors: tensors[full].view(-1)[7:8].fill_(math.nan))
     with pytest.raises(CheckpointError, match=f"{full}: its weights contain NaN"):
@@ -64,7 +64,7 @@ def test_nan_weight_stops_the_run_with_its_name(copy_5m, tmp_path, name):
     assert_nothing_left(tmp_path)
 
 
-def test_activations_that_overflow_stop_the_run_with_the_linears_name(copy_5m, tmp_path):
+def test_overflowing_activations_error_names_linear(copy_5m, tmp_path):
     def change(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"].fill_(1e38)
 
@@ -83,7 +83,7 @@ GATE = "model.layers.2.mlp.gate_proj"
     + [("rtn", "w8a16-sym"), ("rtn", "w8a8"), ("smoothquant+gptq", "w8a8")],
 )
 @pytest.mark.parametrize("factor", [1e8, pytest.param(1e-9, marks=pytest.mark.exhaustive)])
-def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, scheme, factor):
+def test_weights_beyond_float16_scales_are_refused(copy_5m, tmp_path, recipe, scheme, factor):
     source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(factor))
     options = {**FAST, "scheme": Scheme.parse(scheme), "ignore": ["layers.0", "layers.1"]}
     with pytest.raises(RangeError, match=f"{GATE}: its largest weight is .*float16"):
@@ -91,7 +91,7 @@ def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, schem
     assert_nothing_left(tmp_path)
 
 
-def test_weights_beyond_the_scales_in_float8_and_in_float(copy_5m, tmp_path):
+def test_weights_beyond_float16_scales_run_as_float8_or_float(copy_5m, tmp_path):
     """The error's remedies work: float8 has float32 scales, and a linear may stay in float."""
     source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(1e-9))
     options = {**FAST, "scheme": Scheme.parse("w8a8-fp8")}
@@ -101,7 +101,7 @@ def test_weights_beyond_the_scales_in_float8_and_in_float(copy_5m, tmp_path):
     assert not any(linear.notes for linear in report.linears)
 
 
-def test_rows_that_get_the_smallest_scale_are_reported(copy_5m, tmp_path, caplog):
+def test_rows_with_smallest_scale_are_reported(copy_5m, tmp_path, caplog):
     def change(tensors):
         tensors[f"{GATE}.weight"][10:13] = 2e-6
         tensors[f"{GATE}.weight"][20] = 1e-4  # subnormal: 1e-4 / 8 is below 6.1e-5
@@ -119,7 +119,7 @@ def test_rows_that_get_the_smallest_scale_are_reported(copy_5m, tmp_path, caplog
 
 
 @pytest.mark.parametrize("scale", [1e5, 1e-8])
-def test_own_solver_with_scales_beyond_float16_is_refused(docs_5m, tmp_path, scale):
+def test_custom_solver_with_scales_beyond_float16_is_refused(docs_5m, tmp_path, scale):
     def mine(weight, stats, spec, name):
         codes = torch.zeros(weight.shape, dtype=torch.uint8)
         scales = torch.full((weight.shape[0], spec.num_groups(weight.shape[1])), scale)
@@ -132,7 +132,7 @@ def test_own_solver_with_scales_beyond_float16_is_refused(docs_5m, tmp_path, sca
         quantize_checkpoint(docs_5m, tmp_path / "out", recipe=recipe, **FAST)
 
 
-def test_solver_that_gives_up_is_replaced_and_reported(docs_5m, tmp_path, caplog):
+def test_failed_solver_is_replaced_by_rounding_and_reported(docs_5m, tmp_path, caplog):
     def picky(weight, stats, spec, name):
         if name.endswith("1.mlp.down_proj"):
             raise SolverError(name, "too hard")
@@ -179,7 +179,7 @@ def _reordered(weight, spec):
         (_reordered, "inputs are not grouped in order"),
     ],
 )
-def test_own_solver_with_a_wrong_result_is_refused(docs_5m, tmp_path, returned, text):
+def test_custom_solver_with_invalid_result_is_refused(docs_5m, tmp_path, returned, text):
     recipe = Recipe(
         name="mine", solver=lambda w, _, spec, name: returned(w, spec), needs_data=False
     )
@@ -188,7 +188,7 @@ def test_own_solver_with_a_wrong_result_is_refused(docs_5m, tmp_path, returned, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_own_solver_may_write_into_its_weight(docs_5m, tmp_path):
+def test_custom_solver_may_modify_its_weight(docs_5m, tmp_path):
     def mine(weight, stats, spec, name):
         packed = rtn.solve(weight, stats, spec, name)
         weight.fill_(math.nan)
@@ -202,7 +202,7 @@ def test_own_solver_may_write_into_its_weight(docs_5m, tmp_path):
     assert mine == plain
 
 
-def test_own_solver_is_given_everything(docs_5m, tmp_path):
+def test_custom_solver_receives_all_arguments(docs_5m, tmp_path):
     seen = {}
 
     def mine(weight, stats, spec, name):
@@ -221,7 +221,7 @@ def test_own_solver_is_given_everything(docs_5m, tmp_path):
     ("family", "module", "experts", "chosen"),
     [("qwen3_moe", "mlp", 6, 2), ("mixtral", "block_sparse_moe", 4, 1)],
 )
-def test_starved_expert_is_rounded_and_reported(
+def test_expert_without_tokens_is_rounded_and_reported(
     tiny_model, tmp_path, family, module, experts, chosen
 ):
     source = tmp_path / "moe"
@@ -270,7 +270,7 @@ def test_tokenizer_of_another_model_is_refused(copy_5m, tmp_path):
         quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
 
 
-def test_text_shorter_than_a_window_is_an_error_with_remedies(docs_5m, tmp_path):
+def test_text_shorter_than_window_is_refused_with_remedies(docs_5m, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("hello")
     for sequence_length in (2048, 2):  # a smaller --sequence-length would not help
@@ -280,7 +280,7 @@ def test_text_shorter_than_a_window_is_an_error_with_remedies(docs_5m, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
-def test_side_file_that_is_a_dangling_link_stops_the_run_at_once(copy_5m, tmp_path):
+def test_dangling_side_file_link_is_refused_early(copy_5m, tmp_path):
     source = copy_5m(lambda tensors: None)
     (source / "chat_template.jinja").unlink()
     (source / "chat_template.jinja").symlink_to("../../blobs/gone")
@@ -289,7 +289,7 @@ def test_side_file_that_is_a_dangling_link_stops_the_run_at_once(copy_5m, tmp_pa
     assert_nothing_left(tmp_path)
 
 
-def test_defaults_by_scheme():
+def test_default_recipe_by_scheme():
     assert default_recipe(Scheme.parse("w4a16-sym")) == "awq+gptaq"
     assert default_recipe(Scheme.parse("w4a16-sym"), keeps_inputs=True) == "gptaq"
     assert default_recipe(Scheme.parse("w3a16-sym")) == "gptaq"
@@ -301,7 +301,7 @@ def test_defaults_by_scheme():
 
 
 @pytest.mark.exhaustive
-def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
+def test_report_has_settings_to_reproduce_run(docs_5m, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Ownership is a set of rules. " * 300}))
     target = tmp_path / "out"
@@ -329,7 +329,7 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
     assert list((tmp_path / "spill").iterdir()) == []
 
 
-def test_code_in_the_models_folder_is_not_run(docs_5m, tmp_path, monkeypatch):
+def test_remote_code_is_not_run(docs_5m, tmp_path, monkeypatch):
     """Not even if transformers asks and the user says yes."""
     source = tmp_path / "source"
     shutil.copytree(docs_5m, source)
@@ -344,7 +344,7 @@ def test_code_in_the_models_folder_is_not_run(docs_5m, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{"model_type": "nonsense"}, {"hidden_act": ["a", "b"]}])
-def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change):
+def test_config_refused_by_transformers_gives_one_line_error(docs_5m, tmp_path, change):
     source = tmp_path / "source"
     shutil.copytree(docs_5m, source)
     config = json.loads((source / "config.json").read_text())
@@ -372,7 +372,7 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
         ),
     ],
 )
-def test_config_of_another_model_is_named(copy_5m, tmp_path, recipe, change, text):
+def test_config_of_other_model_is_refused(copy_5m, tmp_path, recipe, change, text):
     source = copy_5m(lambda tensors: None)
     change_config(source, **change)
     with pytest.raises(InputError, match=text):

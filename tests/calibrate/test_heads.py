@@ -43,7 +43,7 @@ def trained(docs_5m, tmp_path_factory):
     return folder
 
 
-def test_training_writes_what_servers_read(trained, docs_5m):
+def test_training_writes_servable_head(trained, docs_5m):
     told = json.loads((trained / "train_eagle3" / "training.json").read_text())
     assert told["batches"] >= 3 and len(told["accuracy_of_steps"]) == 5
     for layout in ("original", "speculators"):
@@ -59,7 +59,7 @@ def test_training_writes_what_servers_read(trained, docs_5m):
     assert 0 < learned < 0.1
 
 
-def test_a_rate_that_falls_within_the_time(monkeypatch):
+def test_learning_rate_decays_within_time_limit(monkeypatch):
     """Training ends when its time is over, even if batches are left."""
     module = torch.nn.Linear(4, 4)
     seen = []
@@ -76,7 +76,7 @@ def test_a_rate_that_falls_within_the_time(monkeypatch):
     assert done == len(seen) == 4
 
 
-def test_continuations_are_the_models_own(docs_5m, monkeypatch):
+def test_continuations_equal_transformers_greedy(docs_5m, monkeypatch):
     """The loop over fixed memory gives transformers' greedy tokens."""
     target = Target(docs_5m, device="cpu", aux_layers=(1,))
     prompts = torch.randint(3, 8000, (5, 11), generator=torch.Generator().manual_seed(1))
@@ -96,7 +96,7 @@ def test_continuations_are_the_models_own(docs_5m, monkeypatch):
     [W4, pytest.param(Scheme.parse("w8a8", None), marks=pytest.mark.exhaustive)],
     ids=str,
 )
-def test_eagle3_is_quantized_and_read_back(scheme, trained, docs_5m, tmp_path):
+def test_eagle3_quantization_round_trips(scheme, trained, docs_5m, tmp_path):
     source = trained / "train_eagle3" / "original"
     report = quantize_head(
         source,
@@ -119,7 +119,7 @@ def test_eagle3_is_quantized_and_read_back(scheme, trained, docs_5m, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_data_makes_better_codes(trained, docs_5m, tmp_path):
+def test_calibration_data_lowers_head_error(trained, docs_5m, tmp_path):
     errors = {}
     for recipe in ("rtn", "gptq"):
         report = quantize_head(
@@ -136,7 +136,7 @@ def test_data_makes_better_codes(trained, docs_5m, tmp_path):
     assert sum(errors["gptq"]) < 0.9 * sum(errors["rtn"])
 
 
-def test_medusa_is_quantized_by_the_command_line(trained, docs_5m, tmp_path, capsys):
+def test_medusa_is_quantized_by_command(trained, docs_5m, tmp_path, capsys):
     source = str(trained / "train_medusa" / "medusa")
     arguments = ["--samples", "3", "--sequence-length", "48", "--target", str(docs_5m)]
     assert cli.main(["quantize", source, "-o", str(tmp_path / "head"), *arguments]) == 0
@@ -155,20 +155,20 @@ def test_medusa_is_quantized_by_the_command_line(trained, docs_5m, tmp_path, cap
         (["--pad"], "--pad: .* is a draft head"),
     ],
 )
-def test_unsupported_settings_of_a_head_are_refused(more, problem, trained, tmp_path, capsys):
+def test_unsupported_head_settings_are_refused(more, problem, trained, tmp_path, capsys):
     source = str(trained / "train_medusa" / "medusa")
     assert cli.main(["quantize", source, "-o", str(tmp_path / "head"), *more]) == 1
     assert re.search(problem, capsys.readouterr().err)
     assert not (tmp_path / "head").exists()
 
 
-def test_a_target_is_for_heads_alone(docs_5m, tmp_path, capsys):
+def test_target_option_is_refused_for_models(docs_5m, tmp_path, capsys):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--target", str(docs_5m)]
     assert cli.main(arguments) == 1
     assert "is not a draft head" in capsys.readouterr().err
 
 
-def test_another_models_head_is_not_calibrated(trained, tiny_model, tmp_path):
+def test_head_of_other_model_is_refused(trained, tiny_model, tmp_path):
     with pytest.raises(InputError):
         quantize_head(
             trained / "train_eagle3" / "original",
@@ -182,7 +182,7 @@ def test_another_models_head_is_not_calibrated(trained, tiny_model, tmp_path):
     assert not (tmp_path / "head").exists()
 
 
-def test_damage_is_named_by_inspect(trained, tmp_path):
+def test_damaged_head_is_reported_by_inspect(trained, tmp_path):
     source = trained / "train_eagle3" / "original"
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")

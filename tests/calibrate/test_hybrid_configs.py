@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("method", CASES)
 @pytest.mark.parametrize("family", MEMBERS)
-def test_vllm_finds_what_is_float(tiny_model, tmp_path, family, method):
+def test_vllm_reads_float_linears_from_config(tiny_model, tmp_path, family, method):
     scheme, is_float = CASES[method]
     target = tmp_path / "out"
     quantize_checkpoint(

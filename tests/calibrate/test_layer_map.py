@@ -18,7 +18,7 @@ QWEN35 = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 3, **DEL
 NET = "linear_attn.in_proj"
 
 
-def test_linears_of_a_net_share_the_input_of_its_gates():
+def test_delta_net_linears_share_input_with_gates():
     names = find_layer_map(QWEN35)
     first, out, gate_up, down = names.inputs(QWEN35, 0)
     assert first == (f"{NET}_qkv", f"{NET}_z", f"{NET}_b", f"{NET}_a")
@@ -29,7 +29,7 @@ def test_linears_of_a_net_share_the_input_of_its_gates():
     }
 
 
-def test_layers_are_told_apart_as_transformers_does():
+def test_layer_types_equal_transformers():
     """By layer_types, or each fourth has attention, or each n-th."""
     without = {k: v for k, v in QWEN35.items() if k != "layer_types"} | {"num_hidden_layers": 8}
     names = find_layer_map(without)
@@ -39,7 +39,7 @@ def test_layers_are_told_apart_as_transformers_does():
     assert [names.has_state(each_second, layer) for layer in range(4)] == [True, False] * 2
 
 
-def test_required_tensors_are_those_of_the_file(tiny_model):
+def test_required_tensors_equal_file(tiny_model):
     folder = tiny_model("qwen3_5")
     config = json.loads((folder / "config.json").read_text())
     names = find_layer_map(config)
@@ -49,7 +49,7 @@ def test_required_tensors_are_those_of_the_file(tiny_model):
     assert kinds == ["norm", "values", "norm", "up"]
 
 
-def test_factors_move_and_the_model_stays_the_same(tiny_model, tmp_path):
+def test_awq_factors_preserve_model_output(tiny_model, tmp_path):
     """AWQ scales norms before nets, their gates included: in 8 bits hardly anything changes."""
     from calibrate.float_model import FloatModel
 
@@ -85,7 +85,7 @@ def test_rotation_is_refused(tiny_model, tmp_path):
         )
 
 
-def test_no_factor_moves_through_an_activation_that_is_not_relu():
+def test_factors_pass_only_through_relu():
     config = {"architectures": ["OPTForCausalLM"], "num_hidden_layers": 1}
     kinds = {
         activation: [
@@ -99,7 +99,7 @@ def test_no_factor_moves_through_an_activation_that_is_not_relu():
     assert kinds == {"relu": ["norm", "values", "norm", "up"], "gelu": ["norm", "values", "norm"]}
 
 
-def test_a_parallel_block_has_one_input_for_attention_and_feed_forward():
+def test_parallel_block_shares_one_input():
     config = {"architectures": ["CohereForCausalLM"], "num_hidden_layers": 1}
     names = find_layer_map(config)
     first, out, down = names.inputs(config, 0)

@@ -84,7 +84,7 @@ def theirs(folder, source):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_quality_is_that_of_the_library_with_rounded_inputs(made, small_5m, name):
+def test_quality_equals_library_with_rounded_inputs(made, small_5m, name):
     folder, report = made(name)
     ids = read_evaluation(FloatModel(small_5m()), None, 1, True).ids_WS
     model = transformers.AutoModelForCausalLM.from_pretrained(small_5m(), dtype=torch.float32)
@@ -101,7 +101,7 @@ def test_quality_is_that_of_the_library_with_rounded_inputs(made, small_5m, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_that_the_library_decompresses(made, small_5m, name):
+def test_weights_equal_library_decompression(made, small_5m, name):
     folder, _ = made(name)
     reader, model = CheckpointReader(folder), theirs(folder, small_5m())
     config = QuantConfig.from_dict(reader.config[BLOCK])
@@ -113,7 +113,7 @@ def test_weights_are_those_that_the_library_decompresses(made, small_5m, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_engine_runs_the_weights_alone_and_says_so(made, small_5m, caplog, name):
+def test_engine_runs_weight_only_and_reports_it(made, small_5m, caplog, name):
     folder, _ = made(name)
     model = theirs(folder, small_5m())
     for module in model.modules():
@@ -129,7 +129,7 @@ def test_engine_runs_the_weights_alone_and_says_so(made, small_5m, caplog, name)
 
 
 @pytest.mark.parametrize("name", ["w4a4-nvfp4", "w4a16-nvfp4"])
-def test_linears_that_servers_load_as_one_have_one_global_scale(made, name):
+def test_fused_linears_share_global_scale(made, name):
     """vLLM takes the largest of a fused matrix's global scales for all of it."""
     folder, _ = made(name)
     reader = CheckpointReader(folder)
@@ -147,7 +147,7 @@ def test_linears_that_servers_load_as_one_have_one_global_scale(made, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rounding_of_inputs_is_the_librarys(name):
+def test_input_rounding_equals_library(name):
     """Also for zeros, and for groups that end at a power of two."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
@@ -168,7 +168,7 @@ def test_rounding_of_inputs_is_the_librarys(name):
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_mxfp8_scales_are_powers_of_two_that_clip_nothing():
+def test_mxfp8_scales_are_nonclipping_powers_of_two():
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     weight[0, :32] = 0
     weight[1, 0], weight[2, 0], weight[3, 0] = 448.0, 447.0, 2.0**-9
@@ -178,7 +178,7 @@ def test_mxfp8_scales_are_powers_of_two_that_clip_nothing():
     assert relative(found.dequantize(), weight) < 0.04
 
 
-def test_files_with_both_kinds_of_inputs_are_refused():
+def test_mixed_activation_schemes_are_refused():
     schemes = {"a": MICROSCALED["w4a4-mxfp4"], "b": Scheme.parse("w4a16-mxfp4")}
     with pytest.raises(InputError, match="w4a4-mxfp4: cannot be stored in one checkpoint"):
         QuantConfig.of_modules("compressed-tensors", schemes)
@@ -191,5 +191,5 @@ def test_files_with_both_kinds_of_inputs_are_refused():
 
 
 @pytest.mark.parametrize("name", MICROSCALED)
-def test_names_are_read_back(name):
+def test_scheme_names_round_trip(name):
     assert str(Scheme.parse(name)) == name

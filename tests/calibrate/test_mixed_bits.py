@@ -34,7 +34,7 @@ def choices_of(seed):
 
 @pytest.mark.parametrize("spec", [G128, ASYMMETRIC])
 @pytest.mark.parametrize("bits", [2.7, 3.5, 4.125, 6.0])
-def test_the_choice_is_the_best_that_the_budget_buys(spec, bits):
+def test_assignment_is_optimal_within_budget(spec, bits):
     for seed in range(4):
         choices = choices_of(seed)
         total = sum(choice.weights for choice in choices)
@@ -54,14 +54,14 @@ def test_the_choice_is_the_best_that_the_budget_buys(spec, bits):
         assert cost(found) == pytest.approx(cost(best))
 
 
-def test_a_budget_below_the_fewest_bits_is_refused():
+def test_budget_below_minimum_bits_is_refused():
     with pytest.raises(
         SchemeError, match="1.9 bits per weight: is too few: even 2 bits take 2.125"
     ):
         choose(choices_of(0), G128, 1.9)
 
 
-def test_a_run_keeps_to_its_budget_and_to_fused_matrices(tiny_model, tmp_path):
+def test_run_stays_within_budget_and_keeps_fused_bits_equal(tiny_model, tmp_path):
     ids = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
     data = CalibrationData(ids_WS=ids, source="test", seed=0)
     report = quantize_checkpoint(
@@ -114,7 +114,7 @@ def test_experts_of_a_layer_have_the_same_bits(tiny_model, tmp_path):
     assert {v.program: v.answer for v in found.loads_in}["vLLM"] == "yes"
 
 
-def test_a_scheme_without_other_bits_is_refused(tiny_model, tmp_path):
+def test_scheme_without_other_bit_widths_is_refused(tiny_model, tmp_path):
     with pytest.raises(InputError, match="w8a8.*fixed number of bits"):
         quantize_checkpoint(
             tiny_model("qwen3"),

@@ -43,7 +43,9 @@ def assert_nothing_left(source: Path) -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-sym-channel"])
-def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, architecture, scheme):
+def test_rtn_codes_equal_from_float_and_other_tensors_equal_source(
+    tiny_checkpoint, architecture, scheme
+):
     model, scheme = tiny_checkpoint(architecture), Scheme.parse(scheme)
     target, report = quantize(model.write(), scheme)
     written = CheckpointReader(target)
@@ -82,7 +84,7 @@ def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, archit
         *(pytest.param(name, 4, marks=pytest.mark.exhaustive) for name in ("bloom", "mpt")),
     ],
 )
-def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, linears):
+def test_other_architectures_are_quantized(tiny_model, tmp_path, family, linears):
     source = CheckpointReader(tiny_model(family))
     report = quantize_checkpoint(
         source.folder, tmp_path / "out", scheme=SCHEME, recipe="rtn", progress=False
@@ -99,7 +101,7 @@ def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, l
         assert torch.equal(written.get(name), source.get(name))
 
 
-def test_doctor_finds_nothing_wrong_with_the_result(tiny_checkpoint):
+def test_inspect_finds_no_problems_in_result(tiny_checkpoint):
     model = tiny_checkpoint()
     model.config |= {"model_type": "llama", "intermediate_size": 96}
     model.config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -123,7 +125,7 @@ def test_tensors_that_are_not_quantized_keep_the_source_dtype(tiny_checkpoint, d
     assert written.get("model.layers.0.mlp.up_proj.scales").dtype == torch.float16
 
 
-def test_tensors_that_no_map_names_are_copied_nan_bits_and_all(tiny_checkpoint):
+def test_unmapped_tensors_are_copied_bitwise(tiny_checkpoint):
     model = tiny_checkpoint()
     model.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.tensor(
         [float("nan"), -0.0]
@@ -168,7 +170,7 @@ def refused(source: Path, error: type[Exception], match: str, scheme: Scheme = S
     return str(caught.value)
 
 
-def test_unknown_names_list_the_known_ones(tiny_checkpoint):
+def test_unknown_name_errors_list_known_names(tiny_checkpoint):
     model = tiny_checkpoint()
     refused(model.write(), InputError, "known recipes: rtn", recipe="magic")
     refused(
@@ -184,7 +186,7 @@ def test_unknown_names_list_the_known_ones(tiny_checkpoint):
         assert "formats/families.py" in message
 
 
-def test_scheme_that_a_format_cannot_hold_is_refused_with_the_reason(tiny_checkpoint):
+def test_scheme_unsupported_by_format_is_refused_with_reason(tiny_checkpoint):
     source = tiny_checkpoint().write()
     for scheme, output_format, reason in (
         ("w8a16-sym-g32", "awq", "awq holds 4-bit weights.*formats that can: gptq, compressed"),
@@ -195,7 +197,7 @@ def test_scheme_that_a_format_cannot_hold_is_refused_with_the_reason(tiny_checkp
         refused(source, SchemeError, reason, Scheme.parse(scheme), output_format=output_format)
 
 
-def test_recipe_that_cannot_make_float8_is_refused(tiny_checkpoint):
+def test_recipe_without_float8_is_refused(tiny_checkpoint):
     refused(
         tiny_checkpoint().write(),
         InputError,
@@ -206,7 +208,7 @@ def test_recipe_that_cannot_make_float8_is_refused(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("recipe", ["awq+gptq", "autoround", "smoothquant"])
-def test_recipe_that_cannot_make_4_bit_floats_is_refused(tiny_checkpoint, recipe):
+def test_recipe_without_fp4_is_refused(tiny_checkpoint, recipe):
     refused(
         tiny_checkpoint().write(),
         InputError,
@@ -226,7 +228,7 @@ def use_solver(monkeypatch, solver) -> None:
     monkeypatch.setitem(recipe.RECIPES, "rtn", row)
 
 
-def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, monkeypatch):
+def test_incompatible_shape_is_refused_early(tiny_checkpoint, monkeypatch):
     use_solver(monkeypatch, never)
     model = tiny_checkpoint()
     message = refused(model.write(), SchemeError, "group size 128", Scheme.parse("w4a16-sym"))
@@ -240,9 +242,7 @@ def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, mon
     refused(model.write(), CheckpointError, f"{name}.weight.*float matrix")
 
 
-def test_result_that_does_not_fit_on_the_disk_is_refused_before_any_work(
-    tiny_checkpoint, monkeypatch
-):
+def test_result_larger_than_free_disk_is_refused_early(tiny_checkpoint, monkeypatch):
     use_solver(monkeypatch, never)
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -260,14 +260,14 @@ def test_result_that_does_not_fit_on_the_disk_is_refused_before_any_work(
         ("Qwen3ForCausalLM", "model.layers.0.self_attn.q_norm.weight"),
     ],
 )
-def test_missing_tensor_is_named_before_any_work(tiny_checkpoint, monkeypatch, architecture, name):
+def test_missing_tensor_is_reported_early(tiny_checkpoint, monkeypatch, architecture, name):
     use_solver(monkeypatch, never)
     model = tiny_checkpoint(architecture)
     del model.tensors[name]
     assert name in refused(model.write(), CheckpointError, "tensors missing")
 
 
-def test_more_layers_in_the_config_than_in_the_file(tiny_checkpoint):
+def test_config_with_more_layers_than_file_is_refused(tiny_checkpoint):
     model = tiny_checkpoint()
     model.config["num_hidden_layers"] = 4
     message = refused(model.write(), CheckpointError, "tensors missing")
@@ -279,7 +279,7 @@ def test_more_layers_in_the_config_than_in_the_file(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weight_that_is_not_finite_stops_the_run_and_leaves_nothing(tiny_checkpoint, bad):
+def test_nonfinite_weight_stops_run_and_leaves_no_files(tiny_checkpoint, bad):
     model = tiny_checkpoint()
     model.tensors["model.layers.1.mlp.down_proj.weight"][63, 95] = bad
     refused(model.write(), CheckpointError, "model.layers.1.mlp.down_proj", max_shard_bytes=3000)
@@ -421,9 +421,7 @@ DOWN = "model.layers.1.mlp.down_proj"
         (edit_config("quantize_config.json", lambda c: c.update(bits=8)), "quantize_config.json"),
     ],
 )
-def test_tampering_with_the_staged_folder_stops_the_publication(
-    tiny_checkpoint, monkeypatch, tamper, named
-):
+def test_changed_staging_folder_is_not_published(tiny_checkpoint, monkeypatch, tamper, named):
     verify = finish.verify
 
     def tampered(folder, *others):

@@ -127,7 +127,7 @@ def measured(real_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "rtn"])
-def test_no_recipe_ends_above_rounding(measured, recipe):
+def test_no_recipe_is_worse_than_rounding(measured, recipe):
     """Each recipe with its defaults and its usual scheme, on both texts."""
     scheme = "w8a8" if "smoothquant" in recipe else "w4a16-sym-g64"
     nearest, found = measured("rtn", scheme), measured(recipe, scheme)

@@ -70,7 +70,7 @@ def scales_of(folder, prefix):
         pytest.param("qwen3_moe", "cpu", marks=pytest.mark.exhaustive),
     ],
 )
-def test_starved_experts_have_the_largest_scale_of_the_others(starving, tmp_path, family, device):
+def test_experts_without_tokens_get_largest_scale_of_others(starving, tmp_path, family, device):
     module, linears, _ = FAMILIES[family]
     report = quantize_checkpoint(starving(family), tmp_path / "out", device=device, **OPTIONS)
     prefix = f"model.layers.0.{module}.experts"
@@ -89,7 +89,7 @@ def test_starved_experts_have_the_largest_scale_of_the_others(starving, tmp_path
     assert "--moe-calibrate-all-experts" in warning and warning in report.to_text()
 
 
-def test_expert_that_saw_only_zeros_is_starved(starving, tmp_path):
+def test_expert_with_only_zero_inputs_counts_as_without_tokens(starving, tmp_path):
     """An expert whose up_proj is zero gives its down_proj nothing but zeros."""
     folder = tmp_path / "model"
     shutil.copytree(starving("qwen3_moe"), folder)
@@ -103,7 +103,7 @@ def test_expert_that_saw_only_zeros_is_starved(starving, tmp_path):
     assert "only zeros reached a linear of expert 2: " in "; ".join(report.warnings)
 
 
-def test_scales_that_are_given_count_and_stay(starving, tmp_path):
+def test_given_scales_are_kept_and_used_for_others(starving, tmp_path):
     prefix = "model.layers.0.mlp.experts"
     given = {f"{prefix}.0.gate_proj": 0.25, f"{prefix}.3.down_proj": 0.75}
     quantize_checkpoint(starving("qwen3_moe"), tmp_path / "out", input_scales=given, **OPTIONS)
@@ -115,7 +115,7 @@ def test_scales_that_are_given_count_and_stay(starving, tmp_path):
 @pytest.mark.parametrize(
     "family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)]
 )
-def test_every_token_at_every_expert(starving, tmp_path, family):
+def test_all_tokens_are_sent_to_all_experts(starving, tmp_path, family):
     """The experts read what transformers' layer gives its own."""
     module, (gate, *_), _ = FAMILIES[family]
     report = quantize_checkpoint(
@@ -140,7 +140,7 @@ def test_every_token_at_every_expert(starving, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layer_passes_on_what_its_router_chose(starving, family):
+def test_layer_output_uses_routed_experts(starving, family):
     model = FloatModel(starving(family))
     runner = LayerRunner(model, model.layer_map, "cpu")
     hidden = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(1))
@@ -151,7 +151,7 @@ def test_layer_passes_on_what_its_router_chose(starving, family):
     assert torch.allclose(usual, routed, atol=1e-6)
 
 
-def test_flag_without_effect_is_refused(starving, docs_5m, tmp_path):
+def test_expert_flag_without_effect_is_refused(starving, docs_5m, tmp_path):
     flag = {"moe_calibrate_all_experts": True}
     with pytest.raises(
         InputError, match="--moe-calibrate-all-experts: has no effect: the model has no experts"

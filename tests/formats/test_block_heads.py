@@ -81,14 +81,14 @@ def write(folder, config, tensors):
     "config, kind",
     [(ZLAB, "dflash"), (DEEPSPEC, "dspark"), (NESTED, "dspark"), (AMAZON, "peagle")],
 )
-def test_kinds_are_told_apart(config, kind, tmp_path):
+def test_head_kinds_are_detected(config, kind, tmp_path):
     assert head_kind(config) == kind
     folder = write(tmp_path, config, tensors_of(read_head_config(config, kind)))
     assert kind_of_folder(folder) == HeadFolder(folder).config.kind == kind
     assert inspect_head(folder).ok and "in one pass" in inspect_head(folder).to_text()
 
 
-def test_states_are_counted_as_each_layout_does():
+def test_state_indices_follow_each_layout():
     """A flat config names the layer whose output a state is; speculators counts the layers."""
     assert read_head_config(ZLAB, "dflash").aux_layers(8) == (2, 6)
     assert read_head_config(NESTED, "dspark").aux_layers(8) == (2, 6)
@@ -101,7 +101,7 @@ def test_states_are_counted_as_each_layout_does():
         read_head_config(ZLAB, "dflash").aux_layers(5)
 
 
-def test_what_rows_of_a_block_see():
+def test_block_attention_rows_and_windows():
     def seen(**more):
         return read_head_config({**ZLAB, **more}, "dflash").attentions
 
@@ -119,7 +119,7 @@ def test_what_rows_of_a_block_see():
         seen(sliding_window=None)
 
 
-def test_number_of_drafts():
+def test_number_of_drafts_by_head_kind():
     """DFlash's newest token predicts nothing; DSpark's predicts the first draft."""
     assert read_head_config(ZLAB, "dflash").most_drafts == 15
     assert read_head_config(DEEPSPEC, "dspark").most_drafts == 7
@@ -138,7 +138,7 @@ def test_number_of_drafts():
         ({"logit_scale": "1"}, "logit_scale: expected a number"),
     ],
 )
-def test_keys_that_are_not_served_are_refused_by_name(changed, problem):
+def test_unsupported_keys_are_refused_by_name(changed, problem):
     with pytest.raises(CheckpointError, match=problem):
         read_head_config({**DEEPSPEC, **changed}, "dspark")
 
@@ -151,10 +151,10 @@ def test_dflash_2_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("config", [ZLAB, DEEPSPEC, NESTED])
-def test_both_layouts_are_the_same_head(config, tmp_path):
+def test_both_layouts_give_the_same_head(config, tmp_path):
     read = read_head_config(config, head_kind(config))
     if config is not NESTED:  # counted as speculators does
-        read = replace(read, stated_aux_layers=(2, 6))
+        read = replace(read, explicit_aux_layers=(2, 6))
     tensors = tensors_of(read)
     if read.draft_vocab_size < 64:
         tensors |= {"d2t": torch.arange(40), "t2d": torch.zeros(64, dtype=torch.bool)}
@@ -164,14 +164,17 @@ def test_both_layouts_are_the_same_head(config, tmp_path):
         found = HeadFolder(out).config
         assert found.aux_layers(8) == (2, 6)
         same = replace(
-            found, layout=read.layout, stated_aux_layers=read.stated_aux_layers, values=read.values
+            found,
+            layout=read.layout,
+            explicit_aux_layers=read.explicit_aux_layers,
+            values=read.values,
         )
         assert same == read
         assert load_file(out / "model.safetensors").keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("config", [AMAZON, PEAGLE])
-def test_layouts_of_heads_that_draft_in_parallel(config, tmp_path):
+def test_parallel_head_layouts(config, tmp_path):
     read = read_head_config(config, "peagle")
     assert read.mask_token_id in (60, 61) and not read.norm_before_residual
     tensors = {**tensors_of(read), "mask_hidden": torch.randn(1, 1, 96)}

@@ -74,7 +74,7 @@ def gptq_tensors(codes, scales, zeros, bits, version, g_idx=None) -> dict[str, t
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gptq(bits, symmetric, version, dtype):
+def test_gptq_equals_handmade(bits, symmetric, version, dtype):
     codes, scales, zeros = parts(bits, symmetric, low=1 if version == "v1" else 0, dtype=dtype)
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=L)
     packed = gptq.decode(gptq_tensors(codes, scales, zeros, bits, version), spec, zeros=version)
@@ -96,7 +96,7 @@ GROUP_INDEXES = {
 
 @pytest.mark.parametrize("kind", GROUP_INDEXES)
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_gptq_with_any_order_of_inputs(kind, bits):
+def test_gptq_with_permuted_inputs_equals_handmade(kind, bits):
     g_idx = GROUP_INDEXES[kind]
     codes, scales, zeros = parts(bits, False, low=1)
     spec = QuantSpec(bits=bits, symmetric=False, group_size=L)
@@ -112,7 +112,7 @@ def test_gptq_with_any_order_of_inputs(kind, bits):
             assert torch.equal(again[field], tensor), field
 
 
-def test_gptq_group_that_is_not_whole():
+def test_gptq_partial_group():
     spec = QuantSpec(bits=4, symmetric=True, group_size=64)
     codes, scales, zeros = parts(4, True, num_groups=2)
     packed = gptq.decode(gptq_tensors(codes, scales, zeros, 4, "v1"), spec, zeros="v1")
@@ -121,7 +121,7 @@ def test_gptq_group_that_is_not_whole():
 
 
 @pytest.mark.parametrize("kind", ["asymmetric", "symmetric", "symmetric without zeros"])
-def test_awq(kind):
+def test_awq_equals_handmade(kind):
     codes, scales, zeros = parts(4, kind != "asymmetric")
     tensors = {
         "qweight": awq_rows(codes.t()),
@@ -139,7 +139,7 @@ def test_awq(kind):
 
 
 @pytest.mark.parametrize("keys", ["new", "old"])
-def test_awq_in_either_spelling_of_its_keys(keys):
+def test_awq_key_spellings(keys):
     codes, scales, zeros = parts(4, False)
     tensors = {"qweight": awq_rows(codes.t()), "qzeros": awq_rows(zeros.t()), "scales": scales.t()}
     block = {"bits": 4, "group_size": L} if keys == "new" else {"w_bit": 4, "q_group_size": L}
@@ -152,7 +152,7 @@ def test_awq_in_either_spelling_of_its_keys(keys):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("num_groups", [G, 1])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_compressed_tensors_pack_quantized(bits, symmetric, num_groups, act_order):
+def test_pack_quantized_equals_handmade(bits, symmetric, num_groups, act_order):
     codes, scales, zeros = parts(bits, symmetric, num_groups)
     tensors = {
         "weight_packed": rows(codes, bits),
@@ -173,7 +173,7 @@ def test_compressed_tensors_pack_quantized(bits, symmetric, num_groups, act_orde
 
 @pytest.mark.parametrize("shape", ["[N, 1]", "[N]", "scalar"])
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
-def test_compressed_tensors_int_quantized(shape, name):
+def test_int_quantized_equals_handmade(shape, name):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-128, 128, (N, K), generator=generator).to(torch.int8)
     scales = {
@@ -190,7 +190,7 @@ def test_compressed_tensors_int_quantized(shape, name):
     assert (decoded.input_scale == 0.5) if name == "w8a8-static" else decoded.input_scale is None
 
 
-def test_compressed_tensors_int_quantized_with_weight_zeros():
+def test_int_quantized_with_zero_points_equals_handmade():
     codes, scales, zeros = parts(8, False)
     tensors = {
         "weight": (codes - 128).to(torch.int8),
@@ -212,7 +212,7 @@ def test_compressed_tensors_int_quantized_with_weight_zeros():
         ("w8a16-fp8", (200, 1)),
     ],
 )
-def test_compressed_tensors_float_quantized(name, shape):
+def test_float_quantized_equals_handmade(name, shape):
     """[200, 300]: the last block of each row and column is smaller."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
@@ -233,7 +233,7 @@ def test_compressed_tensors_float_quantized(name, shape):
     assert torch.equal(decoded.dequantize(), expected)
 
 
-def test_gptq_profile_of_w8a8_is_the_same_weight_as_int8():
+def test_gptq_w8a8_profile_equals_int_quantized():
     codes, scales, zeros = parts(8, True, num_groups=1)
     block = {
         "quant_method": "gptq",

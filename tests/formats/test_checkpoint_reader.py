@@ -15,7 +15,7 @@ def entry(dtype: str = "F32", shape=(2, 2), offsets=(0, 16)) -> dict:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_every_tensor_comes_back_bitwise(float_model, write_folder, num_shards):
+def test_tensors_round_trip_bitwise(float_model, write_folder, num_shards):
     tensors, config = float_model
     reader = CheckpointReader(write_folder(tensors, config, num_shards))
     assert reader.config == config
@@ -31,7 +31,7 @@ def test_every_tensor_comes_back_bitwise(float_model, write_folder, num_shards):
     assert len(children) == 9
 
 
-def test_prefix_of_a_longer_number_is_no_parent(write_folder, float_model):
+def test_layer_1_is_not_parent_of_layer_10(write_folder, float_model):
     tensors, config = float_model
     tensors["model.layers.10.mlp.up_proj.weight"] = torch.zeros(1)
     reader = CheckpointReader(write_folder(tensors, config))
@@ -50,7 +50,7 @@ def test_prefix_of_a_longer_number_is_no_parent(write_folder, float_model):
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     ],
 )
-def test_file_that_is_no_safetensors_file(tmp_path, content):
+def test_file_that_is_not_safetensors_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -84,14 +84,14 @@ def test_file_that_is_no_safetensors_file(tmp_path, content):
         ({"a": entry(shape=(2**40, 2**40), offsets=(0, 2**82))}, bytes(16)),
     ],
 )
-def test_header_that_does_not_describe_its_data(tmp_path, raw_safetensors, header, data):
+def test_header_not_matching_data_is_refused(tmp_path, raw_safetensors, header, data):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw_safetensors(header, data))
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_header(path)
 
 
-def test_name_that_stands_twice_in_one_header(tmp_path, raw_safetensors):
+def test_duplicate_name_in_header_is_refused(tmp_path, raw_safetensors):
     first, second = json.dumps(entry()), json.dumps(entry(offsets=(16, 32)))
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw_safetensors(f'{{"a": {first}, "a": {second}}}'.encode(), bytes(32)))
@@ -99,7 +99,7 @@ def test_name_that_stands_twice_in_one_header(tmp_path, raw_safetensors):
         read_header(path)
 
 
-def test_good_headers_are_not_refused(tmp_path, raw_safetensors):
+def test_valid_headers_are_accepted(tmp_path, raw_safetensors):
     path = tmp_path / "model.safetensors"
     header = {
         "__metadata__": {"format": "pt"},
@@ -118,7 +118,7 @@ def test_good_headers_are_not_refused(tmp_path, raw_safetensors):
 
 
 @pytest.mark.parametrize("cut", [1, 100, 5000])
-def test_truncated_shard_is_found_before_any_tensor_is_read(float_model, write_folder, cut):
+def test_truncated_shard_is_detected_before_reading_tensors(float_model, write_folder, cut):
     folder = write_folder(*float_model, num_shards=2)
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-cut])
@@ -147,7 +147,7 @@ def edit_index(folder, change) -> None:
         "a\0b",
     ],
 )
-def test_index_that_leads_out_of_the_folder(float_model, write_folder, file_name):
+def test_index_path_outside_folder_is_refused(float_model, write_folder, file_name):
     folder = write_folder(*float_model, num_shards=2)
     save_file({"x": torch.zeros(1)}, folder.parent / "secret.safetensors")
     edit_index(folder, lambda index: index["weight_map"].update({"x": file_name}))
@@ -156,14 +156,14 @@ def test_index_that_leads_out_of_the_folder(float_model, write_folder, file_name
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
-def test_index_without_a_map(float_model, write_folder, weight_map):
+def test_index_without_weight_map_is_refused(float_model, write_folder, weight_map):
     folder = write_folder(*float_model, num_shards=2)
     edit_index(folder, lambda index: index.update({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match="weight_map"):
         CheckpointReader(folder)
 
 
-def test_index_that_names_a_tensor_its_shard_lacks(float_model, write_folder):
+def test_index_entry_missing_in_shard_is_refused(float_model, write_folder):
     folder = write_folder(*float_model, num_shards=2)
     file_name = "model-00001-of-00002.safetensors"
     edit_index(folder, lambda index: index["weight_map"].update({"ghost": file_name}))
@@ -190,14 +190,14 @@ def test_name_in_two_shards_is_refused(float_model, write_folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
-def test_config_that_is_no_json_object(float_model, write_folder, content):
+def test_config_not_a_json_object_is_refused(float_model, write_folder, content):
     folder = write_folder(*float_model)
     (folder / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         CheckpointReader(folder)
 
 
-def test_what_is_no_model_folder(tmp_path):
+def test_folder_without_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a folder"):
         CheckpointReader(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"config\.json: not found"):
@@ -216,7 +216,7 @@ def test_unknown_tensor_is_named(float_model, write_folder):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-def test_weights_in_another_form_are_named(tmp_path, name):
+def test_unsupported_weight_files_are_named(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="model.safetensors: not found"):
         CheckpointReader(tmp_path)
@@ -228,7 +228,7 @@ def test_weights_in_another_form_are_named(tmp_path, name):
         CheckpointReader(tmp_path)
 
 
-def test_a_link_to_nothing_is_not_found(tmp_path):
+def test_dangling_link_is_reported_missing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
     with pytest.raises(CheckpointError, match="model.safetensors: not found"):

@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_one_shard_has_no_index_and_side_files_come_along(tmp_path, source):
+def test_single_shard_has_no_index_and_side_files_are_copied(tmp_path, source):
     write(tmp_path / "out", source)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"config.json", "model.safetensors", "tokenizer.json"}
@@ -52,7 +52,7 @@ def test_one_shard_has_no_index_and_side_files_come_along(tmp_path, source):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
 
 
-def test_shards_stay_below_the_limit_and_the_index_is_right(tmp_path, source):
+def test_shards_stay_below_limit_and_index_is_correct(tmp_path, source):
     write(tmp_path / "out", source, max_shard_bytes=130)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -77,7 +77,7 @@ def test_tensor_larger_than_the_limit_gets_its_own_shard(tmp_path, source):
     assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
 
 
-def test_views_of_one_storage_are_written_apart(tmp_path, source):
+def test_shared_storage_views_are_written_separately(tmp_path, source):
     whole = torch.arange(32).float()
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("left", whole[:16])
@@ -90,7 +90,7 @@ def test_views_of_one_storage_are_written_apart(tmp_path, source):
     assert torch.equal(reader.get("turned"), whole.view(4, 8).t())
 
 
-def test_other_users_can_read_what_config_json_lets_them(tmp_path, source):
+def test_written_files_follow_umask(tmp_path, source):
     write(tmp_path / "out", source)
     modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
     plain = tmp_path / "plain"
@@ -98,7 +98,7 @@ def test_other_users_can_read_what_config_json_lets_them(tmp_path, source):
     assert modes == {oct(plain.stat().st_mode & 0o777)}
 
 
-def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source):
+def test_nonempty_target_is_refused_and_unchanged(tmp_path, source):
     target = tmp_path / "out"
     target.mkdir()
     (target / "precious").write_text("x")
@@ -110,7 +110,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source)
     assert (target / "precious").read_text() == "x"
 
 
-def test_folder_that_cannot_be_made_or_written_is_an_input_error(tmp_path, source):
+def test_unwritable_target_is_an_input_error(tmp_path, source):
     with pytest.raises(CheckpointError, match="out: cannot be created: Not a directory"):
         CheckpointWriter(source / "notes.txt" / "out")
     with (
@@ -123,7 +123,7 @@ def test_folder_that_cannot_be_made_or_written_is_an_input_error(tmp_path, sourc
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "link", "dot", "nested"])
-def test_targets_that_a_plain_rename_would_fail_on(tmp_path, source, kind, monkeypatch):
+def test_targets_where_plain_rename_fails(tmp_path, source, kind, monkeypatch):
     target = real = tmp_path / "out"
     if kind == "nested":
         target = real = tmp_path / "a" / "b" / "out"
@@ -141,7 +141,7 @@ def test_targets_that_a_plain_rename_would_fail_on(tmp_path, source, kind, monke
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_exception_leaves_nothing_behind(tmp_path, source, error):
+def test_exception_leaves_no_files(tmp_path, source, error):
     with (
         pytest.raises(error),
         CheckpointWriter(tmp_path / "out", max_shard_bytes=100) as writer,
@@ -184,7 +184,7 @@ def test_killed_run_leaves_no_folder_and_the_next_run_succeeds(tmp_path, source,
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_second_run_to_one_target_is_refused_and_does_no_harm(tmp_path, source):
+def test_concurrent_run_to_same_target_is_refused(tmp_path, source):
     target = tmp_path / "out"
     with CheckpointWriter(target) as writer:
         writer.add("a", torch.zeros(4))
@@ -200,14 +200,14 @@ def test_second_run_to_one_target_is_refused_and_does_no_harm(tmp_path, source):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_target_is_free_again_after_a_run_that_failed(tmp_path, source):
+def test_target_is_unlocked_after_failed_run(tmp_path, source):
     with pytest.raises(RuntimeError), CheckpointWriter(tmp_path / "out"):
         raise RuntimeError
     write(tmp_path / "out", source)
     assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
 
 
-def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
+def test_late_lock_is_rejected(tmp_path, source, monkeypatch):
     """Between the making of the folder and its lock, the run that held it published it."""
     target, locks = tmp_path / "out", []
     real = folder_lock.lock
@@ -234,7 +234,7 @@ def test_file_system_without_locks(tmp_path, source, monkeypatch):
     assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
 
 
-def test_finished_checkpoint_that_cannot_get_its_name_is_kept(tmp_path, source):
+def test_finished_checkpoint_is_kept_if_rename_fails(tmp_path, source):
     target = tmp_path / "out"
     with (
         pytest.raises(
@@ -270,7 +270,7 @@ def test_full_disk_is_an_input_error_at_every_step(tmp_path, source, step, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
+def test_duplicate_tensor_name_raises(tmp_path):
     with CheckpointWriter(tmp_path / "out", max_shard_bytes=1) as writer:
         writer.add("a", torch.zeros(4))
         with pytest.raises(ValueError, match="twice"):
@@ -278,7 +278,7 @@ def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["link", "mode"])
-def test_side_file_that_cannot_be_read_is_named_before_the_work(
+def test_unreadable_side_file_is_refused_early(
     tmp_path, gptq_model, write_folder, monkeypatch, what
 ):
     """A link of a hub cache whose blob is missing, and a file of another user."""
@@ -305,7 +305,7 @@ def test_side_file_that_cannot_be_read_is_named_before_the_work(
 
 
 @pytest.mark.parametrize("place", ["elsewhere in the folder", "blobs of the hub's cache"])
-def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source, place):
+def test_linked_side_files_are_copied_and_folders_skipped(tmp_path, source, place):
     if place == "elsewhere in the folder":
         (source / "tokenizer.json").rename(source / "blob")
         (source / "tokenizer.json").symlink_to("blob")
@@ -323,7 +323,7 @@ def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source,
 
 
 @pytest.mark.parametrize("link", ["a file", "a folder", "a file of another model's cache"])
-def test_link_to_a_private_file_is_refused_before_the_work(tmp_path, source, link):
+def test_link_to_private_file_is_refused_early(tmp_path, source, link):
     """A hostile folder would have its text published with the model."""
     private = tmp_path / "blobs" / "private"
     private.parent.mkdir()
@@ -342,14 +342,14 @@ def test_link_to_a_private_file_is_refused_before_the_work(tmp_path, source, lin
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o400])
-def test_copies_are_readable_by_whom_the_file_is(tmp_path, source, mode):
+def test_copied_files_keep_group_and_other_permissions(tmp_path, source, mode):
     (source / "tokenizer.json").chmod(mode)
     write(tmp_path / "out", source)
     found = stat.S_IMODE((tmp_path / "out" / "tokenizer.json").stat().st_mode)
     assert found & 0o077 == mode & 0o077 and found & 0o600 == 0o600
 
 
-def test_how_vectors_are_made_goes_along(tmp_path, source):
+def test_sentence_transformers_files_are_copied(tmp_path, source):
     """modules.json, what it lists in folders of its own, and nothing from elsewhere."""
     modules = [{"path": p} for p in ("", "1_Pooling", "2_Normalize", "../beside", "..")]
     (source / "modules.json").write_text(json.dumps(modules))
@@ -377,7 +377,7 @@ def test_how_vectors_are_made_goes_along(tmp_path, source):
 
 
 @pytest.mark.parametrize("size", [0, -1, "5GB"])
-def test_shards_need_a_number_of_bytes(tmp_path, size):
+def test_invalid_shard_size_is_refused(tmp_path, size):
     with pytest.raises(CheckpointError, match="max_shard_bytes: expected a number of bytes, found"):
         CheckpointWriter(tmp_path / "out", max_shard_bytes=size)
     assert list(tmp_path.iterdir()) == []

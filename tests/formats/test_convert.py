@@ -115,13 +115,13 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports}
 
 
-def test_table_of_schemes_names_the_default_first():
+def test_scheme_table_lists_default_first():
     for scheme, names in WRITABLE.items():
         assert default_format(Scheme.parse(scheme)) == names[0]
 
 
 @pytest.mark.parametrize(("scheme", "output_format"), PAIRS)
-def test_every_writable_pair_reads_back_equal(written, source, scheme, output_format):
+def test_writable_format_scheme_pairs_round_trip(written, source, scheme, output_format):
     folder = written(scheme, output_format)
     weights, float_model = weights_of(folder), CheckpointReader(source)
     assert len(weights) == 14
@@ -144,7 +144,7 @@ def test_every_writable_pair_reads_back_equal(written, source, scheme, output_fo
         for scheme, name in PAIRS
     ],
 )
-def test_every_chain_returns_to_the_same_bytes(written, tmp_path, scheme, first):
+def test_conversion_chains_return_same_bytes(written, tmp_path, scheme, first):
     start = written(scheme, first)
     weights = weights_of(start)
     others = [name for name in WRITABLE[scheme] if name != first]
@@ -189,7 +189,7 @@ def test_conversion_in_shards_keeps_every_other_tensor(written, source, tmp_path
         ("w8a8-fp8", "compressed-tensors", "gptq", "integer codes, not float"),
     ],
 )
-def test_what_a_format_cannot_say_is_refused_by_name(
+def test_inexpressible_scheme_is_refused_by_name(
     written, tmp_path, scheme, source_format, target, reason
 ):
     with pytest.raises(SchemeError, match=rf"model\.layers\.\d\..*{reason}"):
@@ -223,7 +223,7 @@ def test_act_order_is_refused_by_name(written, tmp_path):
             convert_checkpoint(folder, tmp_path / "out", output_format)
 
 
-def test_mislabelled_zeros_come_out_right(written, tmp_path):
+def test_mislabelled_qzeros_are_converted_correctly(written, tmp_path):
     folder = written("w4a16-sym-g32", "gptq")
     wrong = edited(folder, tmp_path, block={"checkpoint_format": "gptq_v2"})
     convert_checkpoint(wrong, tmp_path / "out", "gptq")
@@ -249,14 +249,14 @@ def test_overrides_and_ignored_linears_survive_every_chain(written, tmp_path):
     ("shape", "remedy"),
     [((48, 96), "formats that can: awq, compressed-tensors"), ((48, 100), "leave it in float")],
 )
-def test_a_shape_that_does_not_fit_names_formats_that_it_fits(shape, remedy):
+def test_unsupported_shape_error_lists_suitable_formats(shape, remedy):
     scheme = Scheme.parse("w4a16-asym-g32")
     with pytest.raises(SchemeError, match=f"^p: cannot be written as gptq: .* .{remedy}.$"):
         check_shape_writable(LAYOUTS["gptq"], scheme, "p", *shape)
     check_shape_writable(LAYOUTS["gptq"], scheme, "p", 64, 96)
 
 
-def test_rounded_inputs_in_the_target_format_need_no_conversion(written, tmp_path):
+def test_convert_to_same_format_is_refused_with_reason(written, tmp_path):
     folder = written("w8a8-mxfp8", "compressed-tensors", recipe="rtn")
     with pytest.raises(
         CheckpointError, match="cannot preserve .the folder is compressed-tensors alre"
@@ -281,7 +281,7 @@ def test_awq_with_one_symmetric_linear_stays_asymmetric(written, tmp_path):
         assert same_weight(weight, weights_of(tmp_path / "out")[module]) is None
 
 
-def test_linear_that_would_change_on_the_way_is_refused(written, tmp_path, monkeypatch):
+def test_linear_not_preserved_by_conversion_is_refused(written, tmp_path, monkeypatch):
     def encode(*arguments):
         tensors = encode_linear(*arguments)
         tensors["scales"] = tensors["scales"] * 2
@@ -293,7 +293,7 @@ def test_linear_that_would_change_on_the_way_is_refused(written, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_converted_is_named_by_its_codes(written, tmp_path):
+def test_report_names_scheme_by_codes(written, tmp_path):
     """An AWQ config calls symmetric weights asymmetric; the report does not."""
     folder = written("w4a16-sym-g32", "gptq")
     there = convert_checkpoint(folder, tmp_path / "awq", "awq")
@@ -301,7 +301,7 @@ def test_what_was_converted_is_named_by_its_codes(written, tmp_path):
     assert there.scheme == back.scheme == "w4a16-sym-g32"
 
 
-def test_the_first_quantizer_stays_named(written, tmp_path):
+def test_original_quantizer_name_is_kept(written, tmp_path):
     quantizer = {"quantizer": ["another:1.0"]}
     source = edited(written("w4a16-sym-g32", "gptq"), tmp_path, block={"meta": quantizer})
     convert_checkpoint(source, tmp_path / "again", "gptq", quantizer="converter:2.0")

@@ -42,7 +42,7 @@ def check_names_and_shapes(folder):
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
-def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
+def test_family_row_covers_every_tensor_of_tiny_model(tiny_model, name):
     folder = tiny_model(name)
     family = check_names_and_shapes(folder)
     config = usual_config(json.loads((folder / "config.json").read_text()))
@@ -52,7 +52,7 @@ def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
 
 
 @pytest.mark.parametrize("folder", BUNDLED, ids=lambda path: path.name)
-def test_row_names_every_tensor_of_a_bundled_model(folder):
+def test_family_row_covers_every_tensor_of_bundled_model(folder):
     check_names_and_shapes(folder)
 
 
@@ -93,7 +93,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_gemma_4(name):
+def test_gemma_4_parameter_count_equals_model_card(name):
     """The row's shapes add up to the number that the model card states."""
     stated, different = PUBLISHED[name]
     config = usual_config({**GEMMA_4, **different})
@@ -184,7 +184,7 @@ def test_every_row_has_a_tiny_model(tiny_model, own_code):
     assert found | set(ONLY_WITH_IMAGES) == set(FAMILIES)
 
 
-def test_what_other_modules_make_of_the_rows():
+def test_derived_tables_equal_literals():
     """As literals: a change of the table that changes these is seen."""
     assert FUSED == {
         ("q_proj", "k_proj", "v_proj"): "qkv_proj",
@@ -237,7 +237,7 @@ def test_what_other_modules_make_of_the_rows():
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
-def test_what_reads_split_outputs_is_split_by_inputs(family):
+def test_linears_alternate_output_and_input_sharding(family):
     """So that ranks exchange nothing but the sums after o and down."""
     assert {projection.split for projection in family.latent} <= {"outputs"}
     inputs = family.layer_inputs  # of families that are not divided
@@ -260,13 +260,13 @@ def test_what_reads_split_outputs_is_split_by_inputs(family):
         )
 
 
-def test_family_of_a_model_type_is_the_doctors():
+def test_checked_family_by_model_type():
     assert checked_family({"model_type": "qwen2"}) is FAMILIES["Qwen2ForCausalLM"]
     assert checked_family({"model_type": "mixtral"}) is None, "it knows no rules of its config"
     assert checked_family({}) is None
 
 
-def test_experts_have_numbers():
+def test_expert_index_is_substituted_in_names():
     projection = Projection(
         name="x.{e}.both", members=(("x.{e}.a", "q"), ("x.{e}.b", "kv")), inputs="hidden_size"
     )
@@ -290,12 +290,12 @@ def test_experts_have_numbers():
         ({"num_attention_heads": 4, "head_dim": None, "hidden_size": 64}, (16, 64, 64)),
     ],
 )
-def test_sizes_of_heads(numbers, found):
+def test_head_sizes(numbers, found):
     sizes = FAMILIES["LlamaForCausalLM"].sizes(numbers)
     assert tuple(sizes[name] for name in ("head_dim", "q", "kv")) == found
     assert size(("q", "kv", "kv"), sizes) == (found[1] + 2 * found[2] if found[1] else None)
 
 
-def test_usual_sizes_stand_in_where_nothing_is_stated():
+def test_default_sizes_without_config_keys():
     sizes = FAMILIES["Qwen3ForCausalLM"].sizes({"num_attention_heads": 4})
     assert (sizes["head_dim"], sizes["q"], sizes["kv"]) == (128, 4 * 128, 32 * 128)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError
-from formats.heads.config import EAGLE3, head_kind, read_head_config, usual_aux_layers
+from formats.heads.config import EAGLE3, default_aux_layers, head_kind, read_head_config
 from formats.heads.folder import HeadFolder, kind_of_folder, read_torch_file
 from formats.heads.inspect import inspect_head
 from formats.heads.save import save_eagle3, save_medusa
@@ -66,8 +66,8 @@ def test_norm_before_residual_follows_the_layout(config, first, expected, tmp_pa
     assert folder.linear_shapes()["layers.0.self_attn.q_proj"] == (32, 64)
 
 
-def test_usual_and_stated_aux_layers():
-    assert usual_aux_layers(32) == (2, 16, 29) and usual_aux_layers(8) == (2, 4, 5)
+def test_default_and_explicit_aux_layers():
+    assert default_aux_layers(32) == (2, 16, 29) and default_aux_layers(8) == (2, 4, 5)
 
     def aux_layers(config, layers, ids):
         stated = {**config, "eagle_aux_hidden_state_layer_ids": ids}
@@ -83,7 +83,7 @@ def test_usual_and_stated_aux_layers():
         aux_layers(NESTED, 8, [2, 4, 9])
 
 
-def test_kinds_are_told_apart(tmp_path):
+def test_head_kinds_are_detected(tmp_path):
     assert head_kind(FLAT) == head_kind(NESTED) == "eagle3"
     assert head_kind({"architectures": ["LlamaForCausalLMEagle3"]}) == "eagle3"
     assert head_kind({"architectures": ["EagleLlamaForCausalLM"]}) == "eagle"
@@ -101,7 +101,7 @@ def test_kinds_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "mlp"])
-def test_kinds_that_are_not_served_are_named(kind, tmp_path):
+def test_unsupported_kinds_are_refused_by_name(kind, tmp_path):
     config = {**NESTED, "speculators_model_type": kind}
     write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match=f"expected a head of kind eagle3, .*found '{kind}'"):
@@ -142,18 +142,18 @@ def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path):
         ("model_type", "mamba"),
     ],
 )
-def test_keys_of_another_type_are_refused_by_name(key, value):
+def test_keys_with_wrong_type_are_refused_by_name(key, value):
     with pytest.raises(CheckpointError, match=f"config.json {key}"):
         read_head_config({**FLAT, key: value}, EAGLE3)
 
 
-def test_old_names_of_aux_norms():
+def test_old_aux_norm_names_are_read():
     assert canonical("aux_norm_mid.weight") == "fc_norm.1.weight"
     assert canonical("model.midlayer.mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
     assert canonical("medusa_head.0.1.weight") == "0.1.weight"
 
 
-def test_norm_of_aux_states_is_detected_by_its_tensors(tmp_path):
+def test_aux_norm_is_detected_by_tensors(tmp_path):
     """Older configs have no key for it."""
     config = read_head_config(FLAT, EAGLE3)
     norms = {f"aux_norm_{n}.weight": torch.ones(32) for n in ("low", "mid", "high")}
@@ -192,9 +192,9 @@ def test_pytorch_model_bin_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("aux_layers", [(), (1, 2, 3)])
-def test_both_layouts_are_the_same_head(aux_layers, tmp_path):
+def test_both_layouts_give_the_same_head(aux_layers, tmp_path):
     config = replace(
-        read_head_config(NESTED, EAGLE3), stated_aux_layers=aux_layers, norm_output=True
+        read_head_config(NESTED, EAGLE3), explicit_aux_layers=aux_layers, norm_output=True
     )
     tensors = tensors_of(config)
     verifier = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
@@ -205,7 +205,10 @@ def test_both_layouts_are_the_same_head(aux_layers, tmp_path):
         folder = HeadFolder(tmp_path / layout)
         assert folder.config.layout == layout
         same = replace(
-            folder.config, layout=config.layout, stated_aux_layers=aux_layers, values=config.values
+            folder.config,
+            layout=config.layout,
+            explicit_aux_layers=aux_layers,
+            values=config.values,
         )
         assert same == config
         assert folder.config.aux_layers(verifier["num_hidden_layers"]) == (aux_layers or (2, 4, 5))
@@ -215,9 +218,9 @@ def test_both_layouts_are_the_same_head(aux_layers, tmp_path):
     assert "midlayer.hidden_norm.weight" in names and "d2t" in names
 
 
-def test_aux_layers_that_a_flat_config_cannot_state_are_refused(tmp_path):
+def test_aux_layers_inexpressible_in_flat_config_are_refused(tmp_path):
     """One more than the usual ones would be read as the usual ones."""
-    config = replace(read_head_config(NESTED, EAGLE3), stated_aux_layers=(3, 5, 6))
+    config = replace(read_head_config(NESTED, EAGLE3), explicit_aux_layers=(3, 5, 6))
     with pytest.raises(CheckpointError, match="mistake these layers for the default"):
         save_eagle3(
             tmp_path / "head",
@@ -229,7 +232,7 @@ def test_aux_layers_that_a_flat_config_cannot_state_are_refused(tmp_path):
     assert not (tmp_path / "head").exists()
 
 
-def test_medusa_is_saved_as_its_authors_do(tmp_path):
+def test_medusa_is_saved_in_original_layout(tmp_path):
     config = read_head_config({"medusa_num_heads": 1}, "medusa")
     shapes = {"0.0.linear.weight": (4, 4), "0.0.linear.bias": (4,), "0.1.weight": (9, 4)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -259,7 +262,7 @@ AXES = {"type": "mrope", "mrope_section": [1, 2, 1], "mrope_interleaved": True}
         ({**NESTED, "image_embeddings": True}, True, ()),
     ],
 )
-def test_what_a_head_sees_of_images(config, reads_images, axis_pairs, tmp_path):
+def test_image_token_handling_of_heads(config, reads_images, axis_pairs, tmp_path):
     read = read_head_config(config, EAGLE3)
     assert (read.reads_images, read.axis_pairs) == (reads_images, axis_pairs)
     assert read.has_interleaved_axes == bool(axis_pairs)
@@ -275,7 +278,7 @@ def test_what_a_head_sees_of_images(config, reads_images, axis_pairs, tmp_path):
 
 
 @pytest.mark.parametrize("sections", ["24", [1, 2.5, 1], {"t": 1}])
-def test_axes_of_another_type_are_refused(sections):
+def test_mrope_axes_of_wrong_type_are_refused(sections):
     config = {**FLAT, "rope_scaling": {"mrope_section": sections}}
     with pytest.raises(CheckpointError, match="mrope_section: expected three numbers, found"):
         read_head_config(config, EAGLE3)

@@ -86,7 +86,7 @@ def twice(name: str) -> bytes:
         ({"\x1b[2J": tensor()}, b"\0" * 16),
     ],
 )
-def test_header(tmp_path, raw_safetensors, header, data):
+def test_malformed_safetensors_header_is_refused(tmp_path, raw_safetensors, header, data):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw_safetensors(header, data))
     with refused("model.safetensors"):
@@ -94,7 +94,7 @@ def test_header(tmp_path, raw_safetensors, header, data):
 
 
 @pytest.mark.parametrize("length", [9, 10**6, 2**40, 2**63, 2**64 - 1])
-def test_header_length_beyond_the_file(tmp_path, raw_safetensors, length):
+def test_header_length_beyond_file_is_refused(tmp_path, raw_safetensors, length):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw_safetensors(b"{}", length=length))
     with refused("truncated", megabytes=1):
@@ -108,7 +108,7 @@ def sparse(path, size: int, start: bytes = b""):
     return path
 
 
-def test_header_of_100_megabytes(tmp_path):
+def test_header_of_100_mb_is_refused(tmp_path):
     size = 10**8
     with refused("is not a safetensors file", megabytes=1):
         read_header(sparse(tmp_path / "m.safetensors", size + 8, size.to_bytes(8, "little")))
@@ -117,7 +117,7 @@ def test_header_of_100_megabytes(tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors.index.json", "quantize_config.json"]
 )
-def test_json_of_100_megabytes(tmp_path, name):
+def test_json_of_100_mb_is_refused(tmp_path, name):
     with refused("the limit is", megabytes=1):
         read_json(sparse(tmp_path / name, 10**8, b'{"a": "'))
 
@@ -134,14 +134,14 @@ def test_json_of_100_megabytes(tmp_path, name):
         b'{"a": ["\\ud800"]}',
     ],
 )
-def test_json_that_is_none(tmp_path, text):
+def test_invalid_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
     with refused("config.json"):
         read_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_pipe_in_place_of_a_file(tmp_path, name):
+def test_pipe_instead_of_file_is_refused(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -153,7 +153,7 @@ def test_pipe_in_place_of_a_file(tmp_path, name):
     "entry",
     ["../outside.safetensors", "/etc/passwd", "a/../../b", "..", ".", "", "sub/x", None, 3, ["x"]],
 )
-def test_index_that_leads_out_of_the_folder(tmp_path, entry):
+def test_index_path_outside_folder_is_refused(tmp_path, entry):
     save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -165,7 +165,7 @@ def test_index_that_leads_out_of_the_folder(tmp_path, entry):
     assert not inspect_checkpoint(folder).ok
 
 
-def test_index_entry_with_a_null_byte(tmp_path):
+def test_index_entry_with_null_byte_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "model\0.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -224,7 +224,7 @@ ABSURD = [None, "4", 4.0, 4.5, True, -4, 0, 1, 5, 64, 2**70, [4], {}]
         {"quant_method": "gptq" * 10},
     ],
 )
-def test_config_block(block):
+def test_malformed_quantization_config_is_refused(block):
     with refused():
         QuantConfig.from_dict(block)
 
@@ -233,7 +233,7 @@ def test_config_block(block):
 @pytest.mark.parametrize(
     "pattern", [r"(.*)*(.*)*(.*)*x", r"(a+)+$", r"([a-z._0-9]+)*!", "(m|mo|.)*#"]
 )
-def test_pattern_that_backtracks_ends_soon(key, pattern):
+def test_backtracking_pattern_is_bounded(key, pattern):
     block = {**GPTQ, "dynamic": {f"-:{pattern}": {}}}
     if key == "ignore":
         block = {**COMPRESSED, "ignore": [f"re:{pattern}"]}
@@ -267,7 +267,7 @@ def test_pattern_that_backtracks_ends_soon(key, pattern):
         ("g_idx", torch.zeros(2, 32, dtype=torch.int32)),
     ],
 )
-def test_tensor_of_a_wrong_kind(gptq_model, write_folder, tmp_path, field, value):
+def test_invalid_tensor_is_refused_by_name(gptq_model, write_folder, tmp_path, field, value):
     tensors, config = gptq_model
     name = "model.layers.0.self_attn.q_proj"
     tensors[f"{name}.{field}"] = value
@@ -286,7 +286,7 @@ def test_tensor_of_a_wrong_kind(gptq_model, write_folder, tmp_path, field, value
     assert not inspect_checkpoint(folder).ok
 
 
-def test_many_names_are_no_reason_to_wait(float_model, write_folder):
+def test_inspect_time_is_bounded_for_many_tensor_names(float_model, write_folder):
     tensors, config = float_model
     for number in range(3000):
         tensors[f"model.layers.{number}.{'x.' * 40}weight"] = torch.zeros(1)

@@ -45,7 +45,7 @@ def stored(method, text, shape=(256, 256), count=3):
 
 
 @pytest.mark.parametrize(("method", "scheme"), TOGETHER)
-def test_together_as_one_by_one(method, scheme):
+def test_joint_decode_equals_separate_decode(method, scheme):
     tensors, config = stored(method, scheme)
     found = decode_together(tensors, config)
     assert found is not None and len(found) == len(NAMES)
@@ -70,7 +70,7 @@ def test_blocks_of_a_gguf_file_are_decoded_together(kind):
     assert decode_together(tensors, config) is None
 
 
-def test_a_common_order_of_inputs_stays():
+def test_common_input_order_is_kept():
     tensors, config = stored("gptq", "w4a16-sym")
     config = replace(config, act_order=True)
     g_idx = torch.arange(256, dtype=torch.int32).flip(0) // 128
@@ -83,7 +83,7 @@ def test_a_common_order_of_inputs_stays():
     assert decode_together(tensors, config) is None, "another order than the others"
 
 
-def test_one_scale_for_a_whole_linear_is_not_shared():
+def test_per_tensor_scales_are_not_decoded_jointly():
     """Each linear has its own scale, which the joint linear could not hold."""
     tensors, config = stored("compressed-tensors", "w4a16-nvfp4")
     scales = {float(linear["weight_global_scale"]) for linear in tensors.values()}
@@ -97,7 +97,7 @@ def test_one_scale_for_a_whole_linear_is_not_shared():
 
 
 @pytest.mark.parametrize("rows", [96, 192])
-def test_blocks_that_end_with_a_linear_are_not_shared(rows):
+def test_partial_blocks_are_not_decoded_jointly(rows):
     tensors, config = stored("compressed-tensors", "w8a8-fp8-block", (rows, 256))
     assert decode_together(tensors, config) is None
 
@@ -106,7 +106,7 @@ def test_blocks_that_end_with_a_linear_are_not_shared(rows):
     ("scheme", "rows", "count"),
     [("w4a16-asym", 6, 3), ("w4a16-asym", 7, 2), ("w8a16-asym", 3, 3), ("w6a16-asym", 14, 2)],
 )
-def test_zero_points_that_end_within_a_word_are_not_shared(scheme, rows, count):
+def test_zero_points_ending_inside_word_are_not_decoded_jointly(scheme, rows, count):
     """The words of all linears have the shape of the joint linear's words, but other bits."""
     tensors, config = stored("compressed-tensors", scheme, (rows, 256), count)
     found = decode_together(tensors, config) or [
@@ -116,7 +116,7 @@ def test_zero_points_that_end_within_a_word_are_not_shared(scheme, rows, count):
         assert same_weight(weight, decode_linear(name, own, config)) is None
 
 
-def test_an_error_is_left_to_the_linear():
+def test_joint_decode_leaves_errors_to_separate_decode():
     """The joint linear has no name; the caller finds the wrong one by decoding each alone."""
     tensors, config = stored("compressed-tensors", "w4a16-sym")
     tensors[NAMES[1]]["weight_scale"][3, 0] = float("nan")
@@ -125,7 +125,7 @@ def test_an_error_is_left_to_the_linear():
         decode_linear(NAMES[1], tensors[NAMES[1]], config)
 
 
-def test_unlike_linears_are_left_alone():
+def test_different_linears_are_not_decoded_jointly():
     tensors, config = stored("gptq", "w4a16-sym")
     other, _ = stored("gptq", "w4a16-sym", (128, 256))
     assert decode_together(tensors | {NAMES[2]: other[NAMES[2]]}, config) is None
@@ -138,7 +138,7 @@ def test_unlike_linears_are_left_alone():
     assert decode_together(tensors | {NAMES[0]: without}, config) is None
 
 
-def test_one_call_decodes_all(monkeypatch):
+def test_joint_decode_makes_one_call(monkeypatch):
     tensors, config = stored("gptq", "w4a16-sym")
     calls, decode = [], joint_decoding.decode_linear
     monkeypatch.setattr(

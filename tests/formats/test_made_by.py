@@ -105,13 +105,13 @@ def check_weights(folder, golden):
 
 
 @each_folder
-def test_every_weight_is_the_one_its_tool_sees(folder):
+def test_weights_equal_tool_weights(folder):
     quantized = check_weights(folder, folder)
     assert len(expected_digests(folder)) - quantized == IN_FLOAT.get(folder.name, 0)
 
 
 @each_folder
-def test_the_doctor_finds_nothing_wrong(folder):
+def test_inspect_finds_no_problems(folder):
     found = inspect_checkpoint(folder)
     remarked = folder.name in REFUSED_BY_VLLM
     assert [problem.severity for problem in of_weights(found)] == ["warning"] * remarked
@@ -120,7 +120,7 @@ def test_the_doctor_finds_nothing_wrong(folder):
 
 @each_folder
 @pytest.mark.parametrize("target", ALL)
-def test_conversion_keeps_every_weight_or_is_refused(folder, target, tmp_path):
+def test_conversion_preserves_weights_or_is_refused(folder, target, tmp_path):
     converted = tmp_path / "converted"
     if target in CONVERTED.get(folder.name, ()):
         convert_checkpoint(folder, converted, target)
@@ -132,6 +132,6 @@ def test_conversion_keeps_every_weight_or_is_refused(folder, target, tmp_path):
     assert "\n" not in str(caught.value) and not converted.exists()
 
 
-def test_there_are_files_of_several_tools():
+def test_files_of_several_tools_are_tested():
     assert len({folder.name.rpartition("-")[0] for folder in FOLDERS}) >= 4
     assert {*CONVERTED} <= {folder.name for folder in FOLDERS}

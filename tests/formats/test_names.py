@@ -8,7 +8,7 @@ from formats.names import FormatName, RecipeName, SchemeName
 from formats.scheme import SCHEMES
 
 
-def test_names_are_the_rows():
+def test_literal_names_equal_tables():
     assert list(get_args(SchemeName)) == list(SCHEMES)
     assert list(get_args(FormatName)) == list(LAYOUTS)
     assert list(get_args(RecipeName)) == list(RECIPES)

@@ -30,11 +30,11 @@ FFN = [name for name in SHAPES if ".mlp." in name]
     ("pattern", "count"),
     [("q_proj", 2), ("layers.1.", 7), ("*.o_proj", 2), ("re:.*(q|k)_proj$", 4), ("q_proj*", 0)],
 )
-def test_patterns(pattern, count):
+def test_ignore_and_override_patterns(pattern, count):
     assert sum(fits(pattern, name) for name in SHAPES) == count
 
 
-def test_shapes_that_do_not_fit_stay_in_float_and_are_listed():
+def test_incompatible_shapes_stay_float_and_are_listed():
     plan = make_plan(SHAPES, G32, output_format="gptq")
     assert {name for name in SHAPES if plan.schemes[name] is None} == set(FFN)
     assert "not divisible by the group size 32" in plan.reasons["model.layers.0.mlp.down_proj"]
@@ -45,7 +45,7 @@ def test_shapes_that_do_not_fit_stay_in_float_and_are_listed():
     assert QuantConfig.from_dict(config.to_dict()) == config
 
 
-def test_member_of_a_fused_matrix_takes_the_others_with_it():
+def test_fused_members_share_their_scheme():
     plan = make_plan(SHAPES, G32, ignore=["layers.0.self_attn.k_proj"])
     assert plan.schemes["model.layers.0.self_attn.q_proj"] is None
     assert "one matrix with k_proj" in plan.reasons["model.layers.0.self_attn.q_proj"]
@@ -55,7 +55,7 @@ def test_member_of_a_fused_matrix_takes_the_others_with_it():
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
-def test_config_of_every_format_says_what_stays_in_float(name):
+def test_written_config_lists_float_linears(name):
     plan = make_plan(SHAPES, G32, output_format=name, ignore=["layers.1.self_attn"])
     config = QuantConfig.from_dict(plan.config("").to_dict())
     for module in SHAPES:
@@ -81,19 +81,19 @@ def test_config_of_every_format_says_what_stays_in_float(name):
         ),
     ],
 )
-def test_plans_that_cannot_be(options, message):
+def test_impossible_plans_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         make_plan(SHAPES, G32, **options)
 
 
-def test_override_as_a_flag_says_it():
+def test_override_flag_parses():
     assert parse_override("re:a=b=w8a8") == ("re:a=b", Scheme.parse("w8a8"))
     for text in ("w8a8", "=w8a8", "o_proj="):
         with pytest.raises(InputError):
             parse_override(text)
 
 
-def test_padding_makes_the_feed_forward_fit():
+def test_padding_makes_feed_forward_divisible():
     padding = make_padding({"intermediate_size": 80}, SHAPES, G32)
     assert (padding.after, padding.config_changes) == (96, {"intermediate_size": 96})
     plan = make_plan(SHAPES, G32, padding=padding)
@@ -109,7 +109,7 @@ def test_padding_makes_the_feed_forward_fit():
         make_padding({"intermediate_size": 81}, SHAPES, G32)
 
 
-def test_padding_fits_groups_and_words_alike():
+def test_padding_fills_groups_and_words():
     scheme = Scheme.parse("w4a16-sym-g24")
     padding = make_padding({"intermediate_size": 80}, SHAPES, scheme)
     assert padding.after == 96  # the least multiple of 24 and 32, not 80 to a multiple of one
@@ -117,20 +117,20 @@ def test_padding_fits_groups_and_words_alike():
     assert make_padding({"intermediate_size": 200}, wider, scheme).after == 288
 
 
-def test_the_first_override_that_fits_wins():
+def test_first_matching_override_wins():
     eight, four = Scheme.parse("w8a16-sym-g32"), Scheme.parse("w4a16-sym-channel")
     shapes = {"model.layers.0.self_attn.o_proj": (64, 64), "model.layers.1.mlp.down_proj": (64, 64)}
     plan = make_plan(shapes, G32, overrides=[("o_proj", eight), ("layers", four)])
     assert list(plan.schemes.values()) == [eight, four]
 
 
-def test_each_pattern_to_ignore_counts():
+def test_every_ignore_pattern_applies():
     names = [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
     plan = make_plan(SHAPES, G32, ignore=names)
     assert [plan.reasons.get(name) for name in names] == ["ignored", "ignored"]
 
 
-def test_fused_gate_and_up_are_widened_each():
+def test_fused_gate_up_halves_are_padded_separately():
     """As Phi-3 stores them: the rows of gate, then those of up."""
     names = [f"model.layers.0.mlp.{name}" for name in ("gate_up_proj", "down_proj")]
     shapes = {names[0]: (160, 64), names[1]: (64, 80)}
@@ -147,7 +147,7 @@ def test_fused_gate_and_up_are_widened_each():
         make_padding({"intermediate_size": 96}, {names[0]: (160, 64)}, G32)
 
 
-def test_linears_that_differ_get_a_format_that_transformers_reads():
+def test_mixed_schemes_default_to_transformers_readable_format():
     """transformers reads no `dynamic` of GPTQ; AWQ has one scheme for all."""
     shapes = {name: shape for name, shape in SHAPES.items() if not shape[0] % 32 | shape[1] % 32}
     eight = [("o_proj", Scheme.parse("w8a16-sym-g32"))]
@@ -162,7 +162,7 @@ def test_linears_that_differ_get_a_format_that_transformers_reads():
     assert "transformers ignores the dynamic entries" in asked_for.warnings[0]
 
 
-def test_what_nobody_quantizes_unasked():
+def test_sensitive_linear_stays_float_unless_overridden():
     """It stays in float, and is named so in the file, until an override fits it."""
     name, reason = "model.layers.0.self_attn.o_proj", "decides much, in few outputs"
     plan = make_plan(SHAPES, G32, unasked={name: reason})
@@ -186,7 +186,7 @@ def wide_shapes(inputs: int, inner: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_sizes_that_do_not_fit_say_which_groups_do():
+def test_incompatible_size_error_lists_valid_groups():
     plan = make_plan(wide_shapes(576, 1536), Scheme.parse("w4a16-sym"))
     assert list(plan.quantized) == ["model.layers.0.mlp.down_proj"]
     (remark,) = plan.misfits
@@ -196,7 +196,7 @@ def test_sizes_that_do_not_fit_say_which_groups_do():
     assert make_plan(wide_shapes(576, 1536), Scheme.parse("w4a16-sym-g64")).misfits == ()
 
 
-def test_where_nothing_fits_the_error_names_the_groups():
+def test_error_suggests_group_size_that_fits():
     with pytest.raises(SchemeError, match="a group size of 64, or auto, fits every linear"):
         make_plan(wide_shapes(576, 192), Scheme.parse("w4a16-sym"))
 
@@ -210,7 +210,7 @@ def test_where_nothing_fits_the_error_names_the_groups():
         (1000, 4096, "w4a16-sym-channel"),
     ],
 )
-def test_auto_groups_are_the_largest_that_servers_take(inputs, inner, expected):
+def test_auto_group_size_is_largest_servable(inputs, inner, expected):
     found = fitted_scheme(Scheme.parse("w4a16-sym"), wide_shapes(inputs, inner))
     assert str(found) == expected
 
@@ -225,7 +225,7 @@ def test_auto_groups_are_the_largest_that_servers_take(inputs, inner, expected):
         (1000, 4096, "w4a16-sym"),  # nothing smaller fits
     ],
 )
-def test_usual_groups_are_smaller_only_where_many_weights_need_it(inputs, inner, expected):
+def test_default_group_size_shrinks_only_for_many_weights(inputs, inner, expected):
     scheme = Scheme.parse("w4a16-sym")
     assert str(usual_scheme(scheme, wide_shapes(inputs, inner))) == expected
     for fixed in ("w8a8", "w4a16-mxfp4", "w8a8-fp8-block"):
@@ -233,14 +233,14 @@ def test_usual_groups_are_smaller_only_where_many_weights_need_it(inputs, inner,
         assert usual_scheme(scheme, wide_shapes(inputs, inner)) == scheme
 
 
-def test_usual_groups_do_not_count_what_is_ignored_or_overridden():
+def test_default_group_size_ignores_ignored_and_overridden():
     shapes, scheme = wide_shapes(2048, 2080), Scheme.parse("w4a16-sym")
     assert usual_scheme(scheme, shapes, ignore=["down_proj"]) == scheme
     other = [("down_proj", Scheme.parse("w8a16-sym-g32"))]
     assert usual_scheme(scheme, shapes, overrides=other) == scheme
 
 
-def test_auto_groups_look_only_at_what_is_quantized_so():
+def test_auto_group_size_considers_only_its_scheme():
     shapes = wide_shapes(512, 96)
     scheme = Scheme.parse("w4a16-sym")
     assert str(fitted_scheme(scheme, shapes, ignore=["down_proj"])) == "w4a16-sym"

@@ -40,7 +40,7 @@ def test_block_round_trips(name):
         ("qserve", {"act": {"bits": 4}}),
     ],
 )
-def test_value_that_cannot_be_loaded_names_its_key(key, value):
+def test_invalid_value_error_names_key(key, value):
     block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), key: value}
     with pytest.raises(CheckpointError, match=f"quantization_config.{key}"):
         QuantConfig.from_dict(block)
@@ -55,13 +55,13 @@ def test_missing_required_key_is_named(key):
 
 
 @pytest.mark.parametrize("meta", [None, {}, {"quantizer": []}, {"quantizer": "x:1"}, "text", [1]])
-def test_other_tools_meta_is_no_reason_to_fail(meta):
+def test_unknown_meta_is_ignored(meta):
     block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), "meta": meta}
     assert QuantConfig.from_dict(block).scheme == Scheme.parse("w4a16-sym")
 
 
 @pytest.mark.parametrize("block", [None, [], "gptq"])
-def test_block_of_another_type_is_refused(block):
+def test_quantization_config_of_wrong_type_is_refused(block):
     with pytest.raises(CheckpointError, match="quantization_config"):
         QuantConfig.from_dict(block)
 
@@ -73,7 +73,7 @@ def test_odd_group_size_is_an_input_error():
 
 
 @pytest.mark.parametrize("stated", [True, False])
-def test_the_head_has_a_scheme_only_where_it_is_stated(stated):
+def test_head_scheme_requires_explicit_entry(stated):
     config = QuantConfig(scheme=Scheme.parse("w4a16-sym"), lm_head=stated)
     read = QuantConfig.from_dict(config.to_dict())
     assert (read.scheme_for("lm_head") is not None) == stated
@@ -98,7 +98,7 @@ def rotation(*locations: str) -> dict:
 @pytest.mark.parametrize(
     "locations", [["weight_input"], ["weight_output", "weight_input"], ["input"], ["q_attn"]]
 )
-def test_rotations_of_weights_alone_are_read(locations):
+def test_offline_rotations_are_read(locations):
     """The library's own TransformArgs.is_online is the judge of what is left to do."""
     transform = pytest.importorskip("compressed_tensors.transform")
     block = {"config_groups": {"R1": rotation("weight_output"), "R2": rotation(*locations)}}
@@ -128,7 +128,7 @@ def test_rotations_of_weights_alone_are_read(locations):
         ("w8a8", {"weights__strategy": "tensor"}),
     ],
 )
-def test_compressed_blocks_of_other_writers(name, changes):
+def test_compressed_tensors_blocks_of_other_writers(name, changes):
     config = QuantConfig.from_dict(compressed(name, **changes))
     assert config.scheme == Scheme.parse(name)
 
@@ -167,12 +167,12 @@ def test_compressed_blocks_of_other_writers(name, changes):
         ("w8a8", {"input_activations__dynamic": False}, "input_activations"),
     ],
 )
-def test_compressed_value_that_cannot_be_loaded_names_its_key(name, changes, key):
+def test_compressed_tensors_invalid_value_names_key(name, changes, key):
     with pytest.raises(InputError, match=f"quantization_config.*{key}"):
         QuantConfig.from_dict(compressed(name, **changes))
 
 
-def test_compressed_groups_of_names_leave_all_others_in_float():
+def test_compressed_tensors_named_groups_leave_others_float():
     block = compressed(group__targets=["re:.*mlp.*", "model.layers.0.self_attn.o_proj"])
     config = QuantConfig.from_dict(block)
     given = {
@@ -182,7 +182,7 @@ def test_compressed_groups_of_names_leave_all_others_in_float():
     assert given == {"mlp.up_proj": True, "self_attn.o_proj": True, "self_attn.q_proj": False}
 
 
-def test_what_is_ignored_goes_before_what_a_group_names():
+def test_ignore_takes_precedence_over_group_targets():
     block = compressed(group__targets=["re:.*mlp.*", "Linear"], ignore=["re:.*up_proj"])
     config = QuantConfig.from_dict(block)
     assert config.scheme_for("model.layers.0.mlp.up_proj") is None
@@ -219,13 +219,13 @@ def test_awq_blocks_of_old_and_new_writers(changes, scheme):
         ("modules_to_not_convert", [""]),
     ],
 )
-def test_awq_value_that_cannot_be_loaded_names_its_key(key, value):
+def test_awq_invalid_value_names_key(key, value):
     with pytest.raises(InputError, match=f"quantization_config.{key}"):
         QuantConfig.from_dict({**AWQ, key: value})
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
-def test_a_layer_in_float_has_one_pattern_however_many_experts(method):
+def test_float_layer_has_one_pattern_for_any_number_of_experts(method):
     """A reader bounds what patterns cost: one for each of 480 matrices would be refused."""
     scheme, schemes = Scheme.parse("w4a16-sym"), {}
     for layer in (0, 1, 46):
@@ -241,7 +241,7 @@ def test_a_layer_in_float_has_one_pattern_however_many_experts(method):
     assert read.scheme_for("model.layers.460.o_proj") is not None
 
 
-def test_a_modules_own_name_counts_before_that_of_its_fused_matrix():
+def test_module_name_takes_precedence_over_fused_name():
     """In any order of the rules: some configs name q_proj, some the fused matrix that contains
     it."""
     own = Rule(kind="name", text="attn.q_proj", scheme=None)

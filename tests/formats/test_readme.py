@@ -29,14 +29,14 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("bits", "codes", "word", "int32"), WORDS)
-def test_golden_word_stands_in_the_page_and_comes_out_of_the_packer(bits, codes, word, int32):
+def test_golden_words_equal_packer_output(bits, codes, word, int32):
     row = f"| {bits} bits: {' '.join(map(str, codes))} | {word} | {int32} |"
     assert row in README
     assert pack(torch.tensor(codes), bits).tolist() == [int32]
     assert int(word, 16) & 0xFFFFFFFF == int32 & 0xFFFFFFFF
 
 
-def test_page_has_no_golden_word_that_is_not_tested():
+def test_every_golden_word_is_tested():
     assert len(re.findall(r"^\| [48] bits: ", README, re.MULTILINE)) == len(WORDS)
 
 
@@ -44,7 +44,7 @@ def test_page_has_no_golden_word_that_is_not_tested():
     ("bits", "stored", "int32", "v2"),
     [(4, "0x77777777", 2004318071, "0x88888888"), (8, "0x7F7F7F7F", 2139062143, "0x80808080")],
 )
-def test_symmetric_zeros_are_the_golden_constant(bits, stored, int32, v2):
+def test_symmetric_qzeros_equal_golden_constant(bits, stored, int32, v2):
     assert f"| {bits} | {stored} | {int32} | {v2} |" in README
     spec = QuantSpec(bits=bits, symmetric=True, group_size=32)
     tensors = gptq.encode(PackedWeight.from_float(torch.randn(64, 96), spec))
@@ -53,7 +53,7 @@ def test_symmetric_zeros_are_the_golden_constant(bits, stored, int32, v2):
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
-def test_worked_example(scale):
+def test_readme_worked_example(scale):
     words = torch.full((4, 32), -2023406815, dtype=torch.int32)
     tensors = {
         "qweight": words,
@@ -66,13 +66,13 @@ def test_worked_example(scale):
     assert " ".join(str(weight + 0.0) for weight in weights) in README
 
 
-def test_three_bit_words_stand_in_the_page():
+def test_three_bit_golden_words():
     words = pack(torch.arange(32) % 8, 3).tolist()
     assert words == [-1996831096, -964101434, -87652102]
     assert ", ".join(map(str, words)) in README
 
 
-def test_awq_example():
+def test_readme_awq_example():
     from formats.codecs import awq
 
     assert "0x75316420, 1966171168" in README
@@ -104,7 +104,7 @@ def compressed_example(scheme: str, tensors: dict[str, torch.Tensor], weights: l
         )
 
 
-def test_pack_quantized_example():
+def test_readme_pack_quantized_example():
     tensors = {
         "weight_packed": torch.tensor([[-2023406815]], dtype=torch.int32),
         "weight_scale": torch.tensor([[0.5]], dtype=torch.float16),
@@ -114,7 +114,7 @@ def test_pack_quantized_example():
     compressed_example("w4a16-sym-g8", tensors, weights)
 
 
-def test_int_quantized_example():
+def test_readme_int_quantized_example():
     stored = [-128, -2, -1, 0, 1, 2, 3, 127]
     assert " ".join(map(str, stored)) in README
     tensors = {
@@ -124,7 +124,7 @@ def test_int_quantized_example():
     compressed_example("w8a8", tensors, [value * 0.25 for value in stored])
 
 
-def test_float_quantized_example():
+def test_readme_float_quantized_example():
     stored = [0x38, 0x40, 0xB8, 0x7E, 0x00, 0x01, 0x08, 0xFE]
     assert " ".join(f"0x{byte:02X}" for byte in stored) in README
     tensors = {
@@ -142,7 +142,7 @@ BLOCKS = {
 }
 
 
-def test_config_blocks_of_the_page_are_the_written_ones():
+def test_readme_config_blocks_equal_written():
     blocks = [json.loads(b) for b in re.findall(r"```json\n(.*?)```", README, re.DOTALL)]
     assert [block["quant_method"] for block in blocks] == list(BLOCKS)
     for block in blocks:
@@ -153,7 +153,7 @@ def test_config_blocks_of_the_page_are_the_written_ones():
         assert QuantConfig.from_dict(block) == config
 
 
-def test_fp4_bytes_of_the_page():
+def test_readme_fp4_bytes():
     assert (
         "an exponent of 127 the bytes 0x21 0x53 0x76 0xF8 are the weights 0.5 1.0 1.5 3.0 4.0"
         " 6.0 0.0 -6.0." in README
@@ -166,7 +166,7 @@ def test_fp4_bytes_of_the_page():
     assert weight[0, :8].tolist() == [0.5, 1.0, 1.5, 3.0, 4.0, 6.0, 0.0, -6.0]
 
 
-def test_q4_k_bytes_of_the_page():
+def test_readme_q4_k_bytes():
     from formats.gguf.k_quants.grid import KGrid
     from formats.gguf.schemes import BLOCK_SCHEMES
     from formats.in_memory.k_weight import KWeight
@@ -188,7 +188,7 @@ def test_q4_k_bytes_of_the_page():
     assert weight.dequantize()[0, :3].tolist() == [-0.5, 1.0, 22.0]
 
 
-def test_kv_cache_scheme_and_example_of_the_page():
+def test_readme_kv_cache_example():
     (line,) = re.findall(r'^    "kv_cache_scheme": (\{.*\})$', README, re.MULTILINE)
     assert json.loads(line) == write_kv_scheme("int8")
     assert "keys within ±6.35 have k_scale 0.05 in int8; 1.0 is stored as 20" in README
@@ -197,7 +197,7 @@ def test_kv_cache_scheme_and_example_of_the_page():
     assert read_back.tolist() == pytest.approx([20 * 0.05, 127 * 0.05])
 
 
-def test_scheme_table_of_the_page_is_what_can_be_written():
+def test_readme_scheme_table_equals_writable_schemes():
     from formats.layouts import LAYOUTS, default_format
 
     rows = re.findall(r"^\| (`w\d.*?) \| (.*?) \|$", README, re.MULTILINE)
@@ -211,7 +211,7 @@ def test_scheme_table_of_the_page_is_what_can_be_written():
             assert default_format(scheme) == listed[0]
 
 
-def test_families_of_the_page_are_the_rows():
+def test_readme_families_equal_table():
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (yes|no) \|", README, re.MULTILINE)
     assert rows == [
         (family.architecture, family.model_type, "yes" if family.served else "no")

@@ -54,7 +54,7 @@ def codes_of(folder, spec=None, seed=0):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_codes_come_back_as_they_were_given(source, tmp_path, method):
+def test_saved_codes_round_trip(source, tmp_path, method):
     given = codes_of(source)
     saved = save_quantized(tmp_path / "out", source, given, format=method, readers=())
     assert set(saved.schemes.values()) == {"w4a16-sym-g32"} and saved.left_in_float == ()
@@ -73,7 +73,7 @@ def test_codes_come_back_as_they_were_given(source, tmp_path, method):
     assert inspect_checkpoint(tmp_path / "out").problems == ()
 
 
-def test_numpy_and_layers_and_weights_mix(source, tmp_path):
+def test_numpy_layers_and_weights_can_be_mixed(source, tmp_path):
     given = codes_of(source)
     names = list(given)
     given[names[0]] = tuple(part.numpy() for part in given[names[0]][:2])
@@ -88,7 +88,7 @@ def test_numpy_and_layers_and_weights_mix(source, tmp_path):
 
 
 @pytest.mark.parametrize(("largest", "bits"), [(15, 4), (128, 8), (3, 2), (4, 3), (255, 8)])
-def test_the_largest_code_says_how_many_bits(source, tmp_path, largest, bits):
+def test_bits_follow_largest_code(source, tmp_path, largest, bits):
     given = {name: (c.clamp(max=largest), s, z) for name, (c, s, z) in codes_of(source).items()}
     for codes, _, _ in given.values():
         codes[0, 0] = largest
@@ -96,7 +96,7 @@ def test_the_largest_code_says_how_many_bits(source, tmp_path, largest, bits):
     assert set(saved.schemes.values()) == {f"w{bits}a16-sym-g32"}
 
 
-def test_one_code_too_large_does_not_turn_all_linears_to_8_bits(source, tmp_path):
+def test_single_oversized_code_is_refused(source, tmp_path):
     """Codes of 4 bits would be read around 128 then, all weights negative."""
     given = codes_of(source)
     given[Q0][0][0, 0] = 16
@@ -120,7 +120,7 @@ def scaled_by_row(folder):
         ("w4a16-sym", QuantSpec(bits=4, symmetric=True, group_size=32), "gptq"),
     ],
 )
-def test_the_default_format_is_that_of_the_command_line(source, tmp_path, scheme, spec, expected):
+def test_default_format_equals_command_line(source, tmp_path, scheme, spec, expected):
     given = codes_of(source, spec)
     saved = save_quantized(tmp_path / "out", source, given, scheme=scheme)
     shapes = {n: (c.shape[0], c.shape[1]) for n, (c, _, _) in given.items()}
@@ -129,13 +129,13 @@ def test_the_default_format_is_that_of_the_command_line(source, tmp_path, scheme
     assert {v.answer for v in inspect_checkpoint(tmp_path / "out").loads_in} <= {"yes", "slow"}
 
 
-def test_linears_that_differ_default_to_what_every_reader_takes(source, tmp_path):
+def test_mixed_schemes_default_to_widely_readable_format(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
     saved = save_quantized(tmp_path / "out", source, given, readers=("transformers", "vLLM"))
     assert saved.format == "compressed-tensors"
 
 
-def test_w8a8_by_default_is_run_with_8_bit_inputs(source, tmp_path):
+def test_w8a8_defaults_to_8_bit_activations(source, tmp_path):
     save_quantized(tmp_path / "out", source, scaled_by_row(source), scheme="w8a8")
     block = CheckpointReader(tmp_path / "out").config[BLOCK]
     assert block["config_groups"]["group_0"]["input_activations"]["num_bits"] == 8
@@ -147,12 +147,12 @@ def test_groups_follow_from_the_scales(source, tmp_path, scheme):
     assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
 
 
-def test_groups_that_are_stated_must_be_those_of_the_scales(source, tmp_path):
+def test_group_size_mismatch_with_scales_is_refused(source, tmp_path):
     with pytest.raises(InputError, match=r"scales: expected floating point \[\d+, \d+\]"):
         save_quantized(tmp_path / "out", source, codes_of(source), scheme="w4a16-sym-g16")
 
 
-def test_the_summary_names_each_kind_of_linear_once():
+def test_summary_lists_each_linear_kind_once():
     left = tuple(f"model.layers.{i}.mlp.{n}_proj" for i in range(60) for n in ("gate", "up"))
     saved = Saved(
         folder="out",
@@ -169,7 +169,7 @@ def test_the_summary_names_each_kind_of_linear_once():
     assert str(saved) == repr(saved) == saved.to_text()
 
 
-def test_a_stored_copy_of_a_tied_head_is_left_out(tmp_path, float_model, write_folder):
+def test_tied_head_copy_is_not_written(tmp_path, float_model, write_folder):
     tensors, config = float_model
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     source = write_folder(tied, {**config, "tie_word_embeddings": True})
@@ -178,7 +178,7 @@ def test_a_stored_copy_of_a_tied_head_is_left_out(tmp_path, float_model, write_f
     assert "lm_head.weight" not in CheckpointReader(tmp_path / "out").entries
 
 
-def test_what_is_not_given_stays_in_float_and_is_listed(source, tmp_path):
+def test_linears_without_codes_stay_float_and_are_listed(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
     saved = save_quantized(tmp_path / "out", source, given, format="compressed-tensors")
     assert saved.left_in_float == tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
@@ -193,13 +193,13 @@ def test_tensors_replace_those_of_the_source(source, tmp_path):
     assert torch.equal(CheckpointReader(tmp_path / "out").get("model.norm.weight"), norm.bfloat16())
 
 
-def test_tensors_may_be_arrays(source, tmp_path):
+def test_numpy_arrays_are_accepted(source, tmp_path):
     norm = {"model.norm.weight": numpy.full(64, 2.0)}
     save_quantized(tmp_path / "out", source, codes_of(source), tensors=norm, readers=())
     assert (CheckpointReader(tmp_path / "out").get("model.norm.weight") == 2).all()
 
 
-def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source, tmp_path):
+def test_asymmetric_gptq_is_refused_early(source, tmp_path):
     given = codes_of(source, QuantSpec(bits=4, symmetric=False, group_size=32))
     with pytest.raises(InputError, match="vLLM takes symmetric.*write format='awq'"):
         save_quantized(tmp_path / "out", source, given, format="gptq")
@@ -208,13 +208,13 @@ def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source,
     assert {v.answer for v in inspect_checkpoint(tmp_path / "out").loads_in} == {"yes"}
 
 
-def test_exceptions_as_gptq_are_refused_for_transformers(source, tmp_path):
+def test_mixed_gptq_is_refused_for_transformers(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
     with pytest.raises(InputError, match="transformers ignores dynamic.*compressed-tensors"):
         save_quantized(tmp_path / "out", source, given, format="gptq", readers=("transformers",))
 
 
-def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
+def test_disagreeing_fused_members_are_refused(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "k_proj" not in n}
     with pytest.raises(
         InputError, match="0.self_attn: .*k_proj float, .*as one matrix .*one scheme"
@@ -222,7 +222,7 @@ def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
         save_quantized(tmp_path / "out", source, given)
 
 
-def test_a_scheme_must_be_that_of_the_given_layers(source, tmp_path):
+def test_scheme_mismatch_with_layers_is_refused(source, tmp_path):
     weights = {n: CheckpointReader(source).get(f"{n}.weight") for n in names_of(source)}
     layers = {n: QuantLinear.from_float(w, "w4a16-sym-g32") for n, w in weights.items()}
     for scheme in ("w8a8", "w4a16-asym", "w4a16-sym-g64"):
@@ -233,7 +233,7 @@ def test_a_scheme_must_be_that_of_the_given_layers(source, tmp_path):
         assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
 
 
-def test_a_released_layer_is_named(source, tmp_path):
+def test_released_layer_is_refused(source, tmp_path):
     layer = QuantLinear.from_float(CheckpointReader(source).get(f"{Q0}.weight"), "w4a16-sym-g32")
     layer.prepare(torch.float32, release=True)
     with pytest.raises(InputError, match=f"{Q0}: its stored tensors were released"):
@@ -275,18 +275,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "text"), WRONG, ids=range(len(WRONG)))
-def test_what_does_not_fit_the_model_is_refused(source, tmp_path, change, text):
+def test_codes_not_matching_model_are_refused(source, tmp_path, change, text):
     with pytest.raises(InputError, match=text):
         save_quantized(tmp_path / "out", source, change(codes_of(source)), readers=())
     assert not (tmp_path / "out").exists()
 
 
-def test_readers_in_one_text(source, tmp_path):
+def test_readers_given_as_string_are_refused(source, tmp_path):
     with pytest.raises(InputError, match="readers: expected a list of names, found 'vLLM'"):
         save_quantized(tmp_path / "out", source, codes_of(source), readers="vLLM")
 
 
-def test_model_in_place_of_its_folder(source, tmp_path):
+def test_model_object_instead_of_folder_is_refused(source, tmp_path):
     with pytest.raises(InputError, match="source_model: expected the folder .* found Linear"):
         save_quantized(tmp_path / "out", torch.nn.Linear(64, 64), codes_of(source))
 
@@ -302,14 +302,14 @@ TENSORS = [
 
 
 @pytest.mark.parametrize(("tensors", "text"), TENSORS, ids=range(len(TENSORS)))
-def test_other_tensors_that_cannot_be_are_refused(source, tmp_path, tensors, text):
+def test_invalid_extra_tensors_are_refused(source, tmp_path, tensors, text):
     with pytest.raises(InputError, match=text):
         save_quantized(tmp_path / "out", source, codes_of(source), tensors=tensors, readers=())
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_tied_head_is_refused(tmp_path, float_model, write_folder, stored):
+def test_tied_head_codes_are_refused(tmp_path, float_model, write_folder, stored):
     embedding = float_model[0]["model.embed_tokens.weight"]
     tensors = {n: t for n, t in float_model[0].items() if n != "lm_head.weight"}
     source = write_folder(
@@ -321,7 +321,7 @@ def test_a_tied_head_is_refused(tmp_path, float_model, write_folder, stored):
         save_quantized(tmp_path / "out", source, head, readers=())
 
 
-def test_one_group_of_the_others_length_is_no_other_scheme(tiny_model, tmp_path):
+def test_single_group_per_row_is_same_scheme(tiny_model, tmp_path):
     """Experts with 32 inner channels, all matrices in groups of 32."""
     source = tiny_model("qwen3_moe")
     reader = CheckpointReader(source)
@@ -335,7 +335,7 @@ def test_one_group_of_the_others_length_is_no_other_scheme(tiny_model, tmp_path)
     assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
 
 
-def test_a_quantized_router_is_refused(tiny_model, tmp_path):
+def test_quantized_router_is_refused(tiny_model, tmp_path):
     """A solver that rounds every matrix of a layer; the folder would not load anywhere."""
     source, router = tiny_model("qwen3_moe"), "model.layers.0.mlp.gate"
     reader = CheckpointReader(source)
@@ -351,7 +351,7 @@ def test_a_quantized_router_is_refused(tiny_model, tmp_path):
     assert router in given and not (tmp_path / "out").exists()
 
 
-def test_codes_of_wide_unsigned_numbers(source, tmp_path):
+def test_wide_unsigned_codes_are_accepted(source, tmp_path):
     given = codes_of(source)
     wide = {n: (c.numpy().astype("uint16"), s, *rest) for n, (c, s, *rest) in given.items()}
     saved = [
@@ -363,13 +363,13 @@ def test_codes_of_wide_unsigned_numbers(source, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_quantized_source_is_refused(gptq_model, write_folder, tmp_path):
+def test_quantized_source_is_refused(gptq_model, write_folder, tmp_path):
     folder = write_folder(*gptq_model)
     with pytest.raises(InputError, match="start from the float model"):
         save_quantized(tmp_path / "out", folder, {"a": 1})
 
 
-def test_damage_on_the_way_to_the_disk_is_found(source, tmp_path, monkeypatch):
+def test_write_damage_is_detected_on_read_back(source, tmp_path, monkeypatch):
     """The folder is read back before it gets its name."""
     encode = awq.encode
 
@@ -427,7 +427,7 @@ def example_input(name, docs_5m, tmp_path):
 @pytest.mark.parametrize(
     "name", ["own_solver.py", "numpy_codes.py", "lora_corrected.py", "state_dict.py"]
 )
-def test_an_example_writes_a_sound_folder(name, docs_5m, tmp_path, capsys):
+def test_examples_write_valid_folders(name, docs_5m, tmp_path, capsys):
     inputs = [] if name == "own_solver.py" else [example_input(name, docs_5m, tmp_path)]
     run_example(name, docs_5m, *inputs, tmp_path / "out")
     found = inspect_checkpoint(tmp_path / "out")
@@ -451,7 +451,7 @@ def odd_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["own_solver.py", "lora_corrected.py"])
-def test_an_example_takes_sizes_that_128_does_not_divide(name, odd_model, tmp_path):
+def test_examples_accept_sizes_not_divisible_by_128(name, odd_model, tmp_path):
     inputs = [] if name == "own_solver.py" else [tmp_path / "none.safetensors"]
     if inputs:
         module = "model.layers.0.self_attn.o_proj"
@@ -463,7 +463,7 @@ def test_an_example_takes_sizes_that_128_does_not_divide(name, odd_model, tmp_pa
     assert all(verdict.answer in ("yes", "slow") for verdict in found.loads_in)
 
 
-def test_the_lora_example_takes_names_and_factors_of_peft(odd_model, tmp_path):
+def test_lora_example_accepts_peft_names_and_factors(odd_model, tmp_path):
     module, generator = "model.layers.0.self_attn.o_proj", torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator) / 8 for shape in ((4, 576), (576, 4)))
     file, prefix = tmp_path / "adapter_model.safetensors", f"base_model.model.{module}.lora_"
@@ -475,14 +475,14 @@ def test_the_lora_example_takes_names_and_factors_of_peft(odd_model, tmp_path):
     assert torch.equal(written, right.words_NW)
 
 
-def test_the_lora_example_refuses_an_adapter_that_it_would_not_use(odd_model, tmp_path):
+def test_lora_example_refuses_unused_adapter(odd_model, tmp_path):
     save_file({"layers.0.self_attn.o_proj.lora_A.weight": torch.ones(4, 576)}, tmp_path / "lora")
     with pytest.raises(SystemExit, match="layers.0.self_attn.o_proj.lora_A.weight is no lora_A or"):
         run_example("lora_corrected.py", odd_model, tmp_path / "lora", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_state_dict_example_keeps_corrected_biases(tiny_model, tmp_path):
+def test_state_dict_example_keeps_corrected_biases(tiny_model, tmp_path):
     source, module = tiny_model("qwen2"), "model.layers.0.self_attn.q_proj"
     state = {}
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -8,7 +8,7 @@ from formats.scheme import FIXED_SCHEMES, SCHEMES, ActivationSpec, QuantSpec, Sc
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - FIXED_SCHEMES.keys()))
 @pytest.mark.parametrize("suffix", ["", "-g32", "-g64", "-g1024", "-channel"])
-def test_printed_form_parses_to_the_same_scheme(name, suffix):
+def test_printed_scheme_round_trips(name, suffix):
     scheme = Scheme.parse(name + suffix)
     assert str(scheme) == name + suffix
     assert Scheme.parse(str(scheme)) == scheme
@@ -25,7 +25,7 @@ def test_scheme_of_one_kind_round_trips_and_takes_no_group_size(name):
             Scheme.parse(text, group_size)
 
 
-def test_what_no_name_covers_is_described():
+def test_unnamed_scheme_is_described():
     odd = Scheme(weight=FIXED_SCHEMES["w8a8-fp8-block"].weight, activation=ActivationSpec())
     assert str(odd) == "w8a8-fp8-block128-int8-dynamic-token"
 
@@ -46,7 +46,7 @@ def test_fp8_means_w8a8_with_float8():
 @pytest.mark.parametrize(
     "text", ["", "w4a16", "w5a16-sym", "W4A16-SYM", "w4a16-sym-g", "-g32", "\n"]
 )
-def test_unknown_scheme_names_the_known_ones(text):
+def test_unknown_scheme_error_lists_known_schemes(text):
     with pytest.raises(SchemeError, match="w4a16-sym"):
         Scheme.parse(text)
 
@@ -59,12 +59,12 @@ def test_unknown_scheme_names_the_known_ones(text):
         ("w5a16-g64", "unknown"),
     ],
 )
-def test_a_scheme_that_is_almost_right_is_told_what_is_wrong(text, message):
+def test_near_miss_scheme_error_suggests_fix(text, message):
     with pytest.raises(SchemeError, match=message):
         Scheme.parse(text)
 
 
-def test_suffix_against_another_group_size_is_refused():
+def test_conflicting_group_sizes_are_refused():
     with pytest.raises(SchemeError, match="another group size"):
         Scheme.parse("w4a16-sym-g64", group_size=128)
 
@@ -89,7 +89,7 @@ def test_bits_out_of_range_are_refused(bits):
         ((0, 128), 128, "is empty"),
     ],
 )
-def test_shape_without_whole_groups_is_refused_by_name(shape, group_size, message):
+def test_shape_not_divisible_by_group_is_refused_by_name(shape, group_size, message):
     with pytest.raises(SchemeError, match=message) as caught:
         QuantSpec(bits=4, symmetric=True, group_size=group_size).check_shape("layers.3.up", *shape)
     assert "layers.3.up" in str(caught.value)

@@ -23,7 +23,7 @@ from formats.weight_digest import (
 GOLDEN = "1561d3111eb4b9d1bfb2f832e943be42878a00691b7f564c5a6f48cd1ff60cd3"
 
 
-def test_definition():
+def test_digest_equals_readme_definition():
     """README.md's definition, written out."""
     tensor = torch.tensor([[1.0, -2.0]])
     stated = b" float32 [1, 2]\n" + struct.pack("<2f", 1.0, -2.0)
@@ -32,21 +32,21 @@ def test_definition():
     assert total_digest({"b": "2", "a": "1"}) == total
 
 
-def test_shape_dtype_and_bytes_count():
+def test_digest_depends_on_shape_dtype_and_bytes():
     ones = torch.ones(2, 3)
     others = [ones.reshape(3, 2), ones.half(), ones.bfloat16(), ones * 1.0000001, ones[:1]]
     assert len({tensor_digest(each) for each in (ones, *others)}) == 6
     assert tensor_digest(torch.ones(3, 2).t()) == tensor_digest(ones)  # strides do not
 
 
-def test_differing_names():
+def test_differing_names_are_listed():
     assert differing({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9", "d": "3"}) == list("bcd")
 
 
 @pytest.mark.parametrize(
     "scheme", ["w4a16-sym", pytest.param("w8a8", marks=pytest.mark.exhaustive)]
 )
-def test_trainer_and_written_file_agree(scheme, docs_5m, tmp_path):
+def test_trainer_and_file_digests_are_equal(scheme, docs_5m, tmp_path):
     """Float tensors rounded here have the digests of the checkpoint that `quantize` writes."""
     quantize_checkpoint(
         docs_5m, tmp_path / "q", scheme=Scheme.parse(scheme), recipe="rtn", progress=False

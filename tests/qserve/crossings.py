@@ -16,7 +16,7 @@ from qserve.errors import ParameterError
 from qserve.library.beam_outputs import sampling_params as of_search
 from qserve.lora.request import LoRARequest
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling.params import PoolingParams
 
@@ -55,18 +55,18 @@ class Asked:
     step: int
     prompt: list[int]
     params: dict[str, Any] = field(default_factory=dict)
-    handling: dict[str, Any] = field(default_factory=dict)  # its adapter as a number
+    options: dict[str, Any] = field(default_factory=dict)  # its adapter as a number
     client: str = ""
     group: str = ""
 
     def sampling(self) -> SamplingParams:
-        if search := self.handling.get("beam_search"):
+        if search := self.options.get("beam_search"):
             return of_search(BeamSearchParams(**search))
         return SamplingParams(**self.params)
 
-    def handled(self, adapters: list[str], *, alone: bool = False) -> Handling:
+    def handled(self, adapters: list[str], *, alone: bool = False) -> RequestOptions:
         """`alone`: without what only matters to others."""
-        fields = dict(self.handling)
+        fields = dict(self.options)
         if "beam_search" in fields:
             fields["beam_search"] = BeamSearchParams(**fields["beam_search"])
         if "pooling" in fields:
@@ -76,7 +76,7 @@ class Asked:
             fields["lora"] = LoRARequest(f"a{number}", number + 1, adapters[number])
         for name in ("timeout", "cache_salt", "priority") if alone else ():
             fields.pop(name, None)
-        return Handling(**fields)
+        return RequestOptions(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,23 +170,23 @@ def _settings(rng, drafters, has_adapters) -> dict[str, Any]:
 
 def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> list[Asked]:
     """All outputs of one: they have a group."""
-    handling = {}
+    options = {}
     if rng.random() < 0.15:
-        handling["cache_salt"] = rng.choice("ab")
+        options["cache_salt"] = rng.choice("ab")
     if settings.get("scheduling_policy") == "priority":
-        handling["priority"] = rng.choice([-1, 0, 3])
+        options["priority"] = rng.choice([-1, 0, 3])
     if rng.random() < 0.06:
-        handling["timeout"] = rng.choice([0.001, 0.2, 1.0])
+        options["timeout"] = rng.choice([0.001, 0.2, 1.0])
     if "enable_lora" in settings and rng.random() < 0.6:
-        handling["lora"] = rng.randrange(NUM_ADAPTERS)
+        options["lora"] = rng.randrange(NUM_ADAPTERS)
     prompt = _prompt(rng, shared, vocab_size)
     same = {"step": step, "prompt": prompt, "client": rng.choice("ab"), "group": str(number)}
     kind = rng.random()
     if kind < 0.1:
-        handling["pooling"] = rng.choice(POOLINGS)
-        return [Asked(name=str(number), handling=handling, **same)]
+        options["pooling"] = rng.choice(POOLINGS)
+        return [Asked(name=str(number), options=options, **same)]
     if kind < 0.2 and "speculative_config" not in settings:
-        handling["beam_search"] = {
+        options["beam_search"] = {
             "beam_width": rng.choice([1, 2, 3, 4]),
             "max_tokens": rng.choice([1, 4, 9, None]),
             "length_penalty": rng.choice([1.0, 0.0, 2.0, -1.0]),
@@ -194,14 +194,14 @@ def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> 
             "stop_token_ids": rng.sample(range(vocab_size), rng.choice([0, 1, 3])),
             "logprobs": rng.choice([None, 2]),
         }
-        return [Asked(name=str(number), handling=handling, **same)]
+        return [Asked(name=str(number), options=options, **same)]
     params = _params(rng, vocab_size, has_forms)
     seed = params.pop("seed")
     return [
         Asked(
             name=f"{number}-{index}",
             params={**params, "seed": seed + index},
-            handling=handling,
+            options=options,
             **same,
         )
         for index in range(rng.choice([1, 1, 2, MOST_OUTPUTS]))
@@ -280,7 +280,7 @@ def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str
         while waiting and (waiting[0].step <= steps or not engine.has_work()):
             each = waiting.pop(0)
             whose = {"client": each.client, "group": each.group}
-            whose |= {"handling": each.handled(adapters), "arrived": steps * STEP_SECONDS}
+            whose |= {"options": each.handled(adapters), "arrived": steps * STEP_SECONDS}
             try:
                 engine.add_request(each.name, each.prompt, each.sampling(), **whose)
             except (InputError, ParameterError) as error:
@@ -324,8 +324,8 @@ class Alone:
 
     def answer(self, asked: Asked, adapters=()) -> Got:
         got = Got()
-        handling = asked.handled(adapters, alone=True)
-        self._engine.add_request(asked.name, asked.prompt, asked.sampling(), handling=handling)
+        options = asked.handled(adapters, alone=True)
+        self._engine.add_request(asked.name, asked.prompt, asked.sampling(), options=options)
         for _ in range(MAX_STEPS):
             if not self._engine.has_work():
                 return got

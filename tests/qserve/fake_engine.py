@@ -12,7 +12,7 @@ from formats.errors import InputError
 from qserve.engine.ipc import messages
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
-from qserve.params.handling import DEFAULT
+from qserve.params.request_options import DEFAULT
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
 OUT_OF_MEMORY, EATS_MEMORY, CANNOT_BE_ADDED = 105, 106, 107
@@ -129,7 +129,7 @@ class FakeEngine:
                 file.write(line + "\n")
 
     def add_request(
-        self, request_id, prompt_token_ids, params, arrived, *, client, group, handling
+        self, request_id, prompt_token_ids, params, arrived, *, client, group, options
     ) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
@@ -138,8 +138,8 @@ class FakeEngine:
         self._journal(f"add {request_id}")
         if client or group:
             self._journal(f"{request_id} is of {client}, {group}")
-        if handling != DEFAULT:
-            self._journal(f"{request_id}: {handling}")
+        if options != DEFAULT:
+            self._journal(f"{request_id}: {options}")
         self._running[request_id] = [list(prompt_token_ids), 0, params]
 
     @property

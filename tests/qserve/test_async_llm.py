@@ -35,7 +35,7 @@ async def last_of(outputs):
 
 
 @pytest.mark.exhaustive
-def test_a_life(docs_5m, journal):
+def test_async_llm_lifecycle(docs_5m, journal):
     """In one process: a start takes longer than all of these."""
 
     async def main():
@@ -144,7 +144,7 @@ def test_a_life(docs_5m, journal):
 
 
 @pytest.mark.exhaustive
-def test_beams_are_those_of_the_offline_class(docs_5m):
+def test_beams_equal_offline_llm(docs_5m):
     """The real engine in its process: texts, ids, scores; three requests together, one refused."""
     settings = {"device": "cpu", "max_model_len": 64}
     prompts = ["Once upon a time", [5, 6, 7, 8], "A process is"]
@@ -169,7 +169,7 @@ def test_beams_are_those_of_the_offline_class(docs_5m):
             assert len(ours.logprobs) == 6
 
 
-def test_settings_may_be_dicts_as_they_may_for_the_offline_class(docs_5m):
+def test_dict_settings_are_accepted(docs_5m):
     made = AsyncLLM(
         docs_5m,
         speculative_config={"method": "ngram", "num_speculative_tokens": 2},
@@ -181,7 +181,7 @@ def test_settings_may_be_dicts_as_they_may_for_the_offline_class(docs_5m):
         AsyncLLM(docs_5m, max_seqs=3)
 
 
-def test_a_model_that_cannot_be_loaded(docs_5m, journal, monkeypatch):
+def test_unloadable_model_raises(docs_5m, journal, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_UNUSABLE", "1")
 
     async def main():

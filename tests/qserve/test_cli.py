@@ -21,7 +21,7 @@ from tests.qserve.command_line import fails_with
 DATA = ["--samples", "4", "--sequence-length", "256"]
 
 
-def test_names_are_those_of_the_tables():
+def test_choices_equal_tables():
     from calibrate.recipe import RECIPES
     from formats.layouts import LAYOUTS
     from formats.quant_config import METHODS
@@ -32,7 +32,7 @@ def test_names_are_those_of_the_tables():
     assert tuple(CODE_DTYPES) == tuple(names.KV_CACHES)
 
 
-def test_prompts_that_cannot_run_are_refused_before_the_model_loads(docs_5m, tmp_path, capsys):
+def test_invalid_prompts_are_refused_before_loading(docs_5m, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     for path in docs_5m.iterdir():
@@ -123,7 +123,7 @@ def test_missing_folder(capsys, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_text_that_the_terminal_cannot_show(quantized_5m, tmp_path):
+def test_unencodable_output_is_escaped(quantized_5m, tmp_path):
     folder = tmp_path / "mod\u00e8le"
     folder.symlink_to(quantized_5m)
     command = [sys.executable, "-m", "qserve.cli", "inspect", str(folder)]
@@ -132,14 +132,14 @@ def test_text_that_the_terminal_cannot_show(quantized_5m, tmp_path):
     assert done.returncode == 0 and "mod\\xe8le: LlamaForCausalLM" in done.stdout
 
 
-def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
+def test_nonempty_output_is_refused(capsys, docs_5m, tmp_path):
     keep = tmp_path / "keep.txt"
     keep.write_text("mine")
     fails_with(capsys, ["quantize", str(docs_5m), "-o", str(tmp_path)], "not empty")
     assert keep.read_text() == "mine" and os.listdir(tmp_path) == ["keep.txt"]
 
 
-def test_a_folder_is_not_named_like_a_gguf_file(capsys, docs_5m, quantized_5m, tmp_path):
+def test_folder_named_like_gguf_is_refused(capsys, docs_5m, quantized_5m, tmp_path):
     file = str(tmp_path / "model.gguf")
     fails_with(capsys, ["quantize", str(docs_5m), "-o", file], "--format gguf")
     arguments = ["convert", str(quantized_5m), file, "--format", "compressed-tensors"]
@@ -147,20 +147,20 @@ def test_a_folder_is_not_named_like_a_gguf_file(capsys, docs_5m, quantized_5m, t
     assert os.listdir(tmp_path) == []
 
 
-def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
+def test_incompatible_scheme_error_names_layer(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "512"]
     fails_with(capsys, arguments, "model.layers.0.self_attn", "256", "512")
     assert os.listdir(tmp_path) == []
 
 
-def test_groups_are_smaller_where_the_usual_ones_fit_no_linear(tiny_model, tmp_path, capsys):
+def test_group_size_shrinks_if_default_fits_no_linear(tiny_model, tmp_path, capsys):
     arguments = ["quantize", str(tiny_model("llama")), "-o", str(tmp_path / "x")]
     assert main([*arguments, "--recipe", "rtn", "--quality-windows", "0"]) == 0
     assert "linears to w4a16-sym-g32 by rtn, as gptq" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
-def test_auto_chooses_the_groups(docs_5m, tmp_path, capsys):
+def test_auto_group_size(docs_5m, tmp_path, capsys):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "auto"]
     assert main([*arguments, "--recipe", "rtn"]) == 0
     assert "linears to w4a16-sym by rtn" in capsys.readouterr().out
@@ -176,7 +176,7 @@ def test_auto_chooses_the_groups(docs_5m, tmp_path, capsys):
         (["--group-size", "7"], "expected -1 or a multiple of 8, found 7"),
     ],
 )
-def test_groups_that_cannot_be(capsys, docs_5m, tmp_path, flags, words):
+def test_invalid_group_sizes_are_refused(capsys, docs_5m, tmp_path, flags, words):
     fails_with(capsys, ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), *flags], words)
 
 
@@ -201,7 +201,7 @@ def test_unknown_scheme_lists_the_known_ones(capsys, docs_5m, tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "remedy"), [("Q4_K_M", "use q4_k_m"), ("IQ2_XS", "known: q4_0, q4_1, ")]
 )
-def test_types_of_llama_cpp_are_known_by_their_names(capsys, docs_5m, tmp_path, scheme, remedy):
+def test_llama_cpp_type_names_are_recognized(capsys, docs_5m, tmp_path, scheme, remedy):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x.gguf"), "--scheme", scheme]
     fails_with(capsys, arguments, f"--scheme {scheme}: is no type of GGUF files", remedy)
 
@@ -245,7 +245,7 @@ def test_engine_setting_out_of_range_is_named(capsys, docs_5m, flag, value):
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--max-tokens", "0"), ("--temperature", "-5")])
-def test_sampling_out_of_range_shows_before_the_model_is_loaded(capsys, docs_5m, flag, value):
+def test_invalid_sampling_is_refused_before_loading(capsys, docs_5m, flag, value):
     arguments = ["generate", str(docs_5m), "--prompt", "a", flag, value]
     captured = fails_with(capsys, arguments, flag[2:].replace("-", "_"), value)
     assert len(captured.err.splitlines()) == 1
@@ -260,12 +260,12 @@ def test_port_out_of_range_is_not_wrapped(capsys, monkeypatch, docs_5m, port):
 
 
 @pytest.mark.parametrize("name", ["dtype", "device", "load_format", "kv_cache_dtype"])
-def test_choices_hold_in_python_too(docs_5m, name):
+def test_choices_are_checked_in_python(docs_5m, name):
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: expected one of auto, "):
         config.EngineConfig(model=str(docs_5m), **{name: "x"})
 
 
-def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
+def test_unknown_kernel_error_lists_known_kernels(capsys):
     fails_with(capsys, ["bench", "kernels", "--op", "w3a16"], "--op", "w3a16", "paged_attention")
 
 
@@ -288,7 +288,7 @@ def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
     assert "a broken one" in capsys.readouterr().out
 
 
-def test_inspect_says_that_a_broken_folder_is_not_compared(capsys, docs_5m, tmp_path):
+def test_inspect_deep_skips_broken_folder(capsys, docs_5m, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert main(["inspect", str(tmp_path), "--deep", str(docs_5m)]) == 1
     assert f"Not compared with {docs_5m}" in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_quantize_with_a_recipe_file(capsys, docs_5m, tmp_path):
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_reader_that_stops_early_is_no_error():
+def test_closed_output_pipe_is_not_an_error():
     """`qserve families | head -1`."""
     command = [sys.executable, "-m", "qserve", "families"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

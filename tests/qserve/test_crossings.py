@@ -73,7 +73,7 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("model", "seed"), CASES)
-def test_each_gets_what_it_gets_alone(model, seed, crossing, tmp_path, monkeypatch):
+def test_mixed_requests_equal_separate_requests(model, seed, crossing, tmp_path, monkeypatch):
     if model in STATES:  # snapshots of a few tokens are worth while
         monkeypatch.setattr(state_snapshots, "SPACING", 8)
         monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
@@ -141,17 +141,24 @@ def assert_same_logprobs(asked, got, want):
         np.testing.assert_allclose(*values, atol=SLACK, rtol=1e-5, err_msg=str(asked))
 
 
-def test_draws_hold_what_is_to_meet(docs_5m):
+def test_random_draws_cover_required_combinations(docs_5m):
     """Or the crossings would test less than they say."""
-    settings, params, handlings = set(), set(), set()
+    settings, params, request_options = set(), set(), set()
     for seed in SEEDS_OF_DOCS:
         drawn = draw(seed, vocab_size=8192)
         settings |= drawn.settings.keys()
         for asked in drawn.requests:
             params |= asked.params.keys()
-            handlings |= asked.handling.keys()
+            request_options |= asked.options.keys()
             asked.sampling()
     assert settings <= EngineConfig.__dataclass_fields__.keys()
     assert {"kv_transfer_config", "speculative_config", "enable_lora", "kv_offload_gb"} <= settings
     assert {"structured_outputs", "bad_words", "prompt_logprobs", "min_tokens"} <= params
-    assert {"pooling", "beam_search", "lora", "timeout", "cache_salt", "priority"} <= handlings
+    assert {
+        "pooling",
+        "beam_search",
+        "lora",
+        "timeout",
+        "cache_salt",
+        "priority",
+    } <= request_options

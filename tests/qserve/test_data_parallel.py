@@ -29,7 +29,7 @@ from qserve.engine.ipc.start_engines import start_engines
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 
 GUARD = 120  # seconds, against hanging
 TOKENS = data_parallel.TOKENS
@@ -75,11 +75,11 @@ class Group:
         self.engines._engines = [data_parallel._Engine(each) for each in self.made]
         self._tasks = []
 
-    async def send(self, name, ids, handling=Handling()):  # noqa: B008  # immutable
+    async def send(self, name, ids, options=RequestOptions()):  # noqa: B008  # immutable
         """Send a request. Returns the rank of its engine."""
 
         async def run():
-            return [e async for e in self.engines.generate(name, ids, None, handling=handling)]
+            return [e async for e in self.engines.generate(name, ids, None, options=options)]
 
         self._tasks.append(asyncio.create_task(run()))
         await asyncio.sleep(0)
@@ -103,7 +103,7 @@ def prompt(seed, blocks=10):
     return list(range(1000 * seed, 1000 * seed + blocks * TOKENS))
 
 
-def test_prompts_go_where_their_beginning_was_computed():
+def test_prompts_are_routed_to_engine_with_prefix():
     async def main():
         group = Group(3)
         first = [await group.send(f"first {seed}", prompt(seed)) for seed in range(3)]
@@ -118,7 +118,7 @@ def test_prompts_go_where_their_beginning_was_computed():
     asyncio.run(main())
 
 
-def test_work_in_progress_counts_against_a_known_beginning():
+def test_load_counts_against_prefix_match():
     async def main():
         group = Group(2)
         assert await group.send("0", prompt(0)) == 0
@@ -142,21 +142,21 @@ def test_waiting_prompts_count_by_their_tokens():
     asyncio.run(main())
 
 
-def test_other_salts_and_adapters_share_no_beginning():
+def test_salts_and_adapters_separate_prefixes():
     async def main():
         group = Group(2)
-        lora = Handling(lora=LoRARequest("one", 1, "folder"))
+        lora = RequestOptions(lora=LoRARequest("one", 1, "folder"))
         assert await group.send("plain", prompt(0)) == 0
-        assert await group.send("salted", prompt(0), Handling(cache_salt="key")) == 1
+        assert await group.send("salted", prompt(0), RequestOptions(cache_salt="key")) == 1
         await group.finish()
         assert await group.send("adapter", prompt(0), lora) == 0
-        assert await group.send("salted again", prompt(0), Handling(cache_salt="key")) == 1
+        assert await group.send("salted again", prompt(0), RequestOptions(cache_salt="key")) == 1
         await group.finish()
 
     asyncio.run(main())
 
 
-def test_engine_that_is_dead_gets_nothing_while_another_lives():
+def test_dead_engine_gets_no_requests():
     async def main():
         group = Group(2)
         assert await group.send("0", prompt(0)) == 0
@@ -171,7 +171,7 @@ def test_engine_that_is_dead_gets_nothing_while_another_lives():
     asyncio.run(main())
 
 
-def test_a_request_that_is_left_frees_its_place():
+def test_abandoned_request_reduces_load():
     async def main():
         group = Group(2)
         events = group.engines.generate("0", prompt(0), None)
@@ -187,7 +187,7 @@ def test_a_request_that_is_left_frees_its_place():
     asyncio.run(main())
 
 
-def test_commands_go_to_all_and_ranks_of_a_weight_group_follow_each_other():
+def test_commands_reach_all_engines_with_consecutive_ranks():
     async def main():
         group = Group(3)
         outcome, problem = await group.engines.operate(AbortAll())
@@ -207,7 +207,7 @@ def test_commands_go_to_all_and_ranks_of_a_weight_group_follow_each_other():
     asyncio.run(main())
 
 
-def test_engine_that_did_not_take_new_weights_is_closed():
+def test_engine_with_failed_update_is_closed():
     async def main():
         group = Group(2)
 
@@ -251,7 +251,7 @@ def test_reports_are_summed():
         ),
     ],
 )
-def test_settings_that_do_not_agree_are_refused(settings, text):
+def test_disagreeing_settings_are_refused(settings, text):
     with pytest.raises(InputError, match=text):
         EngineConfig(model="m", **settings)
 
@@ -272,13 +272,13 @@ def fake_processes(monkeypatch, tmp_path):
     return tmp_path / "journal"
 
 
-def test_engine_that_cannot_start_is_named_and_the_others_end(fake_processes):
+def test_engine_start_failure_is_reported_and_others_stop(fake_processes):
     config = EngineConfig(model="unusable", data_parallel_size=2)
     with pytest.raises(InputError, match="engine 0: unusable/config.json"):
         asyncio.run(start_engines(config, engine="fake_engine:FakeEngine"))
 
 
-def test_processes_run_requests_and_one_of_them_starts_again(fake_processes):
+def test_killed_engine_process_restarts(fake_processes):
     async def main():
         config = EngineConfig(model="fine", data_parallel_size=2)
         restarts = []
@@ -326,7 +326,7 @@ def test_processes_run_requests_and_one_of_them_starts_again(fake_processes):
 
 
 @pytest.mark.exhaustive
-def test_tokens_are_those_of_one_engine(docs_5m):
+def test_tokens_equal_one_engine(docs_5m):
     prompts = [list(range(5 + n, 40 + 7 * n)) for n in range(8)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
     settings = {"num_gpu_blocks_override": 64, "device": "cpu"}
@@ -362,7 +362,7 @@ def status_of(pid: str) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-def test_each_engine_has_a_gpu_and_answers_as_one_alone(docs_5m):
+def test_engines_use_separate_gpus_and_equal_one_engine(docs_5m):
     rounds = [[list(range(5 + n, 90 + n)), list(range(300 + n, 345 + n))] for n in range(3)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
     settings = {"num_gpu_blocks_override": 256, "device": "cuda", "max_model_len": 256}

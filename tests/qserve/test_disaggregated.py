@@ -17,7 +17,7 @@ from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.ipc.disaggregated import DisaggregatedEngines
 from qserve.engine.token_event import TokenEvent
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 
 GUARD = 120  # seconds, against hanging
 PROMPT = list(range(1000, 1400))
@@ -32,8 +32,8 @@ class FakeSupervisor:
         self.requests, self.stopped, self.num_closed = {}, [], 0
         self.go = asyncio.Event()
 
-    async def generate(self, request_id, ids, params, watch, client, group, handling):
-        self.requests[request_id] = params, handling
+    async def generate(self, request_id, ids, params, watch, client, group, options):
+        self.requests[request_id] = params, options
         try:
             if self.problem == "refuses":
                 raise RefusedError("request", "is too long")
@@ -62,9 +62,9 @@ class Group:
         ]
         self.tasks = []
 
-    async def send(self, name, ids=PROMPT, params=PARAMS, handling=Handling()):  # noqa: B008  # immutable
+    async def send(self, name, ids=PROMPT, params=PARAMS, options=RequestOptions()):  # noqa: B008  # immutable
         async def run():
-            return [e async for e in self.engines.generate(name, ids, params, handling=handling)]
+            return [e async for e in self.engines.generate(name, ids, params, options=options)]
 
         self.tasks.append(asyncio.create_task(run()))
         await asyncio.sleep(0.01)
@@ -74,12 +74,12 @@ class Group:
 def test_both_engines_get_a_request_at_the_same_time():
     async def main():
         group = Group("")
-        salted = Handling(cache_salt="key", priority=3)
-        task = await group.send("a", handling=salted)
-        (params, handling) = group.prefill[0].requests["a"]
-        assert params.max_tokens == 1 and handling == replace(salted, is_for_another=True)
-        (params, handling) = group.decoder.requests["a"]
-        assert params == PARAMS and handling == replace(salted, awaits_pages=True)
+        salted = RequestOptions(cache_salt="key", priority=3)
+        task = await group.send("a", options=salted)
+        (params, options) = group.prefill[0].requests["a"]
+        assert params.max_tokens == 1 and options == replace(salted, is_for_another=True)
+        (params, options) = group.decoder.requests["a"]
+        assert params == PARAMS and options == replace(salted, awaits_pages=True)
         assert not group.decoder.stopped
         group.prefill[0].go.set()
         await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ def test_both_engines_get_a_request_at_the_same_time():
     asyncio.run(main())
 
 
-def test_prompts_that_are_short_or_cached_stay_where_they_are_decoded():
+def test_short_or_cached_prompts_stay_on_decode_engine():
     async def main():
         group = Group("")
         group.prefill[0].go.set()
@@ -109,7 +109,7 @@ def test_prompts_that_are_short_or_cached_stay_where_they_are_decoded():
 
 
 @pytest.mark.parametrize("problem", ["refuses", "dies"])
-def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
+def test_failed_prefill_engine_falls_back_to_decode_engine(problem, caplog):
     async def main():
         group = Group(problem)
         task = await group.send("a")
@@ -124,18 +124,18 @@ def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_paused_engine_refuses_prompts_of_others_and_holds_its_own(mode, docs_5m):
+def test_paused_engine_refuses_remote_prompts_and_keeps_its_own(mode, docs_5m):
     """The engine that decodes would wait for pages until the pause ends."""
     config = {"num_gpu_blocks_override": 32, "max_model_len": 64, "device": "cpu"}
     engine = Engine(EngineConfig(model=str(docs_5m), **config))
     try:
         engine.pause(mode)
         with pytest.raises(InputError, match="computes prompts: is paused or asleep"):
-            engine.add_request("0", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+            engine.add_request("0", [5, 6, 7], PARAMS, options=RequestOptions(is_for_another=True))
         engine.add_request("0", [5, 6, 7], PARAMS)
         assert not engine.step()
         engine.resume()
-        engine.add_request("1", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+        engine.add_request("1", [5, 6, 7], PARAMS, options=RequestOptions(is_for_another=True))
         ended = set()
         while engine.has_work():
             ended |= {event.request_id for event in engine.step() if event.finish_reason}
@@ -162,7 +162,7 @@ def test_dead_engine_gets_no_prompts():
     asyncio.run(main())
 
 
-def test_client_that_leaves_aborts_both():
+def test_disconnect_aborts_on_both_engines():
     async def main():
         group = Group("")
         task = await group.send("a")
@@ -175,7 +175,7 @@ def test_client_that_leaves_aborts_both():
     asyncio.run(main())
 
 
-def test_engines_have_gpus_of_their_own():
+def test_engines_use_separate_gpus():
     config = EngineConfig(
         model="m", tensor_parallel_size=2, data_parallel_size=2, prefill_engines=3
     )
@@ -213,12 +213,12 @@ def test_engines_have_gpus_of_their_own():
         ),
     ],
 )
-def test_settings_that_do_not_agree_are_refused(settings, message):
+def test_disagreeing_settings_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)
 
 
-def test_model_that_cannot_be_sent_is_refused_by_the_flag_that_a_user_gave(tiny_model):
+def test_unsendable_model_error_names_flag(tiny_model):
     config = EngineConfig(model=str(tiny_model("lfm2")), prefill_engines=1, device="cpu")
     for each in DisaggregatedEngines._configs(config):
         with pytest.raises(InputError, match="--prefill-engines: does not work with Lfm2ForC"):

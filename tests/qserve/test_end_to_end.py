@@ -39,7 +39,7 @@ def test_models_lists_the_served_name(server):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_streamed_chat_is_the_whole_chat(server, temperature):
+def test_streamed_chat_equals_whole_chat(server, temperature):
     request = {
         "model": "docs",
         "messages": MESSAGES,
@@ -63,7 +63,7 @@ def test_streamed_chat_is_the_whole_chat(server, temperature):
     assert len(chunks) > 5, "tokens must come as they are made"
 
 
-def test_streamed_completion_is_the_engines_greedy_text(server, quantized_5m):
+def test_streamed_completion_equals_greedy_text(server, quantized_5m):
     prompt = "The standard library"
     llm = LLM(quantized_5m, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=20)
@@ -87,7 +87,7 @@ def test_stop_string_and_usage(server):
     assert full.usage.total_tokens == full.usage.prompt_tokens + full.usage.completion_tokens
 
 
-def test_concurrent_requests_give_the_text_of_a_lone_one(server):
+def test_concurrent_requests_equal_single_request(server):
     def ask(number):
         client = server.client()
         return (
@@ -115,7 +115,7 @@ def samples(server) -> dict[str, float]:
     }
 
 
-def test_metrics_add_up_to_what_was_asked_for(server):
+def test_metrics_equal_request_totals(server):
     client = server.client()
     # An earlier output that ended at its end token leaves one more step in flight. Steps are
     # reported in order, so that step is counted before this request's, which ends at its length.
@@ -149,7 +149,7 @@ def test_metrics_add_up_to_what_was_asked_for(server):
         assert after[name] == 0, name
 
 
-def test_a_reader_that_leaves_does_not_disturb_others(server):
+def test_disconnect_does_not_disturb_others(server):
     client, before = server.client(), samples(server)["generation_tokens_total"]
     for _ in range(20):
         stream = client.completions.create(
@@ -175,7 +175,7 @@ def test_a_reader_that_leaves_does_not_disturb_others(server):
         ({"prompt": []}, openai.BadRequestError, "prompt"),
     ],
 )
-def test_mistakes_get_openai_errors(server, change, error, words):
+def test_invalid_requests_get_openai_errors(server, change, error, words):
     with pytest.raises(error) as raised:
         server.client().completions.create(**{"model": "docs", "prompt": "a", **change})
     assert words in str(raised.value)
@@ -229,7 +229,7 @@ def test_server_runs_the_weights_that_a_trainer_shares(docs_5m, start_server, pa
 
 
 @pytest.mark.exhaustive
-def test_start_that_fails_is_one_line(tmp_path):
+def test_failed_start_prints_one_line(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "qserve.cli", "serve", str(tmp_path)],
         capture_output=True,
@@ -241,7 +241,7 @@ def test_start_that_fails_is_one_line(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
+def test_engine_death_ends_server(quantized_5m, start_server):
     server = start_server(quantized_5m)
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
@@ -250,7 +250,7 @@ def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
     assert server.process.wait(STOP_SECONDS) != 0
 
 
-def test_a_prompt_is_scored_as_lm_eval_does(server, quantized_5m, transformers_model):
+def test_prompt_scoring_equals_lm_eval(server, quantized_5m, transformers_model):
     """echo, logprobs and no tokens: transformers' log-softmax of each token of two prompts."""
     prompts = [list(range(40, 75)), [9, 300, 12, 7, 7, 2000]]
     reply = server.client().completions.create(

@@ -38,7 +38,7 @@ from tests.qserve.test_process import ENDLESS, REPORT
         messages.Abort(request_id="r"),
     ],
 )
-def test_messages_to_the_engine_survive_the_trip(message):
+def test_messages_to_engine_round_trip(message):
     frame = messages.encode(message)
     assert frames.payload_size(frame[:4]) == len(frame) - 4
     assert messages.decode(frame[4:], messages.ToEngine) == message
@@ -51,7 +51,7 @@ def event_of(token, logprob, top_logprob):
     return TokenEvent(request_id="r", token_ids=(token,), logprobs=(found,))
 
 
-def test_events_with_logprobs_survive_the_trip():
+def test_events_with_logprobs_round_trip():
     event = event_of(7, -0.5, -float("inf"))
     (got,) = messages.decode(
         messages.encode(messages.Events(events=[event], report=REPORT))[4:], messages.FromEngine
@@ -59,7 +59,7 @@ def test_events_with_logprobs_survive_the_trip():
     assert got == event and isinstance(got.logprobs[0], TokenLogprobs)
 
 
-def test_events_taken_slowly_keep_every_logprob():
+def test_merged_events_keep_every_logprob():
     events = [event_of(token, -token / 2, -9.0) for token in range(3)]
 
     async def merged():
@@ -76,7 +76,7 @@ def test_events_taken_slowly_keep_every_logprob():
     assert second.logprobs == events[0].logprobs
 
 
-def test_events_survive_the_trip():
+def test_events_round_trip():
     event = TokenEvent(
         request_id="r", token_ids=(1, 2), finish_reason="stop", stop_token=2, ended_by_token=True
     )
@@ -97,12 +97,12 @@ def test_events_survive_the_trip():
         b"\x91" * 99,
     ],
 )
-def test_foreign_bytes_are_no_message(payload):
+def test_invalid_bytes_are_refused(payload):
     with pytest.raises(messages.MessageError):
         messages.decode(payload, messages.ToEngine)
 
 
-def test_parameters_are_checked_again_on_arrival():
+def test_parameters_are_validated_on_arrival():
     add = messages.Add(request_id="r", prompt_token_ids=[1], params=SamplingParams(), sent=0.0)
     payload = messages.encode(add)[4:].replace(
         b"\xabtemperature\xcb?\xf0", b"\xabtemperature\xcb\xbf\xf0"
@@ -119,7 +119,7 @@ def test_frame_above_the_limit_is_refused_on_both_sides(monkeypatch):
         messages.encode(messages.Abort(request_id="r" * 2000))
 
 
-def test_frame_that_comes_in_single_bytes_is_put_together():
+def test_frame_received_byte_by_byte_is_assembled():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for byte in messages.encode(messages.Abort(request_id="r")):
@@ -145,7 +145,7 @@ def busy_engine() -> tuple[SimpleNamespace, list[str]]:
     return engine, told
 
 
-def test_crowd_of_messages_waits_for_the_next_step():
+def test_messages_beyond_limit_wait_for_next_step():
     inbox, (engine, told) = process_module.Inbox(), busy_engine()
     for index in range(process_module.MESSAGES_PER_STEP + 5):
         inbox.put(add(str(index)))
@@ -153,7 +153,7 @@ def test_crowd_of_messages_waits_for_the_next_step():
     assert len(inbox) == 5 and len(told) == process_module.MESSAGES_PER_STEP
 
 
-def test_aborts_overtake_what_waits_and_take_it_with_them():
+def test_aborts_cancel_queued_requests():
     """A client sent many requests and disconnected: none of them is started."""
     inbox, (engine, told) = process_module.Inbox(), busy_engine()
     line = SimpleNamespace(busy_since=None)
@@ -172,7 +172,7 @@ def test_aborts_overtake_what_waits_and_take_it_with_them():
     assert len(inbox) == 0
 
 
-def test_name_that_comes_again_is_not_aborted_by_the_abort_before_it():
+def test_reused_request_id_is_not_aborted_by_earlier_abort():
     inbox, (engine, told) = process_module.Inbox(), busy_engine()
     for message in (add("a"), messages.Abort(request_id="a"), add("a")):
         inbox.put(message)
@@ -180,7 +180,7 @@ def test_name_that_comes_again_is_not_aborted_by_the_abort_before_it():
     assert told == ["add a"] and len(inbox) == 0
 
 
-def test_events_too_large_for_one_message_go_one_by_one_and_the_largest_is_refused(monkeypatch):
+def test_large_events_are_sent_separately_and_oversized_refused(monkeypatch):
     """Vectors of each token of a long prompt: the engine continues with the others."""
     monkeypatch.setattr(frames, "MAX_PAYLOAD_BYTES", 3000)
     sent, (engine, told) = [], busy_engine()

@@ -43,7 +43,7 @@ async def until(condition) -> None:
 
 
 @pytest.mark.exhaustive
-def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
+def test_reader_thread_error_ends_engine(monkeypatch):
     """Such as a message that does not fit into memory: every later request would wait for it."""
     monkeypatch.setenv("FAKE_ENGINE_BREAKS_READER", "yes")
 
@@ -61,7 +61,7 @@ def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_stopped_process_is_noticed_and_killed(journal, busy):
+def test_stopped_process_is_killed(journal, busy):
     async def scenario():
         client = await start(Limits(silence=2))
         run = asyncio.create_task(collect(client, "r", [1], ENDLESS)) if busy else None
@@ -79,7 +79,7 @@ def test_stopped_process_is_noticed_and_killed(journal, busy):
 
 
 @pytest.mark.exhaustive
-def test_step_without_end_is_noticed_and_the_process_killed(journal):
+def test_endless_step_is_killed(journal):
     """The process still gives signs of life: its other threads run."""
 
     async def scenario():
@@ -93,7 +93,7 @@ def test_step_without_end_is_noticed_and_the_process_killed(journal):
 
 
 @pytest.mark.exhaustive
-def test_idle_and_busy_engines_are_not_taken_for_dead(monkeypatch):
+def test_idle_and_busy_engines_are_not_killed(monkeypatch):
     monkeypatch.setattr("qserve.engine.ipc.client.WATCH_SECONDS", 0.01)
 
     async def scenario():

@@ -271,7 +271,7 @@ def test_help_is_quick():
     assert help_time < 6 * cpu_seconds("-c", "import asyncio")[0]
 
 
-def test_underscores_are_dashes(monkeypatch):
+def test_underscores_in_flags_are_accepted(monkeypatch):
     seen = []
     command = dataclasses.replace(
         COMMANDS["eval"], run=lambda *settings: seen.append(settings) or 0
@@ -323,7 +323,7 @@ def served(monkeypatch):
     ("name", "text"),
     [("c.yaml", YAML), ("c.yml", YAML), ("c.toml", TOML), ("c.json", json.dumps(SAME_AS_JSON))],
 )
-def test_config_file_stands_for_flags(served, tmp_path, name, text):
+def test_config_file_sets_flags(served, tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
     assert main(["serve", "--config", str(path)]) == 0
@@ -348,7 +348,7 @@ def test_config_file_stands_for_flags(served, tmp_path, name, text):
         ("max_num_seqs: 0", ["--max-num-seqs", "1 or more"]),
     ],
 )
-def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, words):
+def test_invalid_config_file_gives_one_line_error(capsys, served, tmp_path, text, words):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     fails_with(capsys, ["serve", "m", "--config", str(path)], *words)
@@ -396,7 +396,7 @@ def test_flags_of_vllm_for_mistrals_format_are_accepted(served):
     assert served[0][1].load_format == "auto"
 
 
-def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
+def test_no_op_vllm_flags_are_accepted(served, caplog):
     caplog.set_level(logging.INFO)
     assert main(VLLM_COMMAND.split()) == 0
     model, engine, _, _ = served[0]
@@ -407,14 +407,14 @@ def test_flags_of_vllm_that_change_nothing_are_accepted(served, caplog):
 
 
 @pytest.mark.parametrize("length", ["auto", "-1"])
-def test_length_that_vllm_chooses_itself(served, length):
+def test_vllm_max_model_len_auto(served, length):
     assert main(["serve", "m", "--max-model-len", length]) == 0
     assert served[0][1].max_model_len is None
     assert EngineConfig(model="m", max_model_len=-1).max_model_len is None
 
 
 @pytest.mark.parametrize("line", ["serve --model m --port 9", "serve --port 9 --model=m"])
-def test_model_may_be_a_flag(served, line):
+def test_model_can_be_given_as_flag(served, line):
     assert main(line.split()) == 0
     model, _, server, _ = served[0]
     assert (model, server.port, server.more_models) == ("m", 9, [])
@@ -425,7 +425,7 @@ def test_several_models_are_arguments(served):
     assert (served[0][0], served[0][2].more_models) == ("a", ["b", "c"])
 
 
-def test_parsers_with_vllms_names(served):
+def test_vllm_parser_names_are_accepted(served):
     line = "serve m --tool-call-parser openai --reasoning-parser openai_gptoss"
     assert main(line.split()) == 0
     server = served[0][2]
@@ -443,12 +443,12 @@ def test_config_file_of_vllm(served, tmp_path, capsys):
     assert "long prompts are always computed in chunks" in capsys.readouterr().err
 
 
-def test_settings_of_vllm_are_not_settings_here():
+def test_vllm_settings_do_not_collide_with_own():
     names = {name for each in COMMANDS["serve"].settings for name in each.__dataclass_fields__}
     assert not (ENGINE_SETTINGS.keys() | SERVER_SETTINGS.keys()) & names
 
 
-def test_config_file_that_is_not_there(capsys, served):
+def test_missing_config_file_is_refused(capsys, served):
     fails_with(capsys, ["serve", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml", "cannot be")
     fails_with(capsys, ["serve", "m", "--config"], "--config", "expected a file")
 

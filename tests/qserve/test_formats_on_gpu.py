@@ -88,7 +88,7 @@ def calibration(docs_5m):
 
 
 @pytest.mark.parametrize(("scheme", "output_format"), PAIRS)
-def test_written(docs_5m, calibration, tmp_path, scheme, output_format):
+def test_written_formats_on_gpu(docs_5m, calibration, tmp_path, scheme, output_format):
     folder = tmp_path / "model"
     parsed = Scheme.parse(scheme)
     static = parsed.activation is not None and not parsed.activation.dynamic
@@ -110,7 +110,7 @@ def test_written(docs_5m, calibration, tmp_path, scheme, output_format):
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_written_with_scales_of_a_kv_cache(docs_5m, calibration, tmp_path, kv_cache):
+def test_written_formats_with_kv_scales_on_gpu(docs_5m, calibration, tmp_path, kv_cache):
     quantize_checkpoint(
         docs_5m,
         tmp_path / "model",
@@ -352,7 +352,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_hand_made(docs_5m, tmp_path, variant):
+def test_handmade_formats_on_gpu(docs_5m, tmp_path, variant):
     """No encoder of ours took part; the CPU's reading is compared with the float meaning."""
     model = HandMade(docs_5m)
     block = VARIANTS[variant](model)

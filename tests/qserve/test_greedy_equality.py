@@ -20,7 +20,7 @@ MODES = {
         20,
         0,
     ),
-    "asked for a second time": ({"block_size": 8}, 20, 1),
+    "repeated prompt": ({"block_size": 8}, 20, 1),
     "one step in flight": ({"max_num_batched_tokens": 32, "max_num_seqs": 8}, 20, 1),
     "preempted in flight": (
         {"num_gpu_blocks_override": 22, "admission": "fits", "block_size": 8, "max_num_seqs": 6},
@@ -32,7 +32,7 @@ FAMILIES = ("docs-5m", "llama", "mistral", "qwen2", "qwen3")
 # Besides those of docs-5m. A window gives pages back; heads of another width share larger pages.
 IN_EACH_RUN = [
     ("mistral", "preempted"),
-    ("mistral", "asked for a second time"),
+    ("mistral", "repeated prompt"),
     ("qwen3", "preempted in flight"),
 ]
 

@@ -21,7 +21,7 @@ def texts(outputs):
     return [[completion.text for completion in output.outputs] for output in outputs]
 
 
-def test_graphs_are_captured_when_asked_for(quantized_5m, monkeypatch):
+def test_graphs_are_captured_on_request(quantized_5m, monkeypatch):
     """A start leaves them to the steps that need them; a measurement asks for all."""
     pieces = [True] * 3
     monkeypatch.setattr(Engine, "use_idle_time", lambda _: bool(pieces) and pieces.pop())
@@ -51,7 +51,7 @@ def test_outputs_come_in_the_order_of_prompts(llm):
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
-def test_seed_repeats_in_any_company(llm):
+def test_seed_is_reproducible_in_any_batch(llm):
     params = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
     alone = llm.generate("The standard library", params, use_tqdm=False)
     crowd = [SamplingParams(temperature=1.3, max_tokens=20, ignore_eos=True)] * 6
@@ -79,7 +79,7 @@ def test_n_gives_indexed_outputs_of_consecutive_seeds(llm):
     assert output.outputs[0].token_ids != output.outputs[1].token_ids
 
 
-def test_seeds_of_n_go_on_from_the_smallest(llm):
+def test_seeds_of_n_wrap_to_smallest(llm):
     last, first = (SamplingParams(seed=seed, max_tokens=6) for seed in (2**63 - 1, -(2**63)))
     (both,) = llm.generate("The", replace(last, n=2), use_tqdm=False)
     alone = [llm.generate("The", params, use_tqdm=False)[0] for params in (last, first)]
@@ -124,7 +124,7 @@ def test_chat_renders_tools(llm, docs_5m, quantized_5m, tmp_path):
     assert "weather" in output.prompt
 
 
-def test_prompt_too_long_is_refused_and_leaves_nothing_behind(llm):
+def test_too_long_prompt_is_refused_without_state(llm):
     params = SamplingParams(max_tokens=4)
     with pytest.raises(InputError, match="expected a prompt of 1 to 2047 tokens, found 2048"):
         llm.generate(["fine", [5] * 2048], params, use_tqdm=False)
@@ -149,7 +149,7 @@ def test_stop_token_outside_the_vocabulary_is_refused(llm):
     assert not llm.engine.has_work()
 
 
-def test_end_tokens_that_no_model_can_draw_are_no_end_tokens(docs_5m, tmp_path):
+def test_end_tokens_outside_vocabulary_are_ignored(docs_5m, tmp_path):
     shutil.copytree(docs_5m, tmp_path / "model")
     path = tmp_path / "model" / "generation_config.json"
     path.write_text('{"eos_token_id": [2, -1, 8192]}')
@@ -163,7 +163,7 @@ def test_end_tokens_that_no_model_can_draw_are_no_end_tokens(docs_5m, tmp_path):
         LLM(tmp_path / "model", device="cpu")
 
 
-def test_the_models_own_parameters_are_the_default(llm, monkeypatch, tmp_path):
+def test_models_own_parameters_are_the_default(llm, monkeypatch, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
     monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, model=str(tmp_path)))
     seen = []
@@ -176,7 +176,7 @@ def test_the_models_own_parameters_are_the_default(llm, monkeypatch, tmp_path):
     assert seen == [SamplingParams(temperature=0.5, top_k=3), SamplingParams()]
 
 
-def test_request_larger_than_the_pool_is_cut_or_refused(quantized_5m):
+def test_request_larger_than_kv_cache_is_truncated_or_refused(quantized_5m):
     """As if the pool's 64 tokens were the model's context."""
     llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=4, admission="fits")
     params = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -186,7 +186,7 @@ def test_request_larger_than_the_pool_is_cut_or_refused(quantized_5m):
         llm.generate([[5] * 64], params, use_tqdm=False)
 
 
-def test_an_empty_model_is_not_the_current_folder():
+def test_empty_model_name_is_refused():
     """An unset variable of a script."""
     with pytest.raises(InputError, match="MODEL: is empty"):
         LLM("")

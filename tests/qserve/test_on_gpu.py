@@ -47,7 +47,7 @@ def test_graphs_and_steps_in_flight_change_no_token(quantized_5m):
     assert all(a[0] == b[0] for a, b in pairs)
 
 
-def test_a_second_start_plans_nothing(quantized_5m, caplog):
+def test_second_start_reuses_recorded_shapes(quantized_5m, caplog):
     """It finds the shapes of the first one's warm-up steps."""
     caplog.set_level("INFO", logger="qserve.engine.start_phases")
     settings = {"compile_processes": 2}  # without processes, nothing is recorded
@@ -98,12 +98,12 @@ def test_whole_graphs_draw_the_same_tokens(quantized_5m, monkeypatch, steps_in_f
     assert tokens() == with_whole and not replays
 
 
-def test_a_run_repeats_to_the_token(quantized_5m):
+def test_repeated_run_gives_same_tokens(quantized_5m):
     llm = make(quantized_5m)
     assert greedy(llm) == greedy(llm)
 
 
-def test_perplexity_is_the_cpus(quantized_5m):
+def test_perplexity_equals_cpu(quantized_5m):
     text = (quantized_5m / "tokenizer.json").read_text()[:60_000]
     values = []
     for llm in (
@@ -138,7 +138,7 @@ CACHED = {
 
 
 @pytest.mark.parametrize("where", CACHED)
-def test_prompts_that_are_cached_give_the_same_tokens(quantized_5m, where):
+def test_prefix_hits_give_same_tokens(quantized_5m, where):
     """But for rounding: the chunks of a warm prompt are shorter than those of a cold one."""
     llm = make(quantized_5m, enable_prefix_caching=True, **CACHED[where])
     cold, warm = greedy(llm), greedy(llm)
@@ -151,7 +151,7 @@ def test_prompts_that_are_cached_give_the_same_tokens(quantized_5m, where):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-def test_coded_caches(quantized_5m, name):
+def test_quantized_kv_caches(quantized_5m, name):
     """Graphs and eager steps agree, twice as many pages fit, and perplexity hardly moves."""
     half, coded = make(quantized_5m), make(quantized_5m, kv_cache_dtype=name)
     ratio = half.engine.runner.bytes_per_page / coded.engine.runner.bytes_per_page
@@ -263,7 +263,7 @@ def test_graphs_captured_when_idle_give_the_same_tokens(quantized_5m, monkeypatc
     assert greedy(llm) == first
 
 
-def test_prompt_logprobs_are_those_of_the_logits(quantized_5m):
+def test_prompt_logprobs_equal_logits(quantized_5m):
     llm = make(quantized_5m, max_num_batched_tokens=64)
     prompt = [(7 * i) % 8000 + 3 for i in range(150)]
     params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
@@ -276,7 +276,7 @@ def test_prompt_logprobs_are_those_of_the_logits(quantized_5m):
     assert len(output.prompt_logprobs) == len(prompt)
 
 
-def test_a_second_start_compiles_nothing(quantized_5m, caplog):
+def test_second_start_compiles_nothing(quantized_5m, caplog):
     make(quantized_5m, compile_processes=2)
     caplog.clear()
     with caplog.at_level("INFO"):

@@ -77,7 +77,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_requests_run_side_by_side_and_the_process_ends_with_close(journal):
+def test_concurrent_requests_and_close_ends_process(journal):
     async def scenario():
         client = await start()
         assert client.is_alive and (client.max_model_len, client.vocab_size) == (2048, 8192)
@@ -135,7 +135,7 @@ def test_cancelled_task_aborts_in_the_engine(journal):
 
 
 @pytest.mark.exhaustive
-def test_stop_strings_stay_with_the_client(monkeypatch):
+def test_stop_strings_are_handled_by_client(monkeypatch):
     sent, original = [], messages.encode
     monkeypatch.setattr(messages, "encode", lambda m: sent.append(original(m)) or sent[-1])
 
@@ -149,7 +149,7 @@ def test_stop_strings_stay_with_the_client(monkeypatch):
     assert sent and max(map(len, sent)) < 2000
 
 
-def test_the_engine_is_told_whose_a_request_is(journal):
+def test_engine_receives_tenant(journal):
     async def scenario():
         client = await start()
         params = SamplingParams(max_tokens=2)
@@ -176,7 +176,7 @@ def test_slow_reader_gets_everything_in_merged_events():
     asyncio.run(scenario())
 
 
-def test_refused_request_raises_and_leaves_the_others_alone():
+def test_refused_request_raises_and_others_continue():
     async def scenario():
         client = await start()
         other = asyncio.create_task(collect(client, "fine", [1], SamplingParams(max_tokens=50)))
@@ -215,7 +215,7 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
 
 
 @pytest.mark.exhaustive
-def test_watches_see_everything_as_it_arrives():
+def test_watchers_receive_every_report():
     """Reports that no caller reads are dropped, too; a dead engine holds none."""
     reports, seen = [], []
 
@@ -257,7 +257,7 @@ def test_abort_that_leaves_no_work_is_reported(journal):
     assert "abort gone" in journal()
 
 
-def test_output_that_was_complete_before_the_death_stays_complete():
+def test_finished_output_survives_engine_death():
     async def scenario():
         client = await start()
         generator = client.generate("first", [1], SamplingParams(max_tokens=3))
@@ -280,7 +280,7 @@ def test_output_that_was_complete_before_the_death_stays_complete():
         ("killed", "exit code -9 while it was starting (the system probably killed it"),
     ],
 )
-def test_failed_start_is_one_line_and_leaves_no_process(model, message):
+def test_failed_start_raises_one_line_and_leaves_no_process(model, message):
     with pytest.raises(InputError) as caught:
         asyncio.run(start(model))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -299,7 +299,7 @@ def test_cancelled_start_leaves_no_process():
     asyncio.run(scenario())
 
 
-def test_engine_that_ignores_everything_is_killed(monkeypatch, journal):
+def test_unresponsive_engine_is_killed(monkeypatch, journal):
     monkeypatch.setattr("qserve.engine.ipc.client.EXIT_TIMEOUT", 0.3)
 
     async def scenario():
@@ -332,7 +332,7 @@ def handles_sigterm(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("model", ["slow", pytest.param("fine", marks=pytest.mark.exhaustive)])
-def test_sigterm_of_an_engine_that_counts_loads_prints_nothing(model, capfd):
+def test_sigterm_exits_silently(model, capfd):
     """It ends by a normal exit, in its load or idle; a second signal does not interrupt that."""
     process, connection = raw_process()
     config = EngineConfig(model=model, record_expert_loads="loads.json")
@@ -386,7 +386,7 @@ def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
         assert process.wait(timeout=GUARD) == 1
 
 
-def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path):
+def test_engine_process_imports_own_package_from_any_directory(monkeypatch, tmp_path):
     (tmp_path / "formats").mkdir()
     (tmp_path / "formats" / "__init__.py").write_text("raise ImportError('shadowed')")
     monkeypatch.chdir(tmp_path)

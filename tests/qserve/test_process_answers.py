@@ -19,7 +19,7 @@ def journal(monkeypatch, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_each_load_of_an_adapter_has_its_own_answer(journal, tmp_path):
+def test_every_adapter_load_gets_its_reply(journal, tmp_path):
     """Though two are read together and end in another order."""
 
     async def scenario():
@@ -46,7 +46,7 @@ def test_each_load_of_an_adapter_has_its_own_answer(journal, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_load_that_is_not_waited_for_leaves_its_turn_to_the_next(journal, tmp_path):
+def test_abandoned_adapter_load_does_not_block_next(journal, tmp_path):
     async def scenario():
         client = await start()
         loads = [
@@ -70,7 +70,7 @@ def test_load_that_is_not_waited_for_leaves_its_turn_to_the_next(journal, tmp_pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["raises", "refused"])
-def test_adapter_that_raises_ends_its_own_load_alone(journal, tmp_path, name):
+def test_adapter_load_error_fails_only_that_load(journal, tmp_path, name):
     async def scenario():
         client = await start()
         (tmp_path / name).mkdir()
@@ -84,7 +84,7 @@ def test_adapter_that_raises_ends_its_own_load_alone(journal, tmp_path, name):
 
 
 @pytest.mark.exhaustive
-def test_request_that_cannot_be_added_ends_alone(journal):
+def test_invalid_request_fails_alone(journal):
     async def scenario():
         client = await start()
         events = await collect(client, "bad", [107], SamplingParams(max_tokens=3))
@@ -98,7 +98,7 @@ def test_request_that_cannot_be_added_ends_alone(journal):
 
 
 @pytest.mark.exhaustive
-def test_profile_that_raises_is_answered(journal):
+def test_profile_error_is_returned(journal):
     async def scenario():
         client = await start()
         problem = await client.profile(ProfilerConfig())

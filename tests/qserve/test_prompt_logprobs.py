@@ -56,7 +56,7 @@ def check(found, ids, reference_SV):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
+def test_prompt_logprobs_equal_transformers(docs_5m, references, mode, monkeypatch):
     """Slices of two rows: a vocabulary that is larger than the memory for logits."""
     monkeypatch.setattr(module, "SLICE_LOGITS", 2 * 8192)
     settings, in_flight = MODES[mode]
@@ -81,7 +81,7 @@ def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
 
 @pytest.mark.parametrize("quantization", [None, "w4a16", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_have_the_bits_of_generated_tokens(docs_5m, quantization, dtype):
+def test_prompt_logprobs_equal_generated_logprobs_bitwise(docs_5m, quantization, dtype):
     """Tokens drawn in a batch, and the same tokens as prompts, as a trainer compares them."""
     llm = LLM(
         docs_5m,
@@ -107,7 +107,7 @@ def test_they_have_the_bits_of_generated_tokens(docs_5m, quantization, dtype):
         ]
 
 
-def test_given_tokens_are_drawn_whatever_their_logits():
+def test_forced_tokens_are_drawn_regardless_of_logits():
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, 300, generator=generator) * 9
     logits[2, 7] = logits[3] = logits[4, 0] = -torch.inf
@@ -128,7 +128,7 @@ def test_given_tokens_are_drawn_whatever_their_logits():
     assert handle.logprobs.wait().isinf().tolist() == [False, False, True, False, False, False]
 
 
-def test_the_preempted_mode_preempts(docs_5m):
+def test_preempted_mode_causes_preemptions(docs_5m):
     settings, _ = MODES["preempted"]
     llm = LLM(docs_5m, device="cpu", **settings)
     params = SamplingParams(
@@ -143,7 +143,7 @@ def test_the_preempted_mode_preempts(docs_5m):
     assert num_preempted
 
 
-def test_who_does_not_ask_gets_none(docs_5m, references):
+def test_prompt_logprobs_only_on_request(docs_5m, references):
     llm = LLM(docs_5m, device="cpu")
     plain = SamplingParams(max_tokens=3, temperature=0, logprobs=2, detokenize=False)
     asking = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=3, n=2, detokenize=False)
@@ -153,7 +153,7 @@ def test_who_does_not_ask_gets_none(docs_5m, references):
     assert second.outputs[0].token_ids == second.outputs[1].token_ids
 
 
-def test_no_tokens_only_with_prompt_logprobs():
+def test_zero_max_tokens_requires_prompt_logprobs():
     with pytest.raises(ParameterError, match="max_tokens.*1 or more, found 0"):
         SamplingParams(max_tokens=0, detokenize=False)
     with pytest.raises(ParameterError, match="prompt_logprobs.*0 to 20, found 21"):
@@ -174,7 +174,7 @@ def request(length, prompt_logprobs=0):
     )
 
 
-def test_rows_are_taken_once_though_the_prompt_is_computed_again():
+def test_recomputed_prompt_reports_logprobs_once():
     """It was preempted in the middle of its prompt; another such request is next in the queue."""
     again, silent, short = request(10, 2), request(3, None), request(3)
     plan = module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 6),)))
@@ -191,7 +191,7 @@ def test_rows_are_taken_once_though_the_prompt_is_computed_again():
     assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(silent, 0, 3),))) is None
 
 
-def test_steps_are_not_searched_for_prompts_that_nobody_asks_of(tiny_model, monkeypatch):
+def test_prompt_logprobs_add_no_step_cost_if_unused(tiny_model, monkeypatch):
     from qserve.engine import in_flight
 
     searched = []

@@ -58,14 +58,14 @@ def by_hand(llm, prompt, params):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_are_what_their_definition_says(llm, name):
+def test_penalties_equal_definition(llm, name):
     params = greedy(**PENALTIES[name])
     want = [by_hand(llm, prompt, params) for prompt in PROMPTS]
     plain = [completion.token_ids for completion in run(llm, greedy())]
     assert [completion.token_ids for completion in run(llm, params)] == want != plain
 
 
-def test_a_step_in_flight_is_counted(llm):
+def test_penalties_count_step_in_flight(llm):
     """The host gets a token one step late; penalties must include it immediately."""
     params = [greedy(), *(greedy(**fields) for fields in PENALTIES.values())]
     prompts = [PROMPTS[0]] * len(params)
@@ -78,7 +78,7 @@ def test_a_step_in_flight_is_counted(llm):
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_preempted_requests_keep_their_counts(llm, docs_5m, in_flight):
+def test_preempted_requests_keep_penalty_counts(llm, docs_5m, in_flight):
     params = greedy(frequency_penalty=0.9)
     want = [completion.token_ids for completion in run(llm, params, PROMPTS * 2)]
     small = LLM(
@@ -103,14 +103,14 @@ def test_preempted_requests_keep_their_counts(llm, docs_5m, in_flight):
     assert preempted
 
 
-def test_more_requests_than_rows_of_history(llm):
+def test_more_requests_than_history_rows(llm):
     """Rows go from request to request, clean."""
     params = greedy(presence_penalty=2.0)
     want = [completion.token_ids for completion in run(llm, params)]
     assert [completion.token_ids for completion in run(llm, params, PROMPTS * 8)] == want * 8
 
 
-def test_logprobs_are_the_models(llm):
+def test_logprobs_equal_model_logits(llm):
     params = SamplingParams(
         temperature=1.5, seed=3, max_tokens=6, ignore_eos=True, logprobs=3, presence_penalty=1.0
     )
@@ -131,7 +131,7 @@ def test_logprobs_are_the_models(llm):
     assert "".join(texts) == completion.text
 
 
-def test_only_who_asks_gets_logprobs(llm):
+def test_logprobs_only_on_request(llm):
     params = [greedy(), greedy(logprobs=0), greedy(logprobs=2)]
     without, none, two = run(llm, params, [PROMPTS[0]] * 3)
     assert without.logprobs is None
@@ -140,7 +140,7 @@ def test_only_who_asks_gets_logprobs(llm):
         assert [*found][0] == token and [each.rank for each in found.values()] == [1, 2]
 
 
-def test_seed_minus_one_is_no_seed():
+def test_seed_minus_one_means_no_seed():
     """As in vLLM: clients send it for other tokens each time."""
     assert SamplingParams(seed=-1) == SamplingParams()
     assert SamplingParams(seed=-1, n=3).choice(2).seed is None
@@ -148,12 +148,12 @@ def test_seed_minus_one_is_no_seed():
     assert None not in seeds and len(set(seeds)) == 3
 
 
-def test_a_forced_token(llm):
+def test_forced_token_by_bias(llm):
     (completion,) = run(llm, greedy(logit_bias={77: 100.0}), PROMPTS[:1])
     assert set(completion.token_ids) == {77}
 
 
-def test_a_bias_outside_the_vocabulary_is_refused(llm):
+def test_bias_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(InputError, match="logit_bias: token id 8192 is not in 0..8191"):
         run(llm, greedy(logit_bias={8192: 1.0}))
     assert not llm.engine.has_work()
@@ -170,13 +170,13 @@ def test_a_bias_outside_the_vocabulary_is_refused(llm):
         {"seed": -(2**63)},
     ],
 )
-def test_the_ends_of_every_range_are_sampled(llm, temperature, extreme):
+def test_range_limits_are_accepted(llm, temperature, extreme):
     params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True, **extreme)
     for completion in run(llm, params):
         assert len(completion.token_ids) == 3
 
 
-def test_what_the_server_refuses_runs_in_python(llm):
+def test_python_accepts_wider_ranges_than_server(llm):
     """More stop strings and hotter than its clients may ask for; 20 alternatives, the kernel's."""
     assert MAX_LOGPROBS == qkernels.sampling.settings.MAX_LOGPROBS
     stops = [f"<{i}>" for i in range(100)]
@@ -190,7 +190,7 @@ def test_what_the_server_refuses_runs_in_python(llm):
 
 
 @pytest.mark.parametrize("given", [[1], [(1, 2, 3)], "5"])
-def test_biases_that_are_no_pairs_are_named(given):
+def test_invalid_logit_bias_is_refused(given):
     with pytest.raises(ParameterError, match="logit_bias: expected an object"):
         SamplingParams(logit_bias=given)
 
@@ -205,7 +205,7 @@ def test_biases_that_are_no_pairs_are_named(given):
         ({"bad_words_token_ids": [[5, -1]]}, "found [(5, -1)]"),
     ],
 )
-def test_lists_in_errors_look_like_those_that_were_given(fields, message):
+def test_errors_show_lists_as_given(fields, message):
     with pytest.raises(ParameterError) as error:
         SamplingParams(**fields)
     assert message in str(error.value)
@@ -217,7 +217,7 @@ def test_long_lists_in_errors_are_cut():
     assert str(error.value).endswith("...") and len(str(error.value)) < 150
 
 
-def test_without_text(llm):
+def test_detokenize_can_be_off(llm):
     with pytest.raises(ParameterError, match="stop: is searched in the text"):
         SamplingParams(stop="a", detokenize=False)
     (completion,) = run(llm, greedy(detokenize=False, logprobs=1), PROMPTS[:1])
@@ -236,7 +236,7 @@ def test_without_text(llm):
         (StructuredOutputsParams, "regexp", r"StructuredOutputsParams \(did you mean regex\?\)"),
     ],
 )
-def test_unknown_fields_are_named(params, given, message):
+def test_unknown_fields_are_refused(params, given, message):
     with pytest.raises(ParameterError, match=f"^{given}: is not a field of {message}"):
         params(**{given: 1})
     with pytest.raises(TypeError, match="positional"):

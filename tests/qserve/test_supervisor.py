@@ -56,7 +56,7 @@ async def until_alive(engine) -> None:
 @pytest.mark.parametrize(
     "token", [STEP_FAILS, pytest.param(PROCESS_DIES, marks=pytest.mark.exhaustive)]
 )
-def test_engine_is_started_again_and_then_given_up(token):
+def test_engine_restarts_are_limited(token):
     async def scenario(engine):
         for count in range(2):
             # the same name each time: nothing of the dead engine is left
@@ -74,7 +74,7 @@ def test_engine_is_started_again_and_then_given_up(token):
 
 
 @pytest.mark.exhaustive
-def test_engine_that_has_lived_long_has_all_its_restarts_again(monkeypatch):
+def test_restart_limit_resets_after_long_run(monkeypatch):
     monkeypatch.setattr(module, "PROVEN_SECONDS", 0.0)
 
     async def scenario(engine):
@@ -87,7 +87,7 @@ def test_engine_that_has_lived_long_has_all_its_restarts_again(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
+def test_failed_restart_ends_supervisor(monkeypatch):
     async def scenario(engine):
         monkeypatch.setenv("FAKE_ENGINE_UNUSABLE", "yes")
         os.kill(engine._client._process.pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_system_that_starts_no_process_is_no_reason_to_hang(monkeypatch):
+def test_failed_process_start_does_not_hang(monkeypatch):
     async def scenario(engine):
         async def start(*arguments, **options):
             raise OSError("out of memory")

@@ -49,7 +49,7 @@ def test_convert_without_output_names_the_flag(capsys):
     fails_with(capsys, arguments, "OUTPUT: is missing", "add it, or -o/--output")
 
 
-def test_usage_says_what_has_to_be_given(capsys):
+def test_usage_lists_required_arguments(capsys):
     for arguments, usage in (
         (["quantize"], "qserve quantize MODEL -o OUTPUT [options]"),
         (["convert"], "qserve convert MODEL [OUTPUT] --format FORMAT [options]"),
@@ -82,7 +82,7 @@ def test_help_has_the_commands_own_flags_first(capsys):
         (["-o", "tests"], "tests: already exists and is not empty"),
     ],
 )
-def test_wrong_settings_show_before_the_texts_are_read(
+def test_invalid_settings_are_refused_before_reading_texts(
     capsys, docs_5m, tmp_path, monkeypatch, flags, words
 ):
     monkeypatch.setattr("calibrate.run.settings.read_for_model", lambda *_: pytest.fail("too late"))
@@ -107,7 +107,7 @@ def test_eval_checks_its_windows_before_the_model(
     fails_with(capsys, ["eval", str(docs_5m), "--text", str(text), *flags], words)
 
 
-def test_eval_of_windows_that_the_model_cannot_take(capsys, docs_5m, tmp_path):
+def test_eval_window_beyond_model_length_is_refused(capsys, docs_5m, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a few words " * 20)
     flags = ["--text", str(text), "--sequence-length", "30", "--max-model-len", "20"]
@@ -115,7 +115,7 @@ def test_eval_of_windows_that_the_model_cannot_take(capsys, docs_5m, tmp_path):
     assert "--sequence-length: expected at most 20" in capsys.readouterr().err
 
 
-def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
+def test_missing_tokenizer_error_is_short(capsys, docs_5m, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(docs_5m / name)
     text = tmp_path / "text.txt"
@@ -126,7 +126,7 @@ def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
         assert shown.err.count("\n") == 1  # loading the model would print more lines
 
 
-def test_a_broken_config_is_not_the_tokenizers_fault(capsys, docs_5m, tmp_path):
+def test_broken_config_error_names_config(capsys, docs_5m, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(docs_5m / name)
     (tmp_path / "config.json").write_text('{"architectures":')
@@ -134,7 +134,7 @@ def test_a_broken_config_is_not_the_tokenizers_fault(capsys, docs_5m, tmp_path):
     fails_with(capsys, ["generate", str(tmp_path), "--prompt", "a"], words)
 
 
-def test_inspect_deep_looks_for_the_other_model_first(capsys, quantized_5m):
+def test_inspect_deep_checks_reference_model_first(capsys, quantized_5m):
     fails_with(
         capsys, ["inspect", str(quantized_5m), "--deep", "nowhere"], "nowhere: no such folder"
     )
@@ -144,7 +144,7 @@ def test_bench_of_no_requests_does_not_wait_for_them(capsys):
     fails_with(capsys, ["bench", "serve", "--num-prompts", "0"], "--num-prompts", "1 or more")
 
 
-def test_interrupt_that_an_import_drops(tmp_path):
+def test_interrupt_during_import_ends_program(tmp_path):
     """As torch and numpy do: the program must end all the same."""
     (tmp_path / "swallows.py").write_text(
         "import os, signal\n"

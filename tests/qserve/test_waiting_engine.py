@@ -34,7 +34,7 @@ def start(waiting: WaitingEngine, model: str = "fine"):
     return EngineClient.start(config, engine=FAKE, check=False, waiting=waiting)
 
 
-def test_client_takes_the_process_that_waits():
+def test_client_uses_prestarted_engine_process():
     async def scenario():
         waiting = WaitingEngine(engine=FAKE)
         pid = pid_of(waiting)
@@ -49,7 +49,7 @@ def test_client_takes_the_process_that_waits():
     asyncio.run(scenario())
 
 
-def test_death_of_the_process_is_reported_with_its_exit_code():
+def test_process_death_is_reported_with_exit_code():
     async def scenario():
         client = await start(WaitingEngine(engine=FAKE))
         os.kill(client._process.pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_death_of_the_process_is_reported_with_its_exit_code():
     asyncio.run(scenario())
 
 
-def test_process_that_ended_while_it_waited_is_an_error():
+def test_prestarted_process_exit_is_an_error():
     waiting = WaitingEngine(engine=FAKE)
     os.kill(pid_of(waiting), signal.SIGTERM)
     waiting._child[0].wait()
@@ -93,7 +93,7 @@ def test_restart_starts_a_new_process():
     asyncio.run(scenario())
 
 
-def test_process_that_nobody_takes_is_ended():
+def test_unused_prestarted_process_is_ended():
     waiting = WaitingEngine(engine=FAKE)
     waiting.close()
     assert not is_running(pid_of(waiting))
@@ -104,7 +104,7 @@ def test_process_that_nobody_takes_is_ended():
 
 
 @pytest.mark.exhaustive
-def test_process_ends_with_a_server_that_is_killed():
+def test_prestarted_process_exits_with_killed_server():
     async def scenario():
         waiting = WaitingEngine(engine=FAKE)
         waiting._child[1].close()  # as the system does for a process that is gone
@@ -122,7 +122,7 @@ def descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_one_engine_waits_with_the_limits_of_the_server(descriptors):
+def test_prestarted_engine_has_server_limits(descriptors):
     waiting = WaitingEngine.of(EngineConfig(model="fine"), ServerConfig(log_level="error"))
     try:
         process = Path(f"/proc/{pid_of(waiting)}")

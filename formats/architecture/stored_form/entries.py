@@ -84,6 +84,6 @@ def transposed_names(
 
 def _exchanged(entry: Any) -> Any:
     if not isinstance(entry, TensorEntry):
-        return entry.transposed()  # a tensor in memory (HeldTensors)
+        return entry.transposed()  # a tensor in memory (MemoryTensors)
     values = {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
     return TransposedEntry(**{**values, "shape": entry.shape[::-1]})

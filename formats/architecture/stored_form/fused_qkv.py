@@ -127,7 +127,7 @@ def _apart(
         }
         if isinstance(fused, TensorEntry):
             found[name] = ShardedRows(**values, file=fused.file, offset=fused.offset)
-        else:  # a tensor in memory (HeldTensors)
+        else:  # a tensor in memory (MemoryTensors)
             found[name] = fused.of_shards(**values)
     return found
 

@@ -77,7 +77,7 @@ def _divided(
     if counts == stated or sum(counts) != sum(stated) or not alike:
         return {}
     starts = list(accumulate([0, *stated[:-1]]))
-    if not isinstance(parts[0], TensorEntry):  # tensors in memory (HeldTensors)
+    if not isinstance(parts[0], TensorEntry):  # tensors in memory (MemoryTensors)
         return {
             name: parts[0].joined(parts, name, start, start + rows)
             for name, rows, start in zip(names, stated, starts, strict=True)

@@ -55,7 +55,7 @@ def with_normalized_head(
     if not (is_asked_for or config.get(IS_NORMALIZED)):
         return entries
     dim = family.head_norm_dim
-    if not isinstance(head, TensorEntry):  # a tensor in memory (HeldTensors)
+    if not isinstance(head, TensorEntry):  # a tensor in memory (MemoryTensors)
         return {**entries, family.head: head.normalized(dim)}
     if not is_asked_for:
         return entries

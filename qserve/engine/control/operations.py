@@ -10,7 +10,7 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.layouts import quantized_modules
 from formats.weight_digest import total_digest
 from qserve.config import EngineConfig
@@ -245,7 +245,7 @@ class Operations:
             module = name.rpartition(".")[0].removesuffix(".weight")
             is_code = module in coded and not name.endswith(".bias")
             names.add(f"{module}.weight" if is_code else name)
-        held = HeldTensors(self._received.items(), reader.config)
+        held = MemoryTensors(self._received.items(), reader.config)
         return names <= held.entries.keys()
 
     def stage_shared(

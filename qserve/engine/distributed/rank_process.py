@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         connection = _connect(arguments.connect, arguments.rank)
     threading.Thread(target=_watch, args=(connection,), daemon=True).start()
-    line, rank = _Line(connection), _Rank()
+    leader, rank = _LeaderConnection(connection), _Rank()
     try:
         _import_all()
         while True:
@@ -139,22 +139,22 @@ def main(argv: list[str] | None = None) -> int:
                     raise frames.MessageError(
                         f"the leader called {name!r}, which is not a known background call"
                     )
-                line.answer_later(number, getattr(rank, name)(*values))
+                leader.answer_later(number, getattr(rank, name)(*values))
                 continue
             if name not in CALLS:
                 raise frames.MessageError(f"the leader called {name!r}, which is not a known call")
             result = getattr(rank, name)(*values)
             if name in ANSWERED:
-                line.send("reply", result)
+                leader.send("reply", result)
     except (EOFError, ConnectionError):
         rank.finish()  # the leader's last step needs this rank; _watch ends it after EXIT_GRACE
         return 0
     except Exception as error:
-        line.fail(error)
+        leader.fail(error)
     return 1
 
 
-class _Line:
+class _LeaderConnection:
     """Connection to the leader. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:

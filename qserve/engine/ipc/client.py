@@ -18,12 +18,12 @@ from qserve.engine.ipc import messages
 from qserve.engine.ipc.messages import (
     Abort,
     Add,
-    Beat,
     CancelLoad,
     Done,
     EngineDied,
     Events,
     FromEngine,
+    Heartbeat,
     LoadAdapter,
     Operate,
     Profile,
@@ -41,7 +41,7 @@ from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent, TokenLogprobs
 from qserve.errors import BusyError
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.processes.child_process import ChildProcess, start_child
 from qserve.profile.profiler_config import ProfilerConfig
@@ -200,7 +200,7 @@ class EngineClient:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
-        handling: Handling = DEFAULT,
+        options: RequestOptions = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
         """Run one request. The last event has a finish_reason; it is "error" if the engine dies.
 
@@ -225,7 +225,7 @@ class EngineClient:
                 sent=time.perf_counter(),
                 client=client,
                 group=group,
-                handling=handling,
+                options=options,
             )
             await self._send(add)
             finished = False
@@ -373,7 +373,7 @@ class EngineClient:
                     if message.outcome is not None:
                         self.state = message.outcome.state
                     _settle(self._answers.get(message.number), message)
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
                     cause = message.message

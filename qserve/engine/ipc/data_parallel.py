@@ -26,7 +26,7 @@ from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.processes import logs
 from qserve.profile.profiler_config import ProfilerConfig
@@ -195,11 +195,11 @@ class DataParallelEngines:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
-        handling: Handling = DEFAULT,
+        options: RequestOptions = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
         """Run one request on one of the engines, as EngineClient.generate does."""
-        chosen = self._choose(prompt_token_ids, handling, self._ranks)
-        values = request_id, prompt_token_ids, params, watch, client, group, handling
+        chosen = self._choose(prompt_token_ids, options, self._ranks)
+        values = request_id, prompt_token_ids, params, watch, client, group, options
         async with aclosing(self._run_on(*chosen, *values)) as events:
             async for event in events:
                 yield event
@@ -224,13 +224,13 @@ class DataParallelEngines:
             engine.num_requests -= 1
 
     def _choose(
-        self, prompt_token_ids: list[int], handling: Handling, ranks: Sequence[int]
+        self, prompt_token_ids: list[int], options: RequestOptions, ranks: Sequence[int]
     ) -> tuple[_Engine, int]:
         """Choose an engine of `ranks` for a prompt.
 
         Returns the engine and the number of prompt tokens that it has not computed before.
         """
-        salt = f"{handling.cache_salt}\n{handling.lora.lora_name if handling.lora else ''}"
+        salt = f"{options.cache_salt}\n{options.lora.lora_name if options.lora else ''}"
         key = array("i", prompt_token_ids).tobytes()
         if len(salt) > 1:  # pages with another salt or adapter must not match
             key = salt.encode().ljust(BLOCK)[:BLOCK] + key

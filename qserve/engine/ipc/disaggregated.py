@@ -22,7 +22,7 @@ from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.engine.token_event import TokenEvent
 from qserve.kv_transfer.config import PEER
 from qserve.kv_transfer.peer.settings import default_folder
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 # Parameters of a request on a prefill engine. The sampled token is dropped.
@@ -79,22 +79,22 @@ class DisaggregatedEngines(DataParallelEngines):
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
-        handling: Handling = DEFAULT,
+        options: RequestOptions = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
         """Run one request on a decode engine and, if worthwhile, a prefill engine.
 
         Arguments and events are those of EngineClient.generate.
         """
-        engine, num_tokens = self._choose(prompt_token_ids, handling, self._ranks)
+        engine, num_tokens = self._choose(prompt_token_ids, options, self._ranks)
         computing = None
-        decoding = handling
-        if self._is_worth_it(num_tokens, params, handling):
-            decoding = replace(handling, awaits_pages=True)
+        decoding = options
+        if self._is_worth_it(num_tokens, params, options):
+            decoding = replace(options, awaits_pages=True)
             num_tokens = 0  # the decode engine does not compute the prompt
         values = request_id, prompt_token_ids, params, watch, client, group, decoding
         try:
-            if decoding is not handling:
-                same = request_id, prompt_token_ids, client, group, handling
+            if decoding is not options:
+                same = request_id, prompt_token_ids, client, group, options
                 computing = asyncio.create_task(self._compute(engine.supervisor, *same))
             async with aclosing(self._run_on(engine, num_tokens, *values)) as events:
                 async for event in events:
@@ -103,12 +103,14 @@ class DisaggregatedEngines(DataParallelEngines):
             if computing is not None:
                 computing.cancel()  # aborts the request on the prefill engine if it still runs
 
-    def _is_worth_it(self, num_tokens: int, params: SamplingParams, handling: Handling) -> bool:
+    def _is_worth_it(
+        self, num_tokens: int, params: SamplingParams, options: RequestOptions
+    ) -> bool:
         """Return True if a prefill engine should compute the prompt.
 
         `num_tokens`: tokens of the prompt that are not cached on the decode engine.
         """
-        if handling.pooling is not None or handling.beam_search is not None:
+        if options.pooling is not None or options.beam_search is not None:
             return False
         if params.prompt_logprobs is not None or num_tokens < self._min_tokens:
             return False
@@ -121,12 +123,12 @@ class DisaggregatedEngines(DataParallelEngines):
         prompt_token_ids: list[int],
         client: str,
         group: str,
-        handling: Handling,
+        options: RequestOptions,
     ) -> None:
         """Compute a prompt on a prefill engine, and report the end or failure to the decoder."""
         try:
-            chosen = self._choose(prompt_token_ids, handling, self._prefill_ranks)
-            prompt = replace(handling, is_for_another=True)
+            chosen = self._choose(prompt_token_ids, options, self._prefill_ranks)
+            prompt = replace(options, is_for_another=True)
             values = request_id, prompt_token_ids, ONE_TOKEN, ignore, client, group, prompt
             async with aclosing(self._run_on(*chosen, *values)) as events:
                 async for event in events:

@@ -14,7 +14,7 @@ from qserve.engine.control.commands import AnyCommand, EngineState, Outcome
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.processes import frames
 from qserve.processes.frames import MessageError
@@ -37,7 +37,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sent: float  # time.perf_counter(), which both processes share
     client: str = ""  # owner of the request, for fair scheduling; does not identify a person
     group: str = ""  # the API request of which it is one output
-    handling: Handling = DEFAULT
+    options: RequestOptions = DEFAULT
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -142,7 +142,7 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the engine, every second: the process is alive."""
 
     busy_seconds: float  # duration of the current step so far; 0: idle
@@ -160,7 +160,7 @@ ToEngine = (
     | CancelLoad
     | UnloadAdapter
 )
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Done
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Heartbeat | Done
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

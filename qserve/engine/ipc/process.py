@@ -30,12 +30,12 @@ from qserve.engine.ipc.adapter_loads import AdapterLoads, AdapterRead
 from qserve.engine.ipc.messages import (
     Abort,
     Add,
-    Beat,
     CancelLoad,
     Done,
     EngineDied,
     Events,
     FromEngine,
+    Heartbeat,
     LoadAdapter,
     Operate,
     Profile,
@@ -130,7 +130,7 @@ class Inbox:
         return bool(self._aborts)
 
 
-class _Line:
+class _ClientConnection:
     """The socket to the client. Several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -165,32 +165,32 @@ def main(argv: list[str] | None = None) -> int:
     text = logs.named(arguments.log_name)
     logs.configure(arguments.log_level, arguments.log_format, text)
     limit_logging()
-    line = _Line(socket.socket(fileno=arguments.fd))
+    client = _ClientConnection(socket.socket(fileno=arguments.fd))
     inbox = Inbox()
-    _start_thread(_read, line, inbox)
+    _start_thread(_read, client, inbox)
     try:
-        engine = _start(arguments.engine, line, inbox)
+        engine = _start(arguments.engine, client, inbox)
         if engine is None:
             return 1
-        _start_thread(_beat, line)
-        loads = AdapterLoads(lambda work: _start_thread(lambda _: work(), line), inbox.put)
+        _start_thread(_send_heartbeats, client)
+        loads = AdapterLoads(lambda work: _start_thread(lambda _: work(), client), inbox.put)
         commands = CommandQueue(engine)
         gc.freeze()  # loaded objects stay alive, so full collections need not scan them
         while True:
-            _take_messages(engine, line, inbox, loads, commands)
-            line.busy_since = time.perf_counter()
-            _send(line, engine.step(), engine)
-            _advance(engine, line, commands)
+            _take_messages(engine, client, inbox, loads, commands)
+            client.busy_since = time.perf_counter()
+            _send(client, engine.step(), engine)
+            _advance(engine, client, commands)
     except (ClientGone, ConnectionError):
         return 0
     except Exception as error:
-        _fail(line, error)
+        _fail(client, error)
         return 1
     finally:
         gc.unfreeze()  # otherwise nanobind reports frozen objects as leaked at exit, in forty lines
 
 
-def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) -> None:
+def _start_thread(work: Callable[..., None], client: _ClientConnection, *arguments: object) -> None:
     """Run `work` in a thread. An error in it ends the process.
 
     Otherwise other threads would wait for the thread's results, and the server for an answer.
@@ -198,18 +198,18 @@ def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) ->
 
     def run() -> None:
         try:
-            work(line, *arguments)
+            work(client, *arguments)
         except BaseException as error:
-            _die(line, error)
+            _die(client, error)
 
     threading.Thread(target=run, daemon=True).start()
 
 
-def _read(line: _Line, inbox: Inbox) -> None:
+def _read(client: _ClientConnection, inbox: Inbox) -> None:
     """Put the client's messages into the inbox, and None when the client is gone."""
     try:
         while True:
-            inbox.put(messages.receive(line.connection, messages.ToEngine))
+            inbox.put(messages.receive(client.connection, messages.ToEngine))
     except (EOFError, OSError):
         pass
     except messages.MessageError:
@@ -220,13 +220,13 @@ def _read(line: _Line, inbox: Inbox) -> None:
     os._exit(1)
 
 
-def _beat(line: _Line) -> None:
+def _send_heartbeats(client: _ClientConnection) -> None:
     """Send a heartbeat every second, with the duration of the current step so far."""
     try:
         while True:
-            since = line.busy_since
+            since = client.busy_since
             busy = 0.0 if since is None else time.perf_counter() - since
-            line.send(Beat(busy_seconds=busy))
+            client.send(Heartbeat(busy_seconds=busy))
             time.sleep(BEAT_SECONDS)
     except OSError:
         return  # the reader thread notices the lost connection too
@@ -238,7 +238,7 @@ def _leave(number: int, frame: object) -> None:
     raise ClientGone
 
 
-def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
+def _start(engine_path: str, client: _ClientConnection, inbox: Inbox) -> object | None:
     """Create the engine that the first message describes. On an error, report it, return None."""
     # The client may have started this process before it knows the model.
     importing = ThreadPoolExecutor(1).submit(_import_engine, engine_path)
@@ -268,8 +268,8 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
     else:
         watch_ranks = getattr(engine, "watch_ranks", None)  # test engines have no ranks
         if watch_ranks is not None:
-            watch_ranks(lambda error: _die(line, error))
-        line.send(
+            watch_ranks(lambda error: _die(client, error))
+        client.send(
             Ready(
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
@@ -281,7 +281,7 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
         return engine
     if ranks is not None:
         ranks.close()
-    line.send_last(failure)
+    client.send_last(failure)
     return None
 
 
@@ -301,7 +301,7 @@ def _media_facts(engine: object) -> dict[str, Any]:
 
 def _take_messages(
     engine: object,
-    line: _Line,
+    client: _ClientConnection,
     inbox: Inbox,
     loads: AdapterLoads,
     commands: CommandQueue | None = None,
@@ -317,40 +317,40 @@ def _take_messages(
         num_taken += not inbox.has_aborts
         while not len(inbox) and engine.use_idle_time():
             pass
-        line.busy_since = None
+        client.busy_since = None
         if not inbox.wait(getattr(engine, "idle_seconds", None)):  # test engines have none
             return  # the next step checks deadlines
         message = inbox.get()
-        line.busy_since = time.perf_counter()
+        client.busy_since = time.perf_counter()
         if isinstance(message, Add):
-            _add(engine, line, message)
+            _add(engine, client, message)
         elif isinstance(message, Abort):
             engine.abort(message.request_id)
             if not engine.has_work():
-                _send(line, [], engine)  # no step follows that would report the new state
+                _send(client, [], engine)  # no step follows that would report the new state
         elif isinstance(message, StopWaiting):
             engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
             logger.info("The prefix cache was emptied by an operator")
         elif isinstance(message, Profile):
-            line.send(_answer(message.number, lambda command=message: _profile(engine, command)))
+            client.send(_answer(message.number, lambda command=message: _profile(engine, command)))
         elif isinstance(message, Operate):
             commands.add(message.number, message.command)
-            _advance(engine, line, commands)
+            _advance(engine, client, commands)
         elif isinstance(message, LoadAdapter):
             loads.add(message, engine.adapters.read)
         elif isinstance(message, CancelLoad):
             loads.cancel(message.number)
         elif isinstance(message, AdapterRead):
-            line.send(_put(engine, message))
+            client.send(_put(engine, message))
         elif isinstance(message, UnloadAdapter):
             engine.adapters.unload(message.name)
         else:
             raise ClientGone
 
 
-def _add(engine: object, line: _Line, message: Add) -> None:
+def _add(engine: object, client: _ClientConnection, message: Add) -> None:
     """Queue a request. An error ends only this request."""
     try:
         engine.add_request(
@@ -360,10 +360,10 @@ def _add(engine: object, line: _Line, message: Add) -> None:
             message.sent,
             client=message.client,
             group=message.group,
-            handling=message.handling,
+            options=message.options,
         )
     except InputError as error:
-        line.send(
+        client.send(
             Refused(
                 request_id=message.request_id,
                 subject=error.subject,
@@ -375,17 +375,17 @@ def _add(engine: object, line: _Line, message: Add) -> None:
     except Exception as error:
         logger.exception("Request %s could not be queued", message.request_id)
         engine.abort(message.request_id)  # it may have been queued partially
-        _send(line, [TokenEvent.failure(message.request_id, _one_line(error))], engine)
+        _send(client, [TokenEvent.failure(message.request_id, _one_line(error))], engine)
 
 
-def _advance(engine: object, line: _Line, commands: CommandQueue) -> None:
+def _advance(engine: object, client: _ClientConnection, commands: CommandQueue) -> None:
     """Run commands until one must wait, and answer the finished ones."""
     finished = commands.advance()
     if finished:
-        _send(line, [], engine)  # send a report, since no step may follow
+        _send(client, [], engine)  # send a report, since no step may follow
     for number, outcome, error in finished:
         problem = "" if error is None else _problem_of(error)
-        line.send(Done(number=number, problem=problem, outcome=outcome))
+        client.send(Done(number=number, problem=problem, outcome=outcome))
 
 
 def _problem_of(error: Exception) -> str:
@@ -426,35 +426,35 @@ def _profile(engine: object, message: Profile) -> None:
         engine.profiler.start(message.config)
 
 
-def _send(line: _Line, events: list[TokenEvent], engine: object) -> None:
+def _send(client: _ClientConnection, events: list[TokenEvent], engine: object) -> None:
     """Send the events of a step. End a request whose event exceeds the message limit."""
     report = engine.report()
     try:
-        line.send(Events(events=events, report=report))
+        client.send(Events(events=events, report=report))
         return
     except messages.MessageError:
-        line.send(Events(events=[], report=report))
+        client.send(Events(events=[], report=report))
     for event in events:
         try:
-            line.send(Events(events=[event], report=engine.report()))
+            client.send(Events(events=[event], report=engine.report()))
         except messages.MessageError:
             engine.abort(event.request_id)
             event = TokenEvent.refusal(event.request_id, TOO_LARGE)
-            line.send(Events(events=[event], report=engine.report()))
+            client.send(Events(events=[event], report=engine.report()))
 
 
-def _fail(line: _Line, error: BaseException) -> None:
+def _fail(client: _ClientConnection, error: BaseException) -> None:
     """Report the error that ends the engine to the log and to the client."""
     try:
         logger.error("The engine failed", exc_info=error)
     finally:  # logging may fail if memory is short
-        line.send_last(EngineDied(message=_one_line(error)))
+        client.send_last(EngineDied(message=_one_line(error)))
 
 
-def _die(line: _Line, error: BaseException) -> None:
+def _die(client: _ClientConnection, error: BaseException) -> None:
     """End the process from a thread. The main thread may be stuck in a wait for a dead rank."""
     try:
-        _fail(line, error)
+        _fail(client, error)
     finally:
         os._exit(1)
 

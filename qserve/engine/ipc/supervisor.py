@@ -17,7 +17,7 @@ from qserve.engine.ipc.client import EngineClient, Limits, Watch, WatchEngine, i
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
 
@@ -112,11 +112,11 @@ class EngineSupervisor:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
-        handling: Handling = DEFAULT,
+        options: RequestOptions = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
         """Run one request on the current engine, as EngineClient.generate does."""
         events = self._client.generate(
-            request_id, prompt_token_ids, params, watch, client, group, handling
+            request_id, prompt_token_ids, params, watch, client, group, options
         )
         async with aclosing(events):
             async for event in events:

@@ -19,7 +19,7 @@ OUT_OF_MEMORY = (
 
 
 @contextmanager
-def out_of_memory_is_named(doing: str, remedy: str) -> Iterator[None]:
+def explain_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
     """Context that converts an out-of-memory error to an InputError with the remedy."""
     try:
         yield

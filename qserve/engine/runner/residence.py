@@ -16,7 +16,7 @@ from formats.errors import InputError
 from qserve.engine.control.shared_tensors import NamedTensors
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
-from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.runner.out_of_memory import explain_out_of_memory
 from qserve.engine.start_phases import phase
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.host_memory import HostMemory
@@ -78,7 +78,7 @@ class Residence:
             torch.cuda.synchronize(runner.device)
         if self._weights is None:
             what = "Keeping the weights on the host" if level == 1 else "Dropping the weights"
-            with phase(what), out_of_memory_is_named(what.lower(), "sleep at level 2"):
+            with phase(what), explain_out_of_memory(what.lower(), "sleep at level 2"):
                 self.host.reset()
                 self._weights = SleepingMemory(
                     tensors(runner.decoder), keeps=level == 1, host=self.host
@@ -100,7 +100,7 @@ class Residence:
             return
         with (
             phase("Waking up the weights"),
-            out_of_memory_is_named("waking up the weights", OTHERS),
+            explain_out_of_memory("waking up the weights", OTHERS),
         ):
             self._weights.restore()
         self._weights = None
@@ -117,7 +117,7 @@ class Residence:
             )
         with (
             phase("Waking up the KV pages"),
-            out_of_memory_is_named("waking up the KV pages", OTHERS),
+            explain_out_of_memory("waking up the KV pages", OTHERS),
         ):
             self._pages.restore()
         self._pages = None
@@ -150,7 +150,7 @@ class Residence:
         if not holds_weights:
             self.host.reset()
         what = "Reading the new weights"
-        with phase(what), out_of_memory_is_named(what.lower(), OTHERS):
+        with phase(what), explain_out_of_memory(what.lower(), OTHERS):
             staged = stage(
                 self._runner.decoder,
                 update.config,
@@ -169,7 +169,7 @@ class Residence:
     def fill(self, staged: StagedWeights) -> None:
         """Replace the weights and wake them. No step may be in flight."""
         if self._weights is not None:
-            with out_of_memory_is_named("waking up the weights", OTHERS):
+            with explain_out_of_memory("waking up the weights", OTHERS):
                 self._weights.restore()
             self._weights = None
         with phase("Replacing the weights"):

@@ -37,7 +37,7 @@ from qserve.engine.runner.memory import (
     weight_bytes,
 )
 from qserve.engine.runner.model_runner import ModelRunner
-from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.runner.out_of_memory import explain_out_of_memory
 from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence
@@ -99,7 +99,7 @@ class Worker:
     def _load(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelRunner:
         with (
             phase("Loading the model"),
-            out_of_memory_is_named("loading the weights", "use a smaller or a quantized model"),
+            explain_out_of_memory("loading the weights", "use a smaller or a quantized model"),
         ):
             dtype = pick_dtype(config.dtype, model, device)
             check_dtype(config, dtype, device)
@@ -236,7 +236,7 @@ class Worker:
         runner = self.runner
         with (
             phase("Planning the kernels"),
-            out_of_memory_is_named("planning them", LESS_MEMORY),
+            explain_out_of_memory("planning them", LESS_MEMORY),
             torch.inference_mode(),
         ):
             steps = self._warm_up_steps(shapes)
@@ -262,7 +262,7 @@ class Worker:
         if memory is not None:
             return num_pages_in(memory, self.runner, flag, most_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
-        with phase("Measuring a largest step"), out_of_memory_is_named("measuring it", LESS_MEMORY):
+        with phase("Measuring a largest step"), explain_out_of_memory("measuring it", LESS_MEMORY):
             return num_pages_on_gpu(self.runner, largest_step, graph_step, most_pages)
 
     def _warm_up_steps(self, shapes: Sequence[WarmUpShape]) -> list[StepInput]:
@@ -282,7 +282,7 @@ class Worker:
         """Allocate KV pages, load the kernels of steps up to the longest, and capture graphs."""
         runner = self.runner
         runner.num_snapshots = num_snapshots
-        with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
+        with explain_out_of_memory(f"making {num_pages} KV pages", f"lower {self._flag_for_pages}"):
             runner.allocate_pages(num_pages)
         try:
             self._warm_up(longest_step, shapes)
@@ -298,8 +298,8 @@ class Worker:
         steps = self._warm_up_steps(shapes)
         with (
             phase("Warming up"),
-            out_of_memory_is_named(
-                "running its steps", f"lower {self._knob_of_pages}, or {LESS_MEMORY}"
+            explain_out_of_memory(
+                "running its steps", f"lower {self._flag_for_pages}, or {LESS_MEMORY}"
             ),
             torch.inference_mode(),
         ):
@@ -313,7 +313,7 @@ class Worker:
             self._kernels.launched(shapes)
 
     @property
-    def _knob_of_pages(self) -> str:
+    def _flag_for_pages(self) -> str:
         """The flag that determines the memory for KV pages, for error messages."""
         config = self.runner.config
         if config.num_gpu_blocks_override is not None:
@@ -357,7 +357,7 @@ class Worker:
         free, _ = torch.cuda.mem_get_info(runner.device)
         with (
             phase("Capturing the first CUDA graphs"),
-            out_of_memory_is_named(
+            explain_out_of_memory(
                 "capturing CUDA graphs", "lower --gpu-memory-utilization, or use --enforce-eager"
             ),
         ):
@@ -390,7 +390,7 @@ class Worker:
 
     def offload_pages(self, num_slots: int, num_states: int) -> None:
         """Allocate host memory for `num_slots` KV pages and `num_states` state snapshots."""
-        with out_of_memory_is_named(
+        with explain_out_of_memory(
             f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
         ):
             self.runner.layer_caches.offload(num_slots, num_states)

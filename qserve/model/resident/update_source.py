@@ -15,7 +15,7 @@ import torch
 from formats.architecture.float_linears import linear_shapes
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.layouts import quantized_modules
 from formats.scheme import Scheme
 from qserve.model.loading.online_quantization import RoundingPlan
@@ -53,7 +53,7 @@ class UpdateSource:
         device: torch.device,
     ) -> "UpdateSource":
         """Use named tensors. `config`: the running model's config.json. Raises InputError."""
-        reader = HeldTensors(tensors, config)
+        reader = MemoryTensors(tensors, config)
         stated = None if model.rounding is not None else model
         return cls._of(model, reader, stated, "the update", device)
 

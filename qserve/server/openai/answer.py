@@ -65,7 +65,7 @@ class PreparedRequest:
     @property
     def fingerprint(self) -> str | None:
         """The system_fingerprint of the reply, for the model with the job's adapter."""
-        lora = self.job.handling.lora
+        lora = self.job.options.lora
         name = None if lora is None else lora.lora_name
         return self.service.client.state.fingerprint_of(name) or None
 
@@ -191,7 +191,7 @@ def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float |
 def reply_headers(job: Job, *, priority_counts: bool) -> dict[str, str]:
     """Return headers with the ignored fields and warnings of a job."""
     ignored = list(job.ignored)
-    if job.handling.priority and not priority_counts:
+    if job.options.priority and not priority_counts:
         ignored.append("priority")
     return _ignored_fields(job, ignored) | _warnings(job)
 

@@ -140,7 +140,7 @@ async def _share_prompt_logprobs(job: Job, stream: Deltas) -> Deltas:
     async with aclosing(stream):
         async for index, delta in stream:
             prompt, repeat = divmod(index, per_prompt)
-            if job.params[prompt].prompt_logprobs is None or job.handling.beam_search is not None:
+            if job.params[prompt].prompt_logprobs is None or job.options.beam_search is not None:
                 yield index, delta
                 continue
             if delta.event.prompt_logprobs is not None:
@@ -158,7 +158,7 @@ async def _share_prompt_logprobs(job: Job, stream: Deltas) -> Deltas:
 
 
 async def _choices(service: Service, client: str, job: Job) -> Deltas:
-    is_search = job.handling.beam_search is not None
+    is_search = job.options.beam_search is not None
     num_runs, run_one = (len(job.prompts), _beams) if is_search else (job.num_choices, _choice)
     if num_runs == 1:
         async with aclosing(run_one(service, client, job, 0)) as stream:
@@ -223,7 +223,7 @@ def _events(
         meter.take,
         client,
         group=job.key,
-        handling=job.handling_of(index),
+        options=job.request_options_of(index),
     )
 
 

@@ -106,7 +106,7 @@ def _vector(job: Job, output: Output, prompt: list[int]) -> Any:
     if job.repeated["encoding_format"] == "base64":
         return base64.b64encode(output.pooled).decode()
     values = np.frombuffer(output.pooled, "<f4")
-    kind = job.handling.pooling.kind
+    kind = job.options.pooling.kind
     if kind == ALL:
         values = values.reshape(len(prompt), -1)
     return scoring.probabilities(values) if kind == LABELS else values

@@ -6,7 +6,7 @@ from typing import Any
 
 from qserve.multimodal.media import MediaItem
 from qserve.output_parsing.output_parser import ParseSettings
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.server.http.errors import ApiError
 from qserve.server.requests.generation_params import beam_search, ignored_in_search, sampling_params
@@ -126,7 +126,7 @@ def generation_job(
         if most not in params_of_room:
             params_of_room[most] = replace(params, max_tokens=most)
         params_of_prompts.append(params_of_room[most])
-    handling = Handling(
+    options = RequestOptions(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         beam_search=search,
@@ -151,7 +151,7 @@ def generation_job(
         ignored=(*ignored, *ignored_in_search(request)),
         warnings=tuple(warnings),
         repeated=repeated or {},
-        handling=arrival.salted(handling),
+        options=arrival.salted(options),
     )
 
 

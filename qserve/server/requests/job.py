@@ -12,7 +12,7 @@ from typing import Any
 from qserve.engine.token_event import RequestFacts
 from qserve.multimodal.media import MediaItem
 from qserve.output_parsing.output_parser import ParseSettings
-from qserve.params.handling import DEFAULT, Handling
+from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.server.http.errors import ApiError
 from qserve.server.requests.served_model import ServedModel
@@ -33,12 +33,12 @@ class Arrival:
         """Return the request's name: the header's, else the body's, else a new one."""
         return self.name if self.is_named or from_body is None else from_body
 
-    def salted(self, handling: Handling) -> Handling:
-        """Return `handling` with a cache salt for the API key, with --cache-salt-by-key."""
+    def salted(self, options: RequestOptions) -> RequestOptions:
+        """Return `options` with a cache salt for the API key, with --cache-salt-by-key."""
         if not self.key_digest:
-            return handling
-        digest = hashlib.sha256(f"{self.key_digest}{handling.cache_salt}".encode())
-        return replace(handling, cache_salt=digest.hexdigest())
+            return options
+        digest = hashlib.sha256(f"{self.key_digest}{options.cache_salt}".encode())
+        return replace(options, cache_salt=digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Job:
     repeated: dict[str, Any] = field(
         default_factory=dict
     )  # fields of the body that the reply repeats or depends on
-    handling: Handling = DEFAULT
-    # media items of each prompt; empty: `handling` has those of all prompts
+    options: RequestOptions = DEFAULT
+    # media items of each prompt; empty: `options` has those of all prompts
     media: list[tuple[MediaItem, ...]] = field(default_factory=list)
 
     @property
@@ -81,7 +81,7 @@ class Job:
     @property
     def num_outputs(self) -> int:
         """Number of outputs that the engine computes, including all beams of a beam search."""
-        search = self.handling.beam_search
+        search = self.options.beam_search
         width = self.params[0].n if search is None else search.beam_width
         return len(self.prompts) * width
 
@@ -92,7 +92,7 @@ class Job:
     @property
     def num_engine_tokens(self) -> int:
         """Number of prompt tokens that the engine gets: each prompt counts once per output."""
-        if self.handling.beam_search is not None:
+        if self.options.beam_search is not None:
             return self.num_prompt_tokens
         return self.num_prompt_tokens * self.params[0].n
 
@@ -110,11 +110,11 @@ class Job:
         params = self.params[prompt]
         return self.prompts[prompt], params.choice(repeat)
 
-    def handling_of(self, index: int) -> Handling:
+    def request_options_of(self, index: int) -> RequestOptions:
         """Return how the engine handles a choice."""
         if not self.media:
-            return self.handling
-        return replace(self.handling, media=self.media[index // self.params[0].n])
+            return self.options
+        return replace(self.options, media=self.media[index // self.params[0].n])
 
     def prompt_of(self, index: int) -> list[int]:
         """Return the prompt of a choice. Cheaper than `choice`, which makes parameters."""

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from qserve.multimodal.media import MediaItem
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.pooling import scoring
 from qserve.pooling.config import PoolingConfig
@@ -458,7 +458,7 @@ def _job(
     ignored = unsupported.unknown(request.model_extra, unsupported.POOLING)
     if request.user is not None:
         ignored.append("user")
-    handling = Handling(
+    options = RequestOptions(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         pooling=params,
@@ -473,7 +473,7 @@ def _job(
         params=[SamplingParams(max_tokens=1)] * len(prompts),
         ignored=tuple(ignored),
         repeated=repeated,
-        handling=arrival.salted(handling),
+        options=arrival.salted(options),
     )
 
 

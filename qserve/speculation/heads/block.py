@@ -178,7 +178,7 @@ def build(context: BuildContext) -> BlockDrafter:
         config.layout,
         config.block_size,
         ", ".join(map(str, aux_layers)),
-        list(config.stated_aux_layers),
+        list(config.explicit_aux_layers),
     )
     weights = HeadWeights(folder, context)
     return BlockDrafter(load_head(weights, config, weights.rotary(config)), aux_layers)

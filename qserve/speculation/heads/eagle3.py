@@ -165,7 +165,7 @@ def log_head(folder: HeadFolder, aux_layers: tuple[int, ...]) -> None:
         config.layout,
         config.draft_vocab_size,
         ", ".join(map(str, aux_layers)),
-        f" (config.json states {list(stated)})" if (stated := config.stated_aux_layers) else "",
+        f" (config.json states {list(stated)})" if (stated := config.explicit_aux_layers) else "",
     )
 
 

@@ -31,7 +31,7 @@ def theirs(tiny_model, family):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_inputs_of_every_linear_are_transformers(model, theirs):
+def test_linear_inputs_equal_transformers(model, theirs):
     """Checked for a part of the windows, as if the others were held out."""
     runner = LayerRunner(model, model.layer_map, "cpu")
     hidden = HiddenStates(IDS, model.get(model.layer_map.embedding), runner)

@@ -34,7 +34,7 @@ def scales(folder):
 
 @pytest.mark.parametrize(("kv_cache", "largest"), [("int8", 127), ("fp8", 448)])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_scales_are_those_of_transformers_own_cache(
+def test_kv_scales_equal_transformers_cache(
     tiny_model, transformers_model, tmp_path, family, kv_cache, largest
 ):
     """Judged by the cache of the quantized model in transformers, on the calibration data."""
@@ -65,7 +65,7 @@ def test_scales_are_those_of_transformers_own_cache(
     assert config["type"] == ("int" if kv_cache == "int8" else "float")
 
 
-def test_every_head_gets_its_own_scales(tiny_model, transformers_model, tmp_path):
+def test_kv_scales_are_per_head(tiny_model, transformers_model, tmp_path):
     source, folder = tiny_model("qwen3"), tmp_path / "out"
     quantize_checkpoint(source, folder, recipe="gptq", kv_cache="fp8", kv_per_head=True, **OPTIONS)
     quantize_checkpoint(
@@ -85,7 +85,7 @@ def test_every_head_gets_its_own_scales(tiny_model, transformers_model, tmp_path
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe", "gemma4_shared"])
-def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
+def test_kv_scales_for_every_layer_of_every_family(tiny_model, tmp_path, family):
     quantize_checkpoint(tiny_model(family), tmp_path / "out", kv_cache="fp8", **OPTIONS)
     found = scales(tmp_path / "out")
     assert len(found) == 6 and all(float(scale) > 1e-6 for scale in found.values())
@@ -93,7 +93,7 @@ def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
     assert of_weights(inspect_checkpoint(tmp_path / "out")) == ()
 
 
-def test_resumed_run_has_the_same_scales_and_notices_another_cache(tiny_model, tmp_path):
+def test_resumed_run_keeps_scales_and_detects_changed_cache_type(tiny_model, tmp_path):
     stopping = False
 
     def run(target, **changes):
@@ -125,7 +125,7 @@ def test_resumed_run_has_the_same_scales_and_notices_another_cache(tiny_model, t
         ({"kv_cache": "int4"}, "KV cache 'int4': unknown.*int8, fp8"),
     ],
 )
-def test_what_cannot_be_written_is_refused_first(tiny_model, tmp_path, options, message):
+def test_unwritable_kv_scales_are_refused_early(tiny_model, tmp_path, options, message):
     options = {**OPTIONS, "kv_cache": "int8", **options}
     with pytest.raises(InputError, match=message):
         quantize_checkpoint(tiny_model("llama"), tmp_path / "out", recipe="rtn", **options)

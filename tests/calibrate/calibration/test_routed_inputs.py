@@ -9,9 +9,7 @@ from calibrate.float_model import FloatModel
 
 
 @pytest.mark.parametrize("all_experts", [False, True])
-def test_inputs_of_experts_are_compared_only_where_both_models_give_them_all_tokens(
-    tiny_model, all_experts
-):
+def test_expert_inputs_are_paired_only_with_equal_routing(tiny_model, all_experts):
     """Otherwise row i of an expert's input may be another token in the float model."""
     model = FloatModel(tiny_model("mixtral"))
     runner = LayerRunner(model, model.layer_map, "cpu")

@@ -29,7 +29,7 @@ TWO_ROTATIONS = "ling 2.6 without query latents"
 @pytest.mark.parametrize(
     "name", [name for name in (*TINY_MODELS, *VARIANTS) if name != TWO_ROTATIONS]
 )
-def test_layers_compute_what_the_references_do(own_code, name):
+def test_layer_outputs_equal_references(own_code, name):
     folder = own_code(name)
     assert relative(logits_by_layers(folder), Reference(folder).logits(TOKENS)) < 1e-5
 
@@ -39,7 +39,7 @@ def test_two_rotations_are_refused(own_code):
         logits_by_layers(own_code(TWO_ROTATIONS))
 
 
-def test_routed_experts_see_every_token_if_asked(own_code):
+def test_routed_experts_see_every_token_on_request(own_code):
     """Their outputs for other tokens are dropped."""
     model = FloatModel(own_code("ling_2"))
     runner = LayerRunner(model, model.layer_map, "cpu")

@@ -29,7 +29,7 @@ def written(docs_5m, data, tmp_path_factory):
     return CheckpointReader(folder)
 
 
-def test_first_scale_is_a_fraction_of_the_largest_input_over_127(docs_5m, data, tmp_path):
+def test_initial_scale_is_fraction_of_largest_input_over_127(docs_5m, data, tmp_path):
     """With rtn, which does not change the inputs, every token of the data counts for the range."""
     scheme = Scheme.parse("w8a8-static")
     quantize_checkpoint(
@@ -57,7 +57,7 @@ def test_linears_of_one_input_share_its_scale(written):
 
 
 @pytest.mark.parametrize("kind", ["int", "float"])
-def test_an_input_of_zeros_has_a_scale_that_can_be_stored(kind):
+def test_all_zero_input_has_storable_scale(kind):
     stats = InputStatistics(64, "cpu")
     stats.update(torch.zeros(8, 64))
     activation = ActivationSpec(type=kind, dynamic=False, per="tensor")

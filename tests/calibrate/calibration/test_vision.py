@@ -85,7 +85,7 @@ class Case:
         text = _text_of(getattr(model, "model", model))
         seen, logits = [], []
         hook_of(text, seen)
-        for window, ids_S in zip(self.data.pictured, self.data.ids_WS, strict=True):
+        for window, ids_S in zip(self.data.images_W, self.data.ids_WS, strict=True):
             inputs = {"input_ids": ids_S[None]}
             if window.images:
                 inputs = self.chats.inputs(window, ids_S)
@@ -114,9 +114,9 @@ def case(tmp_path_factory, calibration):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_get_what_transformers_gives_them(case, family):
+def test_layer_inputs_equal_transformers(case, family):
     case = case(family)
-    assert case.data.num_images >= 4 and not all(window.images for window in case.data.pictured)
+    assert case.data.num_images >= 4 and not all(window.images for window in case.data.images_W)
 
     def note(text, seen):
         text.layers[0].register_forward_pre_hook(
@@ -141,7 +141,7 @@ def test_layers_get_what_transformers_gives_them(case, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_statistics_are_of_the_inputs_with_images(case, family):
+def test_statistics_include_image_inputs(case, family):
     """The inputs of the second layer depend on mask, positions and deepstack."""
     case = case(family)
 
@@ -177,7 +177,7 @@ def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
         quantize_checkpoint(
             case.folder, tmp_path / str(number), scheme=SCHEME, recipe=recipe, calibration=data
         )
-        for number, data in enumerate((case.data, replace(case.data, pictured=(), chats=None)))
+        for number, data in enumerate((case.data, replace(case.data, images_W=(), chats=None)))
     ]
     assert [report.calibration.get("images") for report in reports] == [case.data.num_images, None]
     assert all(len(media) in (0, count) for count, media, _ in calls)
@@ -192,7 +192,7 @@ def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
     assert all(torch.equal(entry.read(), kept[name].read()) for name, entry in tower.items())
 
 
-def test_the_command_reads_images(case, calibration, tmp_path, caplog):
+def test_command_accepts_images(case, calibration, tmp_path, caplog):
     folder, flags = case("qwen3_vl").folder, ["--samples", "4", "--sequence-length", "96"]
     flags += ["--scheme", "w4a16-sym-g32", "--recipe", "gptq", "--quality-windows", "0"]
     for name, source, images in (("with", calibration, True), ("without", None, False)):
@@ -205,7 +205,7 @@ def test_the_command_reads_images(case, calibration, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_gradients_of_the_loss_are_those_of_transformers(case, family):
+def test_loss_gradients_equal_transformers(case, family):
     """Mixed bits are chosen by these gradients. The tokens of images are not predicted."""
     case = case(family)
 
@@ -219,7 +219,7 @@ def test_gradients_of_the_loss_are_those_of_transformers(case, family):
 
     logits_WSV, outputs = case.expected(note, with_gradients=True)
     generator = torch.Generator().manual_seed(3)
-    for logits_SV, window in zip(logits_WSV, case.data.pictured, strict=True):
+    for logits_SV, window in zip(logits_WSV, case.data.images_W, strict=True):
         label_S = torch.multinomial(logits_SV.softmax(-1), 1, generator=generator)[:, 0]
         loss_S = torch.nn.functional.cross_entropy(logits_SV, label_S, reduction="none")
         is_text_S = torch.cat([~window.is_image_S[1:], torch.tensor([True])])
@@ -234,7 +234,7 @@ def test_gradients_of_the_loss_are_those_of_transformers(case, family):
     assert each.inputs_WSD.shape == want_WSD.shape
 
 
-def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypatch):
+def test_mixed_bits_use_image_gradients(case, calibration, tmp_path, monkeypatch):
     case, found = case("qwen3_vl"), []
     choose = mixed_bits.choose
     monkeypatch.setattr(
@@ -242,7 +242,7 @@ def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypa
     )
     settings = {"scheme": SCHEME, "recipe": "rtn", "bits": 4.5, "chats": case.chats}
     settings |= {"samples": WINDOWS, "sequence_length": LENGTH, "progress": False}
-    without = replace(case.data, pictured=(), chats=None)
+    without = replace(case.data, images_W=(), chats=None)
     for name, data in (("with", calibration), ("without", without)):
         quantize_checkpoint(case.folder, tmp_path / name, calibration=data, **settings)
     costs, without = ([each.costs[4] for each in choices] for choices in found)
@@ -254,7 +254,7 @@ def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)]
 )
-def test_distillation_sees_the_images(case, family, tmp_path):
+def test_distillation_uses_images(case, family, tmp_path):
     """The divergence of held-out windows is that of transformers' models, at tokens of text."""
     case, codes, target = case(family), tmp_path / "codes", tmp_path / "distilled"
     quantize_checkpoint(case.folder, codes, scheme=SCHEME, recipe="rtn", progress=False)
@@ -269,13 +269,13 @@ def test_distillation_sees_the_images(case, family, tmp_path):
         progress=False,
     )
     (float_WSV, _), held_out = case.expected(), held_out_windows(WINDOWS, 0, WINDOWS)
-    assert any(each.images for each in [case.data.pictured[n] for n in held_out.nonzero()])
+    assert any(each.images for each in [case.data.images_W[n] for n in held_out.nonzero()])
     found = []
     for folder in (codes, target):
         own_WSV, _ = case.expected(folder=folder)
         total = count = 0
         for window in held_out.nonzero()[:, 0].tolist():
-            is_image_S = case.data.pictured[window].is_image_S
+            is_image_S = case.data.images_W[window].is_image_S
             is_text_S = torch.cat([~is_image_S[1:], torch.tensor([True])])
             own, wanted = (each[window][is_text_S].log_softmax(-1) for each in (own_WSV, float_WSV))
             total += float((wanted.exp() * (wanted - own)).sum())
@@ -296,7 +296,7 @@ def check_gradient(case, codes):
     teacher = Teacher(case.model, "cpu", case.rotary)
     taught = teacher.last_states(case.data.ids_WS, media=case.media)
     training = Training(student, teacher, case.data.ids_WS, *taught, case.media)
-    windows = torch.tensor([n for n in range(WINDOWS) if case.data.pictured[n].images][:2])
+    windows = torch.tensor([n for n in range(WINDOWS) if case.data.images_W[n].images][:2])
     training._backward(windows)
     scales = [each for layer in student.layers for each in layer.parameters()[0]]
     gradients = [each.grad.clone() for each in scales]
@@ -321,7 +321,7 @@ def test_text_only_options_refuse_images(case, calibration, tmp_path):
         assert not target.exists()
 
 
-def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
+def test_bidirectional_prompts_are_refused(calibration, tmp_path):
     """The attention of such prompts is not computed here."""
     folder, target = write_tiny_vision(tmp_path / "paligemma", "paligemma"), tmp_path / "new"
     settings = {"scheme": SCHEME, "recipe": "gptq", "calibration": calibration, "samples": 2}
@@ -334,7 +334,7 @@ def test_prompts_that_see_ahead_are_refused(calibration, tmp_path):
     assert not target.exists()
 
 
-def test_a_tower_without_a_tensor_is_refused(case, tmp_path):
+def test_tower_with_missing_tensor_is_refused(case, tmp_path):
     source = case("qwen3_vl")
     folder = tmp_path / "model"
     folder.mkdir()

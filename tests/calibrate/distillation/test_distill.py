@@ -89,9 +89,7 @@ def engine_divergence(folder, reference):
     "family",
     [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])],
 )
-def test_the_written_model_predicts_more_like_the_float_model(
-    quantized, tiny_model, tmp_path, family
-):
+def test_distillation_lowers_divergence_of_written_model(quantized, tiny_model, tmp_path, family):
     """On windows that no step used. The engine that serves the model has the same divergence."""
     source, reference = quantized(family, "w3a16-sym-g32", "gptq"), tiny_model(family)
     done = distilled(source, reference, tmp_path / "out")
@@ -189,7 +187,7 @@ def test_codes_of_rotated_weights_are_trained(quantized, tiny_model, tmp_path, r
 
 
 @pytest.mark.parametrize("fault", ["no record", "another seed"])
-def test_codes_of_an_unknown_rotation_are_refused(quantized, tiny_model, tmp_path, fault):
+def test_unknown_rotation_is_refused(quantized, tiny_model, tmp_path, fault):
     made = {"recipe": "rotate", "calibration": DATA, "seed": 3}
     source = tmp_path / "source"
     shutil.copytree(quantized("qwen3", "w3a16-sym-g32", "gptq", **made), source)
@@ -216,7 +214,7 @@ def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
     )
 
 
-def test_training_that_increases_the_divergence_changes_nothing(quantized, tiny_model, tmp_path):
+def test_training_that_increases_divergence_is_discarded(quantized, tiny_model, tmp_path):
     source = quantized("qwen3", "w8a16-sym-g32", "gptq")
     wild = TrainingSettings(steps=2, tokens=48, rate=5.0, norm_rate=5.0)
     done = distilled(source, tiny_model("qwen3"), tmp_path / "out", wild)
@@ -226,9 +224,7 @@ def test_training_that_increases_the_divergence_changes_nothing(quantized, tiny_
 
 
 @pytest.mark.parametrize("at", [2, 11])
-def test_an_interrupt_writes_the_best_state_so_far(
-    quantized, tiny_model, tmp_path, monkeypatch, at
-):
+def test_interrupt_writes_best_state(quantized, tiny_model, tmp_path, monkeypatch, at):
     """The first check is after step 3, the last one before the interrupt after step 9."""
     source, reference = quantized("qwen3", "w3a16-sym-g32", "gptq"), tiny_model("qwen3")
     backward, calls = Training._backward, []
@@ -256,7 +252,7 @@ def test_an_interrupt_writes_the_best_state_so_far(
 
 
 @pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a8"])
-def test_gradient_is_that_of_the_divergence(quantized, tiny_model, scheme):
+def test_gradient_equals_divergence_gradient(quantized, tiny_model, scheme):
     """Along the gradient, the divergence of the windows changes by its squared norm.
 
     Inputs rounded to 8 bits make steps, which the gradient passes over: of these only the sign and
@@ -283,7 +279,7 @@ def test_gradient_is_that_of_the_divergence(quantized, tiny_model, scheme):
     assert slope == pytest.approx(squared, rel=0.5 if scheme == "w8a8" else 0.02)
 
 
-def test_inputs_are_rounded_as_in_the_server(quantized, tiny_model):
+def test_activations_are_rounded_as_in_engine(quantized, tiny_model):
     folder = quantized("qwen3", "w8a8", "compressed-tensors")
     _, training = training_of(folder, tiny_model("qwen3"))
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(IDS[3].tolist())
@@ -291,7 +287,7 @@ def test_inputs_are_rounded_as_in_the_server(quantized, tiny_model):
     assert float((found - want).norm() / want.norm()) < 1e-3
 
 
-def test_the_command_records_itself_and_the_quality(quantized_5m, docs_5m, tmp_path, capsys):
+def test_command_writes_settings_and_quality(quantized_5m, docs_5m, tmp_path, capsys):
     target = tmp_path / "out"
     flags = ["--samples", "3", "--sequence-length", "32", "--steps", "1", "--quality-windows", "1"]
     command = ["distill", str(quantized_5m), "--against", str(docs_5m), "-o", str(target), *flags]
@@ -308,7 +304,7 @@ def test_the_command_records_itself_and_the_quality(quantized_5m, docs_5m, tmp_p
     assert quality.probe.distance(llm.logits(ids[0].tolist())) < 1e-3
 
 
-def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
+def test_unsupported_distillations_are_refused(quantized, tiny_model, tmp_path):
     source, reference = quantized("qwen3", "w4a16-sym-g32", "gptq"), tiny_model("qwen3")
     target = tmp_path / "out"
     with pytest.raises(InputError, match="is not quantized"):
@@ -338,9 +334,7 @@ def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
     assert not target.exists()
 
 
-def test_a_result_that_does_not_fit_on_the_disk_is_found_before_the_training(
-    quantized, tiny_model, tmp_path, monkeypatch
-):
+def test_full_disk_is_detected_before_training(quantized, tiny_model, tmp_path, monkeypatch):
     source, reference = quantized("qwen3", "w4a16-sym-g32", "gptq"), tiny_model("qwen3")
     size = sum(entry.num_bytes for entry in CheckpointReader(source).entries.values())
     monkeypatch.setattr(Training, "run", None)  # a training would fail

@@ -16,7 +16,7 @@ def tables(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return reference_VV, reference_VV + torch.randn(size, size, generator=generator)
 
 
-def test_means_are_over_all_tokens():
+def test_means_weight_tokens_equally():
     generator = torch.Generator().manual_seed(1)
     windows = torch.randint(0, 31, (3, ROWS + 40), generator=generator)  # two blocks of rows
     reference_VV, other_VV = tables(31)
@@ -44,7 +44,7 @@ def test_equal_models_agree():
     assert found.perplexity == found.reference_perplexity
 
 
-def test_tokens_that_the_tokenizer_adds_do_not_count():
+def test_tokens_added_by_tokenizer_are_not_counted():
     windows = torch.tensor([[1, 3, 4, 1, 5], [1, 1, 1, 1, 2]])
     reference_VV, other_VV = tables(6)
     found = compare_logits(
@@ -60,7 +60,7 @@ def test_tokens_that_the_tokenizer_adds_do_not_count():
 
 
 @pytest.mark.parametrize("broken", ["reference", "model"])
-def test_logits_that_are_not_finite_name_the_model(broken):
+def test_nonfinite_logits_error_names_model(broken):
     good, bad = torch.zeros(4, 5), torch.full((4, 5), math.nan)
     pair = (bad, good) if broken == "reference" else (good, bad)
     with pytest.raises(InputError, match=f"window 1: the {broken}'s logits contain NaN"):

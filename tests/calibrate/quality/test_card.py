@@ -29,7 +29,7 @@ def folder(docs_5m, tmp_path_factory):
     return folder
 
 
-def test_values_are_those_of_transformers(folder, docs_5m, transformers_model):
+def test_quality_values_equal_transformers(folder, docs_5m, transformers_model):
     measured = json.loads((folder / QUALITY).read_text())["measured"]
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     ids = []
@@ -53,7 +53,7 @@ def test_values_are_those_of_transformers(folder, docs_5m, transformers_model):
     assert measured["sha256"] == digest
 
 
-def test_every_reader_shows_them(folder):
+def test_quality_is_shown_in_readme_report_and_inspect(folder):
     text = read_quality(folder).to_text()
     assert "KL divergence" in text
     assert text in (folder / "README.md").read_text()
@@ -63,7 +63,7 @@ def test_every_reader_shows_them(folder):
     assert inspection.to_dict()["quality"]["windows"] == 2
 
 
-def test_damaged_card_is_a_warning_of_inspect(folder, tmp_path):
+def test_damaged_quality_file_is_an_inspect_warning(folder, tmp_path):
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / QUALITY).unlink()
@@ -72,7 +72,7 @@ def test_damaged_card_is_a_warning_of_inspect(folder, tmp_path):
     assert [p.severity for p in problems if QUALITY in p.subject] == ["warning"]
 
 
-def test_model_without_a_tokenizer_is_quantized_unmeasured(tiny_model, tmp_path, caplog):
+def test_model_without_tokenizer_is_quantized_without_quality(tiny_model, tmp_path, caplog):
     report = quantize_checkpoint(
         tiny_model("llama"),
         tmp_path / "w4",
@@ -85,7 +85,7 @@ def test_model_without_a_tokenizer_is_quantized_unmeasured(tiny_model, tmp_path,
     assert quality.probe is None and quality.checksums and "not measured" in quality.to_text()
 
 
-def test_held_out_texts_are_no_calibration_texts():
+def test_held_out_texts_do_not_overlap_calibration_texts():
     """No 13 consecutive words are in both, the usual test for contamination."""
     held = set().union(*map(ngrams, read_texts(HELD_OUT)))
     assert len(held) > 2000

@@ -9,7 +9,7 @@ from calibrate.results.report import public_name
 from formats.scheme import Scheme
 
 
-def test_a_written_folder_names_no_folder_of_the_machine(docs_5m, tmp_path):
+def test_written_files_contain_no_local_paths(docs_5m, tmp_path):
     home = tmp_path / "home of somebody"
     home.mkdir()
     (home / "docs-5m").symlink_to(docs_5m)
@@ -48,13 +48,13 @@ def test_a_written_folder_names_no_folder_of_the_machine(docs_5m, tmp_path):
         ("models--org--name", "models--org--name"),
     ],
 )
-def test_public_names(path, name, tmp_path, monkeypatch):
+def test_local_paths_become_public_names(path, name, tmp_path, monkeypatch):
     (tmp_path / path).mkdir(parents=True)
     assert public_name(tmp_path / path) == public_name(str(tmp_path / path)) == name
     monkeypatch.chdir(tmp_path / path)
     assert public_name(".") == name
 
 
-def test_names_that_are_no_paths_are_unchanged():
+def test_names_that_are_not_paths_are_unchanged():
     assert public_name("HuggingFaceH4/ultrachat_200k") == "HuggingFaceH4/ultrachat_200k"
     assert public_name("shipped texts") == "shipped texts"

@@ -20,7 +20,7 @@ def measure(weight: torch.Tensor, packed: PackedWeight) -> LinearReport:
     return LinearReport.measure(weight, packed, SCHEME, name="up", seconds=0.5, num_bytes=100)
 
 
-def test_errors_are_norms_of_the_difference():
+def test_errors_equal_norms_of_difference():
     weight = torch.zeros(32, 32)
     weight[0, 0], weight[5, 5] = 8.0, 3.25
     codes = torch.full((32, 32), 8)
@@ -39,7 +39,7 @@ def test_all_zero_weight_has_no_error_instead_of_nan():
     assert (report.relative_error, report.largest_error) == (0.0, 0.0)
 
 
-def test_file_and_table_of_a_run(tiny_checkpoint):
+def test_report_file_and_table(tiny_checkpoint):
     model = tiny_checkpoint()
     source = model.write()
     target = source.parent / "out"
@@ -80,7 +80,7 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     assert len(shapes) > 1 and many in text and f"{source.name}: {many} as gptq" in page
 
 
-def test_plots_have_a_line_per_linear_of_a_layer_and_points_at_their_layers():
+def test_plots_have_one_line_per_linear():
     weight = torch.zeros(32, 32)
     packed = PackedWeight.from_float(weight, SCHEME.weight)
     names = {

@@ -50,11 +50,11 @@ def swap(tensors, first, second):
         tensors[a], tensors[b] = tensors[b], tensors[a]
 
 
-def test_good_folder_passes(written):
+def test_valid_folder_passes(written):
     verify(*written)
 
 
-def test_an_order_of_inputs_that_no_tensor_has(written):
+def test_missing_input_order_tensor_is_reported(written):
     folder, *_ = written
     for name in ("config.json", "quantize_config.json"):
         stored = json.loads((folder / name).read_text())
@@ -98,13 +98,13 @@ def test_an_order_of_inputs_that_no_tensor_has(written):
         ),
     ],
 )
-def test_wrong_tensor_is_named(written, change, named):
+def test_changed_tensor_is_reported(written, change, named):
     rewrite(written[0], change)
     with pytest.raises(CheckpointError, match=named):
         verify(*written)
 
 
-def test_block_that_does_not_read_back_the_same(written):
+def test_quantization_config_not_round_tripping_is_reported(written):
     folder = written[0]
     for file_name in ("config.json", "quantize_config.json"):
         value = json.loads((folder / file_name).read_text())
@@ -114,14 +114,14 @@ def test_block_that_does_not_read_back_the_same(written):
         verify(*written)
 
 
-def test_second_file_that_differs_from_the_block(written):
+def test_differing_second_config_is_reported(written):
     path = written[0] / "quantize_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "group_size": 64}))
     with pytest.raises(CheckpointError, match="quantize_config.json: differs from config.json's"):
         verify(*written)
 
 
-def test_config_that_differs_from_the_sources_in_more_than_the_block(written):
+def test_config_differing_from_source_is_reported(written):
     path = written[0] / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5.0}))
     with pytest.raises(CheckpointError, match="config.json: differs from the source in more than"):
@@ -138,7 +138,7 @@ def test_negative_zero_is_not_zero(written):
         verify(folder, digests, CheckpointReader(source_folder))
 
 
-def test_the_same_codes_of_another_scheme_are_named(written):
+def test_equal_codes_of_other_scheme_are_reported(written):
     target, digests, source = written
     name = next(iter(digests))
     other = replace(digests[name], scheme=Scheme.parse("w4a16-sym-g64"))

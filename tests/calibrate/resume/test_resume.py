@@ -68,7 +68,7 @@ def unfinished(target: Path) -> Path:
     return target.parent / f".{target.name}.unfinished"
 
 
-def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, docs_5m):
+def test_finished_layers_are_on_disk_and_changed_setting_is_refused(killed, docs_5m):
     layers = sorted(path.name for path in unfinished(killed).glob("layer-*"))
     assert layers == ["layer-00000.safetensors", "layer-00001.safetensors"]
     last = "model.layers.3.mlp.down_proj"
@@ -139,14 +139,14 @@ def other_weights(docs_5m, tmp_path):
         ("model.layers.0.input_layernorm.weight", "with other weights in layer 0"),
     ],
 )
-def test_weight_changed_in_place_is_noticed(killed, other_weights, name, message):
+def test_changed_source_weight_is_refused(killed, other_weights, name, message):
     layers = sorted(unfinished(killed).iterdir())
     with pytest.raises(InputError, match=f"{message}.*delete this folder"):
         quantize_checkpoint(other_weights(name), killed, recipe="rotate+awq+gptq", **OPTIONS)
     assert sorted(unfinished(killed).iterdir()) == layers, "the work of the first run must stay"
 
 
-def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(killed, docs_5m):
+def test_concurrent_run_is_refused_and_keeps_first_runs_layers(killed, docs_5m):
     layers = sorted(unfinished(killed).iterdir())
     with (
         CheckpointWriter(killed),
@@ -205,7 +205,7 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
     "where",
     [pytest.param("calibrate.resume.journal", marks=pytest.mark.exhaustive), "formats.checkpoint"],
 )
-def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where):
+def test_full_disk_keeps_finished_layers(docs_5m, tmp_path, monkeypatch, where):
     target, calls = tmp_path / "out", []
     module = importlib.import_module(where)
     original = module.save_file
@@ -240,7 +240,7 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
         assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
 
 
-def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, monkeypatch, caplog):
+def test_failed_verification_keeps_solved_layers(docs_5m, tmp_path, monkeypatch, caplog):
     target, seal = tmp_path / "out", CheckpointWriter.seal
 
     def damaged(self, *arguments, **options):
@@ -273,7 +273,7 @@ def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, m
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
 
 
-def test_disk_that_is_full_from_the_start_leaves_nothing(docs_5m, tmp_path, monkeypatch):
+def test_disk_full_at_start_leaves_no_files(docs_5m, tmp_path, monkeypatch):
     def write_bytes(self, content):
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -285,7 +285,7 @@ def test_disk_that_is_full_from_the_start_leaves_nothing(docs_5m, tmp_path, monk
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
+def test_interrupted_run_reports_kept_layers(docs_5m, tmp_path, caplog, layers):
     calls = []
 
     def solve(*arguments):
@@ -316,7 +316,7 @@ def _own(weight_factor=1.0, stops=False, **settings) -> Recipe:
     return Recipe(name="mine", solver=solve, needs_data=False, **settings)
 
 
-def test_a_users_solver_resumes_by_its_version(docs_5m, tmp_path):
+def test_custom_solver_resumes_by_version(docs_5m, tmp_path):
     target, whole = tmp_path / "out", tmp_path / "whole"
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(docs_5m, target, recipe=_own(stops=True, version="1"), **OPTIONS)
@@ -335,7 +335,7 @@ def test_a_users_solver_resumes_by_its_version(docs_5m, tmp_path):
         assert path.read_bytes() == (whole / path.name).read_bytes()
 
 
-def test_notes_of_layers_are_in_the_report_of_a_resumed_run(docs_5m, tmp_path, caplog):
+def test_resumed_run_reports_notes_of_finished_layers(docs_5m, tmp_path, caplog):
     """Layer 0 was finished by the first run, whose transform ran there only once."""
     target, seen = tmp_path / "out", []
 
@@ -358,7 +358,7 @@ def test_notes_of_layers_are_in_the_report_of_a_resumed_run(docs_5m, tmp_path, c
     assert all(note in caplog.text and note in report.to_text() for note in notes)
 
 
-def test_a_users_solver_without_a_version_starts_again(docs_5m, tmp_path, caplog):
+def test_custom_solver_without_version_restarts(docs_5m, tmp_path, caplog):
     """It also discards the layers of a killed run."""
     target = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
@@ -374,7 +374,7 @@ def test_a_users_solver_without_a_version_starts_again(docs_5m, tmp_path, caplog
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
 
 
-def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
+def test_built_in_recipes_identified_by_name_and_custom_by_version():
     row = RECIPES["smoothquant"]
     assert identity_of(row) == "smoothquant"
     assert identity_of(with_act_order(RECIPES["gptq"])) == "gptq, act-order"
@@ -396,7 +396,7 @@ def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
     assert len(found) == 5
 
 
-def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):
+def test_gguf_run_resumes(docs_5m, tmp_path, monkeypatch):
     """Finished layers are read back, and the file equals that of an uninterrupted run."""
     from calibrate.gguf_file import quantize_to_gguf
     from calibrate.run import layers

@@ -40,7 +40,7 @@ def problem(width=160, outputs=48, seed=0):
     return torch.randn(outputs, width, generator=generator), stats
 
 
-def test_whole_groups_go_one_after_the_other():
+def test_column_order_keeps_groups_together():
     diagonal = torch.rand(96, generator=torch.Generator().manual_seed(0))
     order = by_group(diagonal, 32)
     groups = (order // 32).view(3, 32)
@@ -51,7 +51,7 @@ def test_whole_groups_go_one_after_the_other():
     assert torch.equal(by_group(diagonal, 96), by_input(diagonal, 96))
 
 
-def test_no_block_crosses_a_group_with_a_scale_of_its_own():
+def test_gptq_blocks_end_at_late_scale_groups():
     assert list(blocks(96, 32, True)) == [(0, 32), (32, 64), (64, 96)]
     assert list(blocks(400, 200, True)) == [(0, 128), (128, 200), (200, 328), (328, 400)]
     assert list(blocks(300, 32, False)) == [(0, 128), (128, 256), (256, 300)]
@@ -59,7 +59,7 @@ def test_no_block_crosses_a_group_with_a_scale_of_its_own():
 
 @pytest.mark.parametrize("group_size", [32, 160, -1])
 @pytest.mark.parametrize("name", ORDERS)
-def test_output_error_is_below_that_of_rounding(name, group_size):
+def test_output_error_is_below_rounding(name, group_size):
     weight, stats = problem()
     spec = QuantSpec(bits=3, symmetric=True, group_size=group_size)
     packed = gptq.solve(weight, stats, spec, "q", order=ORDERS[name])
@@ -69,7 +69,7 @@ def test_output_error_is_below_that_of_rounding(name, group_size):
     assert found < 0.8 * stats.relative_output_error(weight, rounded)
 
 
-def test_a_coarse_grid_is_solved_in_both_orders_and_the_better_one_is_kept(monkeypatch):
+def test_coarse_grid_keeps_better_of_two_column_orders(monkeypatch):
     weight, stats = problem()
     spec = QuantSpec(bits=2, symmetric=True, group_size=32)
 
@@ -85,7 +85,7 @@ def test_a_coarse_grid_is_solved_in_both_orders_and_the_better_one_is_kept(monke
     assert error(None) == min(static, group_aware)
 
 
-def test_late_groups_get_scales_of_their_corrected_weights():
+def test_late_group_scales_follow_corrected_weights():
     """Without corrections from other columns, a scale chosen late equals the one chosen first."""
     weight, _ = problem()
     stats = InputStatistics(160, "cpu", "q")
@@ -100,7 +100,7 @@ def test_late_groups_get_scales_of_their_corrected_weights():
     assert not torch.equal(late.scales_NG, early.scales_NG)
 
 
-def test_act_order_is_written_with_its_index_and_says_who_reads_it(tiny_model, tmp_path):
+def test_act_order_writes_g_idx_and_reports_readers(tiny_model, tmp_path):
     source, folder = tiny_model("llama"), tmp_path / "out"
     report = quantize_checkpoint(source, folder, recipe="gptaq", act_order=True, **OPTIONS)
     assert report.recipe == "gptaq, act-order" and report.format == "gptq"
@@ -126,7 +126,7 @@ def test_act_order_is_written_with_its_index_and_says_who_reads_it(tiny_model, t
     }
 
 
-def test_act_order_that_changes_no_group_is_not_announced(tiny_model, tmp_path):
+def test_act_order_without_reordered_groups_is_not_reported(tiny_model, tmp_path):
     options = {**OPTIONS, "scheme": Scheme.parse("w4a16-sym-channel")}
     report = quantize_checkpoint(
         tiny_model("llama"), tmp_path / "out", recipe="gptq", act_order=True, **options
@@ -139,7 +139,7 @@ def test_act_order_that_changes_no_group_is_not_announced(tiny_model, tmp_path):
     assert of_weights(inspect_checkpoint(tmp_path / "out")) == ()
 
 
-def test_resumed_run_keeps_its_orders(tiny_model, tmp_path, monkeypatch):
+def test_resumed_run_keeps_column_orders(tiny_model, tmp_path, monkeypatch):
     source = tiny_model("llama")
     recipe = replace(RECIPES["autoround"], tuning=Tuning(steps=2, tokens=40), version="1")
     whole = {"recipe": recipe, "act_order": True, **OPTIONS}
@@ -169,7 +169,7 @@ def test_resumed_run_keeps_its_orders(tiny_model, tmp_path, monkeypatch):
         ({"kv_cache": "int8"}, "gptq cannot store its scales"),
     ],
 )
-def test_impossible_act_order_is_refused_before_work(tiny_model, tmp_path, options, message):
+def test_unsupported_act_order_is_refused_early(tiny_model, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         quantize_checkpoint(
             tiny_model("llama"),
@@ -180,7 +180,7 @@ def test_impossible_act_order_is_refused_before_work(tiny_model, tmp_path, optio
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_solver_that_was_not_asked_for_act_order_is_refused(tiny_model, tmp_path):
+def test_solver_with_unrequested_act_order_is_refused(tiny_model, tmp_path):
     def solve(weight, stats, spec, name):
         return gptq.solve(weight, stats, spec, name, order=ORDERS["act-order"])
 

@@ -68,7 +68,7 @@ def paper(weight, inputs, scales, zeros, spec, damping=0.01, length=None):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("width", [160, 288])
-def test_codes_are_the_papers(spec, width):
+def test_gptq_codes_equal_paper_algorithm(spec, width):
     weight, inputs = make(width)
     inputs[:, 5] = 0
     stats = measured(inputs)
@@ -81,7 +81,7 @@ def test_codes_are_the_papers(spec, width):
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_weights_of_k_quants_are_the_papers_on_their_grid(name):
+def test_gptq_k_quant_weights_equal_paper_algorithm(name):
     """Scales and minima in 6 or 8 bits are chosen first, from the Hessian; codes follow."""
     spec, (weight, inputs) = BLOCK_SCHEMES[name].weight, make(256, tokens=8000, out_features=16)
     inputs[:, 5] = 0
@@ -98,7 +98,7 @@ def test_weights_of_k_quants_are_the_papers_on_their_grid(name):
 
 
 @pytest.mark.parametrize("kind", FP4_TYPES)
-def test_4_bit_floats_are_the_papers_on_their_grid(kind):
+def test_gptq_fp4_weights_equal_paper_algorithm(kind):
     """Reference rounding: the nearest number of a table, one column at a time in float64."""
     spec, (weight, inputs) = Scheme.parse(f"w4a16-{kind}").weight, make(160, tokens=8000)
     inputs[:, 5] = 0
@@ -129,7 +129,7 @@ def test_4_bit_floats_are_the_papers_on_their_grid(kind):
 
 @pytest.mark.parametrize("kind", FP4_TYPES)
 @pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
-def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, documents, kind, solve):
+def test_gptq_fp4_beats_rounding_on_held_out_inputs(docs_5m, documents, kind, solve):
     spec = Scheme.parse(f"w4a16-{kind}").weight
     weight, seen, held_out = trained(docs_5m, documents)
     found = solve(weight, measured(seen), spec, "o").dequantize()
@@ -140,7 +140,7 @@ def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, document
 
 @pytest.mark.parametrize("name", K_TYPES)
 @pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
-def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, documents, name, solve):
+def test_gptq_k_quant_beats_rounding_on_held_out_inputs(docs_5m, documents, name, solve):
     """With inputs of a trained model; the solver gets half of the tokens."""
     spec = BLOCK_SCHEMES[name].weight
     weight, seen, held_out = trained(docs_5m, documents)
@@ -165,7 +165,7 @@ def trained(folder, documents):
 
 
 @pytest.mark.parametrize("spec", SPECS[:4], ids=str)
-def test_output_error_is_well_below_rounding(spec):
+def test_gptq_output_error_is_below_rounding(spec):
     weight, inputs = make()
     stats = measured(inputs)
     assert gptq.least_damping(stats) == gptq.DAMPING[0]
@@ -174,7 +174,7 @@ def test_output_error_is_well_below_rounding(spec):
     assert solved < 0.8 * stats.relative_output_error(weight, rounded)
 
 
-def test_uncorrelated_inputs_are_rounded_to_nearest():
+def test_gptq_uncorrelated_inputs_round_to_nearest():
     weight, _ = make()
     stats = measured(torch.eye(160).repeat(3, 1))
     packed = gptq.solve(weight, stats, SPECS[0], "q")
@@ -182,7 +182,7 @@ def test_uncorrelated_inputs_are_rounded_to_nearest():
     assert torch.equal(packed.codes(), codes)
 
 
-def test_dead_column_is_rounded_to_nearest_and_leaves_the_others_alone():
+def test_gptq_dead_column_rounds_to_nearest():
     weight, inputs = make()
     inputs[:, [0, 77]] = 0
     stats = measured(inputs)
@@ -202,7 +202,7 @@ def test_dead_column_is_rounded_to_nearest_and_leaves_the_others_alone():
     assert torch.equal(again.codes()[:, 1:], packed.codes()[:, 1:])
 
 
-def test_fewer_tokens_than_inputs_still_solve():
+def test_gptq_solves_with_fewer_tokens_than_inputs():
     weight, inputs = make(tokens=20)
     stats = measured(inputs)
     packed = gptq.solve(weight, stats, SPECS[0], "q")
@@ -212,7 +212,7 @@ def test_fewer_tokens_than_inputs_still_solve():
     ) < 0.5 * stats.relative_output_error(weight, rounded.dequantize())
 
 
-def test_damping_is_raised_until_the_hessian_can_be_factored():
+def test_gptq_damping_increases_until_cholesky_succeeds():
     weight, _ = make()
     stats = measured(torch.eye(160).repeat(100, 1))
     # a negative eigenvalue, as rounding may leave one: of 5 % of the mean of the diagonal
@@ -225,7 +225,7 @@ def test_damping_is_raised_until_the_hessian_can_be_factored():
     assert stats.notes == [f"damping raised to {damping}"]
 
 
-def test_hopeless_hessian_and_no_tokens_are_solver_errors():
+def test_gptq_invalid_hessian_and_no_tokens_raise_solver_error():
     weight, inputs = make()
     stats = measured(inputs)
     stats.moment_KK -= 100 * stats.moment_KK.diagonal().max() * torch.ones(160, 160)
@@ -237,7 +237,7 @@ def test_hopeless_hessian_and_no_tokens_are_solver_errors():
             gptq.solve(weight, empty, SPECS[0], "q")
 
 
-def test_linears_of_one_input_share_one_factorization(monkeypatch):
+def test_gptq_linears_of_one_input_share_factorization(monkeypatch):
     weight, inputs = make()
     calls = []
     factor = gptq.factor
@@ -251,7 +251,7 @@ def test_linears_of_one_input_share_one_factorization(monkeypatch):
     assert len(calls) == 2
 
 
-def test_share_of_the_correction():
+def test_gptaq_correction_share():
     """Share 0 is plain GPTQ; share 1 corrects all changes of the inputs by earlier rounding."""
     weight, inputs = make()
     generator = torch.Generator().manual_seed(3)

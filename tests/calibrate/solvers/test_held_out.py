@@ -39,7 +39,7 @@ def held_statistics(
     return stats
 
 
-def test_error_is_that_of_the_outputs():
+def test_held_out_error_equals_output_error():
     weight_NK, found_NK = normal(8, 64), normal(8, 64, seed=1)
     held_TK, targets_TK = normal(40, 64, seed=2), normal(40, 64, seed=3)
     for targets in (None, targets_TK):
@@ -53,19 +53,19 @@ def test_error_is_that_of_the_outputs():
         assert found == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_too_few_tokens_decide_nothing():
+def test_too_few_held_out_tokens_keep_solution():
     stats = held_statistics(normal(50, 64), normal(3, 64))
     assert stats.held_out_error(normal(8, 64), normal(8, 64)) is None
 
 
-def test_memory_is_bounded():
+def test_held_out_memory_is_bounded():
     stats = InputStatistics(4, "cpu")
     for _ in range(5):
         stats.hold_out(HeldOut.of(normal(3 * MOST_HELD, 4)))
     assert sum(len(each.inputs_TK) for each in stats._held) <= MOST_HELD
 
 
-def test_held_out_windows_are_not_in_the_sums(tiny_model):
+def test_held_out_windows_are_not_in_statistics(tiny_model):
     model = FloatModel(tiny_model("llama"))
     runner = LayerRunner(model, model.layer_map, "cpu")
     state = model.layer(0, "cpu")
@@ -95,7 +95,7 @@ def shifted(weight_NK, stats, spec, name):
     return rtn.solve(weight_NK * 1.3, stats, spec, name)
 
 
-def test_solution_worse_than_rounding_is_replaced(tiny_model, tmp_path):
+def test_solution_worse_than_rounding_is_replaced_by_rounding(tiny_model, tmp_path):
     def quantize(name: str, recipe: Recipe | str):
         return quantize_checkpoint(
             tiny_model("llama"),
@@ -166,7 +166,7 @@ def test_each_recipe_replaces_a_bad_solution(tiny_model, tmp_path, name):
 
 
 @pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
-def test_factors_that_fail_on_held_out_tokens_are_left_out(tiny_model, transform, monkeypatch):
+def test_factors_worse_on_held_out_tokens_are_dropped(tiny_model, transform, monkeypatch):
     """The held-out tokens have other large channels than the tokens that choose the factors."""
 
     def large(width: int) -> torch.Tensor:
@@ -202,12 +202,12 @@ def test_factors_that_fail_on_held_out_tokens_are_left_out(tiny_model, transform
             ]
 
 
-def test_recipes_with_data_are_guarded():
+def test_recipes_with_data_use_held_out_check():
     for name, recipe in RECIPES.items():
         assert recipe.guarded == recipe.needs_data, name
 
 
-def test_correction_that_fails_on_held_out_tokens_is_left_out():
+def test_correction_worse_on_held_out_tokens_is_dropped():
     """Either the calibration tokens drift and the held-out ones do not, or the reverse."""
     x_TK = normal(400, 64) @ normal(64, 64, seed=1)
     weight_NK, drift_KK = normal(16, 64, seed=2), 0.3 * normal(64, 64, seed=3)
@@ -225,7 +225,7 @@ def test_correction_that_fails_on_held_out_tokens_is_left_out():
         assert torch.equal(found, expected)
 
 
-def test_few_tokens_are_damped_more():
+def test_damping_increases_with_few_distinct_tokens():
     """A text that repeats its words has few distinct tokens, which a solver overfits."""
     mixing_KK = normal(256, 256, seed=1) * torch.linspace(0.02, 1, 256)
     weight_NK = normal(64, 256, seed=2)

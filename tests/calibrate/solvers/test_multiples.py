@@ -42,7 +42,7 @@ def output_error(weight, packed, stats):
 
 
 @pytest.mark.parametrize("name", ["rtn", "imatrix", "gptq", "gptaq+refine"])
-def test_solvers_choose_multiples(linear, name):
+def test_solver_scales_are_multiples(linear, name):
     weight, stats = linear
     found = RECIPES[name].solver(weight.clone(), stats, SCHEME.weight, "q")
     free = RECIPES[name].solver(weight.clone(), stats, FREE, "q")
@@ -59,7 +59,7 @@ def test_late_and_refined_scales_are_multiples(linear, order, rounds):
     assert find_multiples(found.scales_NG) is not None
 
 
-def test_refining_lowers_the_error_of_multiples(linear):
+def test_refinement_lowers_error_of_multiples(linear):
     weight, stats = linear
     errors = [
         output_error(weight, gptq.solve(weight.clone(), stats, SCHEME.weight, "q", None, n), stats)
@@ -83,7 +83,7 @@ def test_tuned_scales_are_multiples(linear):
     assert torch.equal(tuned.dequantize(), grid.weight().detach())
 
 
-def test_a_quantized_folder_runs_as_integers(tiny_model, tmp_path):
+def test_quantized_folder_runs_as_integers(tiny_model, tmp_path):
     """From the float model to the plan of the sm_90 kernel; the report says so."""
     report = quantize_checkpoint(tiny_model("qwen3"), tmp_path / "out", scheme=SCHEME, recipe="rtn")
     assert all(linear.in_multiples for linear in report.linears)

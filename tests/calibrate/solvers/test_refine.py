@@ -47,7 +47,7 @@ def rounded(weight, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_errors_on_unseen_inputs_are_smaller(spec):
+def test_refinement_lowers_error_on_unseen_inputs(spec):
     weight, stats, unseen = problem()
     plain, refined = (
         gptq.solve(weight, stats, spec, "q", rounds=rounds).dequantize() for rounds in (0, 3)
@@ -57,7 +57,7 @@ def test_errors_on_unseen_inputs_are_smaller(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_no_row_gets_worse(spec):
+def test_refinement_increases_no_row_error(spec):
     weight, stats, _ = problem()
     weight[3] = 0
     weight[4, :32] = 0
@@ -72,7 +72,7 @@ def test_no_row_gets_worse(spec):
     assert torch.equal(found.zeros_NG, start.zeros_NG)
 
 
-def test_scales_are_those_of_least_squares():
+def test_refined_scales_equal_least_squares():
     """Against torch's solver in float64, on outputs instead of second moments."""
     weight, _, inputs = problem(width=64, outputs=5)
     spec = QuantSpec(bits=4, symmetric=True, group_size=16)
@@ -84,7 +84,7 @@ def test_scales_are_those_of_least_squares():
         assert torch.allclose(scales[row].double(), want, rtol=2e-3)
 
 
-def test_each_code_is_the_best_with_the_others_as_they_are():
+def test_refined_codes_are_coordinate_wise_optimal():
     """After passes until nothing changes, no change of a single code reduces the error."""
     weight, stats, _ = problem(width=32, outputs=4)
     spec = QuantSpec(bits=3, symmetric=True, group_size=16)
@@ -101,7 +101,7 @@ def test_each_code_is_the_best_with_the_others_as_they_are():
             assert (other >= best * (1 - 1e-4)).all()
 
 
-def test_weights_in_another_order_are_refined_in_it():
+def test_refinement_keeps_input_order():
     weight, stats, unseen = problem()
     spec = QuantSpec(bits=4, symmetric=True, group_size=32)
     plain, refined = (
@@ -115,7 +115,7 @@ def test_weights_in_another_order_are_refined_in_it():
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_recipe_refines_what_gptaq_finds(small_5m, tmp_path, act_order):
+def test_recipe_refines_gptaq_solution(small_5m, tmp_path, act_order):
     errors = {}
     for name in ("gptaq", "gptaq+refine"):
         report = quantize_checkpoint(

@@ -59,7 +59,7 @@ def error(problem, finished, windows=slice(16, 24)):
     return float((found - targets[windows]).square().mean())
 
 
-def test_outputs_come_nearer_on_windows_that_no_step_saw(problem):
+def test_tuning_lowers_output_error_on_unseen_windows(problem):
     runner, state, finished, inputs, targets = problem
     tuning = Tuning(steps=60, tokens=128)
     tuned = tune_layer(runner, 0, state, finished, inputs, targets, tuning)
@@ -75,7 +75,7 @@ def test_outputs_come_nearer_on_windows_that_no_step_saw(problem):
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
-def test_blocks_of_k_quants_are_tuned_on_their_grid(docs_5m, name):
+def test_k_quant_tuning_stays_on_grid(docs_5m, name):
     problem = problem_of(docs_5m, BLOCK_SCHEMES[name])
     runner, state, finished, inputs, targets = problem
     tuning = Tuning(steps=80, tokens=128)
@@ -94,13 +94,13 @@ def test_blocks_of_k_quants_are_tuned_on_their_grid(docs_5m, name):
     assert moved > 100
 
 
-def test_a_layer_that_gets_worse_is_kept_as_it_was(problem):
+def test_tuning_that_increases_error_is_discarded(problem):
     runner, state, finished, inputs, targets = problem
     wild = Tuning(steps=2, tokens=32, rate=50.0, scale_rate=5.0)
     assert tune_layer(runner, 0, state, finished, inputs, targets, wild) is finished
 
 
-def test_tuning_after_a_transform_that_reads_statistics_is_refused():
+def test_tuning_after_data_dependent_transform_is_refused():
     """It would compare codes with the weights before the transform."""
     with pytest.raises(InputError, match="smoothquant"):
         Recipe(

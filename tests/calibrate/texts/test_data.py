@@ -43,14 +43,14 @@ def test_windows_are_full_and_texts_begin_with_bos(texts, tokenizer):
     assert data.warnings == ()
 
 
-def test_seed_decides_the_order_and_the_hash_tells(texts, tokenizer):
+def test_seed_decides_order_and_digest(texts, tokenizer):
     first, again, other = (read(texts, tokenizer, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.ids_WS, again.ids_WS) and first.sha256 == again.sha256
     assert first.sha256 != other.sha256 and len(first.sha256) == 64
     assert read(texts, tokenizer, sequence_length=32).sha256 != first.sha256
 
 
-def test_fewer_windows_than_asked_is_a_warning(texts, tokenizer):
+def test_fewer_windows_than_requested_is_a_warning(texts, tokenizer):
     data = read(texts, tokenizer, samples=500)
     assert 4 < len(data.ids_WS) < 500
     assert f"fills {len(data.ids_WS)} windows, not 500" in data.warnings[0]
@@ -58,7 +58,7 @@ def test_fewer_windows_than_asked_is_a_warning(texts, tokenizer):
         read(texts, tokenizer, sequence_length=10**5)
 
 
-def test_shipped_texts_serve_with_a_warning(tokenizer):
+def test_default_texts_are_used_with_a_warning(tokenizer):
     data = read(None, tokenizer, samples=16, sequence_length=512)
     assert data.ids_WS.shape == (16, 512)
     assert "calibration data" in data.warnings[0]
@@ -79,7 +79,7 @@ def drawn_kinds(tokenizer, excerpts):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("samples, length", [(16, 512), (32, 256), (64, 512), (128, 1024)])
-def test_each_kind_has_its_share_of_any_number_of_windows(tokenizer, samples, length, seed):
+def test_kind_proportions_hold_for_any_number_of_windows(tokenizer, samples, length, seed):
     """A few windows are the whole set in small; their code is in several languages."""
     whole = Counter()
     for row in shipped_rows():
@@ -100,14 +100,14 @@ def test_each_kind_has_its_share_of_any_number_of_windows(tokenizer, samples, le
     assert len({source for kind, source in keys if kind == "code"}) >= 4
 
 
-def test_shipped_excerpts_are_all_of_the_texts(tokenizer):
+def test_default_excerpts_cover_every_text(tokenizer):
     texts = [row.get("text") or render(row["messages"], tokenizer) for row in shipped_rows()]
     found = shipped_excerpts(tokenizer, 1000, seed=2)
     assert sum(each.begins for each in found) == len(texts)
     assert sorted("".join(each.text for each in found)) == sorted("".join(texts))
 
 
-def test_shipped_texts_name_their_sources():
+def test_default_texts_list_their_sources():
     """SOURCES.md has each source with its licence, and as many texts as the file."""
     lines = SHIPPED_TEXTS.with_name("SOURCES.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
@@ -134,7 +134,7 @@ def shipped_rows():
     ],
     ids=["none", "rejects", "works"],
 )
-def test_shipped_chats_go_through_the_template_where_there_is_one(docs_5m, template):
+def test_default_chats_use_chat_template(docs_5m, template):
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     tokenizer.chat_template = template
     chat = next(row["messages"] for row in shipped_rows() if "messages" in row)
@@ -145,12 +145,12 @@ def test_shipped_chats_go_through_the_template_where_there_is_one(docs_5m, templ
     assert wanted[:60] in text
 
 
-def test_seed_chooses_the_excerpts_of_the_shipped_texts(tokenizer):
+def test_seed_chooses_default_excerpts(tokenizer):
     first, again, other = (read(None, tokenizer, seed=seed) for seed in (0, 0, 1))
     assert first.sha256 == again.sha256 != other.sha256
 
 
-def test_chats_go_through_the_template(tmp_path, tokenizer):
+def test_chats_use_chat_template(tmp_path, tokenizer):
     path = tmp_path / "chats.jsonl"
     messages = [{"role": "user", "content": "What is a trait? " * 30}]
     path.write_text(json.dumps({"messages": messages}))
@@ -180,7 +180,7 @@ def test_messages_are_rendered_as_the_server_renders_them(docs_5m):
     assert tokenizer.apply_chat_template(bodies, tokenize=False) == render(messages, tokenizer)
 
 
-def test_template_that_writes_bos_gives_one(tmp_path, docs_5m):
+def test_bos_is_not_duplicated_by_template(tmp_path, docs_5m):
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     path = tmp_path / "chats.jsonl"
@@ -197,7 +197,7 @@ def test_plain_text_is_one_text(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("line", ["{", '{"txt": 1}', "5", '{"text": 5}', '{"messages": []}'])
-def test_bad_line_is_named(tmp_path, tokenizer, line):
+def test_invalid_line_is_reported_by_number(tmp_path, tokenizer, line):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n' + line)
     with pytest.raises(InputError, match='bad.jsonl line 2.*"text"'):
@@ -207,14 +207,14 @@ def test_bad_line_is_named(tmp_path, tokenizer, line):
 @pytest.mark.parametrize(
     "fields", ['"text": "%s"', '"messages": [{"role": "user", "content": "%s"}]']
 )
-def test_lone_surrogate_is_named(tmp_path, tokenizer, fields):
+def test_lone_surrogate_is_reported(tmp_path, tokenizer, fields):
     path = tmp_path / "half.jsonl"
     path.write_text("{" + fields % "good" + "}\n{" + fields % "a\\ud800b" + "}")
     with pytest.raises(InputError, match="half.jsonl line 2: contains a lone surrogate"):
         read(str(path), tokenizer)
 
 
-def test_byte_order_mark_and_windows_lines_are_no_text(tmp_path, tokenizer):
+def test_byte_order_mark_and_crlf_are_stripped(tmp_path, tokenizer):
     row = json.dumps({"text": "A borrow is a reference. " * 40})
     plain, marked = tmp_path / "plain.jsonl", tmp_path / "marked.jsonl"
     plain.write_text(f"{row}\n{row}\n")
@@ -241,7 +241,7 @@ class FakeDatasets:
         return self.rows
 
 
-def test_parquet_and_names_go_to_datasets(tmp_path, tokenizer, monkeypatch):
+def test_parquet_and_hub_names_use_datasets(tmp_path, tokenizer, monkeypatch):
     fake = FakeDatasets([{"text": "Lifetimes are regions. " * 40}] * 3)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     path = tmp_path / "rows.parquet"
@@ -274,7 +274,7 @@ def write_parquet(pyarrow, path, **columns):
     return str(path)
 
 
-def test_real_package_reads_a_parquet_file(real, tmp_path, tokenizer, monkeypatch):
+def test_datasets_reads_parquet_file(real, tmp_path, tokenizer, monkeypatch):
     path = write_parquet(real, tmp_path / "rows.parquet", text=ROWS, number=list(range(30)))
     jsonl = tmp_path / "rows.jsonl"
     jsonl.write_text("\n".join(json.dumps({"text": text}) for text in ROWS))
@@ -286,7 +286,7 @@ def test_real_package_reads_a_parquet_file(real, tmp_path, tokenizer, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
+def test_datasets_reads_dataset_folder(real, tmp_path, tokenizer, kind):
     """Like a name on the hub: the folder's train split, in files of any kind."""
     folder = tmp_path / "my-set"
     (folder / "data").mkdir(parents=True)
@@ -313,7 +313,7 @@ def test_saved_data_set_is_read(real, tmp_path, has_splits):
     assert read_documents(folder) == ROWS
 
 
-def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenizer, monkeypatch):
+def test_unreadable_dataset_gives_one_error(real, tmp_path, tokenizer, monkeypatch):
     path = write_parquet(real, tmp_path / "rows.parquet", body=ROWS)
     with pytest.raises(InputError, match='rows.parquet row 0: expected .* "text"'):
         read(path, tokenizer)
@@ -329,7 +329,7 @@ def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenize
         read("nobody/no-such-set", tokenizer)
 
 
-def test_few_windows_show_many_texts(tmp_path, tokenizer):
+def test_few_windows_cover_many_texts(tmp_path, tokenizer):
     """One long text before many others must not fill all windows."""
     words = ["alpha", "beta", "gamma", "delta", "kappa", "omega"]
     path = tmp_path / "texts.jsonl"
@@ -339,7 +339,7 @@ def test_few_windows_show_many_texts(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("num_chars", [5, 40, 1000])
-def test_excerpts_are_all_of_the_texts(num_chars):
+def test_excerpts_cover_every_text(num_chars):
     texts = ["one two three four five six seven\neight nine ten " * 3, "", "x" * 99]
     found = list(excerpts(texts, num_chars, seed=3))
     assert sum(each.begins for each in found) == 3

@@ -21,14 +21,14 @@ def r_strings(lines):
     return struct.pack(">I", len(data)) + zlib.compress(data)
 
 
-def test_novels_of_an_r_package_are_found_by_title():
+def test_r_package_novels_are_found_by_title():
     packed = r_strings(["EMMA", "", "Emma Woodhouse"]) + r_strings(["PERSUASION", "", "Sir Wälter"])
     assert novel(packed, "PERSUASION") == "PERSUASION\n\nSir Wälter"
     with pytest.raises(FileNotFoundError, match="SANDITON"):
         novel(packed, "SANDITON")
 
 
-def test_articles_begin_elsewhere_in_each_language():
+def test_article_offsets_differ_by_language():
     html = "<body>\n<h1>Rechte</h1>\n" + "".join(
         f"<article>\n<h2>Artikel {i}</h2>\n<p>W&uuml;rde {i}</p>\n</article>\n" for i in range(1, 9)
     )
@@ -37,7 +37,7 @@ def test_articles_begin_elsewhere_in_each_language():
     assert second[0] == "Artikel 7\nWürde 7" and sorted(first) == sorted(second)
 
 
-def test_short_entries_of_a_country_are_left_out():
+def test_short_country_entries_are_skipped():
     facts = {
         "Geography": {"Location": {"text": "Europe"}, "Climate": {"text": "rain ++ " * 10}},
         "Government": {"Country name": {"conventional short form": {"text": "Austria"}}},
@@ -60,7 +60,7 @@ def test_excerpts_are_whole_paragraphs_of_about_a_size_in_bytes(tmp_path):
     }
 
 
-def test_each_kind_is_spread_over_the_whole():
+def test_each_kind_is_spread_evenly():
     rows = [{"kind": kind, "text": i} for kind, n in (("a", 12), ("b", 4)) for i in range(n)]
     order = interleaved(rows)
     for begin in (0, 4, 8, 12):
@@ -68,7 +68,7 @@ def test_each_kind_is_spread_over_the_whole():
     assert sorted(map(str, order)) == sorted(map(str, rows))
 
 
-def test_rows_that_share_13_words_with_held_out_texts_are_left_out(tmp_path, monkeypatch, capsys):
+def test_rows_overlapping_held_out_texts_are_dropped(tmp_path, monkeypatch, capsys):
     words = [f"word{i}" for i in range(13)]
     for name, text in (("good", " ".join(words[:12])), ("bad", " ".join(words))):
         (tmp_path / f"{name}.txt").write_text(text)

@@ -31,7 +31,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_gives_the_same_texts(tmp_path, name):
+def test_every_file_format_gives_same_texts(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + FORMS[name].encode())
     assert read_texts(path) == TEXTS
@@ -41,7 +41,7 @@ def test_every_form_gives_the_same_texts(tmp_path, name):
     assert read_documents(str(packed)) == TEXTS
 
 
-def test_parquet_is_told_by_its_content_and_its_name(tmp_path):
+def test_parquet_is_detected_by_content_and_name(tmp_path):
     pytest.importorskip("datasets", reason="the test extra brings it: pip install -e '.[test]'")
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
@@ -66,7 +66,7 @@ def test_one_row_is_one_document(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1] A footnote.", "{curly} start", "[link](url)\n", "", "# x"])
-def test_prose_that_begins_with_a_bracket_is_one_text(tmp_path, text):
+def test_prose_starting_with_bracket_is_one_text(tmp_path, text):
     path = tmp_path / "prose.md"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read_texts(path) == [text]
@@ -89,7 +89,7 @@ def test_prose_that_begins_with_a_bracket_is_one_text(tmp_path, text):
         ("a.TSV", "text\nhello\n", "tables are not supported"),
     ],
 )
-def test_what_holds_no_texts_is_refused(tmp_path, name, content, problem):
+def test_file_without_texts_is_refused(tmp_path, name, content, problem):
     path = tmp_path / name
     path.write_text(content)
     for read in (read_texts, lambda path: read_documents(str(path))):
@@ -107,7 +107,7 @@ def test_broken_gzip_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "line", ['{"text": 3}', '{"txt": ""}', "[]", "3", "{", "null", "[" * 10**5]
 )
-def test_bad_jsonl_line_is_named(tmp_path, line):
+def test_invalid_jsonl_line_is_reported_by_number(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n' + line)
     with pytest.raises(InputError, match="line 2"):
@@ -117,7 +117,7 @@ def test_bad_jsonl_line_is_named(tmp_path, line):
         read_texts(path)
 
 
-def test_file_that_cannot_be_read(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="No such file"):
         read_texts(tmp_path / "nothing.txt")
     with pytest.raises(InputError, match="directory"):

@@ -27,11 +27,11 @@ def test_each_text_is_preceded_by_bos_and_windows_do_not_overlap():
     assert windows.tolist() == [[1, a, a + 1, a + 2], [1, 1, a + 3, a + 4]]
 
 
-def test_model_without_bos():
+def test_windows_of_model_without_bos():
     assert make_windows(["ab", "cd"], encode, None, 4).tolist() == [encode("abcd")]
 
 
-def test_no_more_is_encoded_than_is_asked_for():
+def test_only_needed_text_is_encoded():
     def texts():
         yield "abc"
         yield "defgh"
@@ -47,7 +47,7 @@ def test_window_limit_cuts_a_long_text(limit):
     assert len(make_windows(["a" * 11], encode, 1, 4, max_windows=limit)) == limit
 
 
-def test_text_too_short_says_how_short():
+def test_short_text_error_gives_length():
     with pytest.raises(InputError, match="has 3 tokens, too few for one window of 4"):
         make_windows(["ab"], encode, 1, 4)
     for length, limit in ((1, None), (0, None), (4, 0)):
@@ -90,7 +90,7 @@ def test_mean_is_over_tokens_in_float64():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_not_finite_raise_with_the_window(bad):
+def test_nonfinite_logits_error_names_window(bad):
     windows = torch.zeros(3, 4, dtype=torch.long)
     calls = []
 
@@ -105,7 +105,7 @@ def test_logits_that_are_not_finite_raise_with_the_window(bad):
         perplexity(windows, logits, False)
 
 
-def test_hopeless_model_is_infinite_instead_of_an_overflow():
+def test_huge_loss_gives_infinite_perplexity():
     def wrong(ids):
         values = torch.zeros(len(ids), 5)
         values[:, 1] = 1e4
@@ -148,7 +148,7 @@ def test_file_beyond_the_limit_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [1, 4, 9])
-def test_of_a_long_line_only_the_beginning_is_encoded(width):
+def test_only_the_start_of_a_long_line_is_encoded(width):
     """Tokens of `width` characters; 30 MB take minutes."""
     text = "".join(chr(97 + i % 26) for i in range(1_000_000))
     num_encoded = []
@@ -162,7 +162,7 @@ def test_of_a_long_line_only_the_beginning_is_encoded(width):
     assert windows.flatten().tolist() == encode_wide(text)[:2000]
 
 
-def test_each_window_begins_as_the_tokenizer_begins_a_text():
+def test_windows_start_with_tokenizer_prefix():
     a, long = ord("a"), [ord(c) for c in "bcdefghij"]
     windows = make_windows(["a", "bcdefghij"], encode, 1, 4, opening=[1])
     # the second text starts inside the first window; later windows begin with BOS again
@@ -172,7 +172,7 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text():
     assert windows.tolist() == [[1, *encode("abc")], [1, *encode("def")]]
 
 
-def test_opening_of_several_tokens_is_never_split():
+def test_tokenizer_prefix_of_several_tokens_is_not_split():
     windows = make_windows(["abc", "defghij"], encode, None, 6, opening=[7, 8])
     # the second opening begins at the last token of the first window
     assert windows.tolist() == [[7, 8, *encode("abc"), 7], [7, 8, *encode("defg")]]
@@ -180,7 +180,7 @@ def test_opening_of_several_tokens_is_never_split():
         make_windows(["abc"], encode, None, 2, opening=[7, 8])
 
 
-def test_tokens_that_the_tokenizer_adds_do_not_count():
+def test_tokens_added_by_tokenizer_are_not_scored():
     windows = torch.tensor([[1, 3, 4, 1], [1, 1, 3, 4]])
     flat = perplexity(windows, lambda ids: torch.zeros(len(ids), 5), False, given=[1])
     assert flat.tokens == 4 and flat.value == pytest.approx(5)
@@ -203,7 +203,7 @@ def with_bos(folder, target):
     return AutoTokenizer.from_pretrained(target)
 
 
-def test_opening_is_the_tokenizers_own(docs_5m, tmp_path):
+def test_text_prefix_equals_tokenizer_prefix(docs_5m, tmp_path):
     """docs-5m has a BOS token, which its tokenizer does not add."""
     plain, adds = AutoTokenizer.from_pretrained(docs_5m), with_bos(docs_5m, tmp_path)
     assert plain.bos_token_id is not None and text_opening(plain) == ()
@@ -224,7 +224,7 @@ def test_opening_is_the_tokenizers_own(docs_5m, tmp_path):
         assert int((windows[:, 0] == tokenizer.bos_token_id).sum()) == bos
 
 
-def test_calibration_windows_begin_as_the_tokenizer_begins_a_text(docs_5m, tmp_path):
+def test_calibration_windows_start_with_tokenizer_prefix(docs_5m, tmp_path):
     tokenizer = with_bos(docs_5m, tmp_path)
     with_opening, without = (
         read_calibration(None, tokenizer, samples=12, sequence_length=64, bos=bos).ids_WS

@@ -54,7 +54,7 @@ def test_fitted_factors_beat_every_alpha_on_unseen_tokens():
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
-def test_expected_error_is_that_of_rounded_values(spread):
+def test_expected_error_equals_measured_rounding_error(spread):
     """Values from far below the step to many steps."""
     x_TK = spread * torch.randn(512, 64, generator=torch.Generator().manual_seed(3))
     found = expected_error(x_TK.abs(), torch.tensor(0.25)).sum()
@@ -70,7 +70,7 @@ def test_expected_error_with_a_scale_per_token():
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0)
 
 
-def test_channels_that_are_always_zero_are_no_obstacle():
+def test_fitted_factors_are_finite_for_zero_channels():
     sample_TK = tokens(5)
     sample_TK[:, :8] = 0
     start_K = torch.ones(WIDTH)

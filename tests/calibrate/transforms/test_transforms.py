@@ -33,7 +33,9 @@ FIXED_ALPHA = Transform(name="half", on_statistics=partial(smooth_layer, alpha=0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layer_by_layer_is_the_whole_model(stream_logits, tiny_model, transformers_model, family):
+def test_layer_by_layer_logits_equal_whole_model(
+    stream_logits, tiny_model, transformers_model, family
+):
     folder = tiny_model(family)
     with torch.no_grad():
         expected = transformers_model(folder)(IDS).logits
@@ -136,7 +138,7 @@ OTHERS = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_architectures(stream_logits, tiny_model, family):
+def test_transforms_keep_logits_of_other_architectures(stream_logits, tiny_model, family):
     folder = tiny_model(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -152,7 +154,7 @@ def test_other_architectures(stream_logits, tiny_model, family):
             stream_logits(folder, IDS, ROTATE)
 
 
-def test_factors_move_through_biases_and_relu(stream_logits, tiny_model):
+def test_factors_are_moved_through_biases_and_relu(stream_logits, tiny_model):
     """A norm's bias moves with its weight; a factor above 0 passes ReLU."""
     folder, states = tiny_model("opt"), []
     stream_logits(folder, IDS, AWQ, change=lambda _, state: states.append(state) or state)
@@ -165,7 +167,7 @@ def test_factors_move_through_biases_and_relu(stream_logits, tiny_model):
 
 
 @pytest.mark.parametrize("size", [12, 64, 96, 7])
-def test_rotations_are_orthogonal_and_spread_every_channel(size):
+def test_rotations_are_orthogonal_and_mix_every_channel(size):
     rotation = rotation_matrix(size, seed=3)
     identity = torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(rotation @ rotation.t(), identity, rtol=0, atol=1e-12)
@@ -233,7 +235,7 @@ def perplexity(stream_logits, windows):
     return measure
 
 
-def test_model_with_outliers_computes_the_same(perplexity, docs_5m, hostile):
+def test_model_with_planted_outliers_is_equivalent(perplexity, docs_5m, hostile):
     before, after = perplexity(docs_5m, spec=None), perplexity(hostile, spec=None)
     assert after == pytest.approx(before, rel=1e-4)
 
@@ -262,7 +264,7 @@ def test_transform_repairs_a_model_with_outliers(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
-def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, windows, transform):
+def test_transformed_statistics_equal_recomputed(docs_5m, windows, transform):
     reader = CheckpointReader(docs_5m)
     layer_map = find_layer_map(reader.config)
     runner = LayerRunner(reader, layer_map, "cpu")
@@ -314,7 +316,7 @@ def test_inputs_of_float_linears_are_not_scaled(docs_5m, windows, transform):
 
 
 @pytest.mark.parametrize("factor", [1e9, 1e-9])
-def test_factors_that_leave_the_range_of_scales_are_no_choice(factor):
+def test_factors_beyond_scale_range_are_not_candidates(factor):
     stats = InputStatistics(64, "cpu")
     stats.update(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
     weights = [torch.randn(32, 64, generator=torch.Generator().manual_seed(1))]
@@ -328,7 +330,7 @@ def test_factors_that_leave_the_range_of_scales_are_no_choice(factor):
         assert all(error > 0 and math.isfinite(error) == finite for error in errors)
 
 
-def test_scaled_statistics_are_those_of_the_scaled_inputs():
+def test_scaled_statistics_equal_statistics_of_scaled_inputs():
     generator = torch.Generator().manual_seed(0)
     x, reference = torch.randn(2, 128, 16, generator=generator)
     scale_K = torch.rand(16, generator=generator) * 8 + 0.1
@@ -345,7 +347,7 @@ def test_scaled_statistics_are_those_of_the_scaled_inputs():
     assert scaled.cache == {} and scaled.num_tokens == 128
 
 
-def test_awq_factors_beyond_the_range_of_scales_are_dropped():
+def test_awq_factors_beyond_scale_range_are_dropped():
     """Also of an output that the search does not compare."""
     generator = torch.Generator().manual_seed(0)
     statistics = InputStatistics(8, "cpu")

@@ -66,7 +66,7 @@ def block(size):
     return change
 
 
-def test_stacks_of_float8_are_the_linears_of_the_experts(tiny_model, tmp_path):
+def test_float8_expert_stacks_read_as_per_expert_linears(tiny_model, tmp_path):
     source = tiny_model("qwen3_moe")
     want = edited(source, tmp_path / "apart", coded, block(SIZE))
     found = edited(source, tmp_path / "stacked", stack_codes("_scale_inv"), block(SIZE))
@@ -117,7 +117,7 @@ def step_block(config):
     config[BLOCK]["modules_to_not_convert"] += ["moe.gate", "share_expert", "layers.0.mlp"]
 
 
-def test_three_stacks_of_float8_are_the_linears_of_the_experts(tiny_model, tmp_path):
+def test_three_float8_expert_stacks_read_as_per_expert_linears(tiny_model, tmp_path):
     source = tiny_model("step")
     want = edited(source, tmp_path / "apart", step_apart, step_block)
     found = edited(source, tmp_path / "stacked", step_stacked(), step_block)
@@ -126,7 +126,7 @@ def test_three_stacks_of_float8_are_the_linears_of_the_experts(tiny_model, tmp_p
     assert relative(logits(found), logits(source)) < 0.2
 
 
-def test_float8_without_its_scales_is_refused(tiny_model, tmp_path):
+def test_float8_stack_without_scales_is_refused(tiny_model, tmp_path):
     source = tiny_model("step")
     change = step_stacked(leave_out="up_proj.weight_scale_inv")
     folder = edited(source, tmp_path / "stacked", change, step_block)
@@ -141,7 +141,7 @@ def test_float8_without_its_scales_is_refused(tiny_model, tmp_path):
         ("_scale_inv", 24, "in blocks of 24"),
     ],
 )
-def test_stacks_that_are_not_read_are_one_error(tiny_model, tmp_path, rest, size, words):
+def test_unsupported_stacks_raise_one_error(tiny_model, tmp_path, rest, size, words):
     folder = edited(tiny_model("qwen3_moe"), tmp_path / "stacked", stack_codes(rest), block(size))
     with pytest.raises(CheckpointError) as error:
         CheckpointReader(folder)
@@ -152,7 +152,7 @@ def test_stacks_that_are_not_read_are_one_error(tiny_model, tmp_path, rest, size
     assert found.loads_in[0].answer == "no"
 
 
-def test_stacks_of_other_codes_name_what_was_found(tiny_model, tmp_path):
+def test_unsupported_stack_error_names_found_tensors(tiny_model, tmp_path):
     def change(state):
         stacked(state)
         for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -211,7 +211,7 @@ COMPRESSED_ENDS = {
 
 @pytest.mark.parametrize("ends", COMPRESSED_ENDS)
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w4a16-asym-g32", "w4a16-nvfp4"])
-def test_stacks_of_compressed_tensors_are_the_linears_of_the_experts(
+def test_compressed_tensors_expert_stacks_read_as_per_expert_linears(
     tiny_model, tmp_path, scheme, ends
 ):
     """Names as llm-compressor repacks experts, and as compressed-tensors names a parameter's."""
@@ -241,7 +241,7 @@ def modelopt_block(config):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("numbers", ["experts", "one"])
-def test_stacks_of_nvfp4_by_modelopt_are_the_linears_of_the_experts(tiny_model, tmp_path, numbers):
+def test_modelopt_nvfp4_expert_stacks_read_as_per_expert_linears(tiny_model, tmp_path, numbers):
     """With a factor for each expert, and with one for all."""
 
     def alike(state):
@@ -282,7 +282,7 @@ def same_linears(found, want, *, read_elsewhere=False):
     assert torch.equal(logits(found), logits(want))
 
 
-def test_stack_with_inputs_before_outputs_is_one_error(tiny_model, tmp_path):
+def test_transposed_expert_stack_raises_one_error(tiny_model, tmp_path):
     """As Model Optimizer writes experts of Llama 4 and gpt-oss."""
 
     def change(state):
@@ -297,7 +297,7 @@ def test_stack_with_inputs_before_outputs_is_one_error(tiny_model, tmp_path):
         CheckpointReader(folder)
 
 
-def test_config_may_name_the_stack(tiny_model, tmp_path):
+def test_stack_named_by_config_is_read(tiny_model, tmp_path):
     """Patterns for `experts.gate_up_proj` mean the linears of its experts."""
     want = quantized(tiny_model("qwen3_moe"), tmp_path / "apart", "w4a16-sym-g32")
 
@@ -310,7 +310,7 @@ def test_config_may_name_the_stack(tiny_model, tmp_path):
     same_linears(edited(want, tmp_path / "stacked", stack_fields(ends), targets), want)
 
 
-def test_float_stacks_of_qwen3_vl_moe_are_read_in_either_order(tmp_path):
+def test_qwen3_vl_moe_float_stacks_are_read_in_either_axis_order(tmp_path):
     """transformers writes [E, N, K]; published files have [E, K, N], which it also reads."""
     source = write_tiny_vision(tmp_path / "source", "qwen3_vl_moe")
     target = tmp_path / "published"
@@ -330,7 +330,7 @@ def test_float_stacks_of_qwen3_vl_moe_are_read_in_either_order(tmp_path):
         assert torch.equal(down, wanted.down_proj[3])
 
 
-def test_coded_stacks_of_qwen3_vl_moe_are_refused(tmp_path):
+def test_qwen3_vl_moe_quantized_stacks_are_refused(tmp_path):
     folder = write_tiny_vision(tmp_path / "model", "qwen3_vl_moe")
     state = load_file(folder / "model.safetensors")
     state |= {name: state[name].to(FP8) for name in state if ".experts." in name}

@@ -11,12 +11,12 @@ from qserve.cli import main
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_page_lists_the_served_families():
+def test_models_page_lists_every_served_family():
     page = (ROOT / "qserve" / "docs" / "models.md").read_text()
     assert f"\n\n{family_table.to_markdown()}\n\n" in page
 
 
-def test_command_prints_every_family(capsys):
+def test_families_command_lists_every_family(capsys):
     assert main(["families"]) == 0
     table, whole = capsys.readouterr().out.split("\n\n")
     lines = table.splitlines()
@@ -27,7 +27,7 @@ def test_command_prints_every_family(capsys):
     assert row.split() == words.split()
 
 
-def test_json_has_the_same_rows(capsys):
+def test_families_json_equals_table(capsys):
     assert main(["families", "--json"]) == 0
     rows = {row["architecture"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == FAMILIES.keys()

@@ -39,7 +39,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_models(name):
+def test_parameter_counts_equal_published_counts(name):
     stated, architecture, numbers = PUBLISHED[name]
     config = dict(zip(KEYS, numbers, strict=True))
     config = {key: value for key, value in config.items() if value is not None}

@@ -51,16 +51,16 @@ COPIES = [is_copy, is_copy_in_float32]
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("change", [*OWN, *COPIES])
-def test_only_a_copy_of_the_embedding_is_tied(float_model, write_folder, change, num_shards):
+def test_head_is_tied_only_if_it_equals_the_embedding(
+    float_model, write_folder, change, num_shards
+):
     tensors, config = float_model
     change(tensors)
     folder = write_folder(tensors, {**config, "tie_word_embeddings": True}, num_shards)
     assert CheckpointReader(folder).config["tie_word_embeddings"] == (change in COPIES)
 
 
-def test_flag_is_believed_where_there_is_one_matrix_or_none_is_asked_for(
-    float_model, write_folder, tmp_path
-):
+def test_tie_flag_is_kept_without_contradicting_tensors(float_model, write_folder, tmp_path):
     tensors, config = float_model
     folder = write_folder(tensors, config)
     assert CheckpointReader(folder).config == config
@@ -71,14 +71,14 @@ def test_flag_is_believed_where_there_is_one_matrix_or_none_is_asked_for(
     assert not inspect_checkpoint(folder).problems
 
 
-def test_family_that_ties_unasked_is_untied_by_its_tensors(float_model, write_folder):
+def test_tied_by_default_family_is_untied_by_distinct_head(float_model, write_folder):
     tensors, config = float_model
     config = {**config, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     del config["tie_word_embeddings"]
     assert CheckpointReader(write_folder(tensors, config)).config["tie_word_embeddings"] is False
 
 
-def test_head_alone_is_the_embedding(float_model, write_folder):
+def test_missing_embedding_is_read_from_tied_head(float_model, write_folder):
     """transformers ties in both directions (PreTrainedModel.tie_weights)."""
     tensors, config = float_model
     expected = tensors[HEAD]
@@ -89,7 +89,7 @@ def test_head_alone_is_the_embedding(float_model, write_folder):
     assert not inspect_checkpoint(folder).problems
 
 
-def test_inspect_tells_a_head_from_a_copy(float_model, write_folder, tmp_path):
+def test_inspect_distinguishes_head_from_embedding_copy(float_model, write_folder, tmp_path):
     tensors, config = float_model
     config["tie_word_embeddings"] = True
     folder = write_folder(tensors, config)
@@ -101,16 +101,14 @@ def test_inspect_tells_a_head_from_a_copy(float_model, write_folder, tmp_path):
     )
 
 
-def test_inspect_looks_at_the_shape_of_a_head_that_is_kept(float_model, write_folder):
+def test_inspect_checks_shape_of_untied_head(float_model, write_folder):
     tensors, config = float_model
     has_more_rows(tensors)
     found = inspect_checkpoint(write_folder(tensors, {**config, "tie_word_embeddings": True}))
     assert [p.subject for p in found.problems if p.severity == "error"] == [HEAD]
 
 
-def test_convert_and_save_write_a_head_that_every_reader_keeps(
-    model, float_model, write_folder, tmp_path
-):
+def test_convert_and_save_write_untied_head(model, float_model, write_folder, tmp_path):
     tensors, config = model("gptq", "w4a16-sym-g32")
     head = tensors[HEAD]
     folder = write_folder(tensors, {**config, "tie_word_embeddings": True})

@@ -34,7 +34,7 @@ def their_scheme(block: dict):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_their_decompression_is_ours(name):
+def test_dequantized_weights_equal_library_decompression(name):
     from compressed_tensors.compressors import BaseCompressor
 
     scheme = Scheme.parse(name)
@@ -53,7 +53,7 @@ def test_their_decompression_is_ours(name):
     assert torch.equal(restored.float(), packed.dequantize())
 
 
-def test_their_config_has_our_groups_and_ignores_what_we_ignore():
+def test_library_parses_written_groups_and_ignore_list():
     wide = Scheme.parse("w8a16-sym-g64")
     names = [f"model.layers.{i}.mlp.{n}" for i in range(3) for n in ("gate_proj", "down_proj")]
     schemes = dict.fromkeys(names, Scheme.parse("w4a16-sym"))
@@ -75,7 +75,7 @@ def test_their_config_has_our_groups_and_ignores_what_we_ignore():
 
 
 @pytest.mark.parametrize("word", [*compressed_config.IN_ORDER, *compressed_config.REORDERED])
-def test_their_words_for_act_order_are_ours(word):
+def test_actorder_values_match_library(word):
     """Since 0.19 the library refuses every word that means regrouped inputs; "dynamic" is one."""
     from compressed_tensors.quantization import QuantizationArgs
 

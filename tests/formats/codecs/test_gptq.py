@@ -57,9 +57,7 @@ def random_parts(bits: int, symmetric: bool, num_groups: int, in_features: int =
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize(("group_size", "num_groups"), [(32, 3), (CHANNEL, 1)])
-def test_layout_equals_tensors_built_by_hand_both_ways(
-    bits, symmetric, group_size, num_groups, version
-):
+def test_encode_and_decode_equal_handmade_tensors(bits, symmetric, group_size, num_groups, version):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
     codes, scales, zeros = random_parts(bits, symmetric, num_groups)
     if not symmetric and version == "v1":  # it stores 0 and 2^b alike
@@ -88,7 +86,7 @@ def test_zero_point_of_zero_is_refused_with_the_layer():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_stored_all_ones_under_a_v1_label_are_refused_as_not_certain(bits):
+def test_all_ones_qzeros_with_v1_label_are_refused_as_ambiguous(bits):
     spec = QuantSpec(bits=bits, symmetric=False, group_size=32)
     wrapped = by_hand(*random_parts(bits, False, 3), bits)
     wrapped["qzeros"][1, 2] = -1
@@ -97,7 +95,7 @@ def test_stored_all_ones_under_a_v1_label_are_refused_as_not_certain(bits):
 
 
 @pytest.mark.parametrize(("label", "stored"), [("v1", 0x88888888), ("v2", 0x77777777)])
-def test_constant_zeros_of_the_other_version_are_refused_where_sym_is_false(label, stored):
+def test_constant_qzeros_of_other_version_are_refused_if_sym_is_false(label, stored):
     spec = QuantSpec(bits=4, symmetric=False, group_size=32)
     odd = by_hand(*random_parts(4, False, 3), 4)
     odd["qzeros"].fill_(stored - 2**32 if stored >= 2**31 else stored)
@@ -108,7 +106,7 @@ def test_constant_zeros_of_the_other_version_are_refused_where_sym_is_false(labe
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("label", ["v1", "v2"])
 @pytest.mark.parametrize("truth", ["v1", "v2"])
-def test_symmetric_zeros_tell_their_version_whatever_the_label(bits, label, truth):
+def test_symmetric_qzeros_decide_version_regardless_of_label(bits, label, truth):
     codes, scales, zeros = random_parts(bits, True, 3)
     spec = QuantSpec(bits=bits, symmetric=True, group_size=32)
     stored = by_hand(codes, scales, zeros, bits, truth)
@@ -123,7 +121,7 @@ def tensors() -> dict[str, torch.Tensor]:
 SYM = QuantSpec(bits=4, symmetric=True, group_size=32)
 
 
-def test_group_index_may_be_absent():
+def test_missing_g_idx_is_accepted():
     without = tensors()
     del without["g_idx"]
     assert torch.equal(gptq.decode(without, SYM).words_NW, gptq.decode(tensors(), SYM).words_NW)
@@ -158,6 +156,6 @@ def test_wrong_tensor_is_named(field, value, message):
     assert "layers.0.v_proj" in str(caught.value)
 
 
-def test_group_size_of_the_config_must_be_the_tensors():
+def test_group_size_mismatch_between_config_and_tensors_is_refused():
     with pytest.raises(CheckpointError, match=r"qzeros: expected \[1, 8\]"):
         gptq.decode(tensors(), QuantSpec(bits=4, symmetric=True, group_size=96))

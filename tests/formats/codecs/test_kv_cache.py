@@ -16,7 +16,7 @@ SCHEME = Scheme.parse("w4a16-sym-g32")
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("kv_cache", "kind"), [("int8", "int"), ("fp8", "float")])
-def test_block_round_trips_and_is_the_librarys(kv_cache, kind, per_head):
+def test_kv_cache_block_round_trips_and_parses_in_library(kv_cache, kind, per_head):
     schemes = {"model.layers.0.mlp.up_proj": SCHEME}
     config = QuantConfig.of_modules(
         "compressed-tensors", schemes, kv_cache=kv_cache, kv_per_head=per_head
@@ -41,7 +41,7 @@ def test_block_round_trips_and_is_the_librarys(kv_cache, kind, per_head):
         None,
     ],
 )
-def test_cache_of_another_kind_is_refused(change):
+def test_unsupported_kv_cache_type_is_refused(change):
     schemes = {"model.layers.0.mlp.up_proj": SCHEME}
     block = QuantConfig.of_modules("compressed-tensors", schemes, kv_cache="fp8").to_dict()
     block[KEY] = {**block[KEY], **change} if change else ["fp8"]
@@ -49,7 +49,7 @@ def test_cache_of_another_kind_is_refused(change):
         QuantConfig.from_dict(block)
 
 
-def test_largest_value_takes_the_largest_code_and_more_is_clipped():
+def test_largest_value_maps_to_largest_code_and_larger_is_clipped():
     x = torch.tensor([-3.0, 1.0, 0.0, 3.0, 50.0])
     for kv_cache, steps in (("int8", 127), ("fp8", 448)):
         scale = kv_scale(3.0, kv_cache)
@@ -104,7 +104,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_doctor_names_the_scale(model, write_folder, kind):
+def test_inspect_names_damaged_kv_scale(model, write_folder, kind):
     change, text = DAMAGE[kind]
     tensors, config = model("fp8")
     change(tensors)
@@ -113,13 +113,13 @@ def test_doctor_names_the_scale(model, write_folder, kind):
     assert text in problem.text
 
 
-def test_doctor_finds_scales_under_any_writers_name(model, write_folder):
+def test_inspect_finds_kv_scales_under_alternative_names(model, write_folder):
     tensors, config = model("fp8")
     tensors["model.layers.1.self_attn.k_proj.k_scale"] = tensors.pop(SCALE)
     assert inspect_checkpoint(write_folder(tensors, config)).problems == ()
 
 
-def test_doctor_warns_of_scales_that_nobody_states(model, write_folder):
+def test_inspect_warns_of_kv_scales_missing_from_config(model, write_folder):
     tensors, config = model(None)
     (problem,) = inspect_checkpoint(write_folder(tensors, config)).problems
     assert (problem.severity, problem.subject) == (
@@ -130,7 +130,7 @@ def test_doctor_warns_of_scales_that_nobody_states(model, write_folder):
 
 
 @pytest.mark.parametrize(("kv_cache", "warned"), [("fp8", False), ("int8", True)])
-def test_who_loads_the_scales(model, write_folder, kv_cache, warned):
+def test_loads_in_verdicts_for_kv_scales(model, write_folder, kv_cache, warned):
     found = inspect_checkpoint(write_folder(*model(kv_cache)))
     assert found.kv_cache == kv_cache
     assert f", scales of an {kv_cache} KV cache" in found.to_text().splitlines()[0]

@@ -9,7 +9,7 @@ from formats.errors import CheckpointError
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def test_every_number_and_the_order_of_nibbles():
+def test_every_code_and_nibble_order():
     """Byte i has inputs 2 i and 2 i + 1, the first in the low bits."""
     nibbles = [*range(16), *range(16)]
     block = torch.tensor([nibbles[2 * i] | nibbles[2 * i + 1] << 4 for i in range(16)])
@@ -23,7 +23,7 @@ def test_every_number_and_the_order_of_nibbles():
     assert torch.equal(weight.dequantize(torch.float64), want)
 
 
-def test_weights_are_those_of_transformers():
+def test_weights_equal_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def test_weights_are_those_of_transformers():
         assert torch.equal(ours_NK.t(), theirs_EKN[e])
 
 
-def test_what_is_no_mxfp4_is_named():
+def test_invalid_mxfp4_tensors_are_refused():
     blocks = torch.zeros(2, 1, 16, dtype=torch.uint8)
     scales = torch.full((2, 1), 255, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="w scales: contain NaN"):

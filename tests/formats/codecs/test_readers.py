@@ -37,7 +37,7 @@ def answers(folder):
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
-def test_fp4_decodes_as_the_library_does(kind):
+def test_fp4_decode_equals_library(kind):
     """And its 8-bit codes are the same weights, bit for bit."""
     library = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -59,7 +59,7 @@ def test_fp4_decodes_as_the_library_does(kind):
 @pytest.mark.parametrize(
     ("scheme", "field"), [("w4a16-nvfp4", "weight_global_scale"), ("w8a8-static", "input_scale")]
 )
-def test_an_integer_is_no_scale(scheme, field):
+def test_integer_scale_is_refused(scheme, field):
     """Truncated to int32, a scale would be accepted and shift every weight or input."""
     scheme = Scheme.parse(scheme)
     weight = round_to_nearest(random(32, 64), scheme.weight)
@@ -71,7 +71,7 @@ def test_an_integer_is_no_scale(scheme, field):
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
-def test_fp4_rounds_to_the_nearest_number_of_its_scale(kind):
+def test_fp4_rounds_to_nearest_representable_value(kind):
     spec = Scheme.parse(f"w4a16-{kind}").weight
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = torch.cat([numbers, -numbers])
@@ -86,7 +86,7 @@ def test_fp4_rounds_to_the_nearest_number_of_its_scale(kind):
 
 
 @pytest.mark.parametrize("name", ["w2a16-sym-g32", "w3a16-sym-g32", "w3a16-asym-g32", "w6a16-sym"])
-def test_other_bits_are_packed_as_the_library_does(name):
+def test_other_bit_widths_pack_as_library(name):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -138,7 +138,7 @@ def test_auto_round_packings(model, write_folder, packing, method, zeros):
     assert torch.equal(weight_of(folder).dequantize(), ours)
 
 
-def test_auto_round_layers_that_differ(model, write_folder, tmp_path):
+def test_auto_round_mixed_layer_schemes(model, write_folder, tmp_path):
     tensors, config = model("gptq", "w4a16-sym-g32")
     scheme = Scheme.parse("w8a16-sym-g32").weight
     wide = "model.layers.0.mlp.down_proj"
@@ -159,7 +159,7 @@ def test_auto_round_layers_that_differ(model, write_folder, tmp_path):
 
 
 @pytest.mark.parametrize("block", [None, [128, 128]])
-def test_native_fp8(model, write_folder, block):
+def test_native_fp8_is_read(model, write_folder, block):
     scheme = "w8a8-fp8-block" if block else "w8a8-fp8-static"
     tensors, config = model("compressed-tensors", scheme)
     expected = compressed_tensors.decode(
@@ -179,7 +179,7 @@ def test_native_fp8(model, write_folder, block):
     assert torch.equal(weight_of(folder).dequantize(), expected)
 
 
-def test_static_fp8_under_the_names_of_transformers(model, write_folder, tmp_path):
+def test_static_fp8_with_transformers_names(model, write_folder, tmp_path):
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     (theirs,) = {tuple(FP8Linear(64, 96, None, "static").state_dict())}
@@ -210,7 +210,7 @@ def test_static_fp8_under_the_names_of_transformers(model, write_folder, tmp_pat
     assert weight_of(tmp_path / "ct").input_scale.item() == 0.5
 
 
-def test_static_fp8_without_the_scale_of_its_inputs(model, write_folder):
+def test_static_fp8_without_input_scale(model, write_folder):
     tensors, config = model("compressed-tensors", "w8a8-fp8-static")
     del tensors[f"{Q0}.input_scale"]
     config[BLOCK] = {"quant_method": "fp8", "activation_scheme": "static"}
@@ -219,7 +219,7 @@ def test_static_fp8_without_the_scale_of_its_inputs(model, write_folder):
     problem_of(inspect_checkpoint(write_folder(tensors, config)), "error", Q0, problem)
 
 
-def test_names_that_native_fp8_leaves_in_float_end_at_a_dot(model, write_folder):
+def test_native_fp8_ignored_names_match_at_dots(model, write_folder):
     tensors, config = model("compressed-tensors", "w8a8-fp8-block")
     config[BLOCK] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config[BLOCK]["modules_to_not_convert"] = ["mlp.gate", "model.layers.1.mlp"]
@@ -230,7 +230,7 @@ def test_names_that_native_fp8_leaves_in_float_end_at_a_dot(model, write_folder)
     assert quant.scheme_for("model.layers.11.mlp.up_proj") is not None
 
 
-def test_kv_scales_beside_float_weights(float_model, write_folder):
+def test_kv_scales_with_float_weights(float_model, write_folder):
     tensors, config = float_model
     for layer in range(2):
         for kind in ("k_scale", "v_scale"):
@@ -243,7 +243,7 @@ def test_kv_scales_beside_float_weights(float_model, write_folder):
     assert set(answers(folder).values()) == {"yes"}
 
 
-def test_asymmetric_static_inputs_are_read_as_16_bits(model, write_folder, tmp_path):
+def test_asymmetric_static_activations_are_run_in_16_bits(model, write_folder, tmp_path):
     tensors, config = model("compressed-tensors", "w8a8-static")
     for name in [name for name in tensors if name.endswith("input_scale")]:
         tensors[name.replace("scale", "zero_point")] = torch.tensor([7], dtype=torch.int8)

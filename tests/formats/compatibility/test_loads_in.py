@@ -198,7 +198,7 @@ def folder_of(model, write_folder, gguf_file):
     return make
 
 
-def test_every_rule_has_a_case_and_says_where_it_is_from():
+def test_every_rule_has_a_case_and_a_source():
     assert set(CASES) == {rule.name for rule in RULES}
     assert len(CASES) == len(RULES)
     assert all(len(rule.evidence) > 10 for rule in RULES)
@@ -218,12 +218,12 @@ def test_experts_that_vllm_loads_are_not_refused(scheme, folder_of):
 
 
 @pytest.mark.parametrize("scheme", ["w2a16-sym-g32", "w3a16-asym-g32", "w6a16-sym-channel"])
-def test_this_project_has_kernels_for_other_bits_than_4_and_8(scheme, folder_of):
+def test_verdict_is_yes_for_bit_widths_other_than_4_and_8(scheme, folder_of):
     found = inspect.inspect_checkpoint(folder_of(CT, scheme))
     assert {v.program: v.answer for v in found.loads_in}["this project"] == "yes"
 
 
-def test_servers_load_layers_of_experts_in_different_schemes(folder_of):
+def test_verdicts_for_expert_layers_with_different_schemes(folder_of):
     found = inspect.inspect_checkpoint(
         folder_of(CT, "w4a16-sym-g32", changes.mixed_layers_of_experts)
     )
@@ -232,7 +232,7 @@ def test_servers_load_layers_of_experts_in_different_schemes(folder_of):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_gives_its_verdict(rule, folder_of, monkeypatch):
+def test_rule_gives_expected_verdict(rule, folder_of, monkeypatch):
     seen = []
     monkeypatch.setattr(inspect, "loads_in", lambda facts: seen.append(facts) or loads_in(facts))
     found = inspect.inspect_checkpoint(folder_of(*CASES[rule.name]))

@@ -100,7 +100,7 @@ def test_undamaged_copy_loads(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "damage"), PAIRS)
-def test_damage_is_one_line_of_inspect_and_of_loading(name, damage, tmp_path):
+def test_damage_is_one_inspect_finding_and_one_loading_error(name, damage, tmp_path):
     damaged = folder_of(name)
     try:
         DAMAGES[damage](damaged)

@@ -9,9 +9,9 @@ import torch
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, DiskError
-from formats.files import whole_writer
+from formats.files import model_writer
+from formats.files.model_writer import least_bytes
 from formats.files.target import check_is_free
-from formats.files.whole_writer import least_bytes
 from formats.gguf.writing.export import export_gguf
 from formats.save import save_quantized
 from formats.scheme import Scheme
@@ -27,7 +27,7 @@ def free(monkeypatch):
     def leave(num_bytes):
         usage = shutil.disk_usage("/")._replace(free=num_bytes)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(whole_writer, "CheckpointWriter", None)
+        monkeypatch.setattr(model_writer, "CheckpointWriter", None)
 
     return leave
 
@@ -41,7 +41,7 @@ def layers(folder):
     }
 
 
-def test_a_conversion_that_does_not_fit_is_refused_first(quantized_5m, tmp_path, free):
+def test_conversion_larger_than_free_space_is_refused_early(quantized_5m, tmp_path, free):
     free(1_000_000)
     wanted = "out: needs 5.* MB or more, but .* has 1.0 MB free .free some, or give a folder on"
     with pytest.raises(DiskError, match=wanted):
@@ -52,16 +52,16 @@ def test_a_conversion_that_does_not_fit_is_refused_first(quantized_5m, tmp_path,
 
 
 @pytest.mark.parametrize("output_format", ["awq", "compressed-tensors"])
-def test_the_bound_of_a_conversion_is_below_its_size(
+def test_conversion_size_bound_is_below_written_size(
     quantized_5m, tmp_path, monkeypatch, output_format
 ):
     bounds = []
-    monkeypatch.setattr(whole_writer, "check_has_space", lambda _, least: bounds.append(least))
+    monkeypatch.setattr(model_writer, "check_has_space", lambda _, least: bounds.append(least))
     done = convert_checkpoint(quantized_5m, tmp_path / "out", output_format)
     assert 0.8 * done.bytes_after < bounds[0] <= done.bytes_after
 
 
-def test_own_codes_that_do_not_fit_are_refused_first(docs_5m, tmp_path, free):
+def test_save_quantized_larger_than_free_space_is_refused_early(docs_5m, tmp_path, free):
     given = layers(docs_5m)
     saved = save_quantized(tmp_path / "fits", docs_5m, given)
     least = least_bytes(CheckpointReader(docs_5m), dict.fromkeys(given, SCHEME))
@@ -72,7 +72,7 @@ def test_own_codes_that_do_not_fit_are_refused_first(docs_5m, tmp_path, free):
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
 
-def test_a_mount_point_is_refused_with_a_folder_in_it(tmp_path, monkeypatch):
+def test_mount_point_as_target_is_refused_with_suggestion(tmp_path, monkeypatch):
     """A volume of a container; a rename cannot replace it."""
     volume, plain = tmp_path / "volume", tmp_path / "plain"
     volume.mkdir()

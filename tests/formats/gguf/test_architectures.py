@@ -87,18 +87,18 @@ def check(case, written, transformers_model):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_file_computes_as_transformers_computes_the_source(case, written, transformers_model):
+def test_logits_equal_transformers_on_source(case, written, transformers_model):
     check(case, written, transformers_model)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
-def test_other_file_computes_as_its_source(case, written, transformers_model):
+def test_other_architecture_logits_equal_source(case, written, transformers_model):
     check(case, written, transformers_model)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_queries_keys_and_values_are_in_llama_cpps_order(heads, kv_heads):
+def test_qkv_rows_are_in_llama_cpp_order(heads, kv_heads):
     """Its converter takes them from each KV head in turn."""
     rows = torch.arange(4 * (heads + 2 * kv_heads) * 8).reshape(-1, 8)
     by_head = rows.view(kv_heads, heads // kv_heads + 2, 4, 8)
@@ -108,7 +108,7 @@ def test_queries_keys_and_values_are_in_llama_cpps_order(heads, kv_heads):
     assert torch.equal(to_family(stored, heads, kv_heads), rows)
 
 
-def test_order_of_rows_is_the_golden_one_of_the_readme():
+def test_row_order_equals_readme_golden_value():
     assert to_gguf(torch.arange(8)[:, None], 4, 2).flatten().tolist() == [0, 1, 4, 5, 2, 6, 3, 7]
 
 
@@ -140,7 +140,7 @@ def with_fused_qkv(tensors):
 
 
 @pytest.mark.parametrize("family", ["phi", "glm", "llama"])
-def test_fused_queries_keys_and_values_are_split(family, written, tmp_path):
+def test_fused_qkv_is_split(family, written, tmp_path):
     """Rotated pairs (Llama), biases and fewer KV heads (GLM, Llama) included."""
     different = MORE_CASES["glm"][1] if family == "glm" else {}
     source, file = written(family, different)
@@ -153,7 +153,7 @@ def test_fused_queries_keys_and_values_are_split(family, written, tmp_path):
     assert torch.equal(logits(fused), logits(source))
 
 
-def test_minicpm3_of_llama_cpps_converter(written, tmp_path):
+def test_minicpm3_from_llama_cpp_converter(written, tmp_path):
     """It does not state the width of values, which is then that of a head of the hidden size."""
     source, file = written("minicpm3", {**MINICPM, "v_head_dim": 16})
     left_out = ("vocab_size", "attention.value_length", "rope.freq_base")
@@ -162,7 +162,7 @@ def test_minicpm3_of_llama_cpps_converter(written, tmp_path):
     assert torch.equal(logits(found), logits(source))
 
 
-def test_minimal_falcon_of_llama_cpps_converter(written, tmp_path):
+def test_minimal_falcon_from_llama_cpp_converter(written, tmp_path):
     """It states neither widths nor theta, and a layout of its own name."""
     source, file = written("falcon", {})
     left_out = ("vocab_size", "attention.key_length", "attention.value_length", "rope.freq_base")
@@ -172,7 +172,7 @@ def test_minimal_falcon_of_llama_cpps_converter(written, tmp_path):
     assert torch.equal(logits(found), logits(source))
 
 
-def test_exaone_is_a_llama_with_rows_in_the_usual_order(written, tmp_path):
+def test_exaone_rows_are_not_permuted(written, tmp_path):
     """A Qwen3 without norms of heads is one."""
     source, file = written("qwen3", {})
     before = read_gguf(file).metadata
@@ -207,7 +207,7 @@ def test_quantized_gpt2_runs_packed_and_converts_to_gptq(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "phi"])
-def test_rows_that_are_not_of_whole_heads_are_refused(family, written, tmp_path):
+def test_partial_head_rows_are_refused(family, written, tmp_path):
     _, file = written(family, {})
 
     def with_a_row_more(tensors):
@@ -242,14 +242,14 @@ def test_mistral_small_3_does_not_scale_frequencies(written, tmp_path):
         ("apertus", {"xielu.alpha_n": [1, 2]}, "xielu.alpha_n: expected a number for each of 3"),
     ],
 )
-def test_variant_of_a_file_that_is_not_read_is_named(family, metadata, words, written, tmp_path):
+def test_unsupported_variant_is_refused_by_key(family, metadata, words, written, tmp_path):
     _, file = written(family, {})
     changed = rewritten(file, tmp_path / "changed.gguf", metadata=metadata)
     with pytest.raises(InputError, match=words):
         CheckpointReader(changed)
 
 
-def test_tensor_of_a_variant_is_named(written, tmp_path):
+def test_unsupported_variant_is_refused_by_tensor(written, tmp_path):
     """StableLM's norms of heads, MPT's learned positions."""
     _, file = written("stablelm", {})
 
@@ -291,7 +291,7 @@ def test_tensor_of_a_variant_is_named(written, tmp_path):
         ("gemma4_shared", {}, "a layer with a window and one without"),
     ],
 )
-def test_variant_that_llama_cpp_does_not_compute_is_refused(family, different, words):
+def test_variant_unsupported_by_llama_cpp_is_refused(family, different, words):
     config_class, usual = TINY_FAMILIES[family]
     make = getattr(transformers, config_class)
     known = {key: value for key, value in TINY.items() if hasattr(make(), key)}
@@ -304,14 +304,14 @@ def test_variant_that_llama_cpp_does_not_compute_is_refused(family, different, w
         metadata_of(config, *family_of(config), "model")
 
 
-def test_head_that_llama_cpp_does_not_read_is_refused(tmp_path):
+def test_head_unsupported_by_llama_cpp_is_refused(tmp_path):
     source = make_tiny(tmp_path / "source", *TINY_FAMILIES["cohere2"])
     with pytest.raises(InputError, match="lm_head: is a separate output head, which cohere2 does"):
         export_gguf(source, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_readme_names_every_architecture_and_every_family_without_one():
+def test_readme_lists_gguf_architectures_and_unsupported_families():
     readme = (Path(__file__).parents[3] / "formats" / "README.md").read_text()
     part = readme.split("\n### GGUF\n")[1].split("\n## ")[0]
     assert not [name for name in ARCHITECTURES if f"`{name}`" not in part]

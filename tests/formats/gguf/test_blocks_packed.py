@@ -56,7 +56,7 @@ def logits(model: Path, dtype: str) -> torch.Tensor:
     return LLM(str(model), device="cpu", max_model_len=128, dtype=dtype).logits(IDS).float()
 
 
-def test_blocks_are_the_files_bytes(file):
+def test_packed_blocks_equal_file_bytes(file):
     reader, stored = CheckpointReader(file), read_gguf(file).tensors
     data = file.read_bytes()
     name = "model.layers.2.mlp.down_proj"
@@ -85,13 +85,13 @@ def dequantized(file, docs_5m, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_logits_are_those_of_dequantized_weights(file, dequantized, dtype, most):
+def test_logits_equal_dequantized_weights(file, dequantized, dtype, most):
     """In bfloat16 4-bit codes stay packed on a CPU, with scales and minima in bfloat16."""
     want, found = logits(dequantized, dtype), logits(file, dtype)
     assert float((found - want).norm() / want.norm()) < most
 
 
-def test_inspect_and_the_log_name_what_runs_packed(file):
+def test_inspect_and_log_name_packed_types(file):
     inspection = inspect_checkpoint(file)
     assert not [each for each in inspection.problems if each.severity == "error"]
     schemes = Counter(linear.scheme for linear in inspection.linears)
@@ -105,7 +105,7 @@ def test_inspect_and_the_log_name_what_runs_packed(file):
     assert "dequantized" not in summary
 
 
-def test_batch_invariance_reaches_every_type(file):
+def test_batch_invariance_covers_every_block_type(file):
     """5- and 6-bit types, too, whose kernels `--kernel` names w8a16."""
     llm = LLM(str(file), device="cpu", max_model_len=128, batch_invariant=True)
     layers = [m for m in llm.engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
@@ -130,7 +130,7 @@ def test_requests_have_the_same_bits_in_any_batch(file):
         ("Q6_K", "model.layers.0.self_attn.q_proj", 70, "None"),
     ],
 )
-def test_what_no_kernel_takes_is_dequantized(kind, name, outputs, scheme):
+def test_blocks_without_kernel_are_dequantized(kind, name, outputs, scheme):
     """Kernels take outputs divisible by 8."""
     shape = (outputs, 256)
     stored = StoredTensor(name="t", type=BY_NAME[kind], shape=shape, file=Path("m"), offset=0)
@@ -140,7 +140,7 @@ def test_what_no_kernel_takes_is_dequantized(kind, name, outputs, scheme):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels of a GPU")
-def test_logits_on_a_gpu_are_those_of_dequantized_weights(file, dequantized):
+def test_gpu_logits_equal_dequantized_weights(file, dequantized):
     found, want = (
         LLM(str(model), device="cuda", max_model_len=128, dtype="bfloat16").logits(IDS).float()
         for model in (file, dequantized)

@@ -59,7 +59,7 @@ def is_same(file, source):
     assert all(torch.equal(found.get(name), want.get(name)) for name in want.entries)
 
 
-def test_file_has_the_names_and_sizes_of_llama_cpp(file, source):
+def test_file_has_llama_cpp_names_and_sizes(file, source):
     gguf, want = read_gguf(file), CheckpointReader(source)
     assert [gguf.metadata[key] for key in (COUNT, USED, WIDTH)] == [6, 2, 32]
     shapes = {
@@ -76,7 +76,7 @@ def test_file_has_the_names_and_sizes_of_llama_cpp(file, source):
             assert torch.equal(stack[number, at : at + 32], weight)
 
 
-def test_gate_and_up_apart_are_read(file, source, tmp_path):
+def test_separate_gate_and_up_are_read(file, source, tmp_path):
     """llama.cpp's form where the two have different types."""
 
     def divide(tensors):
@@ -89,7 +89,7 @@ def test_gate_and_up_apart_are_read(file, source, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_gate_and_up_of_two_types_are_written_apart(source, tmp_path):
+def test_gate_and_up_of_different_types_are_written_separately(source, tmp_path):
     """And served from floats: kernels run both as one matrix."""
     path = tmp_path / "model.gguf"
     quantize_to_gguf(
@@ -115,7 +115,7 @@ def test_gate_and_up_of_two_types_are_written_apart(source, tmp_path):
     assert float((found - want).norm() / want.norm()) < 1e-3
 
 
-def test_codes_of_experts_stay_as_they_are(source, tmp_path):
+def test_expert_codes_are_unchanged(source, tmp_path):
     """Folder -> Q4_0 -> GPTQ: the same codes, which run packed."""
     folder, path = tmp_path / "w4", tmp_path / "model.gguf"
     quantize_checkpoint(
@@ -146,7 +146,7 @@ def test_codes_of_experts_stay_as_they_are(source, tmp_path):
         pytest.param("q4_k_m", "q4_k run packed", marks=pytest.mark.exhaustive),
     ],
 )
-def test_quantized_file_computes_the_floats_that_it_means(tmp_path, scheme, words):
+def test_quantized_logits_equal_dequantized(tmp_path, scheme, words):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
     source, path = make(tmp_path / "source", **sizes), tmp_path / "model.gguf"
     quantize_to_gguf(source, path, scheme=scheme, recipe="rtn", quality_windows=0, progress=False)
@@ -257,14 +257,16 @@ LIES = {
 
 
 @pytest.mark.parametrize(("metadata", "change", "words"), LIES.values(), ids=LIES)
-def test_file_that_lies_about_experts_is_one_line(file, tmp_path, metadata, change, words):
+def test_inconsistent_expert_metadata_raises_one_line_error(
+    file, tmp_path, metadata, change, words
+):
     path = rewrite(file, tmp_path / "bad.gguf", metadata, change or (lambda tensors: None))
     with pytest.raises(InputError, match=words) as caught:
         LLM(str(path), device="cpu", max_model_len=64)
     assert "\n" not in str(caught.value) and ".cache" not in str(caught.value)
 
 
-def test_model_without_experts_may_state_their_number(source, tmp_path):
+def test_dense_model_with_expert_count_is_read(source, tmp_path):
     """enable_moe_block decides, not num_experts."""
     different = {"enable_moe_block": False}
     dense, path = make(tmp_path / "dense", **different), tmp_path / "model.gguf"

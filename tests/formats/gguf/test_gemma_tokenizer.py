@@ -59,7 +59,7 @@ def make(folder, adds_bos):
 
 
 @pytest.mark.parametrize(("adds_bos", "kind"), [(True, "gemma4"), (False, "llama")])
-def test_texts_have_the_tokens_of_the_source(tmp_path, adds_bos, kind):
+def test_token_ids_equal_source_tokenizer(tmp_path, adds_bos, kind):
     """llama.cpp adds <bos> to all texts of the kind gemma4."""
     backend, file = make(tmp_path / "source", adds_bos)
     stated = read_gguf(file).metadata
@@ -69,7 +69,7 @@ def test_texts_have_the_tokens_of_the_source(tmp_path, adds_bos, kind):
         assert found.encode(text) == backend.encode(text).ids, text
 
 
-def test_tokens_of_tool_calls_are_shown(tmp_path):
+def test_tool_call_tokens_are_not_skipped(tmp_path):
     """As llama.cpp's converter types them, since its parser reads them from the text."""
     _, file = make(tmp_path / "source", True)
     types = read_gguf(file).metadata[f"{KEY}.token_type"]
@@ -78,7 +78,7 @@ def test_tokens_of_tool_calls_are_shown(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_llama_cpp_finds_the_same_tokens(tmp_path, adds_bos):
+def test_token_ids_equal_llama_cpp(tmp_path, adds_bos):
     xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
     backend, file = make(tmp_path / "source", adds_bos)
     params = xllamacpp.CommonParams()

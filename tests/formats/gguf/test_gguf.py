@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_blocks_are_gguf_pys_bit_for_bit(name):
+def test_blocks_equal_gguf_py_bitwise(name):
     kind, golden = BY_NAME[name], GOLDEN[name]
     data = torch.frombuffer(bytearray(base64.b64decode(golden["blocks"])), dtype=torch.uint8)
     found = decode_rows(data, kind, 256)
@@ -50,7 +50,7 @@ def test_blocks_are_gguf_pys_bit_for_bit(name):
     assert hashlib.sha256(found.numpy().tobytes()).hexdigest() == golden["sha256"]
 
 
-def test_every_type_of_blocks_that_is_read_has_a_golden_value():
+def test_every_readable_block_type_has_golden_value():
     read = {row.name for row in BLOCK_TYPES.values() if row.decoded and not row.float_dtype}
     assert read == GOLDEN.keys()
 
@@ -69,7 +69,7 @@ def logits(model: Path) -> torch.Tensor:
     return LLM(str(model), device="cpu", max_model_len=128).logits(IDS)
 
 
-def test_float_file_is_its_source(written, docs_5m):
+def test_float_file_equals_source(written, docs_5m):
     """Queries and keys are stored in another order of rows."""
     file, source = CheckpointReader(written(F32)), CheckpointReader(docs_5m)
     assert file.entries.keys() == source.entries.keys()
@@ -92,7 +92,7 @@ def test_codes_run_packed_and_convert_to_gptq(written, docs_5m, tmp_path, kind, 
     assert torch.equal(logits(tmp_path / "gptq"), found)
 
 
-def test_tokenizer_and_template_are_the_sources(written, docs_5m):
+def test_tokenizer_and_template_equal_source(written, docs_5m):
     found, want = Tokenizer(written(F16)), Tokenizer(docs_5m)
     for text in ("Ownership in Rust's model", "1234 été 🦕\n\n  x", "", "<s>a</s>"):
         assert found.encode(text) == want.encode(text)
@@ -101,7 +101,7 @@ def test_tokenizer_and_template_are_the_sources(written, docs_5m):
     assert found.render_chat(messages) == want.render_chat(messages)
 
 
-def test_commands_take_a_file(written, tmp_path, capsys):
+def test_commands_accept_gguf_file(written, tmp_path, capsys):
     path = written(F16)
     arguments = ["--device", "cpu", "--prompt", "Ownership", "--max-tokens", "4"]
     assert main(["generate", str(path), *arguments]) == 0
@@ -113,7 +113,7 @@ def test_commands_take_a_file(written, tmp_path, capsys):
     assert inspect_checkpoint(target).scheme == "w4a16-sym"
 
 
-def test_folder_is_made_once_and_made_anew_for_a_changed_file(written, cache):
+def test_side_folder_is_cached_until_file_changes(written, cache):
     path = written(F16)
     first = CheckpointReader(path).folder
     assert CheckpointReader(path).folder == first and len([*cache.iterdir()]) == 1
@@ -123,7 +123,7 @@ def test_folder_is_made_once_and_made_anew_for_a_changed_file(written, cache):
     assert CheckpointReader(path).folder != first
 
 
-def test_errors_name_the_file_and_not_its_folder(written, docs_5m, tmp_path):
+def test_errors_name_gguf_file_not_cache_folder(written, docs_5m, tmp_path):
     path = written(Q4_0)
     with pytest.raises(InputError, match="docs.gguf is quantized already") as caught:
         LLM(str(path), device="cpu", quantization="w4a16")
@@ -136,7 +136,7 @@ def test_errors_name_the_file_and_not_its_folder(written, docs_5m, tmp_path):
         Tokenizer(path)
 
 
-def test_split_files_are_one_model_and_a_missing_one_is_named(docs_5m, tmp_path):
+def test_split_files_load_together_and_missing_split_is_named(docs_5m, tmp_path):
     metadata, tensors = llama_metadata(docs_5m), llama_tensors(docs_5m, F16)
     names = list(tensors)
     for number, part in enumerate((names[:9], names[9:])):

@@ -41,7 +41,7 @@ def logits(path):
 
 
 @pytest.mark.parametrize("rope", [None, YARN], ids=["plain", "yarn"])
-def test_file_is_its_source(tmp_path, rope):
+def test_file_logits_equal_source(tmp_path, rope):
     source = make(tmp_path / "source", {"rope_parameters": rope} if rope else {})
     file = tmp_path / "model.gguf"
     export_gguf(source, file)
@@ -70,7 +70,7 @@ def test_file_is_its_source(tmp_path, rope):
     assert torch.allclose(logits(file), expected, atol=2e-3, rtol=0)
 
 
-def test_experts_in_mxfp4_keep_their_codes(tmp_path):
+def test_mxfp4_expert_codes_are_unchanged(tmp_path):
     """Neighbours share a byte in the checkpoint, numbers 16 apart in the file."""
     source, file = make(tmp_path / "source", {}), tmp_path / "model.gguf"
     state = load_file(source / "model.safetensors")
@@ -111,7 +111,7 @@ def test_experts_in_mxfp4_keep_their_codes(tmp_path):
         ({"rope_parameters": YARN | {"truncate": True}}, "truncate: expected false"),
     ],
 )
-def test_what_llama_cpp_has_in_its_code_is_named(tmp_path, different, words):
+def test_values_hard_coded_in_llama_cpp_are_enforced(tmp_path, different, words):
     source = make(tmp_path / "source", different)
     with pytest.raises(InputError, match=words):
         export_gguf(source, tmp_path / "model.gguf")

@@ -85,14 +85,14 @@ def undamaged(docs_5m, tmp_path_factory) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "change"), damages(), ids=lambda each: str(each)[:30])
-def test_damaged_file_is_one_line(undamaged, tmp_path, name, change):
+def test_damaged_file_raises_one_line_error(undamaged, tmp_path, name, change):
     """Or a file that is read as something else: at best the embedding is missing."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(change(undamaged))
     is_one_line(path, "bad.gguf", CheckpointReader)
 
 
-def test_there_are_sixty_damages():
+def test_damage_list_has_sixty_cases():
     assert len(damages()) == 60
 
 
@@ -181,7 +181,7 @@ LIES = {
 
 
 @pytest.mark.parametrize(("pairs", "tensors", "words"), LIES.values(), ids=LIES)
-def test_header_that_lies_is_one_line(tmp_path, pairs, tensors, words):
+def test_inconsistent_header_raises_one_line_error(tmp_path, pairs, tensors, words):
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs))
     head += b"".join((*pairs, *tensors))
     path = tmp_path / "bad.gguf"
@@ -189,7 +189,7 @@ def test_header_that_lies_is_one_line(tmp_path, pairs, tensors, words):
     is_one_line(path, words)
 
 
-def test_header_without_lies_is_read(tmp_path):
+def test_consistent_header_is_read(tmp_path):
     """The file of which each of LIES is a variant."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + alignment(32) + tensor()
     path = tmp_path / "good.gguf"
@@ -205,7 +205,7 @@ def test_header_without_lies_is_read(tmp_path):
         (0, 2, 9, "states 9 tensors in all files, found 2"),
     ],
 )
-def test_split_that_lies_is_one_line(tmp_path, number, count, total, words):
+def test_inconsistent_split_raises_one_line_error(tmp_path, number, count, total, words):
     paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     for i, path in enumerate(paths):
         metadata = {"split.no": i, "split.count": 2}
@@ -225,14 +225,14 @@ def test_split_that_lies_is_one_line(tmp_path, number, count, total, words):
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "tokenizer.ggml"),
     ],
 )
-def test_metadata_that_lies_is_named(docs_5m, tmp_path, change, words):
+def test_inconsistent_metadata_is_refused_by_key(docs_5m, tmp_path, change, words):
     metadata = llama_metadata(docs_5m) | change
     path = write_gguf(tmp_path / "bad.gguf", metadata, llama_tensors(docs_5m, F16))
     with pytest.raises(InputError, match=words):
         LLM(str(path), device="cpu", max_model_len=64)
 
 
-def test_type_that_is_not_read_is_named(docs_5m, tmp_path):
+def test_unsupported_block_type_is_refused(docs_5m, tmp_path):
     tensors = llama_tensors(docs_5m, F16)
     path = write_gguf(tmp_path / "bad.gguf", llama_metadata(docs_5m), tensors)
     data = path.read_bytes()

@@ -60,7 +60,7 @@ def rounded_file(scheme):
         ),
     ],
 )
-def test_llama_cpp_computes_our_log_probabilities(docs_5m, tmp_path, monkeypatch, make, most):
+def test_llama_cpp_log_probabilities_are_equal(docs_5m, tmp_path, monkeypatch, make, most):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = tmp_path / "model.gguf"
     make(docs_5m, path)
@@ -109,20 +109,20 @@ def check_architecture(case, folder):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_llama_cpp_computes_the_architecture(case, tmp_path, monkeypatch):
+def test_llama_cpp_logits_equal_for_architecture(case, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     check_architecture(case, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
-def test_llama_cpp_computes_the_other_architecture(case, tmp_path, monkeypatch):
+def test_llama_cpp_logits_equal_for_other_architecture(case, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     check_architecture(case, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_llama_cpp_computes_a_quantized_classic(family, tmp_path, monkeypatch):
+def test_llama_cpp_logits_equal_for_quantized_model(family, tmp_path, monkeypatch):
     """Matrices that are stored [inputs, outputs]; the three of attention in one; a head's name."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     config_class, usual = TINY_FAMILIES[family]
@@ -154,7 +154,7 @@ def theirs(weight_NK, name, importance_K):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
-def test_k_quants_have_smaller_errors_than_llama_cpps(name, weighted):
+def test_k_quant_error_is_below_llama_cpp(name, weighted):
     torch.manual_seed(2)
     weight_NK = torch.distributions.StudentT(4.0).sample((64, 512)) * 0.02
     importance_K = torch.rand(512).pow(4) * 10 + 1e-3 if weighted else None

@@ -54,7 +54,7 @@ def weights(kind="normal"):
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_blocks_decode_to_the_codes_on_their_grid(name):
+def test_blocks_decode_to_codes_on_grid(name):
     """Every code in every place, with random scales: packing is the decoder the other way round."""
     torch.manual_seed(1)
     grid = choose_grid(weights(), spec_of(name))
@@ -70,7 +70,7 @@ def test_blocks_decode_to_the_codes_on_their_grid(name):
 
 
 @pytest.mark.parametrize("name", [*K_TYPES, "q5_0", "q5_1"])
-def test_blocks_decode_as_gguf_py_has_them(name):
+def test_block_decode_equals_gguf_py(name):
     gguf = pytest.importorskip("gguf", reason="gguf-py is not installed")
     from formats.gguf.block_types import BY_NAME
     from formats.gguf.writing.encode import encode_floats
@@ -109,14 +109,14 @@ def error(found, want, importance=1.0):
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_error_is_below_a_plain_k_quants(name):
+def test_error_is_below_plain_k_quant(name):
     weight = weights()
     found = KWeight.from_float(weight, spec_of(name)).dequantize()
     assert error(found, weight) < 0.97 * error(plain(weight, name), weight)
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_importance_lowers_the_error_that_it_weights(name):
+def test_importance_lowers_weighted_error(name):
     torch.manual_seed(3)
     importance = torch.rand(512).pow(6) * 10
     weight, spec = weights(), spec_of(name)
@@ -126,7 +126,7 @@ def test_importance_lowers_the_error_that_it_weights(name):
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_inputs_of_huge_importance_do_not_hide_the_others(name):
+def test_huge_importance_keeps_other_inputs_accurate(name):
     importance = torch.ones(512)
     importance[::37] = 1e8
     weight = torch.randn(24, 512, generator=torch.Generator().manual_seed(5)) * 0.02
@@ -138,7 +138,7 @@ def test_inputs_of_huge_importance_do_not_hide_the_others(name):
 
 @pytest.mark.parametrize("kind", ["zeros", "constant", "positive", "negative", "one outlier"])
 @pytest.mark.parametrize("name", K_TYPES)
-def test_odd_blocks_are_near(name, kind):
+def test_extreme_blocks_stay_within_two_steps(name, kind):
     weight = weights(kind)
     found = KWeight.from_float(weight, spec_of(name)).dequantize()
     assert (found - weight).abs().max() <= weight.abs().max() * 2 / 2 ** spec_of(name).bits
@@ -147,7 +147,7 @@ def test_odd_blocks_are_near(name, kind):
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-def test_weights_below_float16s_numbers_do_not_become_nan(name):
+def test_weights_below_float16_minimum_are_not_nan(name):
     weight = weights("tiny")
     found = KWeight.from_float(weight, spec_of(name)).dequantize()
     assert torch.isfinite(found).all() and error(found, weight) <= error(0 * weight, weight)
@@ -161,12 +161,12 @@ def test_weights_below_float16s_numbers_do_not_become_nan(name):
         (lambda w: w[:, :300], SchemeError, "300 inputs are not divisible by the group size 256"),
     ],
 )
-def test_weight_without_a_grid_is_named(change, kind, words):
+def test_weight_without_finite_grid_is_refused(change, kind, words):
     with pytest.raises(kind, match=words):
         round_to_nearest(change(weights()), spec_of("q4_k"), "p")
 
 
-def test_mix_gives_more_bits_to_the_layers_that_llama_cpp_chooses():
+def test_mix_assigns_types_as_llama_cpp():
     """Llama 2 7B in Q4_K_M, as published: 16 of its 32 layers."""
     wide = [layer for layer in range(32) if gets_more_bits(layer, 32)]
     assert wide == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
@@ -178,7 +178,7 @@ def quantize(model, file, scheme, *flags):
     return {name: each.type.name for name, each in read_gguf(file).tensors.items()}
 
 
-def test_mix_in_a_file_and_back_through_convert(docs_5m, tmp_path):
+def test_mix_round_trips_through_convert(docs_5m, tmp_path):
     file, copy = tmp_path / "mix.gguf", tmp_path / "copy.gguf"
     types = quantize(docs_5m, file, "q4_k_m", "--override", "layers.0.mlp.up_proj=q8_0")
     wide = {name for name, kind in types.items() if kind == "Q6_K"}
@@ -200,7 +200,7 @@ def test_mix_in_a_file_and_back_through_convert(docs_5m, tmp_path):
         assert data[0] == data[1], name
 
 
-def test_convert_names_what_it_writes_as_floats(docs_5m, tmp_path, capsys):
+def test_convert_reports_tensors_written_as_float(docs_5m, tmp_path, capsys):
     """K-quants have no form in other formats, so the folder is larger than the file."""
     file, folder = tmp_path / "mix.gguf", tmp_path / "folder"
     quantize(docs_5m, file, "q4_0", "--override", "layers.0.mlp.up_proj=q6_k")
@@ -217,7 +217,7 @@ def test_convert_names_what_it_writes_as_floats(docs_5m, tmp_path, capsys):
     )
 
 
-def test_transformers_reads_the_same_model(docs_5m, tmp_path):
+def test_transformers_reads_same_weights(docs_5m, tmp_path):
     pytest.importorskip("gguf", reason="gguf-py is not installed")
     file = tmp_path / "mix.gguf"
     quantize(docs_5m, file, "q5_k_m")
@@ -244,7 +244,7 @@ def odd_widths(tmp_path_factory):
 @pytest.mark.parametrize(
     ("scheme", "most", "wide"), [("q4_k_m", "Q5_0", "Q8_0"), ("q5_k_m", "Q5_1", "Q8_0")]
 )
-def test_other_blocks_stand_in_where_256_does_not_divide(
+def test_fallback_blocks_used_if_256_does_not_divide(
     odd_widths, tmp_path, capsys, scheme, most, wide
 ):
     """As llama.cpp has it: Q4_K -> Q5_0, Q5_K -> Q5_1, Q6_K -> Q8_0."""
@@ -262,7 +262,7 @@ def test_other_blocks_stand_in_where_256_does_not_divide(
         assert distance < 0.12, name
 
 
-def test_settings_without_a_meaning_are_refused_early(docs_5m, tmp_path, capsys):
+def test_inapplicable_settings_are_refused_early(docs_5m, tmp_path, capsys):
     for flags, words in (
         (["--scheme", "q4_k", "--act-order"], "--act-order: has no place"),
         (["--scheme", "q4_k", "--bits", "4.5"], "--bits: chooses integer codes"),
@@ -278,7 +278,7 @@ def test_settings_without_a_meaning_are_refused_early(docs_5m, tmp_path, capsys)
     assert [each.name for each in tmp_path.iterdir() if each.name != "home"] == []
 
 
-def test_a_model_that_gguf_cannot_state_is_kept_as_a_folder(docs_5m, tmp_path, monkeypatch, capsys):
+def test_model_unsupported_by_gguf_is_kept_as_folder(docs_5m, tmp_path, monkeypatch, capsys):
     """Quantization may take hours, and some contents are compared when the file is written."""
 
     def refuse(*arguments, **options):
@@ -295,7 +295,7 @@ def test_a_model_that_gguf_cannot_state_is_kept_as_a_folder(docs_5m, tmp_path, m
     assert inspect_checkpoint(folder).scheme == "w4a16-sym-g32"
 
 
-def test_a_tokenizer_without_a_place_is_refused_before_the_work(
+def test_unsupported_tokenizer_is_refused_before_quantization(
     docs_5m, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(gguf_file, "quantize_checkpoint", None)  # the work would fail
@@ -308,13 +308,13 @@ def test_a_tokenizer_without_a_place_is_refused_before_the_work(
     assert "source" in capsys.readouterr().err and not file.exists()
 
 
-def test_k_quant_is_a_scheme_of_gguf_alone(docs_5m, tmp_path, capsys):
+def test_k_quant_scheme_requires_gguf(docs_5m, tmp_path, capsys):
     flags = ["--override", "v_proj=q6_k", "--recipe", "rtn"]
     assert main(["quantize", str(docs_5m), "-o", str(tmp_path / "out"), *flags]) == 1
     assert "q6_k: cannot be written as gptq" in capsys.readouterr().err
 
 
-def test_file_of_floats_keeps_the_types_it_has(docs_5m, tmp_path):
+def test_float_file_keeps_its_types(docs_5m, tmp_path):
     """Types of the embedding are an option of `export_gguf`."""
     export_gguf(docs_5m, tmp_path / "a.gguf", embedding_type="q6_k")
     types = {name: t.type.name for name, t in read_gguf(tmp_path / "a.gguf").tensors.items()}
@@ -322,7 +322,7 @@ def test_file_of_floats_keeps_the_types_it_has(docs_5m, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_gptaq_chooses_the_codes_of_a_mix(docs_5m, tmp_path, capsys):
+def test_gptaq_solves_k_quant_mix(docs_5m, tmp_path, capsys):
     """Few linears have nearer outputs on held-out windows after plain rounding."""
     file, flags = tmp_path / "gptq.gguf", ["--samples", "8", "--sequence-length", "128"]
     scheme = ["--scheme", "q4_k_m", "--quality-windows", "0"]  # gptaq is the default at 4 bits

@@ -21,13 +21,13 @@ def file(docs_5m, tmp_path_factory):
     return path
 
 
-def test_inspect_says_yes_for_a_file_of_ours(file, tmp_path, monkeypatch):
+def test_written_file_gets_llama_cpp_yes(file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     verdict = inspect_checkpoint(file).loads_in[-1]
     assert (verdict.program, verdict.answer) == (LLAMA_CPP, "yes")
 
 
-def test_a_folder_has_no_verdict_of_llama_cpp(docs_5m):
+def test_folder_has_no_llama_cpp_verdict(docs_5m):
     assert LLAMA_CPP not in {each.program for each in inspect_checkpoint(docs_5m).loads_in}
 
 
@@ -76,6 +76,6 @@ def swapped(gguf):
         (swapped, "without gaps"),
     ],
 )
-def test_what_llama_cpp_refuses_is_no(file, change, words):
+def test_file_refused_by_llama_cpp_gets_no(file, change, words):
     verdict = llama_cpp_verdict(change(read_gguf(file)))
     assert verdict.answer == "no" and words in verdict.reason

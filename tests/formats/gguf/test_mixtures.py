@@ -74,17 +74,17 @@ def name_of(case):
 
 
 @pytest.mark.parametrize("case", USUAL, ids=name_of)
-def test_file_is_its_source(case, tmp_path):
+def test_file_logits_equal_source(case, tmp_path):
     is_its_source(case, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", (*OTHERS, *ONLY_HERE), ids=name_of)
-def test_other_file_is_its_source(case, tmp_path):
+def test_other_file_logits_equal_source(case, tmp_path):
     is_its_source(case, tmp_path)
 
 
-def test_gate_and_up_in_one_stack_are_read(tmp_path):
+def test_fused_gate_up_stack_is_read(tmp_path):
     """llama.cpp's converter joins them on request."""
     source, file = make("qwen3_moe", {}, tmp_path / "source"), tmp_path / "model.gguf"
     export_gguf(source, file)
@@ -111,7 +111,7 @@ def test_gate_and_up_in_one_stack_are_read(tmp_path):
         (Order("paired", (2, 4, 5)), [0, 2, 1, 3, 4, 5, 7, 6, 8, 9]),
     ],
 )
-def test_order_of_rows_in_a_file(order, file):
+def test_row_order_in_file(order, file):
     rows = torch.arange(order.count).unsqueeze(1)
     assert to_file(rows, order).flatten().tolist() == file
     assert torch.equal(from_file(to_file(rows, order), order), rows)
@@ -184,7 +184,7 @@ def test_order_of_rows_in_a_file(order, file):
         ("dots1", {"num_key_value_heads": 4}, "dots1 has no windows in GGUF"),
     ],
 )
-def test_model_that_llama_cpp_has_no_form_for_is_named(tmp_path, family, different, words):
+def test_model_unsupported_by_llama_cpp_is_refused(tmp_path, family, different, words):
     source = make(family, different, tmp_path / family)
     with pytest.raises(InputError, match=words):
         export_gguf(source, tmp_path / "model.gguf")
@@ -200,7 +200,7 @@ def test_model_that_llama_cpp_has_no_form_for_is_named(tmp_path, family, differe
         ("ssm.inner_size", 63, "inner_size: expected 4 heads of one width"),
     ],
 )
-def test_sizes_that_do_not_fit_the_value_heads_are_named(tmp_path, key, value, words):
+def test_sizes_not_divisible_by_value_heads_are_refused(tmp_path, key, value, words):
     """Metadata that lie about heads are found before any row is moved."""
     source, file = make("qwen3_5", {"linear_value_head_dim": 16}, tmp_path / "s"), tmp_path / "m"
     file = file.with_suffix(".gguf")
@@ -212,7 +212,7 @@ def test_sizes_that_do_not_fit_the_value_heads_are_named(tmp_path, key, value, w
         CheckpointReader(file)
 
 
-def test_moved_columns_that_fit_no_k_block_take_blocks_of_32(tmp_path):
+def test_reordered_columns_use_blocks_of_32(tmp_path):
     """Inputs of Qwen3.5's out_proj move by heads of 32: blocks of 256 would be torn."""
     different = {
         **{"linear_value_head_dim": 32, "linear_key_head_dim": 32, "linear_num_value_heads": 8},
@@ -268,7 +268,7 @@ def test_quantized_file_runs_packed(tmp_path, family, different):
     assert float((found - want).norm() / want.norm()) < 1e-3
 
 
-def test_part_of_minimax_heads_rotates(tmp_path):
+def test_minimax_uses_partial_rotary(tmp_path):
     """Under the key of published files."""
     source, file = make(*MINIMAX_PART[:2], tmp_path / "source"), tmp_path / "model.gguf"
     export_gguf(source, file)
@@ -282,7 +282,7 @@ def test_part_of_minimax_heads_rotates(tmp_path):
     assert torch.equal(found, want)
 
 
-def test_without_kinds_every_eighth_layer_of_minimax_has_attention(tmp_path):
+def test_minimax_defaults_to_attention_every_eighth_layer(tmp_path):
     """llama.cpp's converter does not write them."""
     kinds = [*["linear_attention"] * 7, "full_attention", "linear_attention"]
     different = {**MINIMAX, "num_hidden_layers": len(kinds), "layer_types": kinds}
@@ -296,7 +296,7 @@ def test_without_kinds_every_eighth_layer_of_minimax_has_attention(tmp_path):
     assert found.entries.keys() == CheckpointReader(source).entries.keys()
 
 
-def test_config_json_states_the_kinds_of_layers(tmp_path):
+def test_config_json_has_layer_types(tmp_path):
     """Layers with states have no KV heads in metadata."""
     file = tmp_path / "model.gguf"
     export_gguf(make("nemotron_h", {}, tmp_path / "source"), file)
@@ -308,7 +308,7 @@ def test_config_json_states_the_kinds_of_layers(tmp_path):
     ]
 
 
-def test_window_of_mimo_counts_the_tokens_before_the_query(tmp_path):
+def test_mimo_window_size_equals_transformers(tmp_path):
     """The published config.json states `sliding_window_size`, which transformers reads so."""
     source, file = make("mimo_v2", MIMO, tmp_path / "mimo"), tmp_path / "model.gguf"
     config = json.loads((source / "config.json").read_text())

@@ -18,7 +18,7 @@ pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", (*USUAL, *OTHERS, GPT_OSS, MINIMAX_PART), ids=lambda case: case[0])
-def test_llama_cpp_computes_the_same_model(case, docs_5m, tmp_path, monkeypatch):
+def test_logits_equal_llama_cpp(case, docs_5m, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     family, different, _ = case
     config_class, extra = TINY_FAMILIES[family]

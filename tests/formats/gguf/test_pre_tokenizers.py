@@ -23,14 +23,14 @@ TEXT += " " * 37
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_words_are_those_of_the_models_own_rule(name):
+def test_pre_tokenizer_splits_equal_source_rule(name):
     rules = [Split(Regex(text), "isolated") for text in PRE_TOKENIZERS[name].splits]
     found = Sequence(rules).pre_tokenize_str(TEXT)
     assert found == Split(Regex(OWN[name]), "isolated").pre_tokenize_str(TEXT)
     assert len(found) > 15
 
 
-def test_own_rule_of_bloom_is_written_by_its_name(tmp_path):
+def test_bloom_pre_tokenizer_is_written_by_name(tmp_path):
     (tmp_path / "tokenizer.json").write_text(
         """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "pre_tokenizer":
         {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Isolated",
@@ -41,7 +41,7 @@ def test_own_rule_of_bloom_is_written_by_its_name(tmp_path):
     assert tokenizer_metadata(tmp_path, 2, "bloom")["tokenizer.ggml.pre"] == "bloom"
 
 
-def test_merges_of_gemma_4_are_listed_and_cross_words(docs_5m, tmp_path, monkeypatch):
+def test_gemma_4_merges_are_listed_and_cross_words(docs_5m, tmp_path, monkeypatch):
     """No rule splits words: a merge may hold a space in its middle."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     texts = ["<pad>", "<bos>", "<unk>", "▁", "a", "b", "ab", "▁ab", "ab▁ab", "\n"]

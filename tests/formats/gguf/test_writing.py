@@ -65,7 +65,7 @@ def test_gptq_to_gguf_and_back_changes_no_bit(quantized, tmp_path, scheme):
     same_tensors(tmp_path / "back", source)
 
 
-def test_long_groups_are_repeated(quantized, tmp_path):
+def test_groups_longer_than_a_block_repeat_scales(quantized, tmp_path):
     """Groups of 128 with one scale are four blocks with the same one."""
     source, file = quantized("w4a16-sym"), tmp_path / "model.gguf"
     export_gguf(source, file)
@@ -74,7 +74,7 @@ def test_long_groups_are_repeated(quantized, tmp_path):
     assert torch.allclose(found, want, atol=1e-4, rtol=0)
 
 
-def test_blocks_are_as_the_format_has_them(quantized, tmp_path):
+def test_block_bytes_equal_handmade(quantized, tmp_path):
     """Bytes of the first row of v, whose rows are not reordered, by hand."""
     source, file = quantized("w4a16-sym-g32", "compressed-tensors"), tmp_path / "model.gguf"
     export_gguf(source, file)
@@ -90,7 +90,7 @@ def test_blocks_are_as_the_format_has_them(quantized, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "q8_0"])
-def test_quantize_writes_a_file_that_answers_as_its_scheme(docs_5m, tmp_path, capsys, scheme):
+def test_quantize_output_file_equals_scheme(docs_5m, tmp_path, capsys, scheme):
     file = tmp_path / f"{scheme}.gguf"
     flags = ["--scheme", scheme, "--recipe", "rtn", "--quality-windows", "0"]
     assert main(["quantize", str(docs_5m), "-o", str(file), *flags]) == 0
@@ -103,7 +103,7 @@ def test_quantize_writes_a_file_that_answers_as_its_scheme(docs_5m, tmp_path, ca
     assert 0 < float((found - want).norm() / want.norm()) < (0.02 if scheme == "q8_0" else 0.3)
 
 
-def test_minima_that_are_no_float16_numbers_are_refused_by_convert(quantized, tmp_path):
+def test_minima_beyond_float16_are_refused_by_convert(quantized, tmp_path):
     source, file = quantized("w4a16-asym-g32", "compressed-tensors"), tmp_path / "model.gguf"
     with pytest.raises(InputError, match="minima: are not all float16 numbers"):
         export_gguf(source, file)
@@ -111,13 +111,13 @@ def test_minima_that_are_no_float16_numbers_are_refused_by_convert(quantized, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
-def test_family_reads_back(tiny_model, tmp_path, family):
+def test_family_round_trips(tiny_model, tmp_path, family):
     read_back(tiny_model(family), tmp_path / "tiny.gguf")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES[2:])
-def test_other_family_reads_back(tiny_model, tmp_path, family):
+def test_other_family_round_trips(tiny_model, tmp_path, family):
     read_back(tiny_model(family), tmp_path / "tiny.gguf")
 
 
@@ -152,7 +152,7 @@ def test_tokenizer_and_template_are_in_the_file(docs_5m, tmp_path):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' cannot be stored"),
     ],
 )
-def test_model_that_gguf_does_not_hold_is_named(docs_5m, tmp_path, change, words):
+def test_model_unsupported_by_gguf_is_refused(docs_5m, tmp_path, change, words):
     folder = tmp_path / "changed"
     folder.mkdir()
     for path in docs_5m.iterdir():
@@ -165,7 +165,7 @@ def test_model_that_gguf_does_not_hold_is_named(docs_5m, tmp_path, change, words
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_codes_without_a_quantization_config_are_named(quantized, tmp_path):
+def test_codes_without_quantization_config_are_refused(quantized, tmp_path):
     folder = quantized("w4a16-sym-g32")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]

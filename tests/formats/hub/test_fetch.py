@@ -47,12 +47,12 @@ def test_needed_files_are_fetched_once(hub):
     assert hub.requests == [("GET", "/api/models/org/model")]
 
 
-def test_an_index_decides_which_weights(hub):
+def test_index_selects_fetched_weights(hub):
     hub.repos["org/model"] = Repo(files=SHARDED)
     assert stored(local_path("org/model")) == {*NEEDED, *SHARDS, INDEX}
 
 
-def test_links_of_the_cache_are_side_files(hub):
+def test_cache_links_are_side_files(hub):
     folder = Path(local_path("org/model"))
     assert (folder / "tokenizer.json").is_symlink()
     assert Path("tokenizer.json") in find_side_files(folder)
@@ -69,13 +69,13 @@ def test_links_of_the_cache_are_side_files(hub):
 
 
 @pytest.mark.parametrize("subfolder", ["..", "a/../b", "", "a//b", "a\\b"])
-def test_subfolders_are_plain(hub, tmp_path, subfolder):
+def test_subfolder_files_are_fetched(hub, tmp_path, subfolder):
     fails("org/model", "--subfolder: expected a folder of", subfolder=subfolder)
     fails(str(tmp_path), "--subfolder: expected a folder of", subfolder=subfolder)
     assert not hub.requests
 
 
-def test_a_local_path_makes_no_request(hub, tmp_path, monkeypatch):
+def test_local_path_makes_no_request(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("org/model/inner").mkdir(parents=True)
     assert local_path("org/model") == "org/model"
@@ -90,7 +90,7 @@ def test_a_local_path_makes_no_request(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("revision", ["v2", "refs/pr/1"])
-def test_revisions(hub, revision):
+def test_revision_selects_branch_or_commit(hub, revision):
     hub.repos["org/model"].branches[revision] = {**SHARDED, "config.json": CONFIG + b" "}
     main = local_path("org/model")
     other = local_path(f"org/model@{revision}")
@@ -101,14 +101,14 @@ def test_revisions(hub, revision):
     assert not hub.requests  # a commit in the cache cannot have changed
 
 
-def test_a_branch_that_moves(hub):
+def test_moved_branch_is_fetched_again(hub):
     old = local_path("org/model")
     hub.repos["org/model"] = Repo(files={**SHARDED})
     new = local_path("org/model")
     assert new != old and stored(new) == {*NEEDED, *SHARDS, INDEX}
 
 
-def test_a_commit_without_a_tokenizer_in_the_cache_is_completed(hub):
+def test_cached_commit_without_tokenizer_is_completed(hub):
     folder = Path(local_path("org/model"))
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.txt").unlink()
@@ -116,13 +116,13 @@ def test_a_commit_without_a_tokenizer_in_the_cache_is_completed(hub):
     assert (folder / "tokenizer.json").is_file()
 
 
-def test_download_dir(hub, tmp_path):
+def test_download_dir_is_used(hub, tmp_path):
     folder = Path(local_path("org/model", download_dir=tmp_path / "other"))
     assert folder.is_relative_to(tmp_path / "other") and not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize("how", ["offline", "no network", "out of order"])
-def test_a_complete_snapshot_needs_no_network(hub, monkeypatch, caplog, how):
+def test_complete_snapshot_needs_no_network(hub, monkeypatch, caplog, how):
     from huggingface_hub import constants
 
     hub.repos["org/model"].branches["v2"] = SHARDED
@@ -143,7 +143,7 @@ def test_a_complete_snapshot_needs_no_network(hub, monkeypatch, caplog, how):
     fails("org/other", "org/other: is not in the cache", cause)
 
 
-def test_refused_names(hub, monkeypatch):
+def test_invalid_names_are_refused(hub, monkeypatch):
     hub.repos["org/gated"] = Repo(files=SHARDED, gated=True)
     hub.repos["org/private"] = Repo(files=SHARDED, private=True)
     fails("org/nothing", "there is no such folder, and no such model on", "check the spelling")
@@ -168,13 +168,13 @@ def test_refused_names(hub, monkeypatch):
         ({INDEX: b"{"}, "is not a JSON object"),
     ],
 )
-def test_weights_that_are_not_read_are_not_fetched(hub, files, words):
+def test_unused_weights_are_not_fetched(hub, files, words):
     hub.repos["org/model"] = Repo(files={**NEEDED, **files})
     fails("org/model", words)
     assert "pytorch_model.bin" not in hub.fetched()
 
 
-def test_torch_files_of_draft_heads(hub):
+def test_draft_head_torch_files_are_fetched(hub):
     head = {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.pt": b"x"}
     hub.repos["org/head"] = Repo(files=head)
     assert stored(local_path("org/head")) == {*head}
@@ -184,7 +184,7 @@ def test_torch_files_of_draft_heads(hub):
     assert stored(local_path("org/eagle", DRAFTER)) == {*head}
 
 
-def test_kinds(hub, monkeypatch):
+def test_repository_kind_selects_files(hub, monkeypatch):
     assert stored(local_path("org/model", TOKENIZER)) == {*NEEDED}
     assert stored(local_path("org/model", SHAPES)) == {*NEEDED}
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -199,7 +199,7 @@ def test_kinds(hub, monkeypatch):
     fails("org/adapter", "has no config.json")
 
 
-def test_gguf(hub, monkeypatch):
+def test_gguf_name_and_type_select_files(hub, monkeypatch):
     parts = {f"m-Q8_0-0000{i}-of-00002.gguf": WEIGHTS + bytes([i]) for i in (1, 2)}
     hub.repos["org/gguf"] = Repo(files={"m-Q4_0.gguf": WEIGHTS, **parts, "README.md": b""})
     path = Path(local_path("org/gguf:m-Q4_0.gguf"))
@@ -216,7 +216,7 @@ def test_gguf(hub, monkeypatch):
     fails("org/gguf:Q8_0", "is not in the cache")
 
 
-def test_two_at_once_fetch_each_file_once(hub):
+def test_concurrent_fetches_download_each_file_once(hub):
     hub.repos["org/model"] = Repo(files=SHARDED)
     found = []
     threads = [
@@ -238,7 +238,7 @@ def test_two_at_once_fetch_each_file_once(hub):
         ({"surplus": b"x"}, "org/model: cannot be fetched: Consistency check failed"),
     ],
 )
-def test_damaged_downloads_are_not_taken_for_the_file(hub, tmp_path, monkeypatch, fault, words):
+def test_damaged_downloads_are_rejected(hub, tmp_path, monkeypatch, fault, words):
     monkeypatch.setattr(time, "sleep", lambda _: None)  # between the client's attempts
     for name, value in fault.items():
         setattr(hub, name, value)
@@ -248,7 +248,7 @@ def test_damaged_downloads_are_not_taken_for_the_file(hub, tmp_path, monkeypatch
     assert (Path(local_path("org/model")) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_full_disk_is_found_before_the_download(hub, monkeypatch):
+def test_full_disk_is_detected_before_download(hub, monkeypatch):
     usage = namedtuple("usage", "total used free")(100, 99, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -266,7 +266,7 @@ def test_a_full_disk_is_found_before_the_download(hub, monkeypatch):
         (errno.EACCES, "org/model: cannot be written to /cache: Permission denied (choose"),
     ],
 )
-def test_errors_of_the_disk(number, words):
+def test_disk_errors_name_the_cause(number, words):
     error = OSError(number, "reason", "/cache/x")
     found = errors.explained(error, HubName(repo="org/model"), "model", "/cache")
     assert isinstance(found, DiskError) and words in str(found)

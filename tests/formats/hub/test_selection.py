@@ -31,7 +31,7 @@ GGUF_FILES = [
 ]
 
 
-def test_side_files_of_a_repository():
+def test_repository_side_files():
     assert side_files(LLAMA, MODEL) == sorted(
         [
             *("config.json", "generation_config.json", "special_tokens_map.json"),
@@ -42,19 +42,19 @@ def test_side_files_of_a_repository():
     assert weight_files(LLAMA, MODEL, "", "m") is None
 
 
-def test_modules_of_embedding_models_are_needed():
+def test_embedding_model_modules_are_selected():
     files = ["modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/x.bin"]
     files += ["onnx/config.json", "1_Pooling/deep/config.json"]
     assert side_files(files, MODEL) == sorted(files[:3])
 
 
-def test_files_of_a_folder():
+def test_subfolder_selects_its_files():
     files = ["config.json", "model.safetensors", "a/b/config.json", "a/b/model.safetensors"]
     assert side_files(files, MODEL, "a/b/") == ["a/b/config.json"]
     assert weight_files(files, MODEL, "a/b/", "m") == ["a/b/model.safetensors"]
 
 
-def test_adapters_and_tokenizers():
+def test_adapter_and_tokenizer_files():
     files = [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -80,7 +80,7 @@ def test_weights_in_mistrals_format():
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "medusa_lm_head.pt"])
-def test_torch_files_are_of_draft_heads_alone(file):
+def test_torch_files_are_selected_only_for_draft_heads(file):
     files = ["config.json", file]
     assert weight_files(files, DRAFTER, "", "m") == [file]
     with pytest.raises(CheckpointError, match=f"m: has only pickled weights.*{file}"):
@@ -99,7 +99,7 @@ def test_torch_files_are_of_draft_heads_alone(file):
         (["consolidated.00.pth", "params.json"], "has only pickled weights.*consolidated.00.pth"),
     ],
 )
-def test_repositories_without_weights(files, words):
+def test_repository_without_weights_is_refused(files, words):
     with pytest.raises(CheckpointError, match=f"^m: {words}"):
         weight_files(files, MODEL, "", "m")
 
@@ -108,13 +108,13 @@ def test_repositories_without_weights(files, words):
     "name",
     ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "a\\x.safetensors", 3],
 )
-def test_an_index_names_files_of_its_folder_alone(name):
+def test_index_entries_stay_in_folder(name):
     with pytest.raises(CheckpointError, match="not a safetensors file of its folder"):
         indexed_files({"weight_map": {"a": "model.safetensors", "b": name}}, "m")
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
-def test_an_index_without_files(index):
+def test_index_without_files_is_refused(index):
     with pytest.raises(CheckpointError, match="has no weight_map"):
         indexed_files(index, "m")
 
@@ -136,7 +136,7 @@ def test_gguf_by_name_and_type(wanted, found):
     assert gguf_files(GGUF_FILES, wanted, "o/m") == found
 
 
-def test_gguf_without_a_name():
+def test_gguf_without_name():
     assert gguf_files(["a.gguf", "mmproj.gguf"], None, "o/m") == ["a.gguf"]
     with pytest.raises(InputError, match="several GGUF files match; it has BF16/m-BF16.gguf, m-Q4"):
         gguf_files(GGUF_FILES, None, "o/m")
@@ -156,7 +156,7 @@ def test_gguf_without_a_name():
         ("o/m:sub/x.gguf@main", "o/m", "sub/x.gguf", "main"),
     ],
 )
-def test_names(text, repo, gguf, revision):
+def test_hub_name_parses(text, repo, gguf, revision):
     found = HubName.parse(text)
     assert found == HubName(repo=repo, gguf=gguf, revision=revision) and str(found) == text
     assert served_name(text) == repo
@@ -181,11 +181,11 @@ def test_names(text, repo, gguf, revision):
         "https://huggingface.co/o/m",
     ],
 )
-def test_texts_that_are_paths(text):
+def test_local_paths_are_not_hub_names(text):
     assert HubName.parse(text) is None and served_name(text) == text
 
 
-def test_two_revisions():
+def test_two_revisions_are_refused():
     name = HubName.parse("o/m@a")
     assert name.at("a") == name and HubName.parse("o/m").at("a") == name
     with pytest.raises(InputError, match="--revision: b conflicts with o/m@a"):

@@ -32,12 +32,12 @@ def test_merged_weights_keep_their_own_global_scales(kind):
     assert torch.equal(merged.as_codes().dequantize(), merged.dequantize())
 
 
-def test_equal_global_scales_stay_one_number():
+def test_equal_global_scales_stay_scalar():
     part = make("nvfp4", 3, 32)
     assert merge([part, part]).global_scale.ndim == 0
 
 
-def test_a_factor_and_a_divisor_do_not_merge():
+def test_multiplier_and_divisor_global_scales_do_not_merge():
     part = make("nvfp4", 3, 32)
     other = replace(part, global_scale=None, global_factor=1 / part.global_scale)
     assert torch.equal(merge([other, other]).dequantize()[3:], other.dequantize())
@@ -48,7 +48,7 @@ def test_a_factor_and_a_divisor_do_not_merge():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slices_are_those_of_the_dequantized_weight(kind):
+def test_slices_equal_slices_of_dequantized_weight(kind):
     weight = merge([make(kind, 6, 160), make(kind, 4, 160, 1)])
     dense = weight.dequantize()
     rows = torch.tensor([9, 0, 0, 6])
@@ -65,13 +65,13 @@ def test_slices_are_those_of_the_dequantized_weight(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_begin_at_whole_groups(kind):
+def test_shards_align_to_groups(kind):
     units = input_units(Scheme.parse(f"w4a16-{kind}"))
     assert {unit % 32 for tier in units for unit in tier} == {0}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_searched_scales_have_less_error_than_the_range(kind):
+def test_scale_search_beats_full_range(kind):
     """Against the scales that other tools choose: those that put the largest number on 6."""
     spec = Scheme.parse(f"w4a16-{kind}").weight
     weight_NK = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)) * 0.02
@@ -88,7 +88,7 @@ def test_searched_scales_have_less_error_than_the_range(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_important_inputs_have_less_error(kind):
+def test_importance_lowers_error_of_important_inputs(kind):
     spec = Scheme.parse(f"w4a16-{kind}").weight
     weight_NK = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)) * 0.02
     order = torch.randperm(256, generator=torch.Generator().manual_seed(4))

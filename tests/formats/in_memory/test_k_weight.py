@@ -17,7 +17,7 @@ def made(kind, shape=(24, 768)):
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_codes_and_grid_are_the_weights(kind):
+def test_codes_and_grid_dequantize_to_weight(kind):
     """The decoder of the blocks, which gguf-py's golden values pin, has the same numbers."""
     weight = made(kind)
     codes_NK, grid = weight.codes_and_grid()
@@ -31,7 +31,7 @@ def test_codes_and_grid_are_the_weights(kind):
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_shards_are_the_weight(kind):
+def test_shards_concatenate_to_weight(kind):
     weight = made(kind)
     whole = weight.dequantize()
     for cut in (32, 256, 352):
@@ -44,7 +44,7 @@ def test_shards_are_the_weight(kind):
     assert torch.equal(merge(parts).dequantize(), whole)
 
 
-def test_shards_end_at_whole_blocks():
+def test_shards_align_to_blocks():
     scheme = block_scheme("q4_k")
     assert min(input_units(scheme)[1]) == 32
     assert shard_features("down", 768, 3, scheme) == ((0, 256), (256, 512), (512, 768))
@@ -53,7 +53,7 @@ def test_shards_end_at_whole_blocks():
         take_inputs(made("q4_k"), 16, 256, "o")
 
 
-def test_parts_of_two_types_stay_apart():
+def test_different_block_types_are_not_merged():
     with pytest.raises(
         CheckpointError, match="qkv: linears merged into it differ: q4_k against q6_k"
     ):
@@ -61,7 +61,7 @@ def test_parts_of_two_types_stay_apart():
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_scales_that_are_no_number_are_refused(kind):
+def test_nan_scales_are_refused(kind):
     weight = made(kind)
     weight.check()
     at = {"q6_k": 208, "q2_k": 82, "q3_k": 108, "iq4_xs": 0}.get(kind, 2)

@@ -23,7 +23,7 @@ def random_codes(
     return codes, scales.half()
 
 
-def test_codes_come_back_untouched_and_mean_what_the_formula_says():
+def test_codes_round_trip_and_dequantize_by_formula():
     codes, scales = random_codes()
     zeros = torch.randint(0, 16, scales.shape)
     packed = PackedWeight.from_codes(codes, scales, zeros, ASYM)
@@ -32,7 +32,7 @@ def test_codes_come_back_untouched_and_mean_what_the_formula_says():
     assert torch.equal(packed.dequantize(), expected)
 
 
-def test_from_float_rounds_an_exact_grid_to_itself():
+def test_from_float_preserves_weights_on_grid():
     codes, scales = random_codes()
     codes[:, ::32] = 0  # the extreme weight of each group has the sign with the larger range
     packed = PackedWeight.from_codes(codes, scales.double().log2().round().exp2().half(), None, SYM)
@@ -63,7 +63,7 @@ def test_from_float_rounds_an_exact_grid_to_itself():
         (lambda c, s: (c, s, torch.full_like(s, float("nan"))), "whole zero points in 0..15"),
     ],
 )
-def test_wrong_solver_output_is_named(change, message):
+def test_invalid_solver_output_is_refused(change, message):
     codes, scales = random_codes()
     with pytest.raises(CheckpointError, match=message) as caught:
         PackedWeight.from_codes(*change(codes, scales), SYM, "layers.1.gate")
@@ -74,7 +74,7 @@ def test_wrong_solver_output_is_named(change, message):
     "dtype",
     [torch.uint8, torch.int8, torch.int64, torch.uint16, torch.uint32, torch.uint64],
 )
-def test_codes_and_zeros_may_be_of_any_integer_type(dtype):
+def test_codes_and_zeros_accept_any_integer_dtype(dtype):
     codes, scales = random_codes()
     zeros = torch.full_like(scales, 3, dtype=dtype)
     packed = PackedWeight.from_codes(codes.to(dtype), scales, zeros, ASYM)
@@ -82,7 +82,7 @@ def test_codes_and_zeros_may_be_of_any_integer_type(dtype):
     assert (packed.zeros_NG == 3).all() and packed.zeros_NG.dtype == torch.uint8
 
 
-def test_scales_that_were_learned_are_kept_without_their_gradient():
+def test_learned_scales_are_detached():
     codes, scales = random_codes()
     learned = torch.nn.Parameter(scales.float())
     packed = PackedWeight.from_codes(codes, learned, learned.new_full(scales.shape, 8.0), SYM)
@@ -98,7 +98,7 @@ def test_float8_spec_has_no_integer_codes():
 
 @pytest.mark.parametrize("scale", [7e4, -7e4, 2e-8, -1e-30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_that_float16_has_no_number_for(scale, dtype):
+def test_scales_beyond_float16_are_refused(scale, dtype):
     codes, scales = random_codes()
     scales = scales.abs().to(dtype)
     PackedWeight.from_codes(codes, scales, None, SYM).check_range()
@@ -125,7 +125,7 @@ def test_merge_stacks_outputs_in_order_and_refuses_mixed_specs():
         PackedWeight.merge([*parts, other], "qkv_proj")
 
 
-def test_merge_keeps_an_order_of_inputs_and_refuses_two():
+def test_merge_keeps_common_input_order_and_refuses_two_orders():
     """One matrix has one order: the second one's codes would meet other inputs."""
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     plain = [PackedWeight.from_float(torch.randn(n, 64), SYM) for n in (64, 32)]
@@ -140,7 +140,7 @@ def test_merge_keeps_an_order_of_inputs_and_refuses_two():
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("bits", "wider"), [(2, 4), (3, 4), (3, 8), (6, 8), (8, 8)])
-def test_wider_codes_are_the_same_weight(bits, wider, symmetric):
+def test_widened_codes_dequantize_equal(bits, wider, symmetric):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (8, 64), generator=generator)

@@ -29,7 +29,7 @@ def made(scheme, shape=(N, K)):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_outputs(scheme):
+def test_output_slices_equal_dequantized_slices(scheme):
     weight = made(scheme)
     whole = weight.dequantize()
     for cut in (8, 13, 39):
@@ -46,7 +46,7 @@ def test_outputs(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
-def test_inputs(scheme, size):
+def test_input_slices_equal_dequantized_slices(scheme, size):
     weight = made(scheme)
     shards = shard_extent(K, size, input_units(Scheme.parse(scheme)))
     assert shards[0][0] == 0 and shards[-1][1] == K
@@ -56,14 +56,14 @@ def test_inputs(scheme, size):
     assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
 
 
-def test_whole_blocks_keep_their_scales():
+def test_block_aligned_slice_keeps_scales():
     weight = made("w8a8-fp8-block", (384, 384))
     part = take_inputs(take_outputs(weight, [(0, 128), (256, 384)]), 128, 384)
     assert part.spec == weight.spec
     assert torch.equal(part.scales_RC, weight.scales_RC[[0, 2]][:, 1:])
 
 
-def test_a_part_of_a_group_has_the_groups_scale():
+def test_partial_group_slice_keeps_group_scale():
     weight = made("w4a16-sym-g64")
     part = take_inputs(weight, 32, 96)
     assert part.spec.group_size == 32
@@ -71,7 +71,7 @@ def test_a_part_of_a_group_has_the_groups_scale():
     assert torch.equal(part.dequantize(), weight.dequantize()[:, 32:96])
 
 
-def test_a_part_that_begins_inside_a_float8_block():
+def test_slice_starting_inside_float8_block():
     """Heads of 96 channels: the second one has inputs of both blocks of 128."""
     weight = made("w8a8-fp8-block")
     parts = [take_inputs(weight, 0, 96), take_inputs(weight, 96, 192)]
@@ -80,7 +80,7 @@ def test_a_part_that_begins_inside_a_float8_block():
     assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
 
 
-def test_sorted_inputs_have_no_order_left():
+def test_sorted_inputs_have_no_permutation():
     weight = made("w4a16-sym-g32")
     from dataclasses import replace
 
@@ -91,7 +91,7 @@ def test_sorted_inputs_have_no_order_left():
     assert torch.equal(part.dequantize(), weight.dequantize()[:, order[64:128]])
 
 
-def test_parts_own_their_memory():
+def test_slices_own_their_memory():
     """A view of the whole would keep all of it."""
     weight = made("w4a16-sym-g32")
     for part in (take_outputs(weight, [(0, 8)]), take_inputs(weight, 0, 64)):
@@ -99,7 +99,7 @@ def test_parts_own_their_memory():
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
-def test_inputs_that_fill_no_words_are_named():
+def test_input_slice_not_filling_words_is_refused():
     with pytest.raises(CheckpointError, match="layer: its inputs 0 to 15 do not fill words of 32"):
         take_inputs(made("w3a16-sym-g32"), 0, 16, "layer")
 
@@ -113,12 +113,12 @@ def test_inputs_that_fill_no_words_are_named():
         (96, 4, 32, [32, 32, 16, 16]),  # 3 groups, cut into halves
     ],
 )
-def test_unequal_groups(extent, size, group, widths):
+def test_shard_widths_with_uneven_groups(extent, size, group, widths):
     units = input_units(Scheme.parse("w4a16-sym", group))
     assert [b - a for a, b in shard_extent(extent, size, units)] == widths
 
 
-def test_heads():
+def test_shard_extents_of_heads():
     """Heads of 64 channels in groups of 128: two of them stay together where they can."""
     scheme = Scheme.parse("w4a16-sym")
     pairs = shard_heads(12, 12, 64, 4, [scheme])
@@ -133,6 +133,6 @@ def test_heads():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 2**31), (4, 0), (4, -2)])
-def test_key_value_heads_must_divide_the_heads(heads, kv_heads):
+def test_kv_heads_not_dividing_heads_are_refused(heads, kv_heads):
     with pytest.raises(InputError, match=f"divisor of the {heads} attention heads, found"):
         shard_heads(heads, kv_heads, 64, 2, [None])

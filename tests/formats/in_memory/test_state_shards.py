@@ -22,27 +22,27 @@ def shards(mixer, sizes, inputs, size, scheme=W4):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_value_heads_follow_their_key_heads(size):
+def test_value_heads_are_sharded_with_key_heads(size):
     found = shards(DELTA_NET, QWEN, 4096, size)
     assert {each.num_heads for each in found} == {32 // size}
     assert {each.num_kv_heads for each in found} == {16 // size}
 
 
-def test_more_gpus_than_key_heads_hold_copies_of_them():
+def test_key_heads_are_replicated_beyond_their_number():
     found = shards(DELTA_NET, QWEN, 4096, 32)
     assert [each.kv_heads for each in found[:3]] == [(0, 1), (0, 1), (1, 2)]
     assert {each.num_heads for each in found} == {1}
 
 
 @pytest.mark.parametrize(("size", "heads"), [(2, [24, 24]), (4, [12] * 4), (5, [10] * 4 + [8])])
-def test_one_group_is_on_every_gpu(size, heads):
+def test_single_group_is_replicated(size, heads):
     """And shards end where groups of inputs do: at even heads."""
     found = shards(MAMBA, GRANITE, 3072, size)
     assert [each.num_heads for each in found] == heads
     assert all(each.kv_heads == (0, 1) for each in found)
 
 
-def test_channels_of_a_convolution_end_where_groups_do():
+def test_conv_channels_are_sharded_at_group_boundaries():
     found = shards(SHORT_CONV, {"hidden_size": 2048}, 2048, 3)
     assert [each.heads for each in found] == [(0, 768), (768, 1408), (1408, 2048)]
 
@@ -55,6 +55,6 @@ def test_channels_of_a_convolution_end_where_groups_do():
         (QWEN, "size 24: 32 value heads of 16 key heads cannot be divided over 24 GPUs"),
     ],
 )
-def test_what_cannot_be_divided_is_named(sizes, message):
+def test_indivisible_sizes_are_refused(sizes, message):
     with pytest.raises(InputError, match=message):
         shards(DELTA_NET, sizes, 4096, 24)

@@ -16,7 +16,7 @@ V2_ZERO = -2004318072  # 0x88888888
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_good_quantized_folder(gptq_model, write_folder, num_shards):
+def test_valid_quantized_folder_has_no_problems(gptq_model, write_folder, num_shards):
     tensors, config = gptq_model
     inspection = inspect_checkpoint(write_folder(tensors, config, num_shards))
     assert inspection.problems == ()
@@ -38,7 +38,7 @@ def test_good_quantized_folder(gptq_model, write_folder, num_shards):
     assert "no problems found" in inspection.to_text()
 
 
-def test_good_float_folder(float_model, write_folder):
+def test_valid_float_folder_has_no_problems(float_model, write_folder):
     inspection = inspect_checkpoint(write_folder(*float_model))
     assert inspection.problems == ()
     assert (inspection.format, inspection.scheme) == ("float", "")
@@ -155,7 +155,7 @@ def float_weight_for(name):
         (change_block(sym=False), "warning", "quantization_config.sym", "vLLM"),
     ],
 )
-def test_damage_is_one_finding(gptq_model, write_folder, change, severity, subject, text):
+def test_damage_gives_one_problem(gptq_model, write_folder, change, severity, subject, text):
     tensors, config = gptq_model
     change(tensors, config)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -175,13 +175,13 @@ def test_damage_is_one_finding(gptq_model, write_folder, change, severity, subje
         ({"model_type": "mistral", "attention_bias": True}, []),
     ],
 )
-def test_what_the_family_has_and_no_layer_holds(gptq_model, write_folder, changes, missing):
+def test_linear_missing_in_every_layer_is_one_problem(gptq_model, write_folder, changes, missing):
     tensors, config = gptq_model
     found = inspect_checkpoint(write_folder(tensors, {**config, **changes}))
     assert [p.subject for p in found.problems] == [f"model.layers.{{i}}.{x}" for x in missing]
 
 
-def test_key_value_heads_of_null_are_as_many_as_heads(gptq_model, write_folder):
+def test_null_kv_heads_default_to_num_heads(gptq_model, write_folder):
     tensors, config = gptq_model
     config |= {"num_attention_heads": 4, "num_key_value_heads": None}
     problems = inspect_checkpoint(write_folder(tensors, config)).problems
@@ -189,7 +189,7 @@ def test_key_value_heads_of_null_are_as_many_as_heads(gptq_model, write_folder):
     assert "states [64, 64], found [32, 64]" in problems[0].text
 
 
-def test_config_of_other_bits_or_groups_is_found_in_every_linear(gptq_model, write_folder):
+def test_config_with_other_bits_or_groups_is_reported_per_linear(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK]["bits"] = 8
     folder = write_folder(tensors, config)
@@ -203,7 +203,7 @@ def test_config_of_other_bits_or_groups_is_found_in_every_linear(gptq_model, wri
     assert "groups of 32, config.json states 64" in found.problems[0].text
 
 
-def test_fused_parts_with_other_groups_disagree(gptq_model, write_folder):
+def test_fused_members_with_different_groups_are_reported(gptq_model, write_folder):
     tensors, config = gptq_model
     for field in ("qzeros", "scales"):
         tensors[f"{Q0}.{field}"] = tensors[f"{Q0}.{field}"][:1].contiguous()
@@ -213,7 +213,7 @@ def test_fused_parts_with_other_groups_disagree(gptq_model, write_folder):
     assert any("q_proj w4a16-sym-channel" in text and "one matrix" in text for text in texts)
 
 
-def test_v1_zeros_labelled_v2(gptq_model, write_folder):
+def test_v1_qzeros_labelled_v2_are_reported(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK].update(checkpoint_format="gptq_v2", format="gptq_v2")
     found = inspect_checkpoint(write_folder(tensors, config))
@@ -225,7 +225,7 @@ def test_v1_zeros_labelled_v2(gptq_model, write_folder):
     assert sum("holds v1 zeros (7), config.json says gptq_v2" in text for text in texts) == 14
 
 
-def test_a_wrong_label_does_not_hide_other_damage(gptq_model, write_folder):
+def test_wrong_version_label_does_not_hide_other_problems(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK].update(checkpoint_format="gptq_v2", format="gptq_v2")
     tensors[f"{Q0}.scales"] = put(tensors[f"{Q0}.scales"], (0, 5), float("nan"))
@@ -234,7 +234,7 @@ def test_a_wrong_label_does_not_hide_other_damage(gptq_model, write_folder):
     assert all("NaN" in verdict.reason for verdict in found.loads_in)
 
 
-def test_good_v2_has_no_problem(gptq_model, write_folder):
+def test_valid_v2_has_no_problems(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK].update(checkpoint_format="gptq_v2")
     for name in tensors:
@@ -244,7 +244,7 @@ def test_good_v2_has_no_problem(gptq_model, write_folder):
     assert found.problems == ()
 
 
-def test_second_config_that_differs_is_a_warning(gptq_model, write_folder):
+def test_differing_second_config_is_a_warning(gptq_model, write_folder):
     tensors, config = gptq_model
     folder = write_folder(tensors, config)
     (folder / "quantize_config.json").write_text(json.dumps(config[BLOCK]))
@@ -253,7 +253,7 @@ def test_second_config_that_differs_is_a_warning(gptq_model, write_folder):
     problem_of(inspect_checkpoint(folder), "warning", "quantize_config.json", "differs")
 
 
-def test_other_tools_format_is_one_error(gptq_model, write_folder):
+def test_unsupported_tool_format_is_one_error(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK] = {"quant_method": "quanto", "bits": 4}
     found = inspect_checkpoint(write_folder(tensors, config))
@@ -282,7 +282,7 @@ def test_hostile_tensor_names_do_not_crash_it(float_model, write_folder):
     json.dumps(inspect_checkpoint(write_folder(tensors, config)).to_dict())
 
 
-def test_weights_under_an_old_writers_name(gptq_model, write_folder):
+def test_old_tensor_names_are_accepted(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
     found = inspect_checkpoint(folder)
@@ -303,9 +303,7 @@ def test_weights_under_an_old_writers_name(gptq_model, write_folder):
         ("model.layers.0.mlp.up_proj.weight", (1, 96, 64)),
     ],
 )
-def test_float_tensor_of_another_shape_than_the_config_states(
-    float_model, write_folder, name, shape
-):
+def test_float_tensor_shape_mismatch_is_reported(float_model, write_folder, name, shape):
     tensors, config = float_model
     assert tensors[name].shape != shape
     tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
@@ -317,13 +315,13 @@ def test_float_tensor_of_another_shape_than_the_config_states(
     ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"]
     + ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"],
 )
-def test_whole_numbers_in_place_of_floats(float_model, write_folder, name):
+def test_integer_tensor_instead_of_float_is_reported(float_model, write_folder, name):
     tensors, config = float_model
     tensors[name] = tensors[name].to(torch.int32)
     problem_of(inspect_checkpoint(write_folder(tensors, config)), "error", name, "torch.int32")
 
 
-def test_float_members_of_a_fused_matrix_may_be_of_two_dtypes(float_model, write_folder):
+def test_fused_float_members_with_two_dtypes_are_accepted(float_model, write_folder):
     tensors, config = float_model
     name = "model.layers.0.self_attn.v_proj.weight"
     tensors[name] = tensors[name].float()
@@ -332,7 +330,7 @@ def test_float_members_of_a_fused_matrix_may_be_of_two_dtypes(float_model, write
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_group_index_of_another_integer_type(gptq_model, write_folder, dtype, in_order):
+def test_g_idx_with_other_integer_dtype_is_reported(gptq_model, write_folder, dtype, in_order):
     tensors, config = gptq_model
     g_idx = tensors[f"{Q0}.g_idx"].to(dtype)
     tensors[f"{Q0}.g_idx"] = g_idx if in_order else g_idx.flip(0)
@@ -342,7 +340,7 @@ def test_a_group_index_of_another_integer_type(gptq_model, write_folder, dtype, 
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_quantized_linear_of_another_shape_than_the_config_states(gptq_model, write_folder, layer):
+def test_quantized_linear_shape_mismatch_is_reported(gptq_model, write_folder, layer):
     tensors, config = gptq_model
     wrong, donor = f"model.layers.{layer}.mlp.down_proj", Q0
     for field in ("qweight", "qzeros", "scales", "g_idx"):
@@ -351,7 +349,7 @@ def test_quantized_linear_of_another_shape_than_the_config_states(gptq_model, wr
     problem_of(found, "error", wrong, "config.json states [64, 96], found [64, 64]")
 
 
-def test_bias_of_another_shape_than_the_config_states(float_model, write_folder):
+def test_bias_shape_mismatch_is_reported(float_model, write_folder):
     tensors, config = float_model
     config["num_attention_heads"] = 4
     for layer in (0, 1):
@@ -369,7 +367,7 @@ def test_bias_of_another_shape_than_the_config_states(float_model, write_folder)
         *((names, "no", "names no architecture") for names in ([], ["A", "B"], "Llama", 7)),
     ],
 )
-def test_model_without_a_family_says_so(float_model, write_folder, names, answer, words):
+def test_model_of_unknown_family_is_reported(float_model, write_folder, names, answer, words):
     tensors, config = float_model
     config["architectures"] = names
     answers = {v.program: v for v in inspect_checkpoint(write_folder(tensors, config)).loads_in}
@@ -389,7 +387,7 @@ def test_model_without_a_family_says_so(float_model, write_folder, names, answer
         ("model.layers.0.self_attn.rotary_emb.inv_freq", 1, True),
     ],
 )
-def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
+def test_unexpected_tensors_are_reported(gptq_model, write_folder, name, value, placed):
     tensors, config = gptq_model
     for layer in range(2):
         tensors[name.replace("layers.0", f"layers.{layer}")] = torch.full((64,), float(value))
@@ -402,7 +400,7 @@ def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 1)])
-def test_biases_of_zero_say_nothing_in_some_layers_or_all(gptq_model, write_folder, layers):
+def test_zero_biases_are_not_reported(gptq_model, write_folder, layers):
     """Nor do they for the loader, which leaves them out."""
     tensors, config = gptq_model
     for layer in layers:
@@ -411,14 +409,14 @@ def test_biases_of_zero_say_nothing_in_some_layers_or_all(gptq_model, write_fold
     assert not inspect_checkpoint(write_folder(tensors, config)).problems
 
 
-def test_a_bias_of_one_layer_is_missing_in_the_others(gptq_model, write_folder):
+def test_bias_in_one_layer_is_reported_missing_in_others(gptq_model, write_folder):
     tensors, config = gptq_model
     tensors[f"{Q0}.bias"] = torch.ones(tensors[f"{Q0}.scales"].shape[1])
     found = inspect_checkpoint(write_folder(tensors, config))
     assert not found.ok and "is missing in layers [1" in found.to_text()
 
 
-def test_negative_groups_are_an_error_for_everybody(gptq_model, write_folder):
+def test_negative_g_idx_gives_no_for_every_server(gptq_model, write_folder):
     tensors, config = gptq_model
     tensors[f"{Q0}.g_idx"] = put(tensors[f"{Q0}.g_idx"], 0, -1)
     found = inspect_checkpoint(write_folder(tensors, config))

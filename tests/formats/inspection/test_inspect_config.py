@@ -65,7 +65,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "key", "text"), REFUSED)
-def test_what_readers_refuse_is_one_error_for_everybody(inspect_config, changes, key, text):
+def test_invalid_config_value_is_one_error_and_no_for_every_server(
+    inspect_config, changes, key, text
+):
     found = inspect_config(**changes)
     errors = [p for p in found.problems if p.severity == "error"]
     assert [problem.subject for problem in errors] == [f"config.json {key}"]
@@ -87,13 +89,13 @@ def test_what_readers_refuse_is_one_error_for_everybody(inspect_config, changes,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     ],
 )
-def test_what_readers_take(inspect_config, changes):
+def test_valid_config_values_have_no_problems(inspect_config, changes):
     found = inspect_config(**changes)
     assert found.problems == ()
     assert "no" not in {verdict.answer for verdict in found.loads_in}
 
 
-def test_an_activation_that_only_transformers_has(inspect_config):
+def test_activation_only_in_transformers(inspect_config):
     answers = {v.program: v for v in inspect_config(hidden_act="gelu").loads_in}
     assert {name: v.answer for name, v in answers.items()} == {
         "this project": "no",
@@ -105,7 +107,7 @@ def test_an_activation_that_only_transformers_has(inspect_config):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_other_families_have_choices_of_their_own(model_type):
+def test_family_specific_config_values(model_type):
     findings = Findings()
     config = {"model_type": model_type, "hidden_act": "xyz", "rope_scaling": {"type": "su"}}
     check_config({**config, "dtype": {"text": "float16"}}, findings)
@@ -115,7 +117,7 @@ def test_other_families_have_choices_of_their_own(model_type):
 
 
 @pytest.mark.parametrize("name", [*REQUIRED, "intermediate_size"])
-def test_what_a_reader_would_take_its_own_number_for(gptq_model, write_folder, name):
+def test_missing_required_config_key_is_one_error(gptq_model, write_folder, name):
     tensors, config = gptq_model
     del config[name]
     found = inspect_checkpoint(write_folder(tensors, config))
@@ -125,7 +127,7 @@ def test_what_a_reader_would_take_its_own_number_for(gptq_model, write_folder, n
 
 
 @pytest.mark.parametrize("kv_heads", [3, 8, 2**31])
-def test_key_value_heads_that_do_not_divide_the_heads(gptq_model, write_folder, kv_heads):
+def test_kv_heads_not_dividing_heads_are_reported(gptq_model, write_folder, kv_heads):
     tensors, config = gptq_model
     config |= {"num_key_value_heads": kv_heads}
     heads = config["num_attention_heads"]
@@ -136,7 +138,7 @@ def test_key_value_heads_that_do_not_divide_the_heads(gptq_model, write_folder, 
 
 
 @pytest.mark.parametrize(("model_type", "heads"), [("mistral", 8), ("qwen2", 32), ("qwen3", 32)])
-def test_numbers_that_readers_fill_in_are_compared(gptq_model, write_folder, model_type, heads):
+def test_default_kv_heads_are_compared_with_tensors(gptq_model, write_folder, model_type, heads):
     tensors, config = gptq_model
     del config["num_key_value_heads"]
     config |= {"model_type": model_type, "architectures": ["X"], "head_dim": 16}
@@ -144,7 +146,7 @@ def test_numbers_that_readers_fill_in_are_compared(gptq_model, write_folder, mod
     assert texts.count(f"config.json states [{16 * heads}, 64], found [32, 64]") == 4
 
 
-def test_the_tables_are_those_of_transformers():
+def test_activation_and_rope_tables_equal_transformers():
     activations = pytest.importorskip("transformers.activations")
     rope = pytest.importorskip("transformers.modeling_rope_utils")
     assert set(ACTIVATIONS) == set(activations.ACT2CLS)
@@ -152,7 +154,7 @@ def test_the_tables_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("kind", list(ROPE_TYPES))
-def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
+def test_rope_required_keys_equal_transformers(kind):
     """It says so where one is missing, but for factors that it fills in or only warns of."""
     auto = pytest.importorskip("transformers").AutoConfig
     numbers, lists = ROPE_TYPES[kind].numbers, ROPE_TYPES[kind].lists
@@ -168,7 +170,7 @@ def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
 
 @pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "hidden_size"])
 @pytest.mark.parametrize("family", CHECKED, ids=lambda family: family.model_type)
-def test_null_is_taken_where_transformers_takes_it(family, name):
+def test_null_accepted_where_transformers_accepts_it(family, name):
     auto = pytest.importorskip("transformers").AutoConfig
     config = {**dict.fromkeys((*REQUIRED, family.inner_key), 64), name: None}
     findings = Findings()
@@ -182,7 +184,7 @@ def test_null_is_taken_where_transformers_takes_it(family, name):
 
 
 @pytest.mark.parametrize("family", CHECKED, ids=lambda family: family.model_type)
-def test_defaults_are_those_of_transformers(family):
+def test_defaults_equal_transformers(family):
     auto = pytest.importorskip("transformers").AutoConfig
     sizes = dict.fromkeys(REQUIRED, 64)
     theirs = auto.for_model(family.model_type, **sizes)
@@ -215,7 +217,7 @@ def test_transformers_knows_the_family_by_its_model_type(family):
         assert [problem.subject for problem in findings.problems] == wrong
 
 
-def test_dtypes_are_of_torch():
+def test_dtype_names_exist_in_torch():
     torch = pytest.importorskip("torch")
     assert all(getattr(torch, name).is_floating_point for name in DTYPES)
 
@@ -230,7 +232,7 @@ USUAL = ("qwen3_moe", "deepseek_v2")  # families of these two kinds of shapes by
         for family in TINY_FAMILIES
     ],
 )
-def test_shapes_are_config_jsons_in_every_family(tiny_model, tmp_path, family):
+def test_shapes_follow_config_in_every_family(tiny_model, tmp_path, family):
     """Families whose other config rules are not known are checked by their shapes, too."""
     source = tiny_model(family)
     assert not [each for each in inspect_checkpoint(source).problems if each.severity == "error"]

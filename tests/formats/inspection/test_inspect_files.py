@@ -17,7 +17,7 @@ def shard(folder: Path, number: int) -> Path:
     return folder / f"model-{number:05d}-of-00003.safetensors"
 
 
-def test_truncated_shard_is_one_error_and_the_rest_is_reported(gptq_model, write_folder):
+def test_truncated_shard_is_one_error_beside_other_findings(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     shard(folder, 2).write_bytes(shard(folder, 2).read_bytes()[:-10])
     found = inspect_checkpoint(folder)
@@ -44,7 +44,7 @@ def test_wrong_total_size_is_a_warning(gptq_model, write_folder):
     problem_of(inspect_checkpoint(folder), "warning", "index.json", "total_size of 1 bytes")
 
 
-def test_index_that_disagrees_with_the_shards(gptq_model, write_folder):
+def test_index_disagreeing_with_shards_is_reported(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     edit_index(folder, lambda index: index["weight_map"].update(ghost=shard(folder, 1).name))
     problem_of(inspect_checkpoint(folder), "error", "ghost", "does not contain it")
@@ -54,13 +54,13 @@ def test_index_that_disagrees_with_the_shards(gptq_model, write_folder):
     problem_of(found, "warning", "model.norm.weight", "does not list it there")
 
 
-def test_index_that_lists_nothing(gptq_model, write_folder):
+def test_empty_index_is_reported(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     edit_index(folder, lambda index: index["weight_map"].clear())
     problem_of(inspect_checkpoint(folder), "error", "index.json", "has no weight_map")
 
 
-def test_pointer_of_git_lfs_is_named(gptq_model, write_folder):
+def test_git_lfs_pointer_is_reported(gptq_model, write_folder):
     """A clone without Git LFS has such a text instead of the file."""
     folder = write_folder(*gptq_model)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 10494472\n"
@@ -68,13 +68,13 @@ def test_pointer_of_git_lfs_is_named(gptq_model, write_folder):
     problem_of(inspect_checkpoint(folder), "error", "model.safetensors", "pointer of Git LFS")
 
 
-def test_index_that_leads_out_of_the_folder(gptq_model, write_folder):
+def test_index_path_outside_folder_is_refused(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     edit_index(folder, lambda index: index["weight_map"].update(x="../x.safetensors"))
     problem_of(inspect_checkpoint(folder), "error", "index.json", "not a plain file name")
 
 
-def test_lost_index_is_an_error_and_the_shards_are_still_read(gptq_model, write_folder):
+def test_missing_index_is_an_error_and_shards_are_read(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     (folder / "model.safetensors.index.json").unlink()
     found = inspect_checkpoint(folder)
@@ -82,7 +82,7 @@ def test_lost_index_is_an_error_and_the_shards_are_still_read(gptq_model, write_
     assert len(found.linears) == 14
 
 
-def test_tensor_in_two_shards(gptq_model, write_folder):
+def test_tensor_in_two_shards_is_reported(gptq_model, write_folder):
     folder = write_folder(*gptq_model, num_shards=3)
     tensors, _ = gptq_model
     name = "model.norm.weight"
@@ -95,7 +95,7 @@ def test_tensor_in_two_shards(gptq_model, write_folder):
     assert any(name in text and "is in both" in text for text in texts)
 
 
-def test_left_over_files_are_warnings(gptq_model, write_folder):
+def test_unreferenced_files_are_warnings(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     left_over = folder.parent / f".{folder.name}.partial"
     left_over.mkdir()
@@ -105,27 +105,27 @@ def test_left_over_files_are_warnings(gptq_model, write_folder):
     problem_of(inspect_checkpoint(folder), "warning", "adapter.safetensors", "not listed")
 
 
-def test_metadata_without_the_framework_is_a_warning(gptq_model, write_folder):
+def test_missing_format_metadata_is_a_warning(gptq_model, write_folder):
     tensors, config = gptq_model
     folder = write_folder(tensors, config)
     save_file(tensors, folder / "model.safetensors")
     problem_of(inspect_checkpoint(folder), "warning", "model.safetensors", "format 'pt'")
 
 
-def test_no_weights_at_all(float_model, write_folder):
+def test_folder_without_weights_is_reported(float_model, write_folder):
     folder = write_folder(*float_model)
     (folder / "model.safetensors").unlink()
     problem_of(inspect_checkpoint(folder), "error", "model.safetensors", "not found")
 
 
-def test_a_tokenizer_that_is_a_link_to_nothing(gptq_model, write_folder):
+def test_dangling_tokenizer_link_is_reported(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
     problem_of(inspect_checkpoint(folder), "error", "tokenizer.json", "is a link to nothing")
 
 
-def test_a_folder_without_a_tokenizer_is_a_warning(gptq_model, write_folder):
+def test_missing_tokenizer_is_a_warning(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     (folder / "tokenizer.json").unlink()
     found = inspect_checkpoint(folder)
@@ -135,7 +135,7 @@ def test_a_folder_without_a_tokenizer_is_a_warning(gptq_model, write_folder):
     assert inspect_checkpoint(folder).problems == ()
 
 
-def test_a_tokenizer_that_is_cut_off_is_an_error(gptq_model, write_folder):
+def test_truncated_tokenizer_is_an_error(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"vo')
     found = inspect_checkpoint(folder)
@@ -143,12 +143,12 @@ def test_a_tokenizer_that_is_cut_off_is_an_error(gptq_model, write_folder):
     assert len(found.problems) == 1 and not found.ok
 
 
-def test_a_folder_that_may_not_be_read_raises(tmp_path, monkeypatch):
+def test_unreadable_folder_raises(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # root may read all
     with pytest.raises(CheckpointError, match=r"cannot be read: Permission denied"):
         inspect_checkpoint(tmp_path)
 
 
-def test_what_is_no_folder_raises(tmp_path):
+def test_missing_folder_raises(tmp_path):
     with pytest.raises(CheckpointError, match="not a folder"):
         inspect_checkpoint(tmp_path / "nothing")

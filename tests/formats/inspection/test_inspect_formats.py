@@ -35,7 +35,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("method", "scheme"), GOOD)
-def test_good_folder(model, write_folder, method, scheme):
+def test_valid_folder_has_no_problems(model, write_folder, method, scheme):
     tensors, config = model(method, scheme)
     found = inspect_checkpoint(write_folder(tensors, config))
     assert found.problems == ()
@@ -148,7 +148,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("method", "scheme", "change", "severity", "text"), DAMAGE)
-def test_damage_is_named(model, write_folder, method, scheme, change, severity, text):
+def test_damage_is_reported_by_name(model, write_folder, method, scheme, change, severity, text):
     tensors, config = model(method, scheme)
     change(tensors, config)
     found = inspect_checkpoint(write_folder(tensors, config))
@@ -248,14 +248,14 @@ LOADS = [
 
 
 @pytest.mark.parametrize(("method", "scheme", "change", "expected"), LOADS)
-def test_who_loads_what(model, write_folder, method, scheme, change, expected):
+def test_loads_in_verdicts(model, write_folder, method, scheme, change, expected):
     tensors, config = model(method, scheme)
     if change:
         change(tensors, config)
     assert answers(write_folder(tensors, config)) == expected
 
 
-def test_sizes_of_tensor_parallel(model, write_folder):
+def test_tensor_parallel_sizes(model, write_folder):
     tensors, config = model("gptq", "w4a16-sym-g32")
     config["num_attention_heads"] = 4
     parallel = inspect_checkpoint(write_folder(tensors, config)).parallel
@@ -266,7 +266,7 @@ def test_sizes_of_tensor_parallel(model, write_folder):
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8", "w4a16-sym-g32"])
-def test_scales_that_lie_across(model, write_folder, scheme):
+def test_transposed_scales_are_reported(model, write_folder, scheme):
     tensors, config = model("compressed-tensors", scheme)
     tensors[f"{Q0}.weight_scale"] = tensors[f"{Q0}.weight_scale"].t().contiguous()
     found = inspect_checkpoint(write_folder(tensors, config))
@@ -276,13 +276,13 @@ def test_scales_that_lie_across(model, write_folder, scheme):
     assert not found.ok
 
 
-def test_one_group_has_no_order_to_warn_of(model, write_folder):
+def test_single_group_has_no_act_order_warning(model, write_folder):
     tensors, config = model("gptq", "w4a16-sym-channel")
     desc_act(tensors, config)
     assert inspect_checkpoint(write_folder(tensors, config)).problems == ()
 
 
-def test_a_float_scheme_hides_no_other_remark(model, write_folder):
+def test_float_linear_does_not_hide_other_remarks(model, write_folder):
     tensors, config = model("compressed-tensors", "w8a8-fp8")
     config[BLOCK]["kv_cache_scheme"] = write_kv_scheme("int8")
     for layer in range(2):
@@ -295,7 +295,7 @@ def test_a_float_scheme_hides_no_other_remark(model, write_folder):
     assert "sm89" in reason and "its 8-bit KV cache is float8" in reason
 
 
-def test_a_float_scheme_hides_no_group_that_is_refused(model, write_folder):
+def test_float_linear_does_not_hide_refused_group_size(model, write_folder):
     tensors, config = model("compressed-tensors", "w8a8-fp8")
     groups = config[BLOCK]["config_groups"]
     weights = QuantConfig(scheme=Scheme.parse("w4a16-sym-g24"), method="compressed-tensors")
@@ -304,7 +304,7 @@ def test_a_float_scheme_hides_no_group_that_is_refused(model, write_folder):
     assert answers(write_folder(tensors, config))["SGLang"] == "no"
 
 
-def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write_folder):
+def test_declared_float_member_loads_in_unfused_readers(model, write_folder):
     tensors, config = model("gptq", "w4a16-sym-g32")
     for field in ("qweight", "qzeros", "scales", "g_idx"):
         del tensors[f"{Q0}.{field}"]
@@ -322,9 +322,7 @@ def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write
     [("group", True), ("dynamic", True), ("Dynamic", True), (True, True), ("weight", False)]
     + [("static", False), (False, False)],
 )
-def test_act_order_that_the_config_states_is_no_surprise(
-    model, write_folder, actorder, stated, in_order
-):
+def test_declared_act_order_is_not_reported(model, write_folder, actorder, stated, in_order):
     tensors, config = model("compressed-tensors", "w4a16-sym-g32")
     g_idx = torch.arange(64) // 32
     tensors[f"{Q0}.weight_g_idx"] = (g_idx if in_order else g_idx.flip(0)).int()
@@ -338,7 +336,7 @@ def test_act_order_that_the_config_states_is_no_surprise(
     assert answers(folder)["this project"] == served
 
 
-def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder):
+def test_asymmetric_v1_qzeros_are_trusted_only_from_gptqmodel(model, write_folder):
     tensors, config = model("gptq", "w4a16-asym-g32")
     for name in [name for name in tensors if name.endswith("qzeros")]:
         tensors[name] = torch.full_like(tensors[name], 0x56565656)
@@ -351,7 +349,7 @@ def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder
 
 
 @pytest.mark.parametrize(("scheme", "others"), [("w8a8", True), ("w8a16-sym-channel", False)])
-def test_only_this_project_reads_activations_out_of_gptq(model, write_folder, scheme, others):
+def test_gptq_activation_key_is_ignored_by_other_servers(model, write_folder, scheme, others):
     """The others load the file and compute with 16-bit activations; that must be said."""
     for verdict in inspect_checkpoint(write_folder(*model("gptq", scheme))).loads_in:
         assert verdict.answer != "no"
@@ -359,7 +357,7 @@ def test_only_this_project_reads_activations_out_of_gptq(model, write_folder, sc
         assert said == (others and verdict.program != "this project"), verdict
 
 
-def test_transformers_dequantizes_one_scheme_only(model, write_folder):
+def test_mixed_schemes_get_no_from_transformers(model, write_folder):
     tensors, config = model("compressed-tensors", "w4a16-asym-g32")
     groups = config[BLOCK]["config_groups"]
     other = QuantConfig(scheme=Scheme.parse("w8a16-sym"), method="compressed-tensors").to_dict()
@@ -368,7 +366,7 @@ def test_transformers_dequantizes_one_scheme_only(model, write_folder):
     assert answers(write_folder(tensors, config))["transformers"] == "no"
 
 
-def test_zeros_of_symmetric_weights_are_refused_by_vllm(model, write_folder):
+def test_zero_points_of_symmetric_weights_get_no_from_vllm(model, write_folder):
     tensors, config = model("compressed-tensors", "w4a16-sym-g32")
     tensors[f"{Q0}.weight_zero_point"] = torch.full((8, 2), -2004318072, dtype=torch.int32)
     assert answers(write_folder(tensors, config)) == everywhere("yes", vLLM="no", SGLang="no")
@@ -378,7 +376,7 @@ def test_zeros_of_symmetric_weights_are_refused_by_vllm(model, write_folder):
     ("shape", "answer"),
     [((64, 128), "yes"), ((128, 64), "yes"), ((64, 64), "slow"), ((96, 128), "slow")],
 )
-def test_shapes_of_sglangs_fast_kernel(shape, answer):
+def test_sglang_verdict_by_kernel_shape_limits(shape, answer):
     linear = LinearSummary(
         name=Q0, out_features=shape[0], in_features=shape[1], scheme="", num_bytes=0
     )
@@ -400,14 +398,14 @@ def test_shapes_of_sglangs_fast_kernel(shape, answer):
 
 
 @pytest.mark.parametrize(("dtype", "subnormal"), [(torch.bfloat16, False), (torch.float16, True)])
-def test_subnormal_is_a_matter_of_the_scales_dtype(model, write_folder, dtype, subnormal):
+def test_subnormal_scale_check_follows_scale_dtype(model, write_folder, dtype, subnormal):
     tensors, config = model("gptq", "w4a16-sym-g32")
     tensors[f"{Q0}.scales"] = torch.full((2, 64), 1e-6).to(dtype)
     problems = inspect_checkpoint(write_folder(tensors, config)).problems
     assert [problem.subject for problem in problems] == [f"{Q0}.scales"] * subnormal
 
 
-def test_kv_scales_in_a_damaged_shard_are_not_missing(model, write_folder):
+def test_kv_scales_in_damaged_shard_are_not_reported_missing(model, write_folder):
     tensors, config = model("compressed-tensors", "w8a8-fp8")
     config[BLOCK]["kv_cache_scheme"] = write_kv_scheme("fp8")
     for layer in range(2):
@@ -420,7 +418,7 @@ def test_kv_scales_in_a_damaged_shard_are_not_missing(model, write_folder):
     assert {p.text.partition(":")[0] for p in inspect_checkpoint(folder).problems} == {"truncated"}
 
 
-def test_a_quantized_router_is_an_error(model, write_folder):
+def test_quantized_router_is_an_error(model, write_folder):
     """No program has a place for its codes, this one neither."""
     tensors, config = model("compressed-tensors", "w4a16-sym-g32")
     experts(tensors, config)

@@ -19,7 +19,9 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
     ("name", "place"),
     [(NORM, (63,)), (EMBEDDING, (39, 2)), ("lm_head.weight", (0, 0)), ("model.norm.weight", (0,))],
 )
-def test_a_value_that_is_no_number(gptq_model, write_folder, name, place, dtype, value):
+def test_nan_or_inf_value_is_reported_with_position(
+    gptq_model, write_folder, name, place, dtype, value
+):
     tensors, config = gptq_model
     tensors[name] = tensors[name].to(dtype)
     tensors[name][place] = value
@@ -30,7 +32,7 @@ def test_a_value_that_is_no_number(gptq_model, write_folder, name, place, dtype,
     )
 
 
-def test_a_bias_and_a_linear_in_float(float_model, write_folder):
+def test_nan_in_bias_and_float_linear_are_reported(float_model, write_folder):
     tensors, config = float_model
     config["attention_bias"] = True
     for layer in (0, 1):
@@ -48,7 +50,7 @@ def test_a_bias_and_a_linear_in_float(float_model, write_folder):
 
 
 @pytest.mark.parametrize("block_bytes", [2, 128, 130, 5120, 2**25])
-def test_blocks_cover_a_tensor(gptq_model, write_folder, monkeypatch, block_bytes):
+def test_value_scan_blocks_cover_tensor(gptq_model, write_folder, monkeypatch, block_bytes):
     monkeypatch.setattr(inspect_values, "BLOCK_BYTES", block_bytes)
     tensors, config = gptq_model
     tensors[EMBEDDING][[0, 17, 39], [0, 63, 63]] = math.nan
@@ -56,7 +58,7 @@ def test_blocks_cover_a_tensor(gptq_model, write_folder, monkeypatch, block_byte
     assert "3 of 2560 values are NaN or infinite, the first at [0, 0]" in problem.text
 
 
-def test_empty_tensors_and_numbers_without_a_shape(gptq_model, write_folder):
+def test_empty_and_scalar_tensors_are_scanned(gptq_model, write_folder):
     tensors, config = gptq_model
     tensors["extra.empty"] = torch.zeros(0, 4)
     tensors["extra.number"] = torch.tensor(math.nan)
@@ -65,7 +67,7 @@ def test_empty_tensors_and_numbers_without_a_shape(gptq_model, write_folder):
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_nan_among_float8_codes(model, write_folder, byte):
+def test_nan_float8_code_is_reported(model, write_folder, byte):
     state, config = model("compressed-tensors", "w8a8-fp8")
     name = "model.layers.0.mlp.up_proj.weight"
     state[name].view(torch.uint8)[95, 63] = byte
@@ -74,7 +76,7 @@ def test_nan_among_float8_codes(model, write_folder, byte):
     assert "1 of 6144 values are NaN or infinite, the first at [95, 63]" in problem.text
 
 
-def test_bad_scales_are_one_finding_each(gptq_model, write_folder):
+def test_invalid_scales_give_one_problem_each(gptq_model, write_folder):
     tensors, config = gptq_model
     tensors["model.layers.0.self_attn.q_proj.scales"][0, 0] = math.nan
     assert len(inspect_checkpoint(write_folder(tensors, config)).problems) == 1

@@ -30,7 +30,7 @@ def linears(num_experts, mixed=()):
 
 
 @pytest.mark.parametrize("mixed", [(), (3, 200)])
-def test_rules_of_many_experts_are_tried_for_mixed_matrices_alone(mixed, monkeypatch):
+def test_expert_rules_are_matched_only_for_mixed_matrices(mixed, monkeypatch):
     """The number of matches grows with the experts, not with experts times rules."""
     tried = []
     matches = Rule.matches

@@ -31,7 +31,7 @@ DOWN = "model.layers.0.mlp.down_proj"
         ("w8a8-fp8-block", 256, {2: "", 4: "", 8: ""}),
     ],
 )
-def test_inputs(scheme, inputs, reasons):
+def test_input_sizes_limit_tensor_parallel(scheme, inputs, reasons):
     method = "compressed-tensors" if "fp8" in scheme else "gptq"
     quant = QuantConfig(scheme=Scheme.parse(scheme), method=method)
     linear = LinearSummary(
@@ -42,7 +42,7 @@ def test_inputs(scheme, inputs, reasons):
         assert found[size].startswith(reason) and bool(found[size]) == bool(reason), found[size]
 
 
-def test_heads():
+def test_head_counts_limit_tensor_parallel():
     assert parallel_sizes(CONFIG, None, [])[8] == ""  # two GPUs hold the same KV head
     found = parallel_sizes({**CONFIG, "num_key_value_heads": 28}, None, [])
     assert found == {1: "", 2: "", 4: "", 8: ""}, "28 heads over 8: four, and three"
@@ -54,13 +54,13 @@ def test_heads():
     ("config", "text"),
     [({}, "unknown without a config.json"), ({"architectures": ["X"]}, "no architecture that")],
 )
-def test_what_a_model_is_must_be_known(config, text):
+def test_unknown_family_has_no_tensor_parallel_sizes(config, text):
     found = parallel_sizes(config, None, [])
     assert all(text in found[size] for size in (2, 4, 8))
     assert bool(found[1]) == (not config)
 
 
-def test_experts_that_are_too_narrow_may_be_divided_whole():
+def test_narrow_experts_need_expert_parallel():
     """3-bit experts of 64 inputs, over 4 GPUs; only if a dense linear is not in the way."""
     config = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
     quant = QuantConfig(scheme=Scheme.parse("w3a16-sym"), method="gptq")

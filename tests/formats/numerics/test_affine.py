@@ -34,7 +34,7 @@ def squared_error_NG(weight: torch.Tensor, scales, zeros, spec: QuantSpec) -> to
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_codes_are_the_exact_quotient_rounded_half_to_even(spec, dtype):
+def test_codes_equal_exact_quotient_rounded_half_to_even(spec, dtype):
     # half-precision operands: the float32 quotient cannot hit a tie that the exact one misses
     weight = random_weight(dtype)
     scales, zeros = affine.choose_scales(weight, spec)
@@ -97,7 +97,7 @@ def test_group_of_one_sign_keeps_its_range(sign):
     assert sign * restored[0, -1] > 2.7
 
 
-def test_extreme_weight_may_take_the_longer_side_through_a_negative_scale():
+def test_extreme_weight_uses_longer_code_side_by_negative_scale():
     spec = QuantSpec(bits=4, symmetric=True, group_size=32)
     weight = torch.arange(32).float().remainder(8).expand(32, 32).clone()
     weight[:, 0] = 8.0
@@ -109,7 +109,7 @@ def test_extreme_weight_may_take_the_longer_side_through_a_negative_scale():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_all_zero_group_gets_scale_one_and_comes_back_zero(spec):
+def test_all_zero_group_has_scale_one_and_dequantizes_to_zero(spec):
     weight = random_weight()
     length = spec.group_length(128)
     weight[3, :length] = 0
@@ -121,7 +121,7 @@ def test_all_zero_group_gets_scale_one_and_comes_back_zero(spec):
 
 
 @pytest.mark.parametrize("name", ["w8a8-fp8", "w8a8-fp8-static", "w8a8-fp8-block"])
-def test_all_zero_float8_weight_comes_back_zero(name):
+def test_all_zero_float8_weight_dequantizes_to_zero(name):
     spec = Scheme.parse(name).weight
     weight = Fp8Weight.from_float(torch.zeros(200, 256), spec)
     assert (weight.scales_RC == 1).all()
@@ -135,7 +135,7 @@ def test_all_zero_float8_weight_comes_back_zero(name):
     [(1e7, r"largest value is 65504"), (1e30, r"largest value is 65504")]
     + [(1e-7, "coarse below 9.54e-07"), (1e-30, "coarse below 9.54e-07")],
 )
-def test_weights_beyond_the_scales_of_float16_are_refused(method, symmetric, magnitude, text):
+def test_weights_beyond_float16_scales_are_refused(method, symmetric, magnitude, text):
     spec = QuantSpec(bits=4, symmetric=symmetric, group_size=32)
     weight = random_weight(torch.float32) * magnitude
     largest = f"layers.7.up: its largest weight is {float(weight.abs().max()):.3g}, which"
@@ -145,7 +145,7 @@ def test_weights_beyond_the_scales_of_float16_are_refused(method, symmetric, mag
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_ends_of_the_range(bits, symmetric):
+def test_largest_and_smallest_scales(bits, symmetric):
     """Up to float16's largest scale; down to 8 of the smallest steps, or all that the bits have."""
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
     side = 2 ** (bits - 1)
@@ -160,7 +160,7 @@ def test_ends_of_the_range(bits, symmetric):
             affine.choose_scales(weight * bad, spec, method="full-range")
 
 
-def test_a_small_group_among_others_gets_the_smallest_scale(monkeypatch):
+def test_tiny_group_gets_smallest_scale(monkeypatch):
     monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128)  # a row is a block
     for small, fine in ((slice(0, 16), slice(16, 32)), (slice(16, 32), slice(0, 16))):
         weight = random_weight(torch.float32)
@@ -178,7 +178,7 @@ def test_weight_that_is_not_finite_is_refused_by_name(bad):
         affine.choose_scales(weight, SPECS[0], "layers.7.down_proj")
 
 
-def test_row_blocks_do_not_change_the_choice(monkeypatch):
+def test_row_blocks_do_not_change_searched_scales(monkeypatch):
     weight, spec = random_weight(), SPECS[0]
     whole = affine.choose_scales(weight, spec)
     monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128 * 5)
@@ -187,7 +187,7 @@ def test_row_blocks_do_not_change_the_choice(monkeypatch):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_each_method_is_no_worse_than_the_one_it_extends(spec):
+def test_scale_search_methods_do_not_increase_error(spec):
     weight = random_weight()
     errors = {}
     for method in affine.SCALE_METHODS:
@@ -202,7 +202,7 @@ def test_each_method_is_no_worse_than_the_one_it_extends(spec):
         affine.choose_scales(weight, spec, method="best")
 
 
-def test_named_methods_are_the_formulas():
+def test_named_methods_equal_formulas():
     spec = QuantSpec(bits=4, symmetric=True, group_size=32)
     weight = random_weight(torch.float32)
     groups = weight.unflatten(1, (-1, 32))
@@ -214,7 +214,7 @@ def test_named_methods_are_the_formulas():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_importance_weighs_the_errors(spec):
+def test_importance_weights_errors(spec):
     weight = random_weight().float()
     importance = torch.logspace(-3, 3, 128)[torch.randperm(128)]
 
@@ -236,7 +236,7 @@ def test_importance_weighs_the_errors(spec):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_distance_off_the_grid_is_in_steps(symmetric):
+def test_off_grid_distance_is_in_steps(symmetric):
     """Two groups of 8 with other scales, one of them negative."""
     spec = QuantSpec(bits=4, symmetric=symmetric, group_size=8)
     scales = torch.tensor([[0.5, -2.0]]).half()
@@ -266,7 +266,7 @@ def test_distance_off_the_grid_is_in_steps(symmetric):
         lambda weight: weight.flatten(),
     ],
 )
-def test_distance_of_a_weight_of_another_shape_is_refused(change):
+def test_off_grid_with_other_shape_is_refused(change):
     weight = random_weight()
     grid = affine.choose_scales(weight, SPECS[0])
     wanted = r"does not fit a grid of \[32, 4\] scales"
@@ -282,13 +282,13 @@ def test_distance_of_a_weight_of_another_shape_is_refused(change):
     "weight",
     [torch.ones(64), torch.ones(2, 32, 64), torch.ones(32, 64).int(), torch.ones(32, 64) + 0j],
 )
-def test_what_is_no_float_matrix_is_refused_by_name(weight):
+def test_input_that_is_not_a_float_matrix_is_refused(weight):
     with pytest.raises(CheckpointError, match=r"layers.0.up: expected a float weight \[N, K\]"):
         affine.choose_scales(weight, SPECS[0], "layers.0.up")
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_blocks_of_rows_change_no_bit(name, monkeypatch):
+def test_row_blocks_round_bitwise_equal(name, monkeypatch):
     """Rounding works in blocks of rows; a block of scales and a scale of all rows cross them."""
     torch.manual_seed(3)
     weight_NK = torch.randn(300, 384).bfloat16() * 0.05
@@ -306,7 +306,7 @@ def test_blocks_of_rows_change_no_bit(name, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym"])
 @pytest.mark.parametrize("weighs", [False, True])
-def test_order_of_addition_does_not_change_the_choice(scheme, weighs, monkeypatch):
+def test_summation_order_does_not_change_scales(scheme, weighs, monkeypatch):
     """Another device adds errors in float32 in another order, and gets other last bits."""
     generator = torch.Generator().manual_seed(7)
     weight_NK = torch.randn(512, 8192, generator=generator)
@@ -327,7 +327,7 @@ def test_order_of_addition_does_not_change_the_choice(scheme, weighs, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym", "w8a8"])
-def test_gpu_rounds_to_the_bits_of_the_cpu(scheme):
+def test_gpu_rounding_equals_cpu_bitwise(scheme):
     """A trainer compares its digests with those of a server on another device."""
     weight_NK = torch.randn(4096, 8192, generator=torch.Generator().manual_seed(8)).bfloat16()
     spec = Scheme.parse(scheme).weight

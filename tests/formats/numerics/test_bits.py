@@ -21,7 +21,7 @@ def slow_pack(codes: list[int], bits: int) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), bits=st.integers(2, 8), periods=st.integers(1, 3), dim=st.integers(-2, 1))
-def test_every_width_and_dimension_is_the_same_bit_stream(data, bits, periods, dim):
+def test_bit_stream_equal_for_every_width_and_dimension(data, bits, periods, dim):
     rows, columns = 3, 32 * periods
     flat = data.draw(
         st.lists(st.integers(0, 2**bits - 1), min_size=rows * columns, max_size=rows * columns)
@@ -38,13 +38,13 @@ def test_every_width_and_dimension_is_the_same_bit_stream(data, bits, periods, d
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_all_ones_keep_their_sign_bit(bits):
+def test_all_ones_word_keeps_sign_bit(bits):
     codes = torch.full((1, 32), 2**bits - 1, dtype=torch.uint8)
     assert (pack(codes, bits) == -1).all()
     assert torch.equal(unpack(pack(codes, bits), bits), codes)
 
 
-def test_codes_that_end_inside_a_word_are_refused():
+def test_codes_not_filling_words_are_refused():
     with pytest.raises(SchemeError, match="divisible by 8"):
         packed_length(12, 4)
     with pytest.raises(SchemeError, match="divisible by 32"):

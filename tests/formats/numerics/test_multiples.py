@@ -32,7 +32,7 @@ def largest_unit(row: list[float]) -> Fraction | None:
     st.integers(-17, 0),
 )
 @settings(max_examples=300, deadline=None)
-def test_found_units_are_those_of_exact_fractions(multiples, significand, exponent):
+def test_units_equal_exact_fractions(multiples, significand, exponent):
     row = [m * significand * 2.0**exponent for m in multiples]
     if max(map(abs, row)) > affine.MAX_SCALE:
         return
@@ -50,7 +50,7 @@ def test_found_units_are_those_of_exact_fractions(multiples, significand, expone
         assert torch.equal(units_N1.double() * multiples_NG, scales.double())
 
 
-def test_one_row_without_a_unit_is_enough():
+def test_row_without_unit_disables_multiples():
     scales = torch.tensor([[1.0, 2.0, 15.0], [0.5, -0.25, 3.75]]).half()
     units, multiples = find_multiples(scales)
     assert units.tolist() == [[1.0], [0.25]]
@@ -60,13 +60,13 @@ def test_one_row_without_a_unit_is_enough():
         assert find_multiples(scales) is None
 
 
-def test_a_third_is_no_unit():
+def test_third_is_not_a_unit():
     """1/3 times 3 is 1 in floats, but not exactly."""
     assert find_multiples(torch.tensor([[1.0, 1 / 3]])) is None
     assert find_multiples(torch.tensor([[3.0, 2.0]]))[1].tolist() == [[3, 2]]
 
 
-def test_zeros_are_multiples():
+def test_zero_scales_are_multiples():
     units, multiples = find_multiples(torch.tensor([[0.0, 0.0], [0.0, 0.5]]))
     assert units.tolist() == [[0.0], [0.5]] and multiples.tolist() == [[0, 0], [0, 1]]
 
@@ -74,7 +74,7 @@ def test_zeros_are_multiples():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1.0))
 @settings(max_examples=100, deadline=None)
-def test_nearest_multiples_are_exact_and_the_nearest(dtype, seed, size):
+def test_nearest_multiples_are_exact_and_nearest(dtype, seed, size):
     generator = torch.Generator().manual_seed(seed)
     scales = size * (torch.rand(9, 5, generator=generator) + 0.05)
     scales = (scales * (2 * torch.randint(0, 2, (9, 5), generator=generator) - 1)).to(dtype)
@@ -95,7 +95,7 @@ def test_nearest_multiples_are_exact_and_the_nearest(dtype, seed, size):
     assert ((units * MOST - most).abs() <= most / 2 ** DTYPES[dtype] + 15 * 2.0**-24).all()
 
 
-def test_schemes_whose_rounding_chooses_multiples():
+def test_schemes_that_round_scales_to_multiples():
     names = [name for name in SCHEMES if Scheme.parse(name).weight.in_multiples]
     assert names == ["w4a8"]
     assert Scheme.parse("w4a8-g32").weight.in_multiples
@@ -110,7 +110,7 @@ def test_schemes_whose_rounding_chooses_multiples():
 
 
 @pytest.mark.parametrize("importance", [False, True], ids=["equal", "weighted"])
-def test_rounding_chooses_multiples_at_little_cost(importance):
+def test_multiples_cost_little_error(importance):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)
     weight *= torch.rand(64, 8, generator=generator).repeat_interleave(32, 1) + 0.5
@@ -131,7 +131,7 @@ def test_rounding_chooses_multiples_at_little_cost(importance):
     assert errors[1] < nearest, "errors decide, not the distance of scales"
 
 
-def test_groups_and_rows_of_zeros():
+def test_all_zero_groups_and_rows_do_not_set_unit():
     """Their scale would be 1: it must not decide the unit of small weights."""
     weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) / 1000
     weight[0, :32], weight[1] = 0, 0
@@ -150,7 +150,7 @@ def test_one_group_keeps_its_scale():
     assert torch.equal(found, free)
 
 
-def test_blocks_of_rows_change_no_bit(monkeypatch):
+def test_row_blocks_round_bitwise_equal(monkeypatch):
     weight = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     whole = round_to_nearest(weight, W4A8)
     monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 3 * 64)

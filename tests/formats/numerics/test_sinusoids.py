@@ -9,7 +9,7 @@ from formats.numerics.sinusoids import sinusoids
 
 @pytest.mark.parametrize(("count", "width"), [(40, 64), (7, 33), (130, 6)])
 @pytest.mark.parametrize("zero_row", [None, 1, 6])
-def test_they_are_transformers(count, width, zero_row):
+def test_sinusoids_equal_transformers(count, width, zero_row):
     want = XGLMSinusoidalPositionalEmbedding.get_embedding(count, width, zero_row)
     found = sinusoids(count, width, zero_row)
     assert torch.equal(found, want)
@@ -18,5 +18,5 @@ def test_they_are_transformers(count, width, zero_row):
     )
 
 
-def test_a_padding_token_beyond_the_table_changes_nothing():
+def test_padding_index_beyond_table_is_ignored():
     assert torch.equal(sinusoids(9, 8, 50), sinusoids(9, 8))

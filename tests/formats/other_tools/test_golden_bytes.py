@@ -20,7 +20,7 @@ def floats(text: str) -> list[float]:
     return [float(number) for number in text.split()]
 
 
-def test_golden_4_bits_of_bitsandbytes():
+def test_bitsandbytes_4_bit_golden_bytes():
     assert "0x12 0x3F are the weights" in README
     values = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [2, 2]}
     tensors = {
@@ -33,14 +33,14 @@ def test_golden_4_bits_of_bitsandbytes():
     assert found.dequantize().flatten().tolist() == floats("0.25 0.5 0.75 3.75")
 
 
-def test_golden_8_bits_of_bitsandbytes():
+def test_bitsandbytes_8_bit_golden_bytes():
     codes = torch.tensor([[1, -127, 0, 0]], dtype=torch.int8)
     tensors = {"weight": codes, "SCB": torch.tensor([254.0])}
     found = bitsandbytes.decode_8bit(tensors, bitsandbytes.EIGHT_BIT_SPEC, "q").dequantize()
     assert found.flatten().tolist() == [*floats("2.0 -254.0"), 0, 0]
 
 
-def test_golden_int4_of_torchao():
+def test_torchao_int4_golden_bytes():
     """Codes are two's complement, the even input in the low half of its byte."""
     tensors = {
         torchao.DATA: torch.tensor([[0x78]], dtype=torch.uint8).view(torch.int8),
@@ -52,7 +52,7 @@ def test_golden_int4_of_torchao():
     assert found.flatten().tolist() == floats("-3.75 3.75")
 
 
-def test_golden_tiles_of_torchao():
+def test_torchao_tile_golden_words():
     """The first word of a tile holds the first inputs of its first row."""
     assert "0x76543210 of the first lane" in README
     words = torch.full((1, 1, 32, 1), -2004318072, dtype=torch.int32)  # codes of 8
@@ -69,7 +69,7 @@ def test_golden_tiles_of_torchao():
     assert bool((found == 0.25).all()) and found.shape == (8, 32)
 
 
-def test_lane_of_torchaos_tiles_holds_every_fourth_pair_of_a_row():
+def test_torchao_tile_lane_holds_every_fourth_pair():
     words = torch.zeros(2, 3, 32, 4, dtype=torch.int32)
     words[1, 2, 14, 3] = 1 << 20  # lane 14: row 3 and pair 2; nibble 5: odd input, second eight
     codes = torchao.unpack_tiles(words, "q")
@@ -77,7 +77,7 @@ def test_lane_of_torchaos_tiles_holds_every_fourth_pair_of_a_row():
     assert codes.nonzero().tolist() == [[8 + 3, 2 * 128 + 3 * 32 + 8 + 2 * 2 + 1]]
 
 
-def test_scales_of_torchaos_int4_are_groups_by_outputs():
+def test_torchao_int4_scales_are_groups_by_outputs():
     codes = torch.tensor([[-8, -1, 0, 7], [1, 2, 3, 4]])
     scales = torch.tensor([[0.5, 1.0], [2.0, 4.0]])  # [G, N]
     zeros = torch.tensor([[0.25, 0.0], [-1.0, 8.0]])
@@ -92,7 +92,7 @@ def test_scales_of_torchaos_int4_are_groups_by_outputs():
     assert found.tolist() == [[-3.75, -0.25, -1.0, 13.0], [1.0, 2.0, 20.0, 24.0]]
 
 
-def test_golden_codes_of_hqq():
+def test_hqq_golden_codes():
     tensors = {
         hqq.CODES: torch.tensor([[0x21, 0x43]], dtype=torch.uint8),
         "scale": torch.tensor([[0.5], [1.0]]),

@@ -286,7 +286,7 @@ def test_every_format_has_twenty_damaged_variants():
 
 
 @pytest.mark.parametrize(("name", "field", "how"), SOME, ids=range(len(SOME)))
-def test_damage_is_one_line_in_loading_and_in_inspection(name, field, how, tmp_path):
+def test_damage_is_one_loading_error_and_one_inspect_finding(name, field, how, tmp_path):
     folder, tensors, config = copied(name, tmp_path)
     metadata = metadata_of(folder)
     if field is None:
@@ -325,7 +325,7 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize(("name", "target"), CONVERTED)
-def test_what_has_a_lossless_form_is_converted_to_it(name, target, tmp_path):
+def test_lossless_conversion_to_supported_format(name, target, tmp_path):
     convert_checkpoint(MADE_BY / name, tmp_path / "out", target)
     before, after = decoded(MADE_BY / name), decoded(tmp_path / "out")
     assert before.keys() == after.keys() and len(before) == 7
@@ -342,12 +342,12 @@ LOST = [
 
 
 @pytest.mark.parametrize(("name", "target", "text"), LOST)
-def test_conversion_says_what_would_be_lost(name, target, text, tmp_path):
+def test_lossy_conversion_is_refused_with_reason(name, target, text, tmp_path):
     with pytest.raises(SchemeError, match=f"{text}.*quantize the float original"):
         convert_checkpoint(MADE_BY / name, tmp_path / "out", target)
 
 
-def test_inputs_with_zero_points_are_read_with_16_bits_and_not_converted(tmp_path):
+def test_asymmetric_activations_run_in_16_bits_and_are_not_converted(tmp_path):
     folder, tensors, config = copied("torchao-int4", tmp_path)
     quant_type(_type="Int8DynamicActivationIntxWeightConfig")(config)
     data = config[BLOCK]["quant_type"]["default"]["_data"]
@@ -361,14 +361,14 @@ def test_inputs_with_zero_points_are_read_with_16_bits_and_not_converted(tmp_pat
         convert_checkpoint(folder, tmp_path / "out", "gptq")
 
 
-def test_tiles_of_other_devices_are_refused_by_name(tmp_path):
+def test_unsupported_torchao_tiles_are_refused(tmp_path):
     folder, tensors, config = copied("torchao-tiles", tmp_path)
     config[BLOCK]["quant_type"]["default"]["_data"]["int4_tile_packed_ntile"] = 16
     with pytest.raises(CheckpointError, match="int4_tile_packed_ntile: expected 8"):
         decoded(written(folder, tensors, config))
 
 
-def test_modules_by_name_in_a_torchao_block():
+def test_torchao_module_names_select_schemes():
     int8 = {"_type": "Int8WeightOnlyConfig", "_data": {}}
     int4 = {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}
     named = {
@@ -383,7 +383,7 @@ def test_modules_by_name_in_a_torchao_block():
     assert str(config.scheme_for("model.layers.1.self_attn.q_proj")) == "w8a16-sym-channel"
 
 
-def test_hqq_schemes_by_the_ends_of_names():
+def test_hqq_schemes_match_name_suffixes():
     own = {"weight_quant_params": {"nbits": 2, "group_size": 16}}
     config = QuantConfig.from_dict(
         {"quant_method": "hqq", "quant_config": {"mlp.up_proj": own}, "skip_modules": ["lm_head"]}
@@ -393,7 +393,7 @@ def test_hqq_schemes_by_the_ends_of_names():
 
 
 @pytest.mark.parametrize("method", unread_methods.METHODS)
-def test_a_format_that_is_not_read_is_refused_by_name(method):
+def test_unsupported_method_is_refused_by_name(method):
     tool, form = unread_methods.METHODS[method]
     with pytest.raises(CheckpointError) as caught:
         QuantConfig.from_dict({"quant_method": method, "bits": 4})
@@ -402,7 +402,9 @@ def test_a_format_that_is_not_read_is_refused_by_name(method):
 
 
 @pytest.mark.parametrize("method", ["exl3", "exl2", "fbgemm_fp8", "aqlm"])
-def test_inspection_and_conversion_refuse_it_too(method, tmp_path, gptq_model, write_folder):
+def test_unsupported_method_is_refused_by_inspect_and_convert(
+    method, tmp_path, gptq_model, write_folder
+):
     tensors, config = gptq_model
     folder = write_folder(tensors, {**config, BLOCK: {"quant_method": method, "bits": 4}})
     tool, _ = unread_methods.METHODS[method]
@@ -413,7 +415,7 @@ def test_inspection_and_conversion_refuse_it_too(method, tmp_path, gptq_model, w
         convert_checkpoint(folder, tmp_path / "out", "gptq")
 
 
-def test_a_block_of_mlx_is_told_from_one_without_a_method():
+def test_mlx_block_is_distinguished_from_missing_method():
     with pytest.raises(CheckpointError, match="format of MLX"):
         QuantConfig.from_dict({"group_size": 64, "bits": 4, "mode": "affine"})
     with pytest.raises(CheckpointError, match="expected one of gptq"):

@@ -190,7 +190,7 @@ def read_all(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_the_format_says(kind, model_of, write_folder):
+def test_weights_equal_format_definition(kind, model_of, write_folder):
     tensors, config, weights = model_of(kind)
     folder = write_folder(tensors, config)
     found = read_all(folder)
@@ -278,7 +278,9 @@ def damage(number, tensors, config):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_kinds_of_damage_give_one_line(kind, float_model, model_of, tmp_path, write_folder):
+def test_each_of_twenty_damages_gives_one_line_error(
+    kind, float_model, model_of, tmp_path, write_folder
+):
     """Loading is refused with one line, and `inspect` reports an error; neither has a traceback."""
     silent = []
     tensors, config, _ = model_of(kind)
@@ -332,7 +334,9 @@ def test_lossless_forms(kind, target, scheme, model_of, write_folder, tmp_path):
         ("mxfp8", "gptq", "stores integer codes"),
     ],
 )
-def test_what_would_be_lost_is_named(kind, target, lost, model_of, write_folder, tmp_path):
+def test_lossy_conversion_is_refused_with_reason(
+    kind, target, lost, model_of, write_folder, tmp_path
+):
     tensors, config, _ = model_of(kind)
     folder = write_folder(tensors, config)
     with pytest.raises(InputError, match=lost):
@@ -340,7 +344,7 @@ def test_what_would_be_lost_is_named(kind, target, lost, model_of, write_folder,
     assert not (tmp_path / "new").exists()
 
 
-def test_a_global_scale_to_multiply_by_becomes_one_to_divide_by_where_that_is_exact():
+def test_global_scale_multiplier_converts_to_divisor_only_if_exact():
     """A power of two has an exact inverse; most numbers have none."""
     spec = Scheme.parse("w4a16-nvfp4").weight
     fields = {"bytes_NB": random_bytes(8, 16), "scales_NG": float8(8, 2, seed=1), "spec": spec}
@@ -358,7 +362,7 @@ def test_a_global_scale_to_multiply_by_becomes_one_to_divide_by_where_that_is_ex
     assert 0 < refused < 40
 
 
-def test_every_exponent_is_a_power_of_two_and_back():
+def test_every_e8m0_exponent_round_trips():
     exponents = torch.arange(255).to(torch.uint8)
     scales = powers_of_two(exponents)
     assert scales.tolist() == [2.0 ** (e - 127) for e in range(255)]
@@ -373,7 +377,7 @@ def test_every_exponent_is_a_power_of_two_and_back():
     ("layout", "tensors_of", "bits"),
     [("mxfp8-quantized", mxfp8, 8), ("mxfp6-pack-quantized", mxfp6, 6)],
 )
-def test_mx_formats_decode_as_the_library_does(layout, tensors_of, bits):
+def test_mx_decode_equals_library(layout, tensors_of, bits):
     library = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
 
@@ -399,7 +403,7 @@ def w4a4(weight_bits=4):
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
-def test_four_bit_activations_are_run_wider_only_where_a_user_agrees():
+def test_four_bit_activations_need_user_consent_to_run_wider():
     config = QuantConfig.from_dict(w4a4())
     assert str(config.scheme) == "w4a4-sym-g32-int4-dynamic-token"
     with pytest.raises(CheckpointError, match="4-bit integer activations.*--activation-bits 8 or"):
@@ -413,7 +417,7 @@ def test_four_bit_activations_are_run_wider_only_where_a_user_agrees():
         plain.with_activation_bits(8)
 
 
-def test_algorithms_that_are_not_read_are_named():
+def test_unsupported_algorithms_are_refused_by_name():
     for block, text in (
         (modelopt("NVFP4_SVD"), "SVDQuant"),
         (modelopt("W4A8_AWQ"), "a second time"),
@@ -427,7 +431,7 @@ def test_algorithms_that_are_not_read_are_named():
         assert "\n" not in str(caught.value)
 
 
-def test_modelopt_keeps_its_group_size_in_a_file_of_its_own(model_of, write_folder):
+def test_modelopt_group_size_is_read_from_its_own_file(model_of, write_folder):
     """config.json of 4-bit integers does not state it."""
     tensors, config, weights = model_of("modelopt-awq")
     del config[BLOCK]["group_size"]
@@ -447,7 +451,7 @@ def test_modelopt_keeps_its_group_size_in_a_file_of_its_own(model_of, write_fold
     assert str(quant.scheme) == "w4a16-sym-g32" and quant.scheme_for("lm_head") is None
 
 
-def test_mixed_precision_of_modelopt_names_its_layers():
+def test_modelopt_mixed_precision_layer_schemes():
     layers = {
         Q0: {"quant_algo": "NVFP4", "group_size": 16},
         "model.layers.1.mlp*": {"quant_algo": "FP8"},
@@ -458,7 +462,7 @@ def test_mixed_precision_of_modelopt_names_its_layers():
     assert config.scheme_for("model.layers.0.mlp.up_proj") is None
 
 
-def test_golden_bytes_of_mxfp8():
+def test_mxfp8_golden_bytes():
     """As formats/README.md has them: an exponent of 126, and three float8 bytes."""
     codes = torch.tensor([[0x38, 0x40, 0xB8] + [0] * 29], dtype=torch.uint8)
     tensors = {

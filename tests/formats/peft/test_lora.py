@@ -45,7 +45,7 @@ def config(**fields):
         ({"alpha_pattern": {"mlp.*": 1.5}}, Q0, 8, 2.0),
     ],
 )
-def test_rank_and_scale_of_a_module(fields, module, rank, scale):
+def test_module_rank_and_scale(fields, module, rank, scale):
     found = config(**fields)
     assert (found.rank_of(module), found.scale_of(module)) == (rank, pytest.approx(scale))
 
@@ -69,13 +69,13 @@ def test_rank_and_scale_of_a_module(fields, module, rank, scale):
         ({"exclude_modules": r".*\.[02]\..*"}, {"1.self_attn.q_proj"}),
     ],
 )  # fmt: skip
-def test_which_modules_are_adapted(fields, adapted):
+def test_target_modules_select_linears(fields, adapted):
     found = config(**fields)
     assert {n.removeprefix("model.layers.") for n in SHAPES if found.adapts(n)} == adapted
 
 
 @pytest.mark.exhaustive
-def test_matching_is_peft_s():
+def test_module_matching_equals_peft():
     """Names match as in PEFT's own function: every name above, and similar ones."""
     tuners = pytest.importorskip("peft.tuners.tuners_utils")
     from peft import LoraConfig as PeftConfig
@@ -112,7 +112,7 @@ NOT_NEUTRAL = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_changes_the_arithmetic_is_refused(key):
+def test_unsupported_arithmetic_options_are_refused(key):
     with pytest.raises(CheckpointError, match=rf"adapter_config.json {key}: .*not supported"):
         config(**{key: NOT_NEUTRAL[key]})
     config(**{key: None})
@@ -147,7 +147,7 @@ def test_what_changes_the_arithmetic_is_refused(key):
         ({"init_lora_weights": "gaussian", "eva_config": {"rho": 2}}, None),
     ],
 )
-def test_config_is_checked_whole(fields, match):
+def test_invalid_config_fields_are_refused(fields, match):
     if match is None:
         config(**fields)
         return
@@ -155,19 +155,19 @@ def test_config_is_checked_whole(fields, match):
         config(**fields)
 
 
-def test_an_expression_cannot_run_for_long():
+def test_pattern_matching_time_is_bounded():
     with pytest.raises(CheckpointError, match=r"takes long|is not supported|too long|repeats"):
         config(target_modules="(.*a){900}" * 30).adapts("a" * 300)
 
 
-def test_many_expressions_cannot_run_for_long_together():
+def test_total_pattern_matching_time_is_bounded():
     found = config(alpha_pattern={f"(.*a|.*b{n})+(c|d)*": 1 for n in range(256)})
     with pytest.raises(CheckpointError, match="patterns take too long to match"):
         for n in range(1000):
             found.scale_of(f"model.layers.{n}.self_attn.q_proj")
 
 
-def test_full_names_of_a_large_model_are_read_without_matching():
+def test_full_module_names_skip_pattern_matching():
     """PEFT writes a key for each linear where ranks differ."""
     names = [f"model.layers.{i}.self_attn.{c}_proj" for i in range(126) for c in "qkvo"]
     patterns = {name: 1 + n % 512 for n, name in enumerate(names)}
@@ -178,7 +178,7 @@ def test_full_names_of_a_large_model_are_read_without_matching():
 
 @pytest.mark.parametrize("key", ["q_proj", "a.b", "a.b.c", ".b", "layers.1", "b.", "a_b"])
 @pytest.mark.parametrize("module", ["a.b", "x.a.b", "xa.b", "axb", "a.b.c", "layers.1", "b.x"])
-def test_plain_pattern_fits_what_the_expression_fits(key, module):
+def test_plain_pattern_equals_regular_expression(key, module):
     found = config(rank_pattern={key: 3})
     assert (found.rank_of(module) == 3) == bool(re.match(rf"(.*\.)?({key})$", module))
 
@@ -203,7 +203,7 @@ def folder(model, tmp_path):
     return write_adapter(model, tmp_path / "adapter", rank=3, only=["q_proj", "up_proj"])
 
 
-def test_folder_is_read(folder, shapes):
+def test_adapter_folder_is_read(folder, shapes):
     found = read_adapter(folder, shapes, max_rank=3)
     assert len(found.pairs) == 6 and found.rank == 3
     stored = load_file(folder / "adapter_model.safetensors")
@@ -213,7 +213,7 @@ def test_folder_is_read(folder, shapes):
     torch.testing.assert_close(pair.delta().double(), want)
 
 
-def test_names_below_a_model_that_sees_pictures(folder, shapes):
+def test_names_under_vision_language_prefix(folder, shapes):
     path = folder / "adapter_model.safetensors"
     renamed = {
         name.replace("model.model.layers", "model.model.language_model.layers"): tensor
@@ -254,7 +254,7 @@ def test_weights_replaced_during_reading_are_refused(folder, other, shapes, call
     assert len(read_adapter(folder, shapes).pairs) == 6
 
 
-def test_link_moved_during_reading_does_not_matter(folder, other, shapes, tmp_path):
+def test_link_changed_during_reading_is_harmless(folder, other, shapes, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(folder)
     want = read_adapter(folder, shapes)
@@ -267,7 +267,7 @@ def test_link_moved_during_reading_does_not_matter(folder, other, shapes, tmp_pa
     assert all(torch.equal(found.pairs[name].a_rK, pair.a_rK) for name, pair in want.pairs.items())
 
 
-def test_pickle_holds_tensors_alone(folder, shapes, tmp_path):
+def test_pickle_with_other_than_tensors_is_refused(folder, shapes, tmp_path):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     path.unlink()
@@ -381,19 +381,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_folder_is_named(folder, shapes, name):
+def test_broken_folder_is_refused(folder, shapes, name):
     damage, match = BROKEN[name]
     damage(folder)
     with pytest.raises(CheckpointError, match=match):
         read_adapter(folder, shapes)
 
 
-def test_rank_beyond_the_server_s(folder, shapes):
+def test_rank_above_server_limit_is_refused(folder, shapes):
     with pytest.raises(CheckpointError, match=r"at most 2, found 3 \(raise --max-lora-rank\)"):
         read_adapter(folder, shapes, max_rank=2)
 
 
-def test_reading_ends_where_no_request_waits_for_it(folder, shapes):
+def test_reading_stops_if_no_request_waits(folder, shapes):
     asked = []
 
     def is_wanted():
@@ -405,7 +405,7 @@ def test_reading_ends_where_no_request_waits_for_it(folder, shapes):
     assert len(asked) == 4
 
 
-def test_fitted_adapter_changes_a_scaled_weight_alike():
+def test_adapter_follows_transform_scales():
     generator = torch.Generator().manual_seed(0)
     a_rK, b_Nr, weight_NK = (
         torch.randn(shape, generator=generator) for shape in ((3, 7), (5, 3), (5, 7))

@@ -14,7 +14,7 @@ IDS = torch.randint(0, 90, (50,), generator=GENERATOR)
 LOGITS = 4 * torch.randn(50, 90, generator=GENERATOR)
 
 
-def test_equal_logits_are_at_distance_zero_after_a_round_trip():
+def test_equal_logits_have_zero_distance_after_round_trip():
     probe = Probe.from_dict(json.loads(json.dumps(Probe.of(IDS, LOGITS, True).to_dict())))
     assert probe.token_ids == tuple(IDS[:NUM_TOKENS].tolist())
     assert probe.distance(LOGITS[:NUM_TOKENS]) < 1e-5
@@ -23,7 +23,7 @@ def test_equal_logits_are_at_distance_zero_after_a_round_trip():
     assert probe.limit(True) == EXACT_LIMIT and probe.limit(False) == LIMIT
 
 
-def test_distance_is_the_mean_difference_of_log_probabilities():
+def test_distance_equals_mean_log_probability_difference():
     probe = Probe.of(IDS, LOGITS, True)
     other = LOGITS + torch.randn(LOGITS.shape, generator=GENERATOR)
     p, q = LOGITS.double().log_softmax(-1), other.double().log_softmax(-1)
@@ -38,7 +38,7 @@ def test_distance_is_the_mean_difference_of_log_probabilities():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_infinitely_far(value):
+def test_nonfinite_logits_have_infinite_distance(value):
     broken = LOGITS[:NUM_TOKENS].clone()
     broken[-1, 3] = value
     assert Probe.of(IDS, LOGITS, True).distance(broken) == float("inf")
@@ -53,11 +53,11 @@ def test_logits_that_are_not_finite_are_infinitely_far(value):
         for change in ({"positions": [1]}, {"positions": [0, 99] * 4}, {"log_probs": "x"})
     ],
 )
-def test_damaged_file_is_named(tmp_path, text):
+def test_damaged_probe_file_is_refused(tmp_path, text):
     (tmp_path / QUALITY).write_text(text)
     with pytest.raises(CheckpointError, match=r"quality.json: cannot be read"):
         read_quality(tmp_path)
 
 
-def test_folder_without_the_file(tmp_path):
+def test_folder_without_probe_file(tmp_path):
     assert read_quality(tmp_path) is None

@@ -147,7 +147,7 @@ def compiled(card: str, names: list[str], cache: Path) -> list[dict]:
 
 
 @pytest.mark.exhaustive(every_part=True)  # a minute of one core
-def test_what_the_card_would_run(card, names, pytestconfig):
+def test_compiled_kernels_fit_card_without_spills(card, names, pytestconfig):
     found = compiled(card, names, pytestconfig.cache.mkdir("triton"))
     for name in names:
         kernels = [kernel for kernel in found if kernel["case"] == name]
@@ -261,18 +261,18 @@ SM90_CHECKS = {
 
 
 @pytest.mark.parametrize("module", SM90_CHECKS)
-def test_the_checked_kernels_exist(module):
+def test_checked_kernels_exist(module):
     assert (ROOT / "qkernels" / f"{module.replace('.', '/')}.py").exists()
 
 
-def test_cards_have_quick_cases():
+def test_every_card_has_quick_cases():
     for card, of_card in CARDS.items():
         quick = [case for case in CASES.values() if card in case.quick]
         assert len(quick) >= 4 and all(case.least <= of_card.arch for case in quick)
     assert all(set(case.quick) <= set(CARDS) for case in CASES.values())
 
 
-def test_a_write_to_a_register_in_use_is_found():
+def test_write_to_register_in_use_is_detected():
     """Products that are waited for one turn later: the next turn writes what the last one reads."""
     loop = """
         /*0000*/   {first} ;

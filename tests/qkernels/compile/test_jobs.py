@@ -26,7 +26,7 @@ def run(folder, *names):
 
 
 @pytest.mark.exhaustive
-def test_workers_fill_the_cache_that_launches_read(tmp_path):
+def test_compile_workers_fill_launch_cache(tmp_path):
     found = run(tmp_path, *QUICK)
     assert found["jobs"] == found["kernels"] >= len(QUICK) and not found["refused"]
     assert found["compiled"] == found["jobs"] + 1, "one that fails does not hold up the others"
@@ -35,18 +35,18 @@ def test_workers_fill_the_cache_that_launches_read(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_every_launch_can_be_described(tmp_path):
+def test_launches_are_described_as_jobs(tmp_path):
     found = run(tmp_path)
     assert found["jobs"] > 100 and not found["refused"]
 
 
 @pytest.mark.parametrize("module", ["os", "tests.qkernels", "qkernelsx.gpu"])
-def test_a_job_imports_nothing_foreign(module):
+def test_compile_job_refuses_foreign_imports(module):
     job = {"module": module, "kernel": "system", "arguments": [], "constants": {}}
     with pytest.raises(compile_jobs.NotDescribable, match=f"may not name module {module}"):
         compile_jobs.compile_job(json.dumps(job))
 
 
-def test_an_unknown_value_is_refused():
+def test_compile_job_refuses_unknown_value():
     with pytest.raises(compile_jobs.NotDescribable, match="cannot hold builtins:object"):
         compile_jobs._encode({"x": object()}["x"])

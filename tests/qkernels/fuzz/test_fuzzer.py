@@ -26,31 +26,31 @@ def drawn(seed, count=40, repeats=2):
     return list(itertools.islice(problems(OPS, seed, 100, repeats), count))
 
 
-def test_a_seed_gives_the_same_problems():
+def test_seed_reproduces_problems():
     assert drawn(3) == drawn(3) != drawn(4)
 
 
-def test_problems_cost_little_and_are_allowed():
+def test_problems_are_small_and_valid():
     for name, problem in drawn(0, 300):
         assert name in OPS and problem["M"] <= 64
         assert OP.is_allowed(**problem)
     assert {problem["M"] for _, problem in drawn(0, 300)} == {1, 16, 17, 64}
 
 
-def test_repeats_change_dynamic_fields_alone():
+def test_repeats_change_only_dynamic_fields():
     (_, first), (_, second), (_, third) = drawn(1, 3)
     for other in (second, third):
         assert (other["kind"], other["flag"]) == (first["kind"], first["flag"])
     assert len({p["seed"] for p in (first, second, third)}) == 3
 
 
-def test_an_operation_that_nothing_fits_is_left_out():
+def test_operation_without_valid_problem_is_skipped():
     import random
 
     assert draw(OP, random.Random(0), max_cost=0) is None
 
 
-def test_the_failing_problem_becomes_small():
+def test_failing_problem_is_shrunk():
     problem = {"M": 1000, "kind": "odd", "flag": True, "seed": 5}
     small = shrink(OP, problem, seconds=5)
     assert small == {"M": 17, "kind": "odd", "flag": False, "seed": 5}
@@ -58,12 +58,12 @@ def test_the_failing_problem_becomes_small():
     assert shrink(OP, problem, seconds=0) == problem
 
 
-def test_the_replay_text_is_the_problem():
+def test_replay_text_round_trips():
     problem = {"M": 17, "kind": "odd", "flag": False, "seed": 5}
     assert json.loads(replay_text("one", problem)) == {"op": "one"} | problem
 
 
-def test_any_error_is_a_finding():
+def test_any_exception_is_a_finding():
     def crash(**problem):
         raise ZeroDivisionError
 

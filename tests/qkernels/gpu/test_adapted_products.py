@@ -95,7 +95,7 @@ def test_every_number_of_rows(make_weight, poison, assert_close, M, ranks):
 
 
 @pytest.mark.parametrize("M", [2, 4])
-def test_codes_of_8_bits(make_weight, poison, assert_close, M):
+def test_adapters_with_8_bit_codes(make_weight, poison, assert_close, M):
     lora = adapters("some blocks", SIZES["qkv"], torch.float16)
     packed = make_weight(sum(SIZES["qkv"]), K, 128, bits=8)
     check(packed, lora, random_x(M, K, torch.float16), [2, 0, -1, 1][:M], assert_close)
@@ -132,7 +132,7 @@ def test_more_tiles_than_blocks(make_weight, assert_close, M):
 
 
 @pytest.mark.parametrize("M", [1, 4, 7, 16])
-def test_many_parts_of_h(make_weight, poison, assert_close, M):
+def test_adapters_with_many_partial_sums_of_h(make_weight, poison, assert_close, M):
     """As many inputs as the longest linear of an 8B model has."""
     lora = adapters("one block", (448,), torch.bfloat16, 14336)
     packed = make_weight(448, 14336, 128)
@@ -142,7 +142,7 @@ def test_many_parts_of_h(make_weight, poison, assert_close, M):
 
 
 @pytest.mark.parametrize("M", [2, 4, 8, 30])
-def test_rows_without_an_adapter_have_the_bits_of_the_plain_product(make_weight, poison, M):
+def test_rows_without_adapter_equal_plain_product_bitwise(make_weight, poison, M):
     sizes = SIZES["gate_up"]
     lora = adapters("one block", sizes, torch.bfloat16)
     weight = ops.prepare_weight(make_weight(sum(sizes), K, 128), torch.bfloat16)
@@ -157,7 +157,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_plain_product(make_weight,
 
 
 @pytest.mark.parametrize("M", [3, 12])
-def test_nan_and_inf_stay_with_their_adapter(make_weight, poison, M):
+def test_nan_and_inf_stay_in_rows_of_their_adapter(make_weight, poison, M):
     sizes = SIZES["qkv"]
     lora = adapters("one block", sizes, torch.bfloat16)
     weight = ops.prepare_weight(make_weight(sum(sizes), K, 128), torch.bfloat16)
@@ -176,7 +176,7 @@ def test_nan_and_inf_stay_with_their_adapter(make_weight, poison, M):
 
 
 @pytest.mark.parametrize("M", [1, 8])
-def test_a_graph_serves_any_adapters(make_weight, assert_close, M):
+def test_captured_graph_serves_any_adapters(make_weight, assert_close, M):
     """Slots, inputs and adapters are read on the device."""
     sizes = SIZES["qkv"]
     lora = adapters("one block", sizes, torch.bfloat16)
@@ -198,7 +198,7 @@ def test_a_graph_serves_any_adapters(make_weight, assert_close, M):
         assert_close("graph", adapted(x, base, mix(M), lora), y, 4e-3)
 
 
-def test_a_term_that_nobody_adds_is_refused(make_weight):
+def test_unused_adapter_term_is_refused(make_weight):
     lora = adapters("one block", SIZES["o"], torch.bfloat16)
     weight = ops.prepare_weight(make_weight(448, K, 128), torch.bfloat16)
     x = random_x(8, K, torch.bfloat16)

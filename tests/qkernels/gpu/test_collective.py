@@ -24,14 +24,14 @@ def checked(*arguments: str) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_on_one_gpu(ranks):
+def test_sums_of_processes_on_one_gpu(ranks):
     said = checked("--one-gpu", "--ranks", str(ranks), "--seconds", "200")
     assert "peer memory by cuda_ipc" in said and "bitwise equal on all ranks" in said
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_processes_on_their_own_gpus(ranks):
+def test_sums_of_processes_on_separate_gpus(ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     said = checked("--ranks", str(ranks), "--seconds", "200")
@@ -40,7 +40,7 @@ def test_processes_on_their_own_gpus(ranks):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run compiled here")
 @pytest.mark.exhaustive
-def test_the_measurement_runs_in_the_interpreter(tmp_path):
+def test_measurement_script_runs_in_interpreter(tmp_path):
     """All of its Python, so that it works at the first try where there are GPUs."""
     command = [sys.executable, "examples/measure_all_reduce.py", "--tiny"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -53,7 +53,7 @@ def test_the_measurement_runs_in_the_interpreter(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_lost_rank_ends_the_wait():
+def test_lost_rank_ends_wait():
     """And `abort` does, from another thread, whatever the limit."""
     from qkernels.collective import ops
     from qkernels.collective.channels import PeerLayout, PeerLostError, Peers

@@ -59,7 +59,7 @@ def test_inputs_of_very_different_sizes(check, body, make_weight, half, poison, 
     check(make_weight(136, 512, 128, spread=8), x)
 
 
-def test_a_large_input_under_a_code_of_zero_hides_nothing(product, body, make_weight, half):
+def test_large_input_with_zero_code_keeps_small_inputs(product, body, make_weight, half):
     """Codes of 8 are zero: the sum is of inputs 2^-12 as large as the group's largest."""
     packed = make_weight(64, 256, 128)
     codes = packed.codes()
@@ -73,7 +73,7 @@ def test_a_large_input_under_a_code_of_zero_hides_nothing(product, body, make_we
 
 
 @pytest.mark.parametrize("power", [None, -60, -6, 14, 100])
-def test_any_size(check, body, make_weight, half, poison, power):
+def test_inputs_of_any_magnitude(check, body, make_weight, half, poison, power):
     """Within what outputs in the dtype can hold; a row of zeros among them."""
     if half == torch.float16 and power in (-60, 100):
         pytest.skip("float16 has no such numbers")

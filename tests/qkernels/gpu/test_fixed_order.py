@@ -77,7 +77,7 @@ def test_groups_of_the_portable_kernel(make_weight, group):
     assert_rows_are_alone(lambda x: ops.linear(x, weight), random_x(1100, 1024, torch.float16))
 
 
-def test_without_the_request_rows_differ(make_weight):
+def test_default_order_rows_differ(make_weight):
     weight = ops.prepare_weight(make_weight(4096, 4096, 128, True, bits=4), torch.bfloat16)
     assert differs(lambda x: ops.linear(x, weight), random_x(1100, 4096))
 
@@ -269,7 +269,7 @@ def test_latent_attention(H, codes):
 
 
 @pytest.mark.parametrize("sizes", [(16, 128, 512), (128, 512, 128), (5, 96, 64)], ids=str)
-def test_products_of_heads(sizes):
+def test_per_head_products(sizes):
     H, K, N = sizes
     x = random_x(1100 * H, K).view(1100, H, K)
     weight = random_x(H * K, N).view(H, K, N)
@@ -352,7 +352,7 @@ def test_attention(pages, D, heads, window, soft_cap):
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"soft_cap": 20.0}], ids=str)
 @pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("D, heads", [(64, (8, 2)), (80, (7, 1)), (128, (16, 2)), (256, (4, 2))])
-def test_tiles_and_programs_of_the_portable_kernel(D, heads, pages, options):
+def test_portable_kernel_tiles_and_programs_do_not_change_bits(D, heads, pages, options):
     """Segments by one program or several, in tiles of 16 and 32 rows: the same bits."""
     from qkernels.attention.fixed_order import triton_segments
     from qkernels.attention.fixed_order.config import tile_config
@@ -385,7 +385,7 @@ def test_tiles_and_programs_of_the_portable_kernel(D, heads, pages, options):
 @pytest.mark.parametrize("window", [None, 300], ids=["", "window"])
 @pytest.mark.parametrize("D", [64, 80, 128])
 @pytest.mark.parametrize("group, sinks", [(1, False), (4, False), (7, True), (16, False)])
-def test_any_number_of_programs_shares_the_segments(group, sinks, D, window, soft_cap):
+def test_number_of_programs_does_not_change_bits(group, sinks, D, window, soft_cap):
     """One program or several a row, and the kernel for prompts: the same bits, near float64's."""
     from qkernels.attention import reference, sm90_prefill
     from qkernels.attention.fixed_order import sm90_segments

@@ -69,7 +69,7 @@ def test_rows_with_nan_or_inf_become_nan(make_weight, half):
     assert torch.equal(got[[0, 3]], want[[0, 3]]), "rows do not touch each other"
 
 
-def test_chosen_and_captured_among_others(make_weight, half):
+def test_chosen_config_in_captured_graph(make_weight, half):
     """A graph of products that share limbs' memory, replayed with new inputs."""
     N, K = 1024, 4096
     assert default_gemv_config(2, N, K, 128, 4, 132) is not None

@@ -106,7 +106,7 @@ def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, sha
 @pytest.mark.parametrize("K", [128, 384, 1152])
 @whole_shapes
 @both_bits
-def test_a_block_goes_on_with_the_next_tile(
+def test_persistent_block_continues_with_next_tile(
     check, make_weight, half, poison, K, blocks, shape, bits
 ):
     """9 to 40 tiles, and halves of them; 128 inputs are fewer steps than are copied ahead."""
@@ -134,13 +134,13 @@ def assert_bits_of_packed(packed, dtype, shape):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @every_shape
 @both_bits
-def test_the_weights_have_the_bits_of_packed(make_weight, half, shape, bits, symmetric):
+def test_dequantized_weights_equal_packed_bitwise(make_weight, half, shape, bits, symmetric):
     assert_bits_of_packed(make_weight(200, 512, 128, symmetric, spread=8, bits=bits), half, shape)
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @both_bits
-def test_every_code_times_every_mantissa_is_rounded_once(make_weight, half, bits, symmetric):
+def test_code_times_mantissa_is_rounded_once(make_weight, half, bits, symmetric):
     """The 1024 mantissas of float16, times every code less its zero."""
     packed = make_weight(1024, 512, 256, symmetric, bits=bits)
     codes = (torch.arange(512) % 2**bits).to(torch.uint8).expand(1024, 512)
@@ -170,7 +170,7 @@ def test_tiny_and_huge_scales(make_weight, bits, scale):
 
 @parts_of_k
 @both_bits
-def test_bits_do_not_depend_on_the_last_arriver(make_weight, half, shape, bits):
+def test_bits_do_not_depend_on_last_arriving_split(make_weight, half, shape, bits):
     M, N, K = 128, 192 if shape.get("num_consumers") == 3 else 512, 4096
     weight = prepared(make_weight(N, K, 128, bits=bits), half)
     x, tile = random_x(M, K, half), tile_of(shape, bits, M, N)
@@ -179,7 +179,7 @@ def test_bits_do_not_depend_on_the_last_arriver(make_weight, half, shape, bits):
         assert torch.equal(multiply(x, weight, tile=tile), first)
 
 
-def test_x_at_an_odd_address_and_with_strides(make_weight, half):
+def test_unaligned_and_strided_x(make_weight, half):
     weight = prepared(make_weight(136, 128, 128), half)
     x = random_x(1, 2 * 140 * 128 + 1, half)[0, 1:].view(140, 256)
     dense, tile = x[:, ::2].clone(), tile_of({}, 4, 140, 136)
@@ -192,7 +192,7 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
 
 @pytest.mark.parametrize("M", [64, 128, 512, 1024])
 @both_bits
-def test_chosen_and_captured(make_weight, half, M, bits):
+def test_chosen_config_in_captured_graph(make_weight, half, M, bits):
     """The chosen config is of this variant; a graph replays it with new inputs."""
     N, K = 4096, 4096
     assert default_large_m_config(M, N, K, 128, bits, 132) is not None

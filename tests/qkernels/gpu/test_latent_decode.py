@@ -52,7 +52,9 @@ def attend(case, config=None, q_THE=None):
     ],
 )
 @pytest.mark.parametrize("name", STEPS)
-def test_rows_see_their_entries(name, H, B, split, half, device, assert_close, tolerance, poison):
+def test_rows_attend_to_their_entries(
+    name, H, B, split, half, device, assert_close, tolerance, poison
+):
     """Pages in no order; unused ones, and the rest of last ones, hold NaN."""
     counts, lengths = STEPS[name]
     case = latent_case(counts, lengths, H=H, L=512, rope=64, B=B, dtype=half, device=device)
@@ -72,7 +74,7 @@ def test_other_widths(L, rope, half, device, assert_close, tolerance, poison):  
 
 
 @pytest.mark.parametrize("H", [16, 20, 128])
-def test_every_run_has_the_same_bits(H, device):  # noqa: N803
+def test_repeated_runs_are_bitwise_equal(H, device):  # noqa: N803
     """Sums have a fixed order, so a difference is a race between warps."""
     lengths = tuple(500 + 13 * i for i in range(150))
     sizes = {"H": H, "L": 512, "rope": 64, "B": 16}
@@ -82,7 +84,7 @@ def test_every_run_has_the_same_bits(H, device):  # noqa: N803
         assert torch.equal(attend(case), want)
 
 
-def test_a_graph_follows_lengths_and_pages(device, assert_close, tolerance):
+def test_captured_graph_reads_new_lengths_and_pages(device, assert_close, tolerance):
     """The config is that of the largest context; requests have less, and one has nothing."""
     sizes = {"H": 16, "L": 512, "rope": 64, "B": 16, "dtype": torch.bfloat16, "device": device}
     long = latent_case((1, 1, 1), (1500, 1500, 1500), **sizes)
@@ -103,7 +105,7 @@ def test_a_graph_follows_lengths_and_pages(device, assert_close, tolerance):
     assert_close("short", case.exact(), out, tolerance(torch.bfloat16))
 
 
-def test_padding_rows_and_queries_at_any_address(device, assert_close, tolerance):
+def test_padding_rows_and_unaligned_queries(device, assert_close, tolerance):
     sizes = {"H": 16, "L": 512, "rope": 64, "B": 16, "dtype": torch.bfloat16, "device": device}
     case = latent_case((1, 1), (700, 9), **sizes)
     flat = torch.full((3 * 16 * 576 + 1,), float("nan"), dtype=torch.bfloat16, device=device)
@@ -113,7 +115,7 @@ def test_padding_rows_and_queries_at_any_address(device, assert_close, tolerance
     assert_close("out", case.exact(), got[:2], tolerance(torch.bfloat16))
 
 
-def test_it_is_requested_by_name_and_refuses_8_bit_pages(device, assert_close, tolerance):
+def test_requested_by_name_and_refuses_8_bit_pages(device, assert_close, tolerance):
     sizes = {"H": 16, "L": 512, "rope": 64, "B": 16, "dtype": torch.bfloat16, "device": device}
     case = latent_case((1, 1), (700, 9), **sizes)
     asked = {"latent_width": 512, "scale": case.scale, "kernel": "sm90_decode"}

@@ -9,7 +9,7 @@ from qkernels.gpu import launch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 16, 64, 256])
-def test_a_like_launch_computes_the_same(
+def test_cached_launch_gives_same_result(
     make_weight, device, half, tolerance, assert_close, poison, M
 ):
     """The second call of each operation takes the short way, on other tensors."""
@@ -41,7 +41,7 @@ def test_a_like_launch_computes_the_same(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 16, 64, 256])
-def test_plain_launches_compute_the_same(make_weight, device, half, M):
+def test_plain_launch_gives_same_result(make_weight, device, half, M):
     weight = ops.prepare_weight(make_weight(512, 1024, 128), half)
     x = torch.randn(M, 1024, device=device).to(half)
     ops.linear(x, weight)

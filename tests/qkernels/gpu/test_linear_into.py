@@ -11,7 +11,7 @@ SCHEMES = ("w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w4a8")
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("rows", [40, 512, 1000, 2056])
-def test_only_the_wanted_rows_are_written(scheme, rows):
+def test_only_requested_rows_are_written(scheme, rows):
     torch.manual_seed(0)
     weight = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
     layer = QuantLinear.from_float(weight, scheme).prepare(torch.bfloat16, "cuda")

@@ -176,7 +176,7 @@ def test_biases_clamped_activation_and_a_shared_expert(check, half, poison, M):
 
 @pytest.mark.parametrize("M", [1, 6, 32, 70])
 @pytest.mark.parametrize("scheme", ["w4a16-mxfp4", "w4a16-nvfp4"])
-def test_4_bit_floats_of_sizes_that_fill_no_step(check, half, poison, M, scheme):
+def test_fp4_with_partial_k_step(check, half, poison, M, scheme):
     """As in gpt-oss: 11.5 steps, the other half of the last one is padding."""
     sizes = {"hidden": 1472, "inner": 1472, "glu": CLAMPED, "bias": True}
     weights, prepared = prepare(scheme, half, **sizes)
@@ -194,7 +194,7 @@ def test_last_k_step_with_fewer_groups(check, half, poison, M, scheme):
 
 @pytest.mark.parametrize("M", [1, 8, 32])
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g64", "w4a16-sym-g32"])
-def test_the_bits_of_the_portable_kernels(half, poison, M, scheme):
+def test_bits_equal_portable_kernels(half, poison, M, scheme):
     """Without split-K all variants add the same numbers in the same order."""
     _, prepared = prepare(scheme, half)
     x, routes = random_x(M, HIDDEN, half), random_routes(M, E, K)
@@ -223,7 +223,7 @@ def test_more_tiles_than_blocks(check, poison, hidden, inner, num_experts, top_k
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
+def test_captured_layers_read_new_tokens(half, M):
     """Kernels start while those before them end: down reads its first weights before gate_up ends.
 
     Two layers share memory, and each replay wants other experts.
@@ -259,7 +259,7 @@ def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-mxfp4"])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 40, 300])
-def test_experts_elsewhere_add_nothing(assert_close, tolerance, poison, scheme, shared, M):
+def test_experts_of_other_ranks_add_nothing(assert_close, tolerance, poison, scheme, shared, M):
     """A rank with experts 2, 3, 5 and 8 of 9; parts of the others are cleared, not computed."""
     here = [2, 3, 5, 8]
     glu = CLAMPED if scheme == "w4a16-mxfp4" else SILU

@@ -77,7 +77,7 @@ def test_linear_in_a_cuda_graph(half, M):
             torch.testing.assert_close(y, layer(layer(x)), rtol=1e-2, atol=1e-2)
 
 
-def test_products_of_different_shapes_share_the_workspace(half):
+def test_different_shapes_share_workspace(half):
     weights = [ops.prepare_weight(random_weight(*shape), half) for shape in LLAMA_3_8B.values()]
     x = [torch.randn(3, weight.in_features, device="cuda").to(half) for weight in weights]
     alone = []
@@ -243,7 +243,7 @@ def test_attention_shapes_in_8_bits(
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_captured_decode_step_of_an_8_bit_cache(half, codes, static):
+def test_captured_decode_step_with_8_bit_cache(half, codes, static):
     """Rows written in a graph, with scales of their own or one for all, are read in it."""
     R, H, J, D, B, X = 8, 8, 2, 64, 16, 64
     pages = [torch.zeros(R * X, B, J, D, device="cuda").to(codes) for _ in range(2)]
@@ -294,7 +294,7 @@ def test_a_captured_decode_step_of_an_8_bit_cache(half, codes, static):
         assert out[0].any()
 
 
-def test_a_captured_decode_step_follows_its_inputs(half):
+def test_captured_decode_step_reads_new_inputs(half):
     """Lengths, tables and slots change between replays; only the maxima are frozen."""
     R, H, J, D, B, X = 8, 8, 2, 64, 16, 64
     pages = torch.zeros(R * X, 2, B, J, D, device="cuda", dtype=half)
@@ -347,7 +347,7 @@ def test_a_captured_decode_step_follows_its_inputs(half):
         torch.testing.assert_close(saved, pages, rtol=2e-2, atol=2e-2)
 
 
-def test_codes_of_every_number_under_every_largest(half):
+def test_rounding_of_every_mantissa_under_every_maximum(half):
     """Each row has another largest mantissa, and every number that such a row may contain."""
     count = 128 if half == torch.bfloat16 else 1024
     mantissas = 1 + torch.arange(count) / count

@@ -74,7 +74,7 @@ def test_repeated_products_have_the_same_bits(make_weight, half, rows, split):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (328, 9), (1000, 4)])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_splits_left_unreduced(make_weight, half, poison, rows, N, split, with_bias):
+def test_unreduced_splits_equal_reduced_sum(make_weight, half, poison, rows, N, split, with_bias):
     """Added in order they are, to the bit, what the last part would have made of them."""
     weight = ops.prepare_weight(make_weight(N, 1152, 128, symmetric=False), half)
     bias = torch.randn(N, device="cuda").to(half) if with_bias else None
@@ -89,7 +89,7 @@ def test_splits_left_unreduced(make_weight, half, poison, rows, N, split, with_b
 
 @pytest.mark.parametrize("consumer", ["norm", "rope"])
 @pytest.mark.parametrize("M", [5, 17, 40])
-def test_splits_for_the_next_operation(make_weight, half, consumer, M):
+def test_partial_sums_are_read_by_next_operation(make_weight, half, consumer, M):
     """In a graph, replayed with new inputs: what the same operation makes of the sum."""
     packed = [make_weight(1024, 2048, 128, symmetric=False), make_weight(2048, 512, 128)]
     first, second = (ops.prepare_weight(each, half) for each in packed)
@@ -129,7 +129,7 @@ def test_splits_for_the_next_operation(make_weight, half, consumer, M):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()
 
 
-def test_splits_with_nan_or_inf_are_added(make_weight, half):
+def test_splits_with_nan_or_inf_are_summed(make_weight, half):
     weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="w4a16")
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
@@ -161,7 +161,7 @@ def test_rows_with_nan_or_inf_change_no_others(make_weight, half):
     assert torch.equal(got[[0, 3, 4, 5]], want[[0, 3, 4, 5]])
 
 
-def test_chosen_and_captured_among_others(make_weight, half):
+def test_chosen_config_in_captured_graph(make_weight, half):
     """A graph of products that share the parts' memory, replayed with new inputs."""
     N, K = 8192, 4096
     assert default_small_m_config(6, N, K, 128, 4, 132).split > 1

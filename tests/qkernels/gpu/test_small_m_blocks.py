@@ -58,7 +58,7 @@ def check(assert_close, tolerance):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
 @pytest.mark.parametrize("blocks_per_sm", [1, 2])
-def test_each_weight_has_the_bits_of_gguf_pys(half, poison, rows, blocks_per_sm, kind):
+def test_weights_equal_gguf_py_bitwise(half, poison, rows, blocks_per_sm, kind):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     weight = make_blocks(kind, 200, 768)
     prepared = ops.prepare_weight(weight, half)
@@ -92,7 +92,7 @@ def test_chosen_config(check, half, poison, M, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (1000, 5)])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_splits_left_unreduced(half, poison, rows, N, split, kind):
+def test_unreduced_splits_equal_reduced_sum(half, poison, rows, N, split, kind):
     """Added in order they are, to the bit, what the last split would have made of them."""
     prepared = ops.prepare_weight(make_blocks(kind, N, 1280), half)
     x, config = random_x(rows - 1, 1280, half), tile(rows, split=split)
@@ -106,7 +106,7 @@ def test_splits_left_unreduced(half, poison, rows, N, split, kind):
     assert (total - want).norm() <= 2 * torch.finfo(half).eps * want.norm()
 
 
-def test_a_norm_reduces_the_splits(half):
+def test_norm_reduces_the_splits(half):
     """Rows with adapters take the sum: they are added after the product."""
     weight = make_blocks("q4_k", 1024, 4096)
     prepared = ops.prepare_weight(weight, half)
@@ -148,7 +148,7 @@ def test_captured_graph_runs_on_new_inputs(half):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "q5_k", "q6_k"])
-def test_rows_of_one_order_have_the_same_bits_in_any_batch(half, kind):
+def test_fixed_order_rows_have_same_bits_in_any_batch(half, kind):
     prepared = ops.prepare_weight(make_blocks(kind, 264, 1024), half, kernel="fixed_order")
     x = random_x(200, 1024, half)
     whole = ops.linear(x, prepared)

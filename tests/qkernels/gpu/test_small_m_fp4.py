@@ -42,7 +42,7 @@ def check(assert_close, tolerance):
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
 @pytest.mark.parametrize("blocks_per_sm", [1, 2])
 @pytest.mark.parametrize("K", [768, 1504])
-def test_each_weight_has_the_bits_of_the_file(half, poison, rows, blocks_per_sm, kind, K):
+def test_weights_equal_file_bitwise(half, poison, rows, blocks_per_sm, kind, K):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     weight = random_fp4(kind, 200, K, spread=8).to("cuda")
     prepared = ops.prepare_weight(weight, half)
@@ -76,7 +76,7 @@ def test_chosen_config(check, half, poison, M, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (1000, 5)])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_splits_left_unreduced(half, poison, rows, N, split, kind):
+def test_unreduced_splits_equal_reduced_sum(half, poison, rows, N, split, kind):
     """Added in order they are what the last split would have made of them."""
     prepared = ops.prepare_weight(random_fp4(kind, N, 1280).to("cuda"), half)
     x, config = random_x(rows - 1, 1280, half), tile(rows, split=split)
@@ -109,7 +109,7 @@ def test_captured_graph_runs_on_new_inputs(half):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_one_order_have_the_same_bits_in_any_batch(half, kind):
+def test_fixed_order_rows_have_same_bits_in_any_batch(half, kind):
     weight = random_fp4(kind, 264, 1024).to("cuda")
     prepared = ops.prepare_weight(weight, half, kernel="fixed_order")
     x = random_x(200, 1024, half)

@@ -54,9 +54,7 @@ def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, sh
 @pytest.mark.hopper
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("most", [64, 512])
-def test_every_large_m_config_of_a_table_computes_right(
-    make_weight, device, assert_close, most, bits
-):
+def test_every_large_m_table_config_is_correct(make_weight, device, assert_close, most, bits):
     """Found for the whole bucket, each number of rows takes as many blocks as it needs."""
     N, K = 1088, 1024
     packed = make_weight(N, K, 128, bits=bits)
@@ -84,7 +82,7 @@ def test_every_large_m_config_of_a_table_computes_right(
 @pytest.mark.hopper
 @pytest.mark.parametrize("field", W8A8.configs[W8A8Sm90Config].options)
 @pytest.mark.parametrize("most", [16, 128])
-def test_every_config_of_8_bit_products_near_the_default_computes_right(device, most, field):
+def test_every_8_bit_config_near_default_is_correct(device, most, field):
     """Every value that a search tries for one field, at several numbers of rows of its bucket."""
     from qkernels.w8a8 import sm90
 

@@ -122,7 +122,7 @@ def test_splits_of_multiples_have_the_same_bits(poison, name, M):
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g64", "w4a8-channel", "w4a8-fp8"])
 @pytest.mark.parametrize("M", [1, 17, 64, 129, 300, 1025])
-def test_chosen_configs_are_the_portable_kernel(poison, name, M):
+def test_chosen_configs_equal_portable_kernel(poison, name, M):
     N, K, half = 1160, 4096, BF16
     scheme = Scheme.parse(name)
     generator = torch.Generator("cuda").manual_seed(M)
@@ -146,7 +146,7 @@ def test_chosen_configs_are_the_portable_kernel(poison, name, M):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("field", W4A8.configs[W4A8Sm90Config].options)
 @pytest.mark.parametrize("most", [16, 128])
-def test_every_config_near_the_default_computes_right(most, field):
+def test_every_config_near_default_is_correct(most, field):
     """Each value that a search tries of one field, at several numbers of rows of its bucket."""
     device, N, K, half = torch.device("cuda", 0), 1104, 1152, BF16
     codes_MK, scales_M1, packed, want = exact_case("w4a8", most, N, K, device)
@@ -171,7 +171,7 @@ def test_every_config_near_the_default_computes_right(most, field):
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-channel", "w4a8-fp8", "w4a8-fp8-g64"])
 @pytest.mark.parametrize("N, K", [(576, 1152), (4096, 4096), (1000, 512)])
-def test_rows_are_alone_in_the_fixed_order(name, N, K):
+def test_fixed_order_rows_are_independent(name, N, K):
     scheme = Scheme.parse(name)
     generator = torch.Generator("cuda").manual_seed(N)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator)
@@ -182,7 +182,7 @@ def test_rows_are_alone_in_the_fixed_order(name, N, K):
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-fp8"])
-def test_a_captured_graph_repeats_the_product(name):
+def test_captured_graph_repeats_product(name):
     scheme = Scheme.parse(name)
     weight_NK = torch.randn(512, 4096, device="cuda")
     packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)

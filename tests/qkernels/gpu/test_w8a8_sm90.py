@@ -126,7 +126,7 @@ def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, til
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
 @pytest.mark.parametrize("M", [1, 17, 64, 65, 129, 300, 1025])
 @pytest.mark.parametrize("N, K", [(1160, 1184), (1152, 4096)])
-def test_chosen_configs_round_and_multiply_as_the_portable_kernel(half, poison, name, M, N, K):
+def test_chosen_configs_equal_portable_kernel(half, poison, name, M, N, K):
     scheme = Scheme.parse(name)
     generator = torch.Generator("cuda").manual_seed(M)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator)
@@ -173,7 +173,7 @@ def test_float8_sums(assert_close, tolerance, half, poison, split, reduce_scatte
         assert torch.equal(got, sm90.linear_codes(codes[0], scales_M1, weight, config=tile))
 
 
-def test_codes_of_any_stride_and_of_no_rows(half):
+def test_strided_and_empty_codes(half):
     codes_NK, scales_N = random_codes(64, 96), torch.rand(64, device="cuda")
     weight = prepared(codes_NK, scales_N, half)
     wide_MK = random_codes(14, 192, seed=2)
@@ -188,7 +188,7 @@ def test_codes_of_any_stride_and_of_no_rows(half):
 
 
 @pytest.mark.parametrize("M", [1, 100, 700])
-def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
+def test_captured_chain_reads_new_inputs(half, M):
     """Each product copies its first weights while the kernels before it still run."""
     shapes = ((4096, 4096), (14336, 4096), (4096, 14336))
     scheme = Scheme.parse("w8a8")
@@ -234,7 +234,7 @@ def test_configs_of_real_shapes_fit_the_gpu(half):
 
 @pytest.mark.parametrize("M", [1, 17, 64, 100, 257, 700])
 @pytest.mark.parametrize("N", [72, 1160])
-def test_float8_in_blocks_is_the_portable_kernel(assert_close, tolerance, half, poison, M, N):
+def test_float8_block_scales_equal_portable_kernel(assert_close, tolerance, half, poison, M, N):
     K, scheme = 1664, Scheme.parse("w8a8-fp8-block")
     generator = torch.Generator("cuda").manual_seed(M)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator)

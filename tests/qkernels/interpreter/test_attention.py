@@ -162,7 +162,7 @@ def test_query_heads_per_kv_head(check, dtype, H, J):
 
 
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
-def test_page_sizes_around_their_edges(check, dtype, B):
+def test_contexts_at_page_edges(check, dtype, B):
     check([1, 1, 1, 3], [B - 1, B, B + 1, 2 * B + 1], 2, 1, 16, B, dtype)
 
 
@@ -190,14 +190,14 @@ def test_splits_of_a_context_merge_for_several_rows(check, dtype):
 @pytest.mark.parametrize("split", [1, 2, 8])
 @pytest.mark.parametrize("H, J, D", [(4, 2, 32), (2, 1, 64), (1, 1, 128), (8, 4, 80), (2, 1, 256)])
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 2, 1]])
-def test_the_result_as_limbs(check, half, H, J, D, counts, split):
+def test_result_as_limbs(check, half, H, J, D, counts, split):
     """Heads smaller and larger than the 128 inputs of a step, and across their edges."""
     lengths = [300, 2, 65, 129][: len(counts)]
     form = LimbForm(bits=4, with_sums=True)
     check(counts, lengths, H, J, D, 16, half, None, split, limbs=form)
 
 
-def test_a_result_that_is_not_split_becomes_limbs(half, device):
+def test_unsplit_result_as_limbs(half, device):
     q = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, half)
     pages = torch.randn(2, 16, 1, 64, generator=torch.Generator().manual_seed(1)).to(device, half)
     tables, starts, lengths = (
@@ -217,7 +217,7 @@ def test_a_result_that_is_not_split_becomes_limbs(half, device):
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_limbs_of_rows_after_the_last_request_change_nothing(check, half, split):
+def test_padding_rows_do_not_change_limbs(check, half, split):
     form = LimbForm(bits=8)
     check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, limbs=form)
 
@@ -270,7 +270,7 @@ def test_8_bit_pages_and_query_heads(check, half, codes, H, J):
 
 @CODES
 @pytest.mark.parametrize("spread", [2**-24, 2**12])
-def test_scales_that_differ_by_powers(check, dtype, codes, spread):
+def test_scales_of_very_different_size(check, dtype, codes, spread):
     """Small keys and values next to large ones, and the reverse."""
     check([1, 20], [100, 50], 4, 1, 32, 16, dtype, codes=codes, spread=spread)
 

@@ -101,7 +101,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_rows_see_their_keys(name, codes, half, device, assert_close, tolerance, poison):
+def test_rows_attend_to_their_keys(name, codes, half, device, assert_close, tolerance, poison):
     """Contexts below, at and beyond a segment; a request without rows; any number of programs."""
     counts, lengths = (1, 3, 0, 2, 5), (33, 129, 4, 2, 300)
     options = {
@@ -119,13 +119,13 @@ def test_rows_see_their_keys(name, codes, half, device, assert_close, tolerance,
 
 
 @pytest.mark.parametrize("group, D", [(1, 24), (7, 80), (4, 256)])
-def test_sizes_of_heads(group, D, half, device, assert_close, tolerance, poison):
+def test_head_sizes(group, D, half, device, assert_close, tolerance, poison):
     case = Case.make((2, 19), (140, 30), half, device, group=group, D=D, codes=torch.int8)
     got = case.run()
     assert_close("out", case.exact(), got, 2 * tolerance(half))
 
 
-def test_a_row_is_the_same_in_any_chunk(half, device, poison):
+def test_row_has_same_bits_in_any_chunk(half, device, poison):
     """Also in tiles of decodes, at the same place: the interpreter's products differ by it."""
     case = Case.make((24,), (270,), half, device, codes=torch.int8)
     want = case.run(splits=1)
@@ -149,7 +149,7 @@ def with_images(case, images):
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("codes", [None, torch.int8])
-def test_rows_of_an_image_see_each_other(
+def test_image_rows_attend_bidirectionally(
     codes, window, half, device, assert_close, tolerance, poison
 ):
     """Images in one segment and over two; text before, between and after keeps its bits."""

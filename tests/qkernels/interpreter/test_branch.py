@@ -103,7 +103,7 @@ def gemma_norm(x, weight_C, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_C
 
 
-def test_a_float32_weight_is_multiplied_before_rounding(half, device):
+def test_float32_weight_is_multiplied_before_rounding(half, device):
     """Rounded before it as well, about a third of the results would differ."""
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(16, 512, generator=generator).to(device, half) for _ in range(2))

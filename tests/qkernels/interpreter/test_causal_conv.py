@@ -63,7 +63,7 @@ def test_rows_of_a_wider_matrix(device, half, poison, op):
 
 
 @pytest.mark.parametrize("op", PARTS)
-def test_rejected_rows_are_left_behind(device, poison, op):
+def test_rejected_rows_are_not_in_state(device, poison, op):
     case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32, device)
     wide = case.to(torch.float64, device)
     want = wide.run(getattr(reference, op), wide.unread)
@@ -77,7 +77,7 @@ def test_rejected_rows_are_left_behind(device, poison, op):
 
 
 @pytest.mark.parametrize("most_rows", [1, 4])
-def test_lacking_rows(device, poison, most_rows):
+def test_requests_without_rows_or_slot(device, poison, most_rows):
     """Requests that begin, continue, follow verifications, and have no rows or no slot."""
     counts = (1, 4, 2, 1, 9, 0, 3, 1, 2)
     before = (7, 0, 12, 3, 30, 5, 8, 2, 40)

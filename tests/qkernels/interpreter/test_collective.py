@@ -52,13 +52,13 @@ def test_sums_in_rank_order(device, dtype, ranks, how):
             assert torch.equal(got, expected)
 
 
-def test_another_order_of_ranks_changes_bits(device):
+def test_other_rank_order_changes_bits(device):
     """Otherwise the test above would prove nothing."""
     x = of_ranks(3, 4096, dtype=torch.float32, device=device)
     assert not torch.equal(reference.all_reduce(list(x)), reference.all_reduce(list(x.flip(0))))
 
 
-def test_calls_of_all_kinds_in_turn(device):
+def test_alternating_calls_of_all_kinds(device):
     """Ranks drift apart by up to one call; phases come round several times, blocks at their own."""
     turns = random.Random(1)
     calls = [turns.choice(["one_shot", "two_shot", "norm", "float32"]) for _ in range(12)]
@@ -108,7 +108,7 @@ def slowed(function):
 
 @pytest.mark.skipif(ON_GPU, reason="delays are put into the interpreter")
 @pytest.mark.parametrize("kind", ["one_shot", many("two_shot"), "norm"])
-def test_a_slow_reader_loses_nothing(device, half, kind):
+def test_slow_reader_receives_all_data(device, half, kind):
     """The other rank sends the next call's data before this one has read, or cleared, what it had.
 
     It cannot send what comes after that: it needs this rank's data first.
@@ -134,7 +134,7 @@ def test_a_slow_reader_loses_nothing(device, half, kind):
         assert all(map(torch.equal, found, want))
 
 
-def test_a_payload_like_the_marker_arrives(device, half):
+def test_payload_equal_to_empty_marker_arrives(device, half):
     """A NaN whose bits are all ones, and both zeros."""
     x = torch.zeros(2, 2000, dtype=torch.int16, device=device)
     x[0, 10:14], x[1, 20] = -1, -1
@@ -249,7 +249,7 @@ def test_sum_without_norm(device, half):
         assert torch.equal(normed, want.cpu()) and torch.equal(total, want.cpu())
 
 
-def test_rows_beyond_the_channel_are_normed_separately(device, half):
+def test_rows_beyond_channel_are_normalized_separately(device, half):
     x = of_ranks(2, 9, CHANNELS, dtype=half, device=device)
     weight = torch.ones(CHANNELS, dtype=half, device=device)
 
@@ -266,7 +266,7 @@ def test_rows_beyond_the_channel_are_normed_separately(device, half):
 @pytest.mark.parametrize(
     "kind, ranks", [("one_shot", 3), ("norm", 2), pytest.param("two_shot", 3, marks=EXHAUSTIVE)]
 )
-def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
+def test_missing_rank_is_reported(device, half, kind, ranks):
     """The second call does not wait again."""
     last = ranks - 1
     x = of_ranks(ranks, 2, CHANNELS, dtype=half, device=device)
@@ -289,7 +289,7 @@ def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
 
 
 @pytest.mark.skipif(ON_GPU, reason="compiled kernels hold the constant; tested in gpu/")
-def test_the_host_ends_a_wait(device, half, monkeypatch):
+def test_host_abort_ends_wait(device, half, monkeypatch):
     """Running kernels see the stop, even with work queued after them. No rank is named as lost."""
     x = of_ranks(2, CHANNELS, dtype=half, device=device)
     monkeypatch.setattr(exchange_triton, "LOOKS_A_LOOK_AT_THE_HOST", tl.constexpr(4))

@@ -43,7 +43,7 @@ def unread(case, states):
     ("name", "factor"), [*((name, 1.0) for name in STEPS), ("decode", 2.0), ("prompts", 2.0)]
 )
 @pytest.mark.parametrize("wide_rows", [True, False], ids=["float32", "half"])
-def test_rule_is_the_recurrence(device, half, poison, assert_close, name, factor, wide_rows):
+def test_delta_rule_equals_recurrence(device, half, poison, assert_close, name, factor, wide_rows):
     """`factor` 2: tokens write up to twice their value, and states turn their sign."""
     dtype = torch.float32 if wide_rows else half
     case = make(name, dtype, device, **(WIDE if name != "prompts" else {}))
@@ -60,7 +60,7 @@ def test_rule_is_the_recurrence(device, half, poison, assert_close, name, factor
     assert torch.equal(got_states[rest].nan_to_num(7), left.nan_to_num(7))
 
 
-def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
+def test_chunks_then_single_tokens_equal_recurrence(device, poison, assert_close):
     """A prompt in chunks of odd lengths, then token by token: as the recurrence of the whole."""
     whole = DeltaCase(counts=(42,), before=(0,), **SIZES).to(torch.float32, device)
     wide = whole.to(torch.float64, device)
@@ -134,9 +134,9 @@ def half_operands(monkeypatch, half, **tiles):
 
 
 @pytest.mark.parametrize("tiles", HALF_TILES)
-def test_operands_of_16_bits(device, half, poison, assert_close, monkeypatch, tiles):
+def test_16_bit_operands(device, half, poison, assert_close, monkeypatch, tiles):
     half_operands(monkeypatch, half, **HALF_TILES[tiles])
-    test_rule_is_the_recurrence(device, half, poison, assert_close, "prompts", 1.0, False)
+    test_delta_rule_equals_recurrence(device, half, poison, assert_close, "prompts", 1.0, False)
 
 
 @pytest.mark.parametrize("is_half", [False, True])
@@ -183,7 +183,9 @@ def test_heads_of_more_than_128(device, poison, assert_close):
 
 
 @pytest.mark.parametrize("is_half", [False, True])
-def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch, is_half):
+def test_full_decay_keeps_later_tokens_accurate(
+    device, half, poison, assert_close, monkeypatch, is_half
+):
     """After a token with a decay of exp(-1e6), small decays of other tokens still count."""
     if is_half:
         half_operands(monkeypatch, half, rows=64)
@@ -212,7 +214,7 @@ def test_equal_keys_in_16_bits(device, half, poison, assert_close, monkeypatch):
     assert_close("o", want, got, 4 * HALF_LIMITS[half])
 
 
-def test_rejected_rows_are_left_out(device, poison):
+def test_rejected_rows_are_not_in_state(device, poison):
     sizes = {"J": 2, "H": 4, "K": 12, "V": 20}
     case = DeltaCase(counts=(NUM_ROWS,), before=(0,), **sizes).to(torch.float32, device)
     wide = case.to(torch.float64, device)

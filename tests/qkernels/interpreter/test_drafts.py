@@ -104,7 +104,7 @@ def test_settled_drafts_equal_the_reference(device, step, rule):
 
 
 @pytest.mark.parametrize("V", [77, 2500])
-def test_logits_are_at_the_models_token_ids(device, half, poison, V):
+def test_draft_logits_are_mapped_to_model_token_ids(device, half, poison, V):
     U = V // 3
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(V))[:U].to(device)
     columns = torch.full((V,), -1, dtype=torch.int32, device=device)

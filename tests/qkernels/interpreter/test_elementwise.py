@@ -21,7 +21,7 @@ def randn(device, dtype):
 
 
 @pytest.mark.parametrize("M, C", [(1, 64), (5, 1000)])
-def test_embeddings_beside_states(randn, assert_close, tolerance, dtype, poison, M, C):
+def test_embedding_rows_with_media_states(randn, assert_close, tolerance, dtype, poison, M, C):
     table, state = randn(7, C), randn(M, C)
     norms = randn(2, C)
     tokens = torch.tensor([6, 0, 3, 3, 1], device=state.device)[:M]
@@ -49,7 +49,7 @@ def test_norm(randn, assert_close, tolerance, dtype, poison, shape, kind):
     assert torch.equal(total, want_total)
 
 
-def test_a_layer_norm_is_torchs(randn, assert_close, tolerance, dtype, poison):
+def test_layer_norm_equals_torch(randn, assert_close, tolerance, dtype, poison):
     """1000 channels of a block of 1024: those outside of the row are not in its variance."""
     x, weight, bias = 3 * randn(3, 1000) + 5, randn(1000), randn(1000)
     want = torch.nn.functional.layer_norm(x.double(), (1000,), weight.double(), bias.double(), 1e-5)
@@ -57,7 +57,7 @@ def test_a_layer_norm_is_torchs(randn, assert_close, tolerance, dtype, poison):
     assert_close("layer norm", want, got, tolerance(dtype))
 
 
-def test_the_norm_sees_the_sum_as_it_is_stored(half, device):
+def test_norm_reads_rounded_residual_sum(half, device):
     """Rounded to the model's dtype: normed unrounded, every fourth element would differ."""
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(16, 512, generator=generator).to(device, half) for _ in range(2))
@@ -73,7 +73,7 @@ def test_the_norm_sees_the_sum_as_it_is_stored(half, device):
     assert shares[0] < 0.02 and shares[1] > 0.1, shares
 
 
-def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
+def test_quantized_norm_reads_rounded_residual_sum(half, device):
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(64, 512, generator=generator).to(device, half) for _ in range(2))
     spec = NormSpec(weight_C=torch.ones(512, device=device, dtype=half), eps=1e-5)
@@ -91,7 +91,7 @@ def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
 
 @pytest.mark.parametrize("form", ["tensor", "codes", "limbs"])
 @pytest.mark.parametrize("has_branch", [False, True], ids=["", "branch"])
-def test_an_addend_is_rounded_into_x_first(device, half, poison, form, has_branch):
+def test_addend_is_rounded_into_x_first(device, half, poison, form, has_branch):
     """As if x were the sum of two ranks in the model's dtype."""
     generator = torch.Generator().manual_seed(2)
     x, addend, residual = torch.randn(3, 4, 1024, generator=generator).to(device, half)
@@ -141,7 +141,7 @@ def test_activations(randn, assert_close, tolerance, dtype, poison, width, kind,
 
 
 @pytest.mark.parametrize("kind", ["relu", "relu2", "silu"])
-def test_an_activation_keeps_a_nan(device, kind):
+def test_activation_propagates_nan(device, kind):
     x = torch.tensor([[1.0, float("nan"), -2.0, float("inf")]], device=device)
     found = activate.activate(x, ActSpec(kind=kind, gated=False))
     assert found.isnan().tolist() == [[False, True, False, False]]

@@ -27,9 +27,7 @@ def problem(columns, outputs, spec, per_column, seed=0):
 @pytest.mark.parametrize("per_column", [True, False])
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False), (8, True)])
 @pytest.mark.parametrize("columns, outputs", [(128, 70), (37, 33), (1, 5)])
-def test_codes_and_errors_are_those_of_the_loop(
-    device, columns, outputs, bits, symmetric, per_column
-):
+def test_gptq_codes_and_errors_equal_loop(device, columns, outputs, bits, symmetric, per_column):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
     block, *others = problem(columns, outputs, spec, per_column)
     block[0, 0] = 1e6  # far beyond the last code
@@ -43,7 +41,7 @@ def test_codes_and_errors_are_those_of_the_loop(
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_codes_on_grids_of_k_quants_are_those_of_the_loop(device, name):
+def test_gptq_k_quant_codes_equal_loop(device, name):
     """Zeros are minima there, and a group may have no step."""
     spec = BLOCK_SCHEMES[name].weight
     block, scale, zero, upper = problem(37, 33, spec, per_column=True)
@@ -58,7 +56,7 @@ def test_codes_on_grids_of_k_quants_are_those_of_the_loop(device, name):
     check_errors(errors, want_errors, same)
 
 
-def test_codes_of_4_bit_floats_are_those_of_the_loop(device):
+def test_gptq_fp4_codes_equal_loop(device):
     """Ties go to even codes; what is far beyond the largest number is clipped."""
     spec = Scheme.parse("w4a16-mxfp4").weight
     block, scale, zero, upper = problem(37, 33, spec, per_column=True)
@@ -77,7 +75,7 @@ def test_codes_of_4_bit_floats_are_those_of_the_loop(device):
 
 @pytest.mark.parametrize("columns, outputs", [(128, 70), (37, 33), (1, 5)])
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False)])
-def test_descent_is_that_of_the_loop(device, columns, outputs, bits, symmetric):
+def test_coordinate_descent_equals_loop(device, columns, outputs, bits, symmetric):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
     own, scale, zero, upper = problem(columns, outputs, spec, per_column=True)
     hessian = upper.t() @ upper

@@ -140,7 +140,7 @@ def test_query_heads_per_kv_head(check, half, H, J):
 
 
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
-def test_page_sizes_around_their_edges(check, half, B):
+def test_contexts_at_page_edges(check, half, B):
     """Decodes, and a chunk whose first steps need no mask."""
     check([1, 1, 1, 3], [B - 1, B, B + 1, 2 * B + 1], 2, 1, 64, B, half)
     check([40, 1], [3 * B + 30, 2], 4, 2, 32, B, half)
@@ -158,17 +158,17 @@ def test_splits_of_a_context_merge(check, half, split, window):
     check([3, 1, 2], [130, 64, 200], 4, 2, 128, 16, half, window, split)
 
 
-def test_scales_that_differ_by_powers(check, half):
+def test_scales_of_very_different_size(check, half):
     check([1, 20], [100, 50], 4, 1, 64, 16, half, spread=2**10)
 
 
-def test_the_result_as_limbs(check, half):
+def test_result_as_limbs(check, half):
     form = LimbForm(bits=4, with_sums=True)
     check([1, 2, 1], [300, 2, 65], 4, 2, 64, 16, half, None, 4, limbs=form)
 
 
 @pytest.mark.parametrize("split", [None, 4])
-def test_options_of_scores(check, half, split):
+def test_soft_cap_sinks_alibi_and_chunked_attention(check, half, split):
     """A soft cap, sinks, ALiBi, chunked attention; decodes and a chunk."""
     sinks, slopes = torch.tensor([-3.0, 0.0, 2.0, 9.0]), torch.tensor([0.5, 0.125, 2.0, 0.0])
     shape = [1, 40, 1], [40, 110, 7], 4, 2, 64, 16, half, None, split
@@ -183,7 +183,7 @@ def test_requests_without_rows_or_keys(check, half):
     assert not got[1].any()
 
 
-def test_wrong_pages_are_named(device):
+def test_invalid_pages_are_refused(device):
     """One error a fault: heads that no Hadamard matrix fits, pairs of another shape, no pairs."""
     from qkernels.errors import KernelError
 

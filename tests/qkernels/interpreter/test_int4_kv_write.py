@@ -28,7 +28,7 @@ def rows_of(*shape, dtype, device):
 
 
 @pytest.mark.parametrize("D", [32, 64, 128, 256])
-def test_a_written_row_is_within_half_a_step(dtype, device, D):
+def test_written_row_error_is_at_most_half_a_step(dtype, device, D):
     """Keys after their rotation, values as they are; rows of very different size, and zero."""
     sizes = torch.tensor([1.0, 1, 1e-3, 50, 0], device=device)[:, None, None]
     kv = (rows_of(5, 2 * J, D, dtype=dtype, device=device) * sizes).to(dtype)
@@ -61,7 +61,7 @@ def test_a_written_row_is_within_half_a_step(dtype, device, D):
     assert (got.k_pages[2, 13] == 0x5A).all() and (got.v_scales[3, 14] == 7).all()
 
 
-def test_bits_of_a_row(device):
+def test_row_layout_bytes(device):
     """The documented bytes: channels 0 .. 15 are low nibbles, 16 .. 31 high ones."""
     cache = pages(32, device)
     row = torch.cat([torch.arange(16), torch.zeros(16)]).to(device, torch.float32)
@@ -72,7 +72,7 @@ def test_bits_of_a_row(device):
     assert cache.v_scales[0, 5, 1].tolist() == [1.0, 8.0]
 
 
-def test_a_row_that_is_not_finite_stays_so(device):
+def test_nonfinite_row_stays_nonfinite(device):
     kv = torch.zeros(3, J, 32, device=device)
     kv[0, 0, 3], kv[1, 1, 20] = float("nan"), float("inf")
     cache, slots = pages(32, device), torch.tensor([0, 1, 2], device=device)

@@ -82,7 +82,7 @@ def test_write_kv_in_8_bits(randn, make_pages, device, codes, D):
 
 
 @CODED
-def test_static_scales_are_used_and_kept(randn, make_pages, device, codes):
+def test_static_scales_are_used_and_unchanged(randn, make_pages, device, codes):
     """One scale for all slots: a view with strides of 0. What is beyond the codes is clamped."""
     kv, slots = randn(5, 2 * J, 32) * 4, slots_on(device)
     got = make_pages(32, codes, static=[0.03125, 0.001])
@@ -143,7 +143,7 @@ def test_rope_and_write(
     assert_close("k scales", want[2], got[2], tolerance(dtype))
 
 
-def test_no_tokens(randn, make_pages, device):
+def test_write_of_no_tokens(randn, make_pages, device):
     qkv, pages = randn(0, H + 2 * J, 32), make_pages(32)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     q = kv_cache.rope_write_kv_(

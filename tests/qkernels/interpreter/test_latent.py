@@ -27,7 +27,7 @@ STEPS = {
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("H, L, rope, B", [(16, 64, 16, 16), (5, 48, 32, 8), (20, 32, 16, 32)])
 @pytest.mark.parametrize("name", STEPS)
-def test_rows_see_their_entries(
+def test_rows_attend_to_their_entries(
     name, H, L, rope, B, split, codes, shared, dtype, device, assert_close, tolerance, poison
 ):
     counts, lengths = STEPS[name]
@@ -53,7 +53,7 @@ def test_rows_see_their_entries(
     assert_close("out", case.exact(), got, tolerance(dtype))
 
 
-def test_entries_begin_between_multiples_of_16_bytes(device, half, assert_close, tolerance):
+def test_entries_unaligned_to_16_bytes(device, half, assert_close, tolerance):
     """As in a model with rotated keys of 12 numbers."""
     sizes = {"H": 4, "L": 32, "rope": 12, "B": 16}
     case = latent_case(*STEPS["mixed"], **sizes, dtype=half, device=device)
@@ -77,9 +77,7 @@ def test_padding_rows_after_the_last_request_change_nothing(device, assert_close
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("H, L, rope", [(3, 48, 16), (5, 64, 32)])
-def test_entries_and_queries_are_the_references(
-    H, L, rope, interleaved, codes, dtype, device, poison
-):
+def test_entries_and_queries_equal_reference(H, L, rope, interleaved, codes, dtype, device, poison):
     """Slot -1 is padding; queries and latents are slices of what a projection made."""
     generator = torch.Generator().manual_seed(L)
     made = torch.randn(4, 7 + L + rope, generator=generator).to(device, dtype)[:, 7:]
@@ -128,7 +126,7 @@ CHUNKS = {
 @pytest.mark.parametrize("max_bytes, codes", [(1, None), (2**28, None), (2**28, torch.int8)])
 @pytest.mark.parametrize("P, V", [(24, 40), (16, 48), (24, 16)])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_expanded_keys_give_what_absorbed_queries_give(
+def test_expanded_keys_equal_absorbed_queries(
     name,
     P,  # noqa: N803
     V,  # noqa: N803

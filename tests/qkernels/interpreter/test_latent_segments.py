@@ -30,7 +30,7 @@ def attend(case, q=None, step=None, splits=None):
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
-def test_rows_see_their_entries(codes, half, device, assert_close, tolerance, poison):
+def test_rows_attend_to_their_entries(codes, half, device, assert_close, tolerance, poison):
     """Requests shorter than a segment, at its end and beyond; one without rows; any splits."""
     counts, lengths = (1, 3, 0, 2, 1), (33, 257, 4, 2, 600)
     case = latent_case(counts, lengths, **SIZES, dtype=half, codes=codes, device=device)
@@ -40,7 +40,7 @@ def test_rows_see_their_entries(codes, half, device, assert_close, tolerance, po
         assert torch.equal(attend(case, splits=splits), got), splits
 
 
-def test_a_row_is_the_same_in_any_chunk(half, device, poison):
+def test_row_has_same_bits_in_any_chunk(half, device, poison):
     case = latent_case((6,), (262,), **SIZES, dtype=half, device=device)
     want = attend(case, splits=1)
     # at the same place of a tile: the interpreter's products differ by it, a GPU's do not
@@ -57,7 +57,7 @@ def test_a_row_is_the_same_in_any_chunk(half, device, poison):
 
 
 @pytest.mark.parametrize("K, N", [(40, 72), (128, 64)])
-def test_products_of_heads(K, N, half, device, assert_close, tolerance):
+def test_per_head_products(K, N, half, device, assert_close, tolerance):
     generator = torch.Generator().manual_seed(K)
     x = torch.randn(21, 3, K + 9, generator=generator).to(device, half)[..., :K]
     weight = (torch.randn(3, K, N, generator=generator) / K**0.5).to(device, half)

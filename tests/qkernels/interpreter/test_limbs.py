@@ -79,7 +79,7 @@ def test_rows_with_strides_and_at_an_odd_address(half, device, M, form):
 
 @forms
 @pytest.mark.parametrize("C", [128, 640])
-def test_embeddings_beside_states(half, device, M, form, C):
+def test_embedding_rows_with_media_states(half, device, M, form, C):
     table, state = (random_inputs(rows, C, half).to(device) for rows in (9, M))
     norms = [random_inputs(1, C, half).to(device)[0] for _ in range(2)]
     tokens = torch.tensor([8, 0, 3, 5], device=device)[:M]
@@ -114,7 +114,7 @@ def test_norm(half, device, M, form, C, add):
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_norm_of_a_row_that_registers_do_not_hold(half, device, add, monkeypatch):
+def test_norm_of_row_larger_than_registers(half, device, add, monkeypatch):
     from qkernels.rowwise import norm
 
     monkeypatch.setattr(norm, "MOST_CHANNELS", 128)
@@ -135,7 +135,7 @@ def test_silu(half, device, M, form):
 
 @pytest.mark.parametrize("M, form", FORMS[2:4] + FORMS[-2:], ids=IDS[2:4] + IDS[-2:])
 @pytest.mark.parametrize("op", ["to_limbs", "norm", "norm of a sum", "silu"])
-def test_limbs_beside_their_tensor(half, device, M, form, op):
+def test_limbs_and_tensor_outputs_together(half, device, M, form, op):
     """The limbs were made of the tensor that adapters read, and are those without it."""
     x, weight = random_inputs(M, 1152, half).to(device), random_inputs(1, 1152, half)[0].to(device)
     spec = ops.NormSpec(weight_C=weight, eps=1e-5)

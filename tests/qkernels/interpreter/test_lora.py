@@ -48,7 +48,7 @@ def test_adapters_of_rows(device, half, poison, assert_close, name):
     assert torch.equal(got[untouched], y[untouched])
 
 
-def test_parts_of_k_stay_parts(device, half, poison, assert_close):
+def test_split_k_partial_sums_with_adapters(device, half, poison, assert_close):
     """The first part takes what adapters add; the sum is the next operation's."""
     slots = [0, -1, 1]
     weights = lora_weights([[4, 2], [1, 16]], 128, [30, 18], half, device, max_rank=16)
@@ -64,7 +64,7 @@ def test_parts_of_k_stay_parts(device, half, poison, assert_close):
 
 
 @pytest.mark.parametrize("T", [1, 5, 16, 20, 40])
-def test_parts_of_h_that_a_product_adds(device, half, poison, assert_close, T):
+def test_partial_sums_of_h_added_by_product(device, half, poison, assert_close, T):
     """Up to 32 rows they are left; beyond its rank a row's h is zero up to the end of a block."""
     ranks, K, sizes = [[20, 3], [0, 16]], 1100, [64, 64]
     weights = lora_weights(ranks, K, sizes, half, device, max_rank=21)
@@ -83,7 +83,7 @@ def test_parts_of_h_that_a_product_adds(device, half, poison, assert_close, T):
             assert not h_TSR[t, s, rank:blocks].any()
 
 
-def test_reference_is_the_same(device, poison, assert_close):
+def test_kernels_equal_float32_reference(device, poison, assert_close):
     """In float32, where nothing is rounded between the two products."""
     slots, ranks, K, sizes = CASES["mixed"]
     weights = lora_weights(ranks, K, sizes, torch.float32, device, max_rank=20)
@@ -112,7 +112,7 @@ def fixed(x, slots, weights, y, *, adds_parts=None):
 
 
 @pytest.mark.parametrize("num_slots", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_rows_of_fixed_order_do_not_depend_on_others(device, half, poison, assert_close, num_slots):
+def test_fixed_order_rows_are_independent(device, half, poison, assert_close, num_slots):
     """A row alone, among rows of other adapters, in another slot, with parts added after: one."""
     ranks, K, sizes, T = [[20, 3], [5, 16], [0, 7]], 1300, [40, 30], 40
     weights = lora_weights(

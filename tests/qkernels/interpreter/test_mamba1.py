@@ -28,7 +28,7 @@ def make(sizes, counts=COUNTS, before=BEFORE):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("is_float32", [True, False], ids=["float32", "half"])
-def test_it_is_the_recurrence(device, half, poison, assert_close, sizes, is_float32):
+def test_scan_equals_recurrence(device, half, poison, assert_close, sizes, is_float32):
     case = make(sizes).to(torch.float32 if is_float32 else half, device)
     wide = case.to(torch.float64, device)
     want_states, got_states = wide.unread, case.unread
@@ -41,7 +41,7 @@ def test_it_is_the_recurrence(device, half, poison, assert_close, sizes, is_floa
 
 
 @pytest.mark.parametrize("kernel", ["triton", "fixed_order"])
-def test_every_cut_gives_the_same_bits(device, half, poison, kernel):
+def test_chunk_boundaries_do_not_change_bits(device, half, poison, kernel):
     whole = make("usual", (sum(CUTS), 3), (0, 4)).to(half, device)
     want_state, state, start = whole.unread, whole.unread, 0
     want = whole.run(ops.channel_scan_, want_state, kernel=kernel)
@@ -53,7 +53,7 @@ def test_every_cut_gives_the_same_bits(device, half, poison, kernel):
     assert torch.equal(state[whole.slots[0]], want_state[whole.slots[0]])
 
 
-def test_rows_are_read_with_their_strides(device, half, poison):
+def test_strided_rows(device, half, poison):
     """dt, B and C are columns of one matrix, x is half of another one."""
     case = make("narrow").to(half, device)
     views = {}
@@ -67,7 +67,7 @@ def test_rows_are_read_with_their_strides(device, half, poison):
     assert torch.equal(want, got)
 
 
-def test_rejected_rows_change_no_bit(device, half, poison):
+def test_rejected_rows_do_not_change_bits(device, half, poison):
     """A text with drafts, some of them rejected: the rows of the same text without."""
     case = make("usual", (NUM_ROWS,), (0,)).to(half, device)
     want = case.run(ops.channel_scan_, case.unread, kernel="triton")

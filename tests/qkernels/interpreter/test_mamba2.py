@@ -47,12 +47,12 @@ def check(assert_close, case, limit, states_limit=None):
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("is_float32", [True, False], ids=["float32", "half"])
-def test_scan_is_the_recurrence(device, half, poison, assert_close, name, sizes, is_float32):
+def test_scan_equals_recurrence(device, half, poison, assert_close, name, sizes, is_float32):
     dtype = torch.float32 if is_float32 else half
     check(assert_close, make(name, **SIZES[sizes]).to(dtype, device), 1e-5 if is_float32 else 5e-3)
 
 
-def test_operands_of_16_bits(device, half, poison, assert_close, monkeypatch):
+def test_16_bit_operands(device, half, poison, assert_close, monkeypatch):
     """As bfloat16 runs on a GPU: chunks of 64 rows, products of 16 bits."""
 
     def config(N, D, dtype):
@@ -72,7 +72,7 @@ def test_every_length(device, poison, assert_close):
     check(assert_close, case.to(torch.float32, device), 1e-5)
 
 
-def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
+def test_chunks_then_single_tokens_equal_recurrence(device, poison, assert_close):
     whole = ScanCase.make((42,), (0,), **SIZES["narrow"]).to(torch.float32, device)
     wide = whole.to(torch.float64, device)
     want_states, states, start = wide.unread, whole.unread, 0
@@ -85,7 +85,7 @@ def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
     assert_close("state", want_states[whole.owned], states[whole.owned], 1e-5)
 
 
-def test_tokens_that_forget_all(device, poison, assert_close):
+def test_full_decay_keeps_later_tokens_accurate(device, poison, assert_close):
     """After a token with a decay of exp(-1e6) the others' small decays still count."""
     case = ScanCase.make((80,), (3,), **SIZES["narrow"])
     case.dt_TH[[5, 40, 41]] = 6e4
@@ -118,7 +118,7 @@ def test_norm(device, half, poison, assert_close, groups, norm):
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(half).eps, atol=1e-6)
 
 
-def test_rejected_rows_are_left_out(device, poison):
+def test_rejected_rows_are_not_in_state(device, poison):
     case = ScanCase.make((NUM_ROWS,), (0,)).to(torch.float32, device)
     wide = case.to(torch.float64, device)
     want = wide.run(reference.selective_scan_, wide.unread)

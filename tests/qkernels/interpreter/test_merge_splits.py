@@ -54,7 +54,7 @@ def test_heads_that_use_different_splits(parts, assert_close, tolerance, device,
 
 @pytest.mark.parametrize("S", [4, 32])
 @pytest.mark.parametrize("H, D", [(4, 32), (8, 80), (3, 128), (2, 256)])
-def test_the_result_as_limbs(parts, assert_close, tolerance, device, half, H, D, S):
+def test_result_as_limbs(parts, assert_close, tolerance, device, half, H, D, S):
     """A step of 128 channels lies in one head or in several, which use different parts."""
     used = torch.tensor([[1], [S], [S // 2]]).expand(3, H).clone()
     used[0, -1] = S
@@ -71,7 +71,7 @@ def test_the_result_as_limbs(parts, assert_close, tolerance, device, half, H, D,
     assert torch.equal(of_tensor, from_limbs(limbs)), "what adapters read"
 
 
-def test_rows_of_no_request_are_left_alone(parts, device, half):
+def test_padding_rows_are_not_written(parts, device, half):
     partials, sums, _ = parts(3, 2, 16, 32, 16)
     out = torch.full((3, 2, 32), 7.0, dtype=half, device=device)
     merge_splits(partials, sums, torch.tensor([0, 2], dtype=torch.int32, device=device), out, None)
@@ -79,7 +79,7 @@ def test_rows_of_no_request_are_left_alone(parts, device, half):
 
 
 @pytest.mark.parametrize("at", [0, 9, 15])
-def test_a_nan_shows(parts, device, half, at):
+def test_nan_in_any_split_propagates(parts, device, half, at):
     """Also if it is in the last split, or in the only one."""
     for used in (16, at + 1):
         partials, sums, _ = parts(1, 2, 16, 32, used)

@@ -101,7 +101,7 @@ def test_route_tokens(device, half, poison, assert_close, name, M, C):
     assert not workspace(device)[1].any(), "counters are left at zero"
 
 
-def test_route_of_nan_names_experts(device, half):
+def test_nan_logits_route_to_valid_experts(device, half):
     """Whatever the logits are, the products must not read beyond their weights."""
     from qkernels.moe.triton_route import route, route_tokens
 
@@ -116,7 +116,7 @@ def test_route_of_nan_names_experts(device, half):
 
 
 @pytest.mark.parametrize("name", ["all", "deepseek-v2", "mixtral", "many"])
-def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
+def test_rank_based_top_k_equals_sequential_top_k(device, half, name):
     """Ties everywhere. 130 experts are too many to be ranked: they are chosen one by one."""
     from qkernels.moe.triton_route import route_tokens
 
@@ -132,7 +132,7 @@ def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 3, 9), (2, 1, 1), (5, 2, 3), (7, 3, 40), (17, 2, 5)])
-def test_active_experts_are_each_named_once(device, M, k, E):
+def test_active_experts_are_listed_once(device, M, k, E):
     from qkernels.moe.triton_active import active_experts
 
     generator = torch.Generator().manual_seed(M)
@@ -147,7 +147,7 @@ def test_active_experts_are_each_named_once(device, M, k, E):
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(2, 1, 1), (11, 2, 3), (7, 3, 40)])
-def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
+def test_sorted_entries_hold_pairs_of_one_expert(device, half, M, k, E):
     """No entry exceeds its columns, each pair is in one entry, and each has its token's row."""
     from qkernels.moe.triton_active import active_pairs
 
@@ -178,7 +178,7 @@ def choices_of_rank(M, k, E, here, device):
 
 
 @pytest.mark.parametrize(("M", "k", "E", "here"), [(1, 3, 40, 1), (1, 2, 5, 4), (7, 3, 40, 20)])
-def test_experts_elsewhere_are_not_active(device, M, k, E, here):
+def test_experts_of_other_ranks_are_not_active(device, M, k, E, here):
     """Their parts are cleared, those of the others are left alone."""
     from qkernels.moe.triton_active import active_experts
 
@@ -194,7 +194,7 @@ def test_experts_elsewhere_are_not_active(device, M, k, E, here):
 
 
 @pytest.mark.parametrize(("M", "k", "E", "here"), [(11, 2, 3, 1), (7, 3, 40, 33)])
-def test_sorted_pairs_of_experts_elsewhere_are_left_out(device, half, M, k, E, here):
+def test_pairs_of_other_ranks_experts_are_skipped(device, half, M, k, E, here):
     from qkernels.moe.triton_active import active_pairs
 
     ids = choices_of_rank(M, k, E, here, device)
@@ -266,7 +266,7 @@ def test_biases_and_clamped_activation(device, half, poison, assert_close, M, sh
 
 @pytest.mark.parametrize("M", [1, 33])
 @pytest.mark.parametrize("scheme", ["w4a16-mxfp4", "w4a16-nvfp4"])
-def test_4_bit_floats_of_sizes_that_fill_no_step(device, half, poison, assert_close, scheme, M):
+def test_fp4_with_partial_k_step(device, half, poison, assert_close, scheme, M):
     """As in gpt-oss, whose 2880 inputs are 22.5 steps; experts have scales of their own."""
     weights = make_experts(Scheme.parse(scheme), 960, 480, 3, 2, CLAMPED, True, half)
     got, want = run(weights, M, half, device, shared=True)
@@ -285,7 +285,7 @@ def test_4_bit_floats_of_sizes_that_fill_no_step(device, half, poison, assert_cl
     ],
     ids=str,
 )
-def test_experts_without_a_gate(device, half, poison, assert_close, scheme, inner, M):
+def test_ungated_experts(device, half, poison, assert_close, scheme, inner, M):
     """The square of ReLU; as many outputs as the second product has inputs, an odd tile count."""
     parsed = None if scheme is None else Scheme.parse(scheme)
     hidden = 128 if scheme == "w8a8-fp8-block" else 64
@@ -306,7 +306,7 @@ def test_experts_with_gelu(device, half, poison, assert_close, scheme, M):
 
 @pytest.mark.parametrize("M", [1, 33])
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8", None], ids=str)
-def test_experts_whose_activation_is_clamped(device, half, poison, assert_close, scheme, M):
+def test_experts_with_clamped_activation(device, half, poison, assert_close, scheme, M):
     """Step-3.5's: silu(gate) is cut above a limit; cut before, or not at all, it differs."""
     parsed = None if scheme is None else Scheme.parse(scheme)
     weights = make_experts(parsed, 64, 96, 5, 2, CUT_AFTER, False, half)
@@ -318,7 +318,7 @@ def test_experts_whose_activation_is_clamped(device, half, poison, assert_close,
         assert (reduced(other) - want).norm() > 2 * limit * want.norm()
 
 
-def test_the_square_of_relu_keeps_nan(device, half):
+def test_squared_relu_propagates_nan(device, half):
     """A token that is NaN stays so, and no other token sees it."""
     weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, 2, RELU2, True, half)
     prepared = ops.prepare_experts(weights, half, device, kernel="triton")
@@ -332,7 +332,7 @@ def test_the_square_of_relu_keeps_nan(device, half):
 
 @pytest.mark.parametrize(("split", "block_n"), [(1, 64), (2, 128)])
 @pytest.mark.parametrize("variant", ["few", "sorted"])
-def test_plans(device, half, poison, assert_close, variant, split, block_n):
+def test_every_plan_equals_reference(device, half, poison, assert_close, variant, split, block_n):
     """Every form of the sum, and more blocks than there are experts to read."""
     weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
     first = ExpertsConfig(block_m=16, block_n=block_n)
@@ -386,7 +386,7 @@ def on_rank(weights, numbers, E):
     ],
     ids=str,
 )
-def test_ranks_with_some_of_the_experts_add_up(
+def test_expert_parallel_ranks_sum_to_full_result(
     device, half, poison, assert_close, scheme, inner, bias, M
 ):
     """Three ranks with 4, 2 and 1 of 7 experts; a token's experts may all be elsewhere."""
@@ -418,7 +418,9 @@ def test_ranks_with_some_of_the_experts_add_up(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("variant", ["few", "sorted"])
-def test_plans_with_experts_elsewhere(device, half, poison, assert_close, variant, shared):
+def test_every_plan_with_experts_of_other_ranks(
+    device, half, poison, assert_close, variant, shared
+):
     """Every form of the sum; one token has no expert here."""
     weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
     ours, _ = on_rank(weights, [1, 2], 4)
@@ -436,7 +438,7 @@ def test_plans_with_experts_elsewhere(device, half, poison, assert_close, varian
         assert_close(str(settings), want, reduced(got), 3e-3 * COARSER[half])
 
 
-def test_chosen_experts_get_the_numbers_of_the_rank(device, half):
+def test_expert_ids_are_mapped_to_local_ids(device, half):
     from qkernels.moe.triton_route import route, route_tokens
 
     routing = ROUTINGS["glm"]

@@ -22,9 +22,7 @@ from tests.qkernels.moe_case import COARSER, make_experts, run
 @pytest.mark.parametrize(
     ("gate_up", "down", "stored"), [((2, 3, 4), (4, 3, 2), 4), ((3, 3, 8), (4, 4, 4), 8)]
 )
-def test_experts_of_several_widths_are_stacked(
-    device, half, poison, assert_close, gate_up, down, stored
-):
+def test_mixed_bit_experts_are_stacked(device, half, poison, assert_close, gate_up, down, stored):
     """A mixed-bits recipe gives experts and their products different numbers of bits."""
     made = {
         bits: make_experts(Scheme.parse(f"w{bits}a16-sym-g32"), 64, 64, 3, 2, SILU, False, half)
@@ -62,14 +60,14 @@ def random_blocks(gate_up, down, hidden, inner, glu):
     ("gate_up", "down"),
     [("q4_k", "q6_k"), *((kind, kind) for kind in BLOCK_TYPES)],
 )
-def test_blocks_of_a_gguf_file(device, half, poison, assert_close, gate_up, down, M):
+def test_gguf_block_experts(device, half, poison, assert_close, gate_up, down, M):
     """Q4_K_M has Q6_K in half of the layers' down."""
     weights = random_blocks(gate_up, down, 256, 256, SILU)
     got, want = run(weights, M, half, device)
     assert_close(gate_up, want, reduced(got), 4e-3 * COARSER[half])
 
 
-def test_blocks_before_groups(device, half, poison, assert_close):
+def test_gguf_blocks_mixed_with_other_types(device, half, poison, assert_close):
     """llama.cpp writes Q8_0 or Q5_0 where 256 does not divide the inner size."""
     weights = random_blocks("q4_k", "q4_1", 256, 96, SILU)
     scheme = Scheme.parse("w8a16-sym-g32")
@@ -78,7 +76,7 @@ def test_blocks_before_groups(device, half, poison, assert_close):
     assert_close("Q4_K and Q8_0", want, reduced(got), 4e-3 * COARSER[half])
 
 
-def test_shards_of_blocks(device, half, poison, assert_close):
+def test_sharded_gguf_blocks(device, half, poison, assert_close):
     """A tensor-parallel shard of `down` may begin and end inside a block."""
     weights = random_blocks("q4_k", "q6_k", 256, 512, SILU)
     down = [matrix.take_inputs(96, 480) for matrix in weights.down]
@@ -88,7 +86,7 @@ def test_shards_of_blocks(device, half, poison, assert_close):
     assert_close("shards", want, reduced(got), 4e-3 * COARSER[half])
 
 
-def test_products_of_different_kinds_are_not_stacked(device, half):
+def test_different_weight_kinds_are_not_stacked(device, half):
     made = [
         make_experts(scheme and Scheme.parse(scheme), 64, 64, 3, 2, SILU, False, half)
         for scheme in ("w4a16-sym-g32", None)

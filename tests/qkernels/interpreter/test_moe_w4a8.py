@@ -89,7 +89,7 @@ def allowed(scheme, half):
 
 @pytest.mark.parametrize(("M", "bias"), [(1, False), (3, True), (33, False)])
 @pytest.mark.parametrize("scheme", CASES)
-def test_experts_are_float64s(device, half, poison, assert_close, scheme, M, bias):
+def test_experts_equal_float64(device, half, poison, assert_close, scheme, M, bias):
     weights, x, routes = case(scheme, M, 4, 2, half, device, bias)
     prepared = ops.prepare_experts(weights, half, device, kernel="triton")
     assert prepared.problem.kernel == "triton" and prepared.problem.kind == "w4a8"
@@ -100,7 +100,7 @@ def test_experts_are_float64s(device, half, poison, assert_close, scheme, M, bia
 
 @pytest.mark.parametrize("variant", ["few", "sorted"])
 @pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a8-channel"])
-def test_splits_and_experts_elsewhere(device, half, poison, assert_close, scheme, variant):
+def test_splits_with_experts_of_other_ranks(device, half, poison, assert_close, scheme, variant):
     """Partial sums of every split; one token has no expert here, and no block writes for it."""
     weights, x, _ = case(scheme, 3, 2, 2, half, device)
     weights = type(weights)(
@@ -131,7 +131,7 @@ def test_integer_sums_have_a_fixed_order(device, half):
         assert torch.equal(reduced(alone), reduced(together)[row])
 
 
-def test_refusals_name_what_does_not_fit(device):
+def test_refusals_name_the_reason(device):
     from qkernels.moe.rows import triton_experts
     from qkernels.problem import Problem
 

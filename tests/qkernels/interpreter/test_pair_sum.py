@@ -31,7 +31,7 @@ def begun(x_MC, peers, ends, before=lambda: None):
     return found
 
 
-def test_sums_have_the_bits_of_other_kernels(device, half):
+def test_sums_equal_other_kernels_bitwise(device, half):
     """Ranks are late by turns; each phase of the buffer is used several times."""
     given = [
         of_ranks(2, rows, CHANNELS, dtype=half, device=device, seed=seed)
@@ -52,7 +52,7 @@ def test_sums_have_the_bits_of_other_kernels(device, half):
         assert all(map(torch.equal, found, want))
 
 
-def test_the_norm_of_a_sum(device, half):
+def test_norm_of_a_sum(device, half):
     x = of_ranks(2, 7, CHANNELS, dtype=half, device=device)
     residual = of_ranks(1, 7, CHANNELS, dtype=half, device=device, seed=1)[0]
     spec = NormSpec(weight_C=torch.rand(CHANNELS).to(device, half), eps=1e-5)
@@ -69,7 +69,7 @@ def test_the_norm_of_a_sum(device, half):
 
 @pytest.mark.skipif(ON_GPU, reason="streams of one GPU take turns by themselves")
 @pytest.mark.parametrize("phases", [2, 1])
-def test_rows_are_not_overwritten_before_a_slow_rank_has_read_them(device, half, phases):
+def test_buffer_is_not_overwritten_before_slow_rank_reads(device, half, phases):
     """With one phase (a planted fault) the fast rank overwrites them."""
     given = [of_ranks(2, 7, CHANNELS, dtype=half, device=device, seed=seed) for seed in range(4)]
     sent = [multiprocessing.get_context("fork").Event() for _ in given]  # by the fast rank
@@ -94,7 +94,7 @@ def test_rows_are_not_overwritten_before_a_slow_rank_has_read_them(device, half,
     assert all(same[1]) == (phases == 2)
 
 
-def test_rows_that_are_not_sent_show(device, half):
+def test_unsent_rows_change_the_result(device, half):
     """Otherwise the tests above would prove nothing."""
     x = of_ranks(2, 7, CHANNELS, dtype=half, device=device)
 
@@ -110,7 +110,7 @@ def test_rows_that_are_not_sent_show(device, half):
         assert torch.equal(found[:6], want[:6]) and not torch.equal(found[6], want[6])
 
 
-def test_a_sum_that_is_not_read_changes_nothing(device, half):
+def test_unread_sum_changes_nothing(device, half):
     given = [of_ranks(2, 7, CHANNELS, dtype=half, device=device, seed=seed) for seed in range(5)]
 
     def work(peers):
@@ -138,7 +138,7 @@ def test_only_the_last_sum_is_read(device, half):
     results_of_ranks(2, work, device)
 
 
-def test_sums_that_do_not_fit(device, half):
+def test_sums_larger_than_buffer_are_refused(device, half):
     def work(peers):
         large = torch.zeros(PAIR_ROWS + 1, CHANNELS, dtype=half, device=device)
         assert not pair_sum.takes_pair_sum(large, peers)

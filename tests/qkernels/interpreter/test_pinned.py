@@ -9,7 +9,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 2050])
-def test_words_go_to_the_device_and_back(device, count):
+def test_pinned_words_round_trip(device, count):
     words = torch.arange(count) * -(2**40)
     there = torch.full((count + 3,), 7, device=device)
     back = torch.empty(count, dtype=torch.int64, pin_memory=ON_GPU)

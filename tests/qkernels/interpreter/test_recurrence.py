@@ -69,7 +69,7 @@ def states_of(case):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_kernel_is_the_recurrence(device, half, poison, assert_close, kind):
+def test_kernel_equals_recurrence(device, half, poison, assert_close, kind):
     run, reference = RUNS[kind]
     case = make(kind, COUNTS, BEFORE)
     slots = [-1 if r == WITHOUT_SLOT else slot for r, slot in enumerate(case.slots)]
@@ -87,7 +87,7 @@ def test_kernel_is_the_recurrence(device, half, poison, assert_close, kind):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_every_cut_gives_the_same_bits(device, half, poison, kind):
+def test_chunk_boundaries_do_not_change_bits(device, half, poison, kind):
     run, _ = RUNS[kind]
     whole = make(kind, (sum(CUTS),), (0,)).to(half, device)
     want_state, state, start = states_of(whole), states_of(whole), 0
@@ -104,7 +104,7 @@ def test_every_cut_gives_the_same_bits(device, half, poison, kind):
     "kind",
     [pytest.param(kind, marks=[pytest.mark.exhaustive] if kind in GIVEN else []) for kind in SIZES],
 )
-def test_rejected_rows_change_no_bit(device, half, poison, kind):
+def test_rejected_rows_do_not_change_bits(device, half, poison, kind):
     """A text with drafts, some of them rejected: the rows of the same text without."""
     run, reference = RUNS[kind]
     case = make(kind, (NUM_ROWS,), (0,)).to(half, device)

@@ -15,7 +15,7 @@ def ring(width):
 
 
 @pytest.mark.parametrize(("count", "num_tokens"), [(1, 1), (9, 3), (300, 8), (600, 2)])
-def test_the_counters_entry_arrives_with_pending_tokens(device, count, num_tokens):
+def test_ring_entry_arrives_with_pending_tokens(device, count, num_tokens):
     inputs, samples = ring(count + 3), torch.tensor([70, 71, 72, 73], device=device)
     for number in (0, 1, 3, 4, 9):
         entry = inputs[number % DEPTH]

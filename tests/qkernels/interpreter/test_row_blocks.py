@@ -17,7 +17,7 @@ def _owners(starts_ptr, out_ptr, R, BLOCK_Q: tl.constexpr, EVERY: tl.constexpr):
 
 @pytest.mark.parametrize("block_q", [1, 4])
 @pytest.mark.parametrize("R, every", [(1, 1), (2, 1), (31, 3), (32, 3), (33, 3), (1100, 61)])
-def test_a_block_finds_its_request(device, R, every, block_q):
+def test_row_block_finds_its_request(device, R, every, block_q):
     """Against a search of all, requests without rows among them."""
     generator = torch.Generator().manual_seed(R)
     counts = torch.randint(0, 7, (R,), generator=generator)

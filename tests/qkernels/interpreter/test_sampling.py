@@ -48,7 +48,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_every_kind_of_row_draws_the_twins_token(device, half, poison, vocabulary):
+def test_every_kind_of_row_equals_reference(device, half, poison, vocabulary):
     """All kinds side by side in one call."""
     num_seeds = 5 if ON_GPU else 1
     rows = [
@@ -67,7 +67,7 @@ def test_every_kind_of_row_draws_the_twins_token(device, half, poison, vocabular
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "top_k, top_p", "all"])
-def test_draws_stay_inside_the_filter_and_reach_all_of_it(device, name):
+def test_draws_cover_exactly_the_filtered_tokens(device, name):
     """One distribution, many seeds: what is drawn is what the twin keeps, to the last token."""
     size, vocabulary = (20_000, 400) if ON_GPU else (3, 150)
     logits = logits_of(1, vocabulary, torch.float32, device, spread=1.0).expand(size, -1)
@@ -99,7 +99,7 @@ def seeds_that_draw(token, among, count=2, position=0):
         (1500, 300),
     ],
 )
-def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
+def test_top_k_ties_keep_lower_tokens(device, vocabulary, top_k):
     """The lower tokens stay: the last of them can be drawn, the next cannot, even if it would."""
     last, following = top_k - 1, top_k
     seeds = [
@@ -122,7 +122,7 @@ def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
         (256, 0.5),
     ],
 )
-def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
+def test_top_p_ties_keep_lower_tokens(device, vocabulary, top_p):
     """Half of equal probabilities, or a little less: the lower half of the tokens."""
     half = vocabulary // 2
     seeds = [*seeds_that_draw(half - 1, range(half)), *seeds_that_draw(half, range(half + 1))]
@@ -249,7 +249,7 @@ def test_bias_of_infinity_draws_its_token_with_the_bits_of_any_draw(device, half
 
 
 @pytest.mark.parametrize("place", [0, 4500])
-def test_nan_row_is_marked_and_not_counted(device, place):
+def test_nan_row_is_flagged_and_not_counted(device, place):
     logits = logits_of(3, 4501, torch.float32, device)
     logits[1, place] = math.nan
     for name in ("greedy", "top_k"):
@@ -275,7 +275,7 @@ def test_infinite_logits(device):
         assert 0 <= tokens[2] < 100
 
 
-def test_a_row_draws_the_same_in_any_batch(device):
+def test_row_draw_is_independent_of_batch(device):
     names = ROWS if ON_GPU else ("greedy", "top_k", "temperature")
     rows = [replace(ROWS[name], seed=7, position=9) for name in names]
     logits = logits_of(len(rows), 4500, torch.float16, device)
@@ -349,7 +349,7 @@ class Tokens(list):
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_masked_rows_draw_what_is_allowed(device, half, poison, vocabulary):
+def test_masked_rows_draw_allowed_tokens(device, half, poison, vocabulary):
     """Every kind of row, with a mask and without, and a bias for some."""
     kinds = list(ROWS.values())[:: 1 if ON_GPU else 3]
     rows, allowed = [], []

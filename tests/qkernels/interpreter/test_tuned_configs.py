@@ -43,7 +43,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
             assert_close("w4a16", want, multiply(x, weight), tolerance(half))
 
 
-def test_w4a16_splits_that_cannot_all_run_are_not_taken(
+def test_w4a16_config_with_nonresident_splits_is_skipped(
     make_weight, device, half, monkeypatch, assert_close, tolerance
 ):
     """Such splits would wait for each other forever, so the default config is used."""

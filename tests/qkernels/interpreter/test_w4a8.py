@@ -38,7 +38,7 @@ def test_sums_are_exact(device, poison, config, name, M, N, K):
 
 @pytest.mark.parametrize("name", INTEGERS + FLOATS)
 @pytest.mark.parametrize("M", [1, 5, 33, 118])
-def test_product_is_that_of_float64(assert_close, device, dtype, poison, name, M):
+def test_product_equals_float64(assert_close, device, dtype, poison, name, M):
     """Rounding of x included; bias; scales spread over rows and groups."""
     N, K = (72, 384) if M > 33 else (136, 1152)
     scheme = Scheme.parse(name)
@@ -61,7 +61,7 @@ def test_product_is_that_of_float64(assert_close, device, dtype, poison, name, M
 
 
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8-channel"])
-def test_result_has_the_bits_of_the_reference(device, half, poison, name):
+def test_result_equals_reference_bitwise(device, half, poison, name):
     """Scales of any value: a sum rounds after each group, in the order of the reference."""
     scheme = Scheme.parse(name)
     generator = torch.Generator().manual_seed(3)
@@ -92,7 +92,7 @@ def test_static_scale_of_x(assert_close, device, half):
     assert_close("static", want, got, 4e-3)
 
 
-def test_rows_are_alone_in_the_fixed_order(device, half):
+def test_fixed_order_rows_are_independent(device, half):
     scheme = Scheme.parse("w4a8-g32")
     generator = torch.Generator().manual_seed(0)
     packed = round_to_nearest(torch.randn(72, 1024, generator=generator), scheme.weight)
@@ -104,7 +104,7 @@ def test_rows_are_alone_in_the_fixed_order(device, half):
         assert torch.equal(ops.linear(x[:M], weight), want[:M])
 
 
-def test_a_nan_in_x_reaches_its_row_alone(device, half):
+def test_nan_in_x_affects_only_its_row(device, half):
     scheme = Scheme.parse("w4a8")
     generator = torch.Generator().manual_seed(0)
     packed = round_to_nearest(torch.randn(64, 256, generator=generator), scheme.weight)

@@ -58,7 +58,7 @@ def rounded_weight(name, N, K, device):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("M, K", [(1, 32), (5, 200), (3, 1000), (2, 4096)])
-def test_rounding_has_the_reference_bits(device, dtype, poison, name, M, K):
+def test_rounding_equals_reference_bitwise(device, dtype, poison, name, M, K):
     """Against the CPU: torch divides by a constant less exactly on a GPU."""
     activation = ACTIVATIONS[name]
     x = random_x(M, K, dtype, device, spread=12 if activation.dynamic else 4)
@@ -74,7 +74,7 @@ def test_rounding_has_the_reference_bits(device, dtype, poison, name, M, K):
 
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("M, K", [(1, 256), (3, 1280), (5, 4096)])
-def test_rounding_of_groups_has_the_reference_bits(device, dtype, poison, name, M, K):
+def test_group_rounding_equals_reference_bitwise(device, dtype, poison, name, M, K):
     x = random_x(M, 2 * K, dtype, device, spread=8)[:, :K]
     x *= 2 ** torch.arange(K, device=device).div(64).remainder(7).to(dtype)
     x[0, :256] = 0
@@ -149,7 +149,7 @@ def test_integer_sums_are_exact(device, poison, tile, M, N, K):
 
 @pytest.mark.parametrize("M", [1, 3, 17, 63, 118, 257])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_product_is_that_of_the_reference(assert_close, device, dtype, poison, name, M):
+def test_product_equals_reference(assert_close, device, dtype, poison, name, M):
     """Odd rows; outputs and inputs that fill no tile; bias; scales spread over rows."""
     N, K = (72, 416) if M > 63 else (200, 1056)
     packed = rounded_weight(name, N, K, device)
@@ -193,7 +193,7 @@ def test_strided_and_batched_x(device, half):
     assert ops.linear(x[:0, ::2], weight).shape == (0, 64)
 
 
-def test_a_nan_in_x_reaches_its_row_alone(device, half):
+def test_nan_in_x_affects_only_its_row(device, half):
     weight = ops.prepare_weight(rounded_weight("w8a8", 64, 64, device), half, kernel="triton_w8a8")
     x = random_x(3, 64, half, device)
     x[1, 5] = float("nan")
@@ -211,7 +211,7 @@ def block_weight(N, K, device):
 
 
 @pytest.mark.parametrize("M, N, K", [(1, 8, 128), (17, 200, 640), (65, 136, 384), (130, 136, 256)])
-def test_float8_in_blocks_is_the_reference(assert_close, device, dtype, poison, M, N, K):
+def test_float8_block_scales_equal_reference(assert_close, device, dtype, poison, M, N, K):
     packed = block_weight(N, K, device)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     x = random_x(M, K, dtype, device, spread=3)
@@ -232,7 +232,7 @@ def test_float8_weight_with_one_scale_for_all(device, half):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_codes_may_be_given(device, half, name):
+def test_precomputed_codes_are_accepted(device, half, name):
     packed = rounded_weight(name, 64, 96, device)
     x = random_x(5, 96, half, device)
     for kernel in ("triton_w8a8", "reference"):
@@ -245,7 +245,7 @@ def test_codes_may_be_given(device, half, name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("M, C", [(1, 64), (5, 200), (3, 1536), (2, 4160)])
 @pytest.mark.parametrize("op", ["norm", "norm of a sum", "silu"])
-def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M, C):
+def test_fused_operation_equals_separate_operations(device, dtype, poison, op, name, M, C):
     activation = ACTIVATIONS[name]
     scale = None if activation.dynamic else torch.tensor(0.05, device=device)
     form = InputRounding(activation, scale)
@@ -271,7 +271,7 @@ def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M,
     assert same.any() and (codes.float() != want_codes.float())[same].float().mean() < 0.02
 
 
-def test_every_fixed_scheme_has_a_row_on_a_gpu():
+def test_every_fixed_scheme_has_a_gpu_kernel():
     """The one that has none yet: float8 weights alone. 4-bit numbers become 8-bit codes before."""
     from qkernels.operations import explain
 

@@ -54,7 +54,7 @@ def test_every_group_length(check, make_weight, device, half, poison, group, sym
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
-def test_codes_of_other_bits_are_stored_in_4_or_8(
+def test_other_bit_widths_are_stored_in_4_or_8_bits(
     check, make_weight, device, half, poison, bits, symmetric
 ):
     packed, x = make_weight(72, 192, 64, symmetric, bits=bits), random_x(3, 192, half, device)
@@ -92,7 +92,7 @@ def test_group_scales_spread_over_a_factor_of_256(check, make_weight, device, ha
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_each_input_meets_its_own_code(make_weight, device, half, bits):
+def test_one_hot_rows_read_weights_back(make_weight, device, half, bits):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     packed = make_weight(72, 128, 64, symmetric=False, bits=bits)
     weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
@@ -102,7 +102,7 @@ def test_each_input_meets_its_own_code(make_weight, device, half, bits):
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, group, symmetric):
+def test_dequantized_scratch_equals_packed_bitwise(make_weight, half, poison, group, symmetric):
     for bits in (4, 8):
         packed = make_weight(72, 256, group, symmetric, bits=bits)
         weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
@@ -136,7 +136,7 @@ def test_bulk_copy_stops_at_the_last_row(check, make_weight, device, half, poiso
     check(make_weight(72, 96, 32, False), random_x(M, 96, half, device), tile=tile)
 
 
-def test_bulk_copy_of_x_at_an_odd_address(check, make_weight, device, half):
+def test_bulk_copy_of_unaligned_x(check, make_weight, device, half):
     """TMA reads from multiples of 16 bytes only."""
     x = random_x(1, 64 * 128 + 1, half, device)[0, 1:].view(64, 128)
     assert x.is_contiguous() and x.data_ptr() % 16
@@ -174,7 +174,7 @@ def test_gradient_reaches_x(make_weight, device, half):
     torch.testing.assert_close(x.grad, want)
 
 
-def test_private_order_golden_words():
+def test_prepacked_order_golden_words():
     """The literals of qkernels/notes/layouts.md."""
     k = torch.arange(32, dtype=torch.uint8)[None]
     words = prepack.fragment_order(k % 16)[0].tolist()
@@ -185,7 +185,7 @@ def test_private_order_golden_words():
     assert [w & 0xFFFFFFFF for w in words[:4]] == [0x3F073800, 0x4D15460E, 0x5B23541C, 0x6931622A]
 
 
-def test_words_of_one_thread_lie_side_by_side(make_weight, device, half):
+def test_words_of_one_thread_are_contiguous(make_weight, device, half):
     """Word t of every 32 inputs of a step: 16 bytes where the step is 128."""
     for bits, order in ((4, prepack.fragment_order), (8, prepack.byte_order)):
         packed = make_weight(72, 256, 128, bits=bits)

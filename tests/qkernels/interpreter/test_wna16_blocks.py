@@ -67,13 +67,13 @@ def random_x(M, K, dtype, device):
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("M", [1, 17, 300])
-def test_rows(check, make_blocks, device, half, poison, M, kind):
+def test_numbers_of_rows(check, make_blocks, device, half, poison, M, kind):
     check(make_blocks(kind, 64, 256), random_x(M, 256, half, device))
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q5_1"])
 @pytest.mark.parametrize("K", [32, 96, 576])
-def test_inputs_that_fill_no_step_of_128(check, make_blocks, device, half, poison, K, kind):
+def test_inputs_with_partial_k_step(check, make_blocks, device, half, poison, K, kind):
     check(make_blocks(kind, 72, K), random_x(3, K, half, device))
 
 
@@ -93,7 +93,7 @@ def test_shards_of_blocks(check, make_blocks, device, half, poison, kind, inputs
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_each_input_meets_its_own_code(make_blocks, device, half, kind):
+def test_one_hot_rows_read_weights_back(make_blocks, device, half, kind):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     weight = make_blocks(kind, 72, 256)
     prepared = ops.prepare_weight(weight, half, kernel=kernel_of(weight))
@@ -102,7 +102,7 @@ def test_each_input_meets_its_own_code(make_blocks, device, half, kind):
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_dequantized_scratch_has_the_bits_of_gguf_pys(make_blocks, half, poison, kind):
+def test_dequantized_scratch_equals_gguf_py_bitwise(make_blocks, half, poison, kind):
     weight = make_blocks(kind, 72, 512)
     prepared = ops.prepare_weight(weight, half, kernel=kernel_of(weight))
     assert torch.equal(gemm.dequantize(prepared), weight.dequantize(half))

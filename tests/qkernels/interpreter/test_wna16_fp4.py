@@ -47,13 +47,13 @@ def random_x(M, K, dtype, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("M", [1, 17, 300])
-def test_rows(check, device, half, poison, M, kind):
+def test_numbers_of_rows(check, device, half, poison, M, kind):
     check(random_fp4(kind, 64, 256).to(device), random_x(M, 256, half, device))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [16, 32, 96, 144, 480, 576, 2880])
-def test_inputs_that_fill_no_step(check, device, half, poison, K, kind):
+def test_inputs_with_partial_k_step(check, device, half, poison, K, kind):
     if kind == "mxfp4" and K % 32:
         K += 16
     check(random_fp4(kind, 72, K).to(device), random_x(3, K, half, device))
@@ -68,7 +68,7 @@ def test_padded_outputs_are_not_written(check, device, half, poison, N, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [256, 480])
-def test_each_input_meets_its_own_number(device, half, kind, K):
+def test_one_hot_rows_read_weights_back(device, half, kind, K):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     weight = random_fp4(kind, 72, K, spread=8).to(device)
     prepared = ops.prepare_weight(weight, half, kernel="w4a16")
@@ -78,7 +78,7 @@ def test_each_input_meets_its_own_number(device, half, kind, K):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [256, 480])
-def test_dequantized_scratch_has_the_bits_of_the_weight(half, poison, device, kind, K):
+def test_dequantized_scratch_equals_weight_bitwise(half, poison, device, kind, K):
     weight = random_fp4(kind, 72, K, spread=8).to(device)
     if kind == "nvfp4":  # a divisor's reciprocal is rounded: for NVIDIA's factor they are the bits
         weight = replace(weight, global_scale=None, global_factor=1 / weight.global_scale)

@@ -34,7 +34,7 @@ def attention(**changes):
     return default_attention_config(**problem | changes)
 
 
-def test_chunks_split_where_their_tiles_leave_sms_idle():
+def test_chunks_split_if_tiles_leave_sms_idle():
     assert prefill_split(32, 32768, H200_SMS) == 4
     assert prefill_split(66, 32768, H200_SMS) == 2
     assert prefill_split(67, 32768, H200_SMS) == 1
@@ -73,7 +73,7 @@ def test_attention_rows_are_whole_tokens(group, max_query_len):
             assert buffers <= 200 * 1024
 
 
-def test_programs_share_segments_where_there_are_few():
+def test_few_segments_are_shared_by_programs():
     one, many = (segment_splits(programs, 64, 1 << 20, H200_SMS) for programs in (8, 1024))
     assert 32 <= one <= 64 and many == 1
     assert segment_splits(8, 3, 1 << 20, H200_SMS) == 3, "no more programs than segments"
@@ -82,7 +82,7 @@ def test_programs_share_segments_where_there_are_few():
 
 @pytest.mark.parametrize("group", [1, 4, 7, 16, 24])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_a_step_of_keys_in_fixed_order_follows_from_the_model(D, group):
+def test_fixed_order_key_step_depends_only_on_model(D, group):
     sizes = {"heads_per_kv_head": group, "head_dim": D, "element_size": 2}
     configs = [tile_config(**sizes, max_query_len=count) for count in (1, 2, 16, 2048)]
     (keys,) = {config.keys for config in configs}

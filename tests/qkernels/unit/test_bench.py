@@ -38,12 +38,12 @@ def case(got, want, num_bytes=0, operations=0):
 
 
 @pytest.mark.parametrize("got", [[1.0, 2.1], [1.0, float("nan")]])
-def test_a_wrong_result_gets_no_time(got):
+def test_wrong_result_is_not_timed(got):
     with pytest.raises(KernelError, match="relative error"):
         check(case(got, [1.0, 2.0]))
 
 
-def test_error_is_relative_to_the_whole():
+def test_error_is_relative_to_result_norm():
     assert check(case([3.0, 4.04], [3.0, 4.0])) == pytest.approx(0.04 / 5, rel=1e-4)
 
 
@@ -62,7 +62,7 @@ def test_copies_exceed_the_cache_unless_they_are_tiny():
     assert copies_needed(10**9) == 1
 
 
-def test_selection():
+def test_bench_case_selection():
     chosen = select("w4a16", "qkv,down", "1,16", "cublas")
     assert [(shape, ms) for _, shape, ms, _ in chosen] == [("qkv", (1, 16)), ("down", (1, 16))]
     assert all(baselines == {"cublas"} for *_, baselines in chosen)
@@ -82,7 +82,7 @@ def test_selection():
         (("w4a16", None, None, "sdpa"), "--baseline"),
     ],
 )
-def test_an_unknown_name_is_an_error(arguments, flag):
+def test_unknown_bench_name_is_refused(arguments, flag):
     with pytest.raises(KernelError, match=flag):
         select(*arguments)
 
@@ -117,6 +117,6 @@ def test_plot_draws_every_panel(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_it_says_so():
+def test_missing_gpu_is_reported():
     with pytest.raises(KernelError, match="GPU: is needed .* torch sees none .run this on"):
         run(show=print)

@@ -29,7 +29,7 @@ def in_transformers(op, case):
 @pytest.mark.parametrize("op", PARTS)
 @pytest.mark.parametrize(("bias", "taps"), [(False, 3), (True, 4)])
 @pytest.mark.parametrize("module", MODULES)
-def test_result_is_transformers(module, op, bias, taps):
+def test_convolution_equals_transformers(module, op, bias, taps):
     case = ConvCase.make(op, (37,), (0,), bias=bias, taps=taps)
     got = case.run(getattr(module, op), case.unread)
     assert_close("y", in_transformers(op, case), got, 1e-6)
@@ -46,7 +46,7 @@ def test_batched_rows_equal_single_requests(op):
 
 @pytest.mark.parametrize("op", PARTS)
 @pytest.mark.parametrize("module", MODULES)
-def test_any_chunks_give_the_same_result(module, op):
+def test_chunked_prompt_equals_whole_prompt(module, op):
     """A prompt in chunks of odd lengths, the last of one token, equals the whole prompt."""
     whole = ConvCase.make(op, (75,), (0,), bias=True)
     conv, conv_cut, start = whole.unread, whole.unread, 0
@@ -80,7 +80,7 @@ def test_other_slots_are_unchanged(module, op):
         ("short_conv_", {"conv_PCL": lambda c: c[:, 1:]}, "short_conv_ conv: expected"),
     ],
 )
-def test_wrong_arguments_are_named(op, change, message):
+def test_invalid_arguments_are_refused(op, change, message):
     case = ConvCase.make(op, (5,), (0,), bias=True)
     case = replace(case, **{name: wrong(getattr(case, name)) for name, wrong in change.items()})
     with pytest.raises(KernelError, match=message):
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_named(op, change, message):
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("op", PARTS)
-def test_rejected_rows_are_left_behind(module, op):
+def test_rejected_rows_are_not_in_state(module, op):
     case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32)
     wide = case.to(torch.float64)
     want = wide.run(getattr(reference, op), wide.unread)

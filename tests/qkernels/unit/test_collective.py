@@ -44,19 +44,19 @@ def make_peers(ranks: int = 2, channels: int = 1024) -> Peers:
 
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
-def test_a_larger_message_never_goes_back_to_fewer_shots(ranks):
+def test_number_of_shots_grows_with_message_size(ranks):
     found = [way(size, limits(ranks)) for size in range(0, 64 * MIB, 64 * KIB)]
     order = ["one_shot", "two_shot", None]
     assert found == sorted(found, key=order.index) and set(found) == set(order)
 
 
-def test_limits_shrink_with_ranks():
+def test_size_limits_shrink_with_ranks():
     of = list(LIMITS.values())
     assert [each.one_shot for each in of] == sorted((x.one_shot for x in of), reverse=True)
     assert limits(3) == LIMITS[4] and limits(5) == LIMITS[8]
 
 
-def test_the_last_byte_of_a_limit():
+def test_size_limit_is_inclusive():
     assert way(SMALL.one_shot, SMALL) == "one_shot"
     assert way(SMALL.one_shot + 1, SMALL) == "two_shot"
     assert way(SMALL.two_shot + 1, SMALL) is None
@@ -71,7 +71,7 @@ def test_parts_of_rows_cover_them_in_whole_words(ranks, channels):
         assert layout.slot_bytes() % 16 == 0
 
 
-def test_rows_that_no_block_holds_have_no_channel():
+def test_rows_too_large_for_a_block_have_no_channel():
     assert rows_layouts(2, 2**14 + 8, 128) == () and rows_layouts(2, 1001, 128) == ()
     assert rows_layouts(8, 2**14, 128) == ()
 
@@ -103,14 +103,14 @@ def test_channels_do_not_overlap():
         assert each.words.numel() * 4 >= phases * 2 * each.slot_bytes
 
 
-def test_partial_sums_are_sent_unrounded_where_there_is_a_channel():
+def test_partial_sums_are_sent_unrounded_if_channel_exists():
     parts = SplitKPartials(parts=torch.zeros(3, 2, 1024), dtype=torch.float16)
     assert make_peers(2).rows(parts)[0].item_bytes == 4
     assert make_peers(8).rows(parts)[0].item_bytes == 2
     assert make_peers(2).rows(parts.total())[0].item_bytes == 2
 
 
-def test_rows_that_one_kernel_sums_and_norms():
+def test_rows_summed_and_normalized_in_one_kernel():
     peers = make_peers()
     groups = InputRounding(ActivationSpec(type="float", per="group"), None)
     x = torch.zeros(8, 1024, dtype=torch.float16)
@@ -171,7 +171,7 @@ def test_all_ranks_raise_the_error_of_one():
         ([(0, b"here"), (2, b"here")], True, "CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_ranks_that_cannot_reach_each_other(monkeypatch, places, access, reason):
+def test_ranks_without_peer_access_are_reported(monkeypatch, places, access, reason):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
     if reason is None:
@@ -225,7 +225,7 @@ def second_rank(message: bytes) -> list[bytes]:
     return [message, message.replace(b"4096", b"8192")]
 
 
-def test_handles_are_exchanged_and_given_back(monkeypatch):
+def test_handles_are_exchanged_and_closed(monkeypatch):
     driver = FakeDriver()
     with_driver(monkeypatch, driver)
     memory = cuda_ipc.open_peer_memory(0, 1 << 20, CPU, second_rank)
@@ -235,7 +235,7 @@ def test_handles_are_exchanged_and_given_back(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"])
-def test_a_driver_that_refuses_is_quoted(monkeypatch, name):
+def test_driver_error_is_quoted(monkeypatch, name):
     driver = FakeDriver(refused=name)
     with_driver(monkeypatch, driver)
     with pytest.raises(PeerAccessError, match=f"rank 0: CUDA's {name}: CUDA_ERROR_NOT_SUPPORTED"):
@@ -243,7 +243,7 @@ def test_a_driver_that_refuses_is_quoted(monkeypatch, name):
     assert driver.freed == ([] if name == "cuMemAlloc_v2" else [4096])
 
 
-def test_messages_of_any_length_over_a_group(tmp_path):
+def test_group_messages_of_any_length(tmp_path):
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -255,7 +255,7 @@ def test_messages_of_any_length_over_a_group(tmp_path):
         dist.destroy_process_group()
 
 
-def test_files_as_peer_memory(tmp_path):
+def test_peer_memory_from_files(tmp_path):
     def exchange(message: bytes) -> list[bytes]:
         other = Path(tmp_path / "rank1")
         other.write_bytes(b"\xff" * 512)

@@ -18,7 +18,7 @@ def pool_at(path, done):
     return pool
 
 
-def test_engines_keep_what_others_compiled(tmp_path):
+def test_compile_index_keeps_entries_of_other_engines(tmp_path):
     path = tmp_path / "index.json"
     first, second = pool_at(path, {"a"}), pool_at(path, {"b"})
     first._write_index()
@@ -27,7 +27,7 @@ def test_engines_keep_what_others_compiled(tmp_path):
     assert second.done == {"a", "b"}
 
 
-def test_engines_that_write_at_the_same_time_lose_nothing(tmp_path, monkeypatch):
+def test_concurrent_index_writes_lose_no_entries(tmp_path, monkeypatch):
     """The second engine begins to write after the first has read the index."""
     path = tmp_path / "index.json"
     first, second = pool_at(path, {"a"}), pool_at(path, {"b"})
@@ -46,7 +46,7 @@ def test_engines_that_write_at_the_same_time_lose_nothing(tmp_path, monkeypatch)
     assert json.loads(path.read_text()) == ["a", "b"]
 
 
-def test_jobs_that_are_left_to_their_first_launch_are_compiled_after_it(tmp_path):
+def test_deferred_jobs_are_compiled_after_first_launch(tmp_path):
     """An index written before would be wrong if the process ended in between."""
     path, jobs = tmp_path / "index.json", ["first", "second"]
     pool = pool_at(path, {"a"})

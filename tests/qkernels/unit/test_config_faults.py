@@ -50,7 +50,7 @@ def test_faults_of_w8a8_and_attention_configs():
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
 @pytest.mark.parametrize("M", [1, 2, 3, 5, 8, 16, 17, 64, 128, 256, 1024, 4096])
-def test_no_default_has_a_fault(M, sm_count):
+def test_default_configs_are_valid(M, sm_count):
     for N in (8, 1000, 6144, 28672, 151936):
         for K in (128, 4096, 14336):
             tile = default_triton_config(M, N, K, 128, sm_count)
@@ -94,7 +94,7 @@ def test_no_default_has_a_fault(M, sm_count):
         assert attention_config.attention_config_fault(tile, **problem) is None, problem
 
 
-def test_what_a_split_and_a_wide_block_need():
+def test_split_and_wide_block_config_limits():
     tile = TritonGemmConfig(block_m=16, block_n=64, split=2)
     problem = {"M": 1, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
@@ -113,7 +113,7 @@ def test_what_a_split_and_a_wide_block_need():
     assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
 
 
-def test_what_the_gemv_needs():
+def test_gemv_config_limits():
     problem = {"M": 4, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
@@ -130,7 +130,7 @@ def test_what_the_gemv_needs():
         assert fault(change) is not None, change
 
 
-def test_what_the_large_m_kernel_needs():
+def test_large_m_config_limits():
     problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
     fits = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=4)
 
@@ -169,7 +169,7 @@ def test_what_the_large_m_kernel_needs():
     assert "workspace" in fault({"blocks": 2**20}, N=8192 + 128)
 
 
-def test_what_8_bit_products_need_on_sm90():
+def test_sm90_w8a8_config_limits():
     problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
     fits = W8A8Sm90Config(num_consumers=1, block_b=128, split=2, reduce_scatter=True)
 
@@ -230,7 +230,7 @@ def test_what_8_bit_products_need_on_sm90():
     assert fault({"split": 1, "reduce_scatter": False}, M=2 * rows) is None
 
 
-def test_what_the_small_m_kernel_needs():
+def test_small_m_config_limits():
     problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
@@ -251,7 +251,7 @@ def test_what_the_small_m_kernel_needs():
     assert fault(N=2 * N) is None, "a tile in one part has none"
 
 
-def test_a_config_must_fit_the_whole_bucket():
+def test_config_must_be_valid_for_whole_bucket():
     """Measured at 33 rows, it will be found at 64."""
     N = WORKSPACE_FLOATS // (2 * 40) // 64 * 64
     tile = TritonGemmConfig(block_m=64, block_n=64, split=2)

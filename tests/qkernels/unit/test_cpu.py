@@ -97,7 +97,7 @@ def test_4_bit_blocks_of_a_gguf_file_stay_packed(kind, inputs, assert_close):
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("kernel", ["dense", "reference", "fixed_order"])
-def test_blocks_of_a_gguf_file_run_as_floats(kind, kernel, assert_close):
+def test_gguf_blocks_run_as_floats(kind, kernel, assert_close):
     generator = torch.Generator().manual_seed(6)
     spec = block_scheme(kind).weight
     weight = KWeight.random((24, 768), spec, 0.02, generator).take_inputs(128, 608)
@@ -108,14 +108,14 @@ def test_blocks_of_a_gguf_file_run_as_floats(kind, kernel, assert_close):
 
 
 @pytest.mark.parametrize(("bits", "kernel"), [(2, "w4a16"), (3, "w4a16"), (6, "w8a16")])
-def test_codes_of_every_width_have_a_kernel_on_a_gpu(bits, kernel):
+def test_every_bit_width_has_a_gpu_kernel(bits, kernel):
     spec = QuantSpec(bits=bits, symmetric=True, group_size=128)
     shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
     text = str(explain("linear", spec=spec, **shape))
     assert f"-> {kernel}: supported" in text, text
 
 
-def test_the_rows_of_a_gpu_name_the_types_of_blocks():
+def test_gpu_rows_name_block_types():
     shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
     for kind in BLOCK_TYPES:
         text = str(explain("linear", spec=block_scheme(kind).weight, **shape))
@@ -161,7 +161,7 @@ def check_product(packed, weight, assert_close):
 
 @packed_products
 @pytest.mark.parametrize("scheme", ["w4a16-asym-g32", "w8a16-sym-channel"])
-def test_the_gradient_for_x(scheme):
+def test_gradient_of_x(scheme):
     spec = {
         "w4a16-asym-g32": QuantSpec(bits=4, symmetric=False, group_size=32),
         "w8a16-sym-channel": QuantSpec(bits=8, symmetric=True, group_size=CHANNEL),
@@ -177,7 +177,7 @@ def test_the_gradient_for_x(scheme):
 
 
 @packed_products
-def test_a_code_at_its_zero_point_weighs_nothing():
+def test_code_at_zero_point_dequantizes_to_zero():
     """The zero is computed from the rounded scale; from the exact one a rest would stay."""
     zeros = torch.tensor([0, 4, 6, 7, 8, 9, 10, 12] * 2, dtype=torch.uint8)[:, None]
     scales = torch.linspace(0.01, 0.02, 16)[:, None]
@@ -189,7 +189,7 @@ def test_a_code_at_its_zero_point_weighs_nothing():
 
 
 @packed_products
-def test_inputs_in_another_order():
+def test_permuted_inputs():
     packed = random_weight(32, 64, 4, True, 32)
     order = torch.randperm(64)
     weight = ops.prepare_weight(replace(packed, input_order=order), torch.bfloat16)
@@ -204,7 +204,7 @@ def test_inputs_in_another_order():
 
 
 @packed_products
-def test_the_module_runs_on_it():
+def test_quant_linear_runs_on_cpu_kernel():
     linear = torch.nn.Linear(128, 64)
     layer = QuantLinear.from_float(linear, "w4a16-sym-g32")
     assert layer(torch.ones(2, 128).bfloat16()).dtype == torch.bfloat16
@@ -224,7 +224,7 @@ def reason(name, **changes):
 
 
 @packed_products
-def test_the_packed_rows_say_why_they_cannot():
+def test_packed_rows_give_refusal_reason():
     assert reason("cpu_w4a16") == "supported"
     assert "scalar loop" in reason("cpu_w4a16", dtype=torch.float32)
     assert "scalar loop" in reason("cpu_w4a16", dtype=torch.float16)
@@ -245,7 +245,7 @@ def test_the_packed_rows_say_why_they_cannot():
     assert "inputs divisible" in reason("cpu_w8a16", spec=channel, in_features=100)
 
 
-def test_another_cpu_has_no_packed_row(monkeypatch):
+def test_other_cpu_has_no_packed_kernel(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert "not for this CPU" in reason("cpu_w4a16")
 
@@ -254,7 +254,7 @@ def test_another_cpu_has_no_packed_row(monkeypatch):
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static"])
 @pytest.mark.parametrize("N, K", [(8, 32), (24, 100), (1000, 1036)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_int8_products_are_the_references(name, N, K, kind):
+def test_int8_products_equal_reference(name, N, K, kind):
     scheme = Scheme.parse(name)
     packed = with_activation(
         round_to_nearest(torch.randn(N, K), scheme.weight),
@@ -273,7 +273,7 @@ def test_int8_products_are_the_references(name, N, K, kind):
         assert torch.equal(got, ops.linear_codes(codes, scales, plain))
 
 
-def test_the_int8_row_says_why_it_cannot(monkeypatch):
+def test_int8_row_gives_refusal_reason(monkeypatch):
     scheme = Scheme.parse("w8a8")
     int8 = {"spec": scheme.weight, "activation": scheme.activation}
     assert "cpu" in reason("cpu_w8a8", **int8, device="cuda")
@@ -292,7 +292,7 @@ def test_the_int8_row_says_why_it_cannot(monkeypatch):
 
 @pytest.mark.exhaustive
 @exact_products
-def test_a_cpu_without_vnni_sums_wrongly_and_is_not_asked():
+def test_int8_kernel_is_not_used_without_vnni():
     """oneDNN, limited to AVX2, adds pairs of products in 16 bits."""
     code = (
         "import torch; from qkernels.w8a8 import cpu as cpu_w8a8;"

@@ -28,7 +28,7 @@ def case():
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_reference_is_transformers_recurrence(factor):
+def test_reference_equals_transformers_recurrence(factor):
     """Also where a token writes up to twice its value (OLMo-Hybrid)."""
     case = DeltaCase(counts=(67,), before=(0,), dtype=torch.float64, **SIZES)
     memory = case.memory_PHKV.clone()
@@ -46,7 +46,7 @@ def test_reference_is_transformers_recurrence(factor):
 
 
 @pytest.mark.parametrize("bound", [0.0, -5.0])
-def test_decay_by_channel_is_transformers_recurrence(bound):
+def test_channelwise_decay_equals_transformers_recurrence(bound):
     """Also where the log of a decay is bounded (Ling 3)."""
     sizes = {"J": 3, "H": 3, "K": 12, "V": 20, "by_channel": True}
     case = DeltaCase(counts=(67,), before=(0,), dtype=torch.float64, **sizes)
@@ -70,7 +70,7 @@ def test_decay_by_channel_is_transformers_recurrence(bound):
     assert_close("state", last[0], memory[case.slots[0]], 1e-6)
 
 
-def test_sigmoid_norm_is_transformers():
+def test_sigmoid_norm_equals_transformers():
     norm = KimiLinearRMSNormGated(20, eps=1e-3)
     norm.weight.data.normal_()
     x, z = torch.randn(2, 37, 6, 20, generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_sigmoid_norm_is_transformers():
             assert_close("norm", want, ops.gated_rms_norm(*own, 1e-3, sigmoid=True), limit)
 
 
-def test_reference_norm_is_transformers():
+def test_reference_norm_equals_transformers():
     norm = Qwen3NextRMSNormGated(20, eps=1e-3)
     norm.weight.data.normal_()
     x, z = torch.randn(2, 37, 6, 20, generator=torch.Generator().manual_seed(1))
@@ -93,7 +93,7 @@ def test_reference_norm_is_transformers():
     "given", [{}, {"write_factor": 2.0}, {"decay_bound": -5.0}], ids=["plain", "twice", "bounded"]
 )
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_chunks_are_the_recurrence(case, by_channel, given):
+def test_chunked_rule_equals_recurrence(case, by_channel, given):
     """Also for requests that continue within a chunk, and next to decode rows."""
     if by_channel:
         case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
@@ -106,7 +106,7 @@ def test_chunks_are_the_recurrence(case, by_channel, given):
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_any_chunks_give_the_same_result(module):
+def test_chunked_prompt_equals_whole_prompt(module):
     """A prompt in chunks of odd lengths, the last of one token: as the whole."""
     whole = DeltaCase(counts=(75,), before=(0,), dtype=torch.float64, **SIZES)
     memory = whole.memory_PHKV.clone()
@@ -154,7 +154,7 @@ def test_earlier_contents_of_a_slot_are_not_read(module):
         ({"memory_PHKV": lambda x: x.transpose(2, 3)}, "expected"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_are_refused(change, message):
     case = DeltaCase(counts=(76, 129), before=(0, 0), **SIZES)
     arguments = dict(
         zip(("mixed_TC", "b_TH", "a_TA", "a_log_H", "dt_bias_A"), case.rule, strict=True)
@@ -167,21 +167,21 @@ def test_wrong_arguments_are_named(change, message):
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.5])
-def test_a_factor_that_lets_states_grow_is_refused(factor):
+def test_factor_with_growing_states_is_refused(factor):
     case = DeltaCase(counts=(3,), before=(0,), **SIZES)
     with pytest.raises(KernelError, match="write_factor: expected above 0, at most 2, found"):
         ops.delta_rule_(*case.rule, case.memory_PHKV, case.step, write_factor=factor)
 
 
 @pytest.mark.parametrize(("bound", "by_channel"), [(-5.0, False), (1.0, True), (-51.0, True)])
-def test_a_bound_that_kernels_do_not_compute_is_refused(bound, by_channel):
+def test_unsupported_decay_bound_is_refused(bound, by_channel):
     case = DeltaCase(counts=(3,), before=(0,), **SIZES, by_channel=by_channel)
     with pytest.raises(KernelError, match="decay_bound: expected 0, or at least -50 with decays"):
         ops.delta_rule_(*case.rule, case.memory_PHKV, case.step, decay_bound=bound)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
-def test_states_are_multiplied_in_the_range_of_float32(arch):
+def test_states_are_multiplied_with_float32_range(arch):
     """float16 would hold neither a large state nor large values."""
     operands = {
         dtype: chunk_config(128, 128, dtype, arch).operands
@@ -193,7 +193,7 @@ def test_states_are_multiplied_in_the_range_of_float32(arch):
 
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_rejected_rows_are_left_out(module, by_channel):
+def test_rejected_rows_are_not_in_state(module, by_channel):
     sizes = {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": by_channel}
     case = DeltaCase(counts=(NUM_ROWS,), before=(0,), **sizes)
     wide = case.to(torch.float64)

@@ -34,7 +34,7 @@ def taken(explanation):
     return [choice.name for choice in explanation if choice.taken]
 
 
-def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
+def test_explain_gives_chosen_row_and_reasons_for_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["w4a16"]
     names = [choice.name for choice in explanation]
@@ -101,7 +101,7 @@ def test_explain_says_for_how_many_rows_a_table_has_configs(monkeypatch):
         ({"out_features": 36}, "reference", "outputs"),
     ],
 )
-def test_row_that_cannot_run_says_why(changes, kernel, reason):
+def test_refused_row_gives_reason(changes, kernel, reason):
     explanation = explain("linear", **linear_problem(**changes))
     assert taken(explanation) == [kernel]
     assert reason in explanation[0].reason
@@ -162,7 +162,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch,
         (None, {"in_features": 48}, "divisible by 32"),
     ],
 )
-def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
+def test_sm90_row_gives_refusal_reason(monkeypatch, lacks, changes, reason):
     monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "sm90_w8a8")
@@ -180,14 +180,14 @@ def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
         ({"spec": QuantSpec(bits=8, symmetric=True)}, "one scale for each output"),
     ],
 )
-def test_the_8_bit_row_says_why_it_cannot(changes, reason):
+def test_8_bit_row_gives_refusal_reason(changes, reason):
     problem = w8a8_problem(in_features=256) | changes
     explanation = explain("linear", **problem)
     assert taken(explanation) == ["reference"]
     assert reason in next(c for c in explanation if c.name == "triton_w8a8").reason
 
 
-def test_rounding_says_how_long_a_row_may_be():
+def test_rounding_refusal_gives_row_length_limit():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
     problem["form"] = "codes"
     for op, longest in (("quantize_input", 2**15), ("norm", 2**14)):
@@ -262,9 +262,7 @@ def test_float8_in_blocks_has_a_kernel(changes, reason):
         ({"device": "cpu"}, "cpu"),
     ],
 )
-def test_chunks_on_sm90_have_a_row_that_says_what_it_leaves_to_the_portable_one(
-    monkeypatch, changes, reason
-):
+def test_sm90_chunk_row_explains_portable_fallback(monkeypatch, changes, reason):
     pytest.importorskip("triton")
     monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
@@ -273,7 +271,7 @@ def test_chunks_on_sm90_have_a_row_that_says_what_it_leaves_to_the_portable_one(
     assert reason is None or reason in row.reason
 
 
-def test_other_gpus_take_the_portable_attention(monkeypatch):
+def test_other_gpus_use_portable_attention(monkeypatch):
     pytest.importorskip("triton")
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     monkeypatch.setattr(gpu_device, "lacks_arch", lambda *_: "written for sm_90, not sm_80")
@@ -291,7 +289,7 @@ def test_other_gpus_take_the_portable_attention(monkeypatch):
         ((12, 0), "3.6.0", "sm_90, not sm_120"),
     ],
 )
-def test_gluon_needs_sm90_and_a_recent_triton(monkeypatch, capability, version, reason):
+def test_gluon_requires_sm90_and_recent_triton(monkeypatch, capability, version, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
@@ -301,7 +299,7 @@ def test_gluon_needs_sm90_and_a_recent_triton(monkeypatch, capability, version, 
     assert "cpu" in device.lacks_arch.__wrapped__(torch.device("cpu"), "sm_90")
 
 
-def test_missing_triton_is_a_reason(monkeypatch):
+def test_missing_triton_is_a_refusal_reason(monkeypatch):
     monkeypatch.setattr(problem_module, "has_triton", lambda: False)
     for op in ("linear", "norm", "paged_attention"):
         explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
@@ -320,19 +318,19 @@ def test_every_row_has_its_module_and_function():
             assert all(callable(getattr(module, each)) for each in functions), (name, row.name)
 
 
-def test_unknown_operation_is_named_with_the_known_ones():
+def test_unknown_operation_error_lists_known_operations():
     with pytest.raises(KernelError, match="'rms_norm': unknown .known operations: linear, .*norm"):
         explain("rms_norm", device="cpu", dtype=torch.float32)
 
 
-def test_dense_on_a_gpu_only_by_name():
+def test_dense_on_gpu_requires_explicit_request():
     problem = linear_problem(dtype=torch.float32)
     assert taken(explain("linear", **problem)) == ["reference"]
     assert taken(explain("linear", **problem, requested="dense")) == ["dense"]
 
 
 @pytest.mark.parametrize("op", ["paged_attention", "write_kv_", "rope_write_kv_"])
-def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
+def test_float8_pages_require_float8_gpu(monkeypatch, op):
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
     problem["pages_dtype"] = torch.float8_e4m3fn
     monkeypatch.setattr(problem_module, "has_float8_products", lambda: True)
@@ -344,7 +342,7 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 
-def test_error_has_the_name_under_which_a_variant_was_requested():
+def test_error_uses_requested_variant_name():
     """If several rows have such a variant, the error names each row and its reason."""
     asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
     message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"

@@ -32,7 +32,7 @@ def a_verify():
     return chunks, tables
 
 
-def test_tokens_of_the_table_and_positions_three_lower():
+def test_fill_drafts_writes_tokens_and_positions():
     chunks, tables = a_verify()
     words = torch.arange(4 * NUM_WORDS).view(4, NUM_WORDS)
     before = words.clone()

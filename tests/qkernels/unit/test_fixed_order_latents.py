@@ -20,7 +20,7 @@ SIZES = {"H": 5, "L": 32, "rope": 16, "B": 8}
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8])
-def test_rows_are_those_of_decodes(codes):
+def test_chunk_rows_equal_decode_rows(codes):
     case = latent_case((30, 3), (47, 9), **SIZES, dtype=torch.float32, codes=codes)
     settings = {"latent_width": 32, "scale": case.scale, "kernel": "fixed_order"}
     want = ops.latent_attention(case.q_THE, case.cache, case.step, **settings)
@@ -37,7 +37,7 @@ def test_rows_are_those_of_decodes(codes):
         assert torch.equal(got[0], want[row]), row
 
 
-def test_heads_are_multiplied_for_each_row():
+def test_heads_are_multiplied_per_row():
     x, weight = torch.randn(19, 6, 40)[..., :24], torch.randn(6, 24, 36)
     out = torch.full((19, 6, 50), 7.0)
     want = ops.fixed_order_heads(x, weight, out[..., :36])
@@ -48,14 +48,14 @@ def test_heads_are_multiplied_for_each_row():
 
 
 @pytest.mark.parametrize("heads", [5, 16, 20, 128])
-def test_a_tile_follows_from_the_model_and_the_gpu(heads):
+def test_tile_depends_only_on_model_and_gpu(heads):
     for shared in (100_000, 232_448):
         config = segment_config(heads=heads, element_size=2, shared_bytes=shared)
         assert config.block_heads * config.block_q == 32 and SEGMENT_KEYS % config.keys == 0
 
 
 @pytest.mark.parametrize("max_tokens, longest", [(8, 4096), (2048, 512), (2048, 8192)])
-def test_warm_up_reaches_every_kernel_and_fits(max_tokens, longest):
+def test_warm_up_covers_every_kernel_and_fits(max_tokens, longest):
     steps = list(
         segment_boundaries(max_requests=64, max_tokens=max_tokens, max_context_len=longest)
     )

@@ -56,7 +56,7 @@ def in_pieces(run, case, kernel):
 
 @pytest.mark.parametrize("of_rows", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_gives_the_same_bits(kind, of_rows):
+def test_chunk_boundaries_do_not_change_bits(kind, of_rows):
     run, make = KINDS[kind]
     case = make((sum(CUTS),), (0,)).to(of_rows)
     states = states_of(case)
@@ -68,7 +68,7 @@ def test_every_cut_gives_the_same_bits(kind, of_rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_change_no_bit(kind):
+def test_other_requests_do_not_change_bits(kind):
     run, make = KINDS[kind]
     (first, others), (_, before) = (13, BESIDE[0]), BESIDE
     case = make((first, *others), (0, *before))
@@ -82,7 +82,7 @@ def test_neighbours_change_no_bit(kind):
 
 @pytest.mark.parametrize("of_rows", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["delta", "mamba", "conv"])
-def test_rejected_rows_change_no_bit(kind, of_rows):
+def test_rejected_rows_do_not_change_bits(kind, of_rows):
     """A text with drafts, some of them rejected: the rows of the same text without."""
     run, make = KINDS[kind]
     case = make((NUM_ROWS,), (0,)).to(of_rows)
@@ -116,13 +116,13 @@ def test_rejected_rows_change_no_bit(kind, of_rows):
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_the_default_s_chunks_differ(kind):
+def test_default_kernel_depends_on_chunks(kind):
     run, make = KINDS[kind]
     case = make((sum(CUTS),), (0,))
     assert not torch.equal(in_pieces(run, case, None)[0], run(case, states_of(case), None))
 
 
-def test_norms_are_of_each_row():
+def test_norms_are_per_row():
     generator = torch.Generator().manual_seed(1)
     x, z = torch.randn(2, 37, 6, 20, generator=generator)
     weight = torch.randn(20, generator=generator)

@@ -78,7 +78,7 @@ def weights_of(prepared):
     return rows_NK[: prepared.out_features, : prepared.in_features]
 
 
-def test_word_of_the_layout():
+def test_layout_golden_word():
     """Golden: numbers 1 to 4 and 9 to 12 (as codes) at A, B, C, D of both halves."""
     codes = torch.zeros(1, 32, dtype=torch.uint8)
     for number, (low, high) in enumerate([(1, 9), (2, 10), (3, 11), (4, 12)]):
@@ -93,7 +93,7 @@ def test_word_of_the_layout():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activations", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("K", [32, 96, 160, 2880])
-def test_ptx_makes_the_weights(kind, activations, K):
+def test_ptx_conversion_equals_weights(kind, activations, K):
     weight = random_fp4(kind, 72, K, spread=8)
     found = weights_of(prepare_fp4(weight, activations))
     if kind == "mxfp4":
@@ -104,7 +104,7 @@ def test_ptx_makes_the_weights(kind, activations, K):
 
 @pytest.mark.parametrize("activations", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_that_of_4_bits(kind, activations):
+def test_memory_equals_4_bits_per_weight(kind, activations):
     weight = random_fp4(kind, 128, 2880)
     prepared = prepare_fp4(weight, activations)
     stored = weight.bytes_NB.nbytes + weight.scales_NG.nbytes

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 FILES = sorted((Path(__file__).parent.parent / "gpu").glob("*.py"))
 
 
-def test_they_import():
+def test_gpu_files_import():
     assert FILES
     for path in FILES:
         try:

@@ -82,7 +82,7 @@ SLACK = 1.03  # a choice that was measured this close to the best is as good
 
 @pytest.mark.parametrize("shape", SHAPES)
 @both_bits
-def test_the_choice_is_near_the_best_measured(shape, bits):
+def test_choice_is_near_best_measured(shape, bits):
     """A choice that is not in the table must be measured first."""
     for M, times in MEASURED[bits][shape].items():
         config = default_large_m_config(M, *SHAPES[shape], 128, bits, H200_SMS)
@@ -98,7 +98,7 @@ def test_the_choice_is_near_the_best_measured(shape, bits):
 @pytest.mark.parametrize("K", [128, 384, 4096, 14336])
 @pytest.mark.parametrize("N", [8, 72, 1000, 6144, 151936])
 @both_bits
-def test_every_choice_can_run(N, K, sm_count, bits):
+def test_every_choice_is_valid(N, K, sm_count, bits):
     for M in (33, 64, 65, 200, 257, 1000, 4096):
         tile = default_large_m_config(M, N, K, 128, bits, sm_count)
         if tile is None:
@@ -118,7 +118,7 @@ def test_every_choice_can_run(N, K, sm_count, bits):
 @pytest.mark.parametrize("parts, block_m", TILES)
 @pytest.mark.parametrize("split", [1, 2, 4])
 @both_bits
-def test_registers_and_shared_memory_of_a_block(parts, block_m, split, bits):
+def test_block_registers_and_shared_memory(parts, block_m, split, bits):
     tile = LargeMConfig(blocks=1, bits=bits, num_consumers=parts, block_m=block_m, split=split)
     # warps that copy come as four
     registers = 128 * (parts * tile.consumer_registers + tile.producer_registers)
@@ -137,7 +137,7 @@ def test_registers_and_shared_memory_of_a_block(parts, block_m, split, bits):
 
 
 @pytest.mark.parametrize("parts, block_m", TILES)
-def test_an_even_number_of_products_in_a_step(parts, block_m):
+def test_step_has_an_even_number_of_products(parts, block_m):
     """And more than are in flight: each has registers of its own."""
     tile = LargeMConfig(blocks=1, num_consumers=parts, block_m=block_m)
     subtiles = 128 // tile.k_subtile
@@ -152,6 +152,6 @@ def test_steps_of_128_inputs_only():
 
 
 @both_bits
-def test_few_rows_and_small_weights_go_elsewhere(bits):
+def test_few_rows_and_small_weights_use_other_kernels(bits):
     assert default_large_m_config(32, *SHAPES["down"], 128, bits, H200_SMS) is None
     assert default_large_m_config(128, 896, 896, 128, bits, H200_SMS) is None

@@ -22,14 +22,14 @@ CASE = {"H": 3, "L": 24, "rope": 8, "B": 4}
 @pytest.mark.parametrize(
     ("counts", "lengths"), [((1, 1), (9, 1)), ((5, 3), (5, 20)), ((1, 0, 4), (7, 3, 6))]
 )
-def test_rows_see_their_entries(counts, lengths, assert_close):
+def test_rows_attend_to_their_entries(counts, lengths, assert_close):
     case = latent_case(counts, lengths, **CASE, dtype=torch.float32)
     got = ops.latent_attention(case.q_THE, case.cache, case.step, latent_width=24, scale=case.scale)
     assert_close("out", case.exact(), got, 1e-6)
 
 
 @pytest.mark.parametrize("slots", [[5, -1, 0], [-1, -1, -1]])
-def test_entries_are_normed_rotated_and_written(slots):
+def test_entries_are_normalized_rotated_and_written(slots):
     """A padding token is written nowhere."""
     pages = torch.full((2, 3, 6), 9.0)
     made_TE = torch.tensor([[3.0, -3, 3, -3, 1, 0], [1, 1, 1, 1, 0, 1], [2, 2, 2, -2, 0, 1]])
@@ -64,7 +64,7 @@ def test_arguments_are_checked():
 SIZES = {"heads": 16, "element_size": 2, "sm_count": 132, "shared_bytes": 232_448}
 
 
-def test_splits_fill_the_gpu_and_are_worth_a_block():
+def test_splits_fill_gpu_with_minimum_work_per_block():
     def split(requests, keys):
         config = default_latent_config(
             num_requests=requests, max_query_len=1, max_context_len=keys, **SIZES
@@ -93,7 +93,7 @@ def test_warm_up_launches_every_config(heads, size):
     assert all(requests * count <= 512 and count <= keys for requests, count, keys in shapes)
 
 
-def test_rows_from_which_keys_are_expanded():
+def test_key_expansion_threshold():
     """DeepSeek-V2 and V3, GLM-4.7-Flash; latents so narrow that expansion saves nothing."""
     assert expanded_rows(heads=16, latent=512, nope=128, value=128) == 42
     assert expanded_rows(heads=128, latent=512, nope=128, value=128) == 42
@@ -113,7 +113,7 @@ def test_warm_up_launches_every_kernel_over_expanded_keys(heads, width):
     assert all(42 <= count <= keys for _, count, keys in shapes)
 
 
-def test_heads_of_a_group_divide_all():
+def test_expansion_head_groups_divide_heads():
     """256 MiB hold 21,845 keys and values of 16 heads of 192 numbers."""
     sizes = {"width": 192, "element_size": 2}
     assert heads_of_group(heads=16, keys=21845, **sizes) == 16

@@ -59,7 +59,7 @@ def tensor(dtype=torch.float16, offset=0):
     return torch.zeros(64, dtype=dtype)[offset:]
 
 
-def test_a_like_launch_takes_what_was_compiled(kernel):
+def test_equal_key_launch_reuses_compiled_kernel(kernel):
     x, other = tensor(), tensor()
     launch.launch(kernel, (5,), x, None, 17, 0.5, BLOCK=128, num_warps=4)
     launch.launch(kernel, (7, 2), other, None, 33, 2.5, BLOCK=128, num_warps=4)
@@ -70,7 +70,7 @@ def test_a_like_launch_takes_what_was_compiled(kernel):
     assert arguments[0] is other and arguments[1:] == (None, 33, 2.5, 128, 3)
 
 
-def test_a_parameter_is_like_a_tensor(kernel):
+def test_parameter_and_tensor_share_a_key(kernel):
     for x in (tensor(), torch.nn.Parameter(tensor()), tensor()):
         launch.launch(kernel, (5,), x, BLOCK=128)
     assert kernel.ways == ["triton", "compiled", "compiled"]
@@ -91,7 +91,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_unlike_launch_goes_to_triton_and_both_are_kept(kernel, change):
+def test_different_key_launch_compiles_and_keeps_both(kernel, change):
     first = ({"x": tensor(), "y": None, "n": 17, "scale": 0.5}, {"BLOCK": 128, "num_warps": 4})
     second = tuple(old | new for old, new in zip(first, CHANGES[change], strict=True))
     for arguments, constants in (first, second, first, second):
@@ -99,7 +99,7 @@ def test_an_unlike_launch_goes_to_triton_and_both_are_kept(kernel, change):
     assert kernel.ways == ["triton", "triton", "compiled", "compiled"]
 
 
-def test_another_device_or_kernel_compiles_its_own(kernel, monkeypatch):
+def test_other_device_or_kernel_compiles_separately(kernel, monkeypatch):
     x = tensor()
     launch.launch(kernel, (1,), x, BLOCK=1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -133,20 +133,20 @@ UNTOLD = {
 
 
 @pytest.mark.parametrize("argument", UNTOLD)
-def test_unknown_types_of_arguments_go_to_triton(kernel, argument):
+def test_unknown_argument_types_use_triton_launch(kernel, argument):
     for _ in range(2):
         launch.launch(kernel, (1,), UNTOLD[argument], BLOCK=1)
     assert kernel.ways == ["triton"] * 2
 
 
-def test_the_interpreter_is_left_alone(kernel, monkeypatch):
+def test_interpreter_launch_is_unchanged(kernel, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", True)
     for _ in range(2):
         launch.launch(kernel, (1,), tensor(), BLOCK=1)
     assert kernel.ways == ["triton"] * 2
 
 
-def test_plain_launches_go_to_triton_until_switched_off(kernel, monkeypatch):
+def test_plain_launch_mode_uses_triton(kernel, monkeypatch):
     monkeypatch.setattr(launch, "settle_cache_keys", None)  # a plain launch patches nothing
     launch.set_plain_launches(True)
     try:
@@ -182,7 +182,7 @@ def gluon(tensor, block):
 
 
 @pytest.mark.parametrize("describe", [portable, gluon])
-def test_descriptors_differ_as_the_tensors_do(describe):
+def test_descriptor_keys_differ_with_tensors(describe):
     first, second = matrix(64, 128), matrix(64, 128)
     one, two = describe(first, (32, 64)), describe(second, (32, 64))
     assert one.base is first and two.base is second, "like descriptors share no tensor"
@@ -202,7 +202,7 @@ def test_descriptors_differ_as_the_tensors_do(describe):
 
 
 @pytest.mark.parametrize("describe", [portable, gluon])
-def test_a_descriptor_is_what_triton_makes(describe):
+def test_descriptor_equals_triton_descriptor(describe):
     made = describe(matrix(64, 128), (32, 64))
     fields = {name: value for name, value in vars(made).items() if name != "kind"}
     assert fields == vars(type(made)(**fields))

@@ -37,38 +37,38 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("N", "K", "scheme", "text"), REFUSED, ids=range(len(REFUSED)))
-def test_shapes_that_no_layer_has_are_refused_by_its_name(N, K, scheme, text):
+def test_invalid_shapes_are_refused(N, K, scheme, text):
     with pytest.raises(SchemeError, match=text):
         QuantLinear.from_float(torch.zeros(N, K), scheme, name="up")
 
 
-def test_weights_without_numbers_are_refused():
+def test_meta_device_weights_are_refused():
     with torch.device("meta"), pytest.raises(InputError, match="up: is on the meta device.*load"):
         QuantLinear.from_float(torch.nn.Linear(128, 64), "w4a16-sym", name="up")
 
 
 @pytest.mark.parametrize("scheme", [None, 4, torch.int8])
-def test_schemes_that_are_no_names_are_refused(scheme):
+def test_schemes_that_are_not_names_are_refused(scheme):
     with pytest.raises(SchemeError, match="^scheme: expected a name such as w4a16-sym, found"):
         QuantLinear.from_float(torch.nn.Linear(256, 128), scheme)
 
 
 @pytest.mark.parametrize("wrong", [torch.float64, torch.int64])
-def test_activations_of_a_dtype_without_kernels_are_named(wrong):
+def test_activation_dtype_without_kernel_is_refused(wrong):
     layer = QuantLinear.from_float(torch.nn.Linear(256, 128), "w4a16-sym")
     words = f"^activations: expected float32, float16 or bfloat16, found {wrong}"
     with pytest.raises(KernelError, match=words):
         layer(torch.ones(2, 256, dtype=wrong))
 
 
-def test_transposed_scales_are_refused_by_their_shape():
+def test_transposed_scales_are_refused():
     codes, scales = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(2, 64)
     with pytest.raises(InputError, match=r"scales: expected \[64, groups\], found \[2, 64\]"):
         QuantLinear.from_codes(codes, scales, scheme="w4a16-sym")
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w4a16-asym-g32", "w8a16-sym-channel"])
-def test_from_float_is_the_rounding_rule(assert_close, scheme):
+def test_from_float_equals_rounding_rule(assert_close, scheme):
     linear, x = float_linear(), torch.randn(2, 3, 96)
     layer = QuantLinear.from_float(linear, scheme)
     packed = PackedWeight.from_float(linear.weight.detach(), Scheme.parse(scheme).weight)
@@ -87,7 +87,7 @@ def test_from_float_takes_a_weight_and_a_bias():
     assert QuantLinear.from_float(linear.weight, "w4a16-sym-g32").bias is None
 
 
-def test_state_dict_is_what_a_gptq_checkpoint_stores():
+def test_state_dict_equals_gptq_tensors():
     assert list(QuantLinear.from_float(float_linear(), "w4a16-sym-g32").state_dict()) == [
         *NAMES,
         "bias",
@@ -120,19 +120,19 @@ def test_from_codes_keeps_a_solvers_result():
 
 
 @pytest.mark.parametrize("scale", [1e5, 1e-8])
-def test_from_codes_refuses_scales_that_no_file_can_hold(scale):
+def test_from_codes_refuses_unstorable_scales(scale):
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
     with pytest.raises(RangeError, match="scales are beyond float16"):
         QuantLinear.from_codes(codes, torch.full((32, 2), scale), scheme="w4a16-sym-g32")
 
 
-def test_from_float_refuses_another_kind_of_layer():
+def test_from_float_refuses_other_layer_types():
     with pytest.raises(InputError, match=r"conv: expected a torch.nn.Linear .* found Conv1d"):
         QuantLinear.from_float(torch.nn.Conv1d(64, 64, 1), "w4a16-sym-g32", name="conv")
 
 
 @pytest.mark.parametrize("magnitude", [1e8, 1e-8])
-def test_from_float_refuses_weights_that_scales_cannot_reach(magnitude):
+def test_from_float_refuses_weights_beyond_scale_range(magnitude):
     linear = torch.nn.Linear(64, 32)
     linear.weight.data *= magnitude
     with pytest.raises(RangeError, match="layers.3.up: its largest weight is"):
@@ -150,7 +150,7 @@ def test_load_state_dict_into_an_empty_layer():
     assert torch.equal(full(x), empty(x))
 
 
-def test_load_state_dict_remakes_the_kernel_copy():
+def test_load_state_dict_rebuilds_kernel_copy():
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     other = QuantLinear.from_float(float_linear(seed=1), "w4a16-sym-g32")
     x = torch.randn(4, 96)
@@ -176,7 +176,7 @@ def test_casting_a_model_keeps_the_scales():
     assert model(torch.ones(1, 96, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_release_keeps_only_what_runs():
+def test_release_keeps_only_kernel_copy():
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     state, x = layer.state_dict(), torch.randn(4, 96)
     want = layer(x)
@@ -192,7 +192,7 @@ def test_release_keeps_only_what_runs():
     assert_same(state, layer.state_dict())
 
 
-def test_copies_and_files_leave_the_kernel_copy_out():
+def test_copy_and_pickle_exclude_kernel_copy():
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     want = layer(torch.ones(1, 96))
     buffer = io.BytesIO()
@@ -204,7 +204,7 @@ def test_copies_and_files_leave_the_kernel_copy_out():
         assert torch.equal(copied(torch.ones(1, 96)), want)
 
 
-def test_repr_says_what_runs():
+def test_repr_names_kernel():
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     want = "in_features=96, out_features=64, scheme=w4a16-sym-g32, bias=True, kernel="
     assert layer.extra_repr() == want + "not prepared"
@@ -229,7 +229,7 @@ def test_gradient_reaches_x_and_no_weight():
         (18, "w4a16-asym", "w4a16-asym-g32"),
     ],
 )
-def test_groups_follow_from_the_scales_unless_the_scheme_states_them(groups, scheme, expected):
+def test_group_size_follows_scales_unless_in_scheme(groups, scheme, expected):
     codes, scales = torch.randint(0, 16, (64, 576)), torch.rand(64, groups) + 0.1
     zeros = None if "-sym" in scheme else torch.arange(64 * groups).view(64, groups) % 16
     layer = QuantLinear.from_codes(codes, scales, zeros, scheme=scheme)
@@ -246,12 +246,12 @@ def test_groups_follow_from_the_scales_unless_the_scheme_states_them(groups, sch
         ((64,), "w4a16-sym", "`group_size` 64 or 32, or 'auto'"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(shape, scheme, text):
+def test_scales_of_wrong_shape_are_refused(shape, scheme, text):
     with pytest.raises(InputError, match=text):
         QuantLinear.from_codes(torch.randint(0, 16, (64, 576)), torch.rand(shape), scheme=scheme)
 
 
-def test_what_does_not_fit_is_refused():
+def test_incompatible_codes_are_refused():
     with pytest.raises(SchemeError, match="divisible by the group size"):
         QuantLinear(96, 64, "w4a16-sym")
     with pytest.raises(SchemeError, match="layers.0.q_proj"):
@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused():
         (torch.full((64,), torch.nan), "bias: contains NaN"),
     ],
 )
-def test_a_bias_that_is_no_finite_tensor_is_refused(bias, text):
+def test_nonfinite_bias_is_refused(bias, text):
     with pytest.raises(KernelError, match=text):
         QuantLinear.from_float(float_linear(), "w4a16-sym-g32", bias=bias)
 
@@ -298,7 +298,7 @@ def test_other_objects_than_dense_tensors_are_refused():
         QuantLinear.from_codes(codes, scales, scheme="w4a16-mxfp4")
 
 
-def test_x_that_is_no_tensor_is_named():
+def test_x_that_is_not_a_tensor_is_refused():
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
     for is_prepared in (False, True):
         with pytest.raises(KernelError, match=r"linear x: expected a tensor.*ndarray .*from_numpy"):
@@ -317,7 +317,7 @@ def test_codes_of_float32_scales_lie_on_their_grid():
     assert layer.off_grid(layer.dequantize()) == 0
 
 
-def test_layer_tells_how_far_a_weight_is_from_its_grid():
+def test_off_grid_measures_distance_of_weight():
     weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
     layer = QuantLinear.from_float(weight, "w4a16-sym")
     assert layer.off_grid(layer.dequantize()) == 0
@@ -328,7 +328,7 @@ def test_layer_tells_how_far_a_weight_is_from_its_grid():
     assert layer.off_grid(moved) == pytest.approx(0.25, abs=1e-3)
 
 
-def test_off_grid_of_inputs_in_another_order():
+def test_off_grid_with_act_order():
     """A weight in the model's order is compared with codes in the file's (act-order)."""
     layer = QuantLinear.from_float(torch.nn.Linear(64, 32), "w4a16-sym-g32")
     state = layer.state_dict()
@@ -341,7 +341,7 @@ def test_off_grid_of_inputs_in_another_order():
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_result_is_written_where_it_is_wanted(scheme, has_bias):
+def test_result_is_written_into_out(scheme, has_bias):
     layer = QuantLinear.from_float(float_linear(64, 256, has_bias), scheme)
     layer.prepare(torch.float32)
     x, plan = torch.randn(5, 256), layer.plan(5)

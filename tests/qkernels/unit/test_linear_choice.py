@@ -36,12 +36,12 @@ def kind(*args, **options):
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_few_rows_take_limbs_of_the_preceding_operation(M):
+def test_few_rows_use_limbs_of_preceding_operation(M):
     for N, K in ((4096, 4096), (4096, 14336), (128256, 4096)):
         assert kind(M, N, K, fused=True) == (GemvImmaConfig, None)
 
 
-def test_limbs_that_a_kernel_must_make_are_for_two_rows_or_very_large_weights():
+def test_separate_limb_kernel_used_for_two_rows_or_large_weights():
     assert kind(2, 4096, 4096, fused=False) == (GemvImmaConfig, None)
     assert kind(3, 4096, 4096, fused=False) == (SmallMConfig, 8)
     assert kind(1, 4096, 14336, fused=False) == (SmallMConfig, 8), "making them takes long"
@@ -52,14 +52,14 @@ def test_limbs_that_a_kernel_must_make_are_for_two_rows_or_very_large_weights():
 
 @pytest.mark.parametrize("M, rows", [(5, 8), (9, 16), (17, 32), (33, 64), (64, 64)])
 @pytest.mark.parametrize("fused", [False, True])
-def test_up_to_64_rows_take_the_small_m_kernel(M, rows, fused):
+def test_up_to_64_rows_use_small_m_kernel(M, rows, fused):
     for N, K in ((896, 896), (4096, 4096), (128256, 4096)):
         assert kind(M, N, K, fused) == (SmallMConfig, rows)
     assert kind(M, 4096, 4096, fused, bits=8)[0] is not SmallMConfig
     assert kind(65, 4096, 4096, fused)[0] is LargeMConfig
 
 
-def test_other_gpus_and_other_groups_take_the_triton_kernel():
+def test_other_gpus_and_group_sizes_use_triton_kernel():
     for M in (1, 8):
         assert kind(M, 28672, 4096, fused=True, lacks=NO_SM90) == (TritonGemmConfig, None)
         assert kind(M, 28672, 4096, fused=True, group=64) == (TritonGemmConfig, None)
@@ -78,7 +78,7 @@ def test_without_tma_x_is_loaded_through_pointers():
         assert with_tma.use_tma and without == replace(with_tma, use_tma=False, warps=warps)
 
 
-def test_requested_variant_is_chosen_wherever_it_runs():
+def test_requested_variant_is_chosen_if_supported():
     for name in (variant.name for variant in VARIANTS):
         for M in (1, 4, 5, 64, 65, 1024, 4096):
             got = variant_of(chosen(M, 4096, 4096, False, choice=name)).name
@@ -91,7 +91,7 @@ def test_requested_variant_is_chosen_wherever_it_runs():
 
 @pytest.mark.parametrize("sm_count", [16, 78, 132])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_fixed_order_divides_k_alike_for_every_number_of_rows(bits, sm_count):
+def test_fixed_order_k_splits_do_not_depend_on_rows(bits, sm_count):
     for N, K in itertools.product((64, 576, 4096, 6144, 28672), (128, 1152, 4096, 14336)):
         spec = QuantSpec(bits=bits, symmetric=True, group_size=128)
         shape = Shape(N=N, K=K, spec=spec, sm_count=sm_count)
@@ -152,7 +152,7 @@ def test_names_are_checked_and_explained(make_weight):
         (TritonGemmConfig(block_m=16, block_n=64, split=1), None),
     ],
 )
-def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_weight, config, form):
+def test_variant_accepts_only_planned_input_form(monkeypatch, make_weight, config, form):
     """A replacement for the kernel records its input and config."""
     packed = make_weight(64, 256, 128, symmetric=False).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
@@ -214,7 +214,7 @@ def test_products_of_few_rows_add_adapters(monkeypatch, make_weight, M):
     assert plan.input == (replace(limbs, with_tensor=True) if M <= 4 else None)
 
 
-def test_variants_that_add_no_adapters_leave_them_to_a_later_kernel(monkeypatch, make_weight):
+def test_variants_without_adapters_use_separate_expand(monkeypatch, make_weight):
     plan = adapted_plan(monkeypatch, make_weight, 4, (96, 64))
     assert not plan.adds_adapters, "a tile of outputs would reach from one linear into the next"
     assert not adapted_plan(monkeypatch, make_weight, 8, (192, 64), lacks=NO_SM90).adds_adapters

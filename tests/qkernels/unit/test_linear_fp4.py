@@ -54,7 +54,7 @@ def test_from_packed(kind):
         layer.off_grid(weight.dequantize())
 
 
-def test_two_global_scales_are_no_layer_of_a_file():
+def test_two_global_scales_are_not_storable():
     merged = merge([random_fp4("nvfp4", 8, 64), random_fp4("nvfp4", 8, 64, std=1.0)])
     with pytest.raises(CheckpointError, match="its 16 outputs have several global scales"):
         QuantLinear.from_packed(merged)

@@ -20,7 +20,7 @@ ROWS = (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 1000, 5000)
 
 @pytest.mark.parametrize("leaves_parts", [False, True])
 @pytest.mark.parametrize("num_slots", [1, 8, 300])
-def test_parts_hold_all_inputs_and_none_is_empty(num_slots, leaves_parts):
+def test_k_splits_cover_inputs_and_none_is_empty(num_slots, leaves_parts):
     for T, K, S, R in itertools.product(ROWS, (64, 896, 4096, 14336), (1, 3), (8, 64)):
         config = shrink_config(T, K, S, R, num_slots, leaves_parts=leaves_parts)
         steps = ceil_div(ceil_div(K, config.inputs), config.parts)
@@ -35,7 +35,7 @@ def test_parts_hold_all_inputs_and_none_is_empty(num_slots, leaves_parts):
 
 
 @pytest.mark.parametrize("num_slots", [1, 8, 300])
-def test_a_sum_of_fixed_order_has_parts_of_k_alone(num_slots):
+def test_fixed_order_splits_depend_only_on_k(num_slots):
     for K in (64, 896, 4096, 14336):
         tiles = set()
         for T, S, R in itertools.product(ROWS, (1, 3), (8, 64)):
@@ -50,7 +50,7 @@ def test_a_sum_of_fixed_order_has_parts_of_k_alone(num_slots):
 
 
 @pytest.mark.parametrize("K, S", [(4096, 3), (14336, 1), (300, 2)])
-def test_warm_up_knows_every_config_of_shrink(K, S):
+def test_warm_up_covers_every_shrink_config(K, S):
     first = row_boundaries(1024, K, S, 16, 8)
     for leaves in (False, True):
         known = {shrink_config(T, K, S, 16, 8, leaves_parts=leaves) for T in first}

@@ -21,7 +21,7 @@ MODULES = (reference, together, fixed_order)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_prompt_is_transformers(module):
+def test_prompt_equals_transformers(module):
     case = ChannelCase.make((67,), (0,))
     states = case.unread
     x, dt, b, c = (each.T[None] for each in case.of_rows)
@@ -37,7 +37,7 @@ def test_prompt_is_transformers(module):
 
 @pytest.mark.parametrize("module", MODULES[1:])
 @pytest.mark.parametrize("step", [STEP, DECODE], ids=["mixed", "decode"])
-def test_all_are_the_recurrence(module, step):
+def test_every_path_equals_recurrence(module, step):
     wide = ChannelCase.make(*step).to(torch.float64)
     want, got = wide.unread, wide.unread
     y_want = wide.run(reference.channel_scan_, want)
@@ -46,7 +46,7 @@ def test_all_are_the_recurrence(module, step):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_cut_anywhere_it_is_the_same(module):
+def test_chunked_prompt_equals_whole_prompt(module):
     """A prompt in chunks of odd lengths, the last of one token, equals the whole prompt."""
     whole = ChannelCase.make((75,), (0,)).to(torch.float64)
     states, cut_states, start = whole.unread, whole.unread, 0
@@ -60,7 +60,7 @@ def test_cut_anywhere_it_is_the_same(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_slots_of_others_are_left_alone(module):
+def test_other_slots_are_unchanged(module):
     """Rows without a slot write nowhere, not even into the last slot."""
     case = ChannelCase.make(*STEP, slots=SLOTS)
     states = case.memory_P1NI.clone()
@@ -92,7 +92,7 @@ def test_fixed_order_has_the_same_bits_in_any_batch(of_rows):
         ({"memory_P1NI": lambda x: x.transpose(2, 3)}, "memory: expected"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_are_refused(change, message):
     case = ChannelCase.make((76, 129), (0, 0))
     case = replace(case, **{name: wrong(getattr(case, name)) for name, wrong in change.items()})
     with pytest.raises(KernelError, match=message):
@@ -100,7 +100,7 @@ def test_wrong_arguments_are_named(change, message):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_rejected_rows_are_left_out(module):
+def test_rejected_rows_are_not_in_state(module):
     case = ChannelCase.make((NUM_ROWS,), (0,)).to(torch.float32)
     wide = case.to(torch.float64)
     want = wide.run(reference.channel_scan_, wide.unread)

@@ -29,7 +29,7 @@ def parts(case, G=2, H=6, N=12, D=20):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_prompt_is_transformers(module):
+def test_prompt_equals_transformers(module):
     case = ScanCase.make((67,), (0,))
     states = case.unread
     x, b, c = (part[None] for part in parts(case))
@@ -46,7 +46,7 @@ def test_prompt_is_transformers(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_chunks_are_the_recurrence(module):
+def test_chunked_scan_equals_recurrence(module):
     """Also for requests that continue, and next to decode rows."""
     wide = ScanCase.make(*STEP).to(torch.float64)
     want, got = wide.unread, wide.unread
@@ -56,7 +56,7 @@ def test_chunks_are_the_recurrence(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_any_chunks_give_the_same_result(module):
+def test_chunked_prompt_equals_whole_prompt(module):
     """A prompt in chunks of odd lengths, the last of one token, equals the whole prompt."""
     whole = ScanCase.make((75,), (0,)).to(torch.float64)
     states, cut_states, start = whole.unread, whole.unread, 0
@@ -91,7 +91,7 @@ def in_transformers(kind, x, z, weight, groups):
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon", "falcon, norm first"])
-def test_norm_is_transformers(kind):
+def test_norm_equals_transformers(kind):
     x, z = torch.randn(2, 7, 60, generator=torch.Generator().manual_seed(1))
     weight = torch.linspace(-1, 2, 60)
     got = ops.gated_group_norm(x, z, weight, 3, 1e-3, kind.endswith("first"))
@@ -107,21 +107,21 @@ def test_norm_is_transformers(kind):
         ({"memory_PHND": lambda x: x.transpose(2, 3)}, "expected"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_are_refused(change, message):
     case = ScanCase.make((76, 129), (0, 0))
     case = replace(case, **{name: wrong(getattr(case, name)) for name, wrong in change.items()})
     with pytest.raises(KernelError, match=message):
         case.run(ops.selective_scan_, case.memory_PHND)
 
 
-def test_uneven_groups_of_a_norm_are_refused():
+def test_uneven_norm_groups_are_refused():
     x = torch.zeros(2, 10)
     with pytest.raises(KernelError, match="expected 3 groups of channels, found 10"):
         ops.gated_group_norm(x, x, None, 3, 1e-5, False)
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_rejected_rows_are_left_out(module):
+def test_rejected_rows_are_not_in_state(module):
     case = ScanCase.make((NUM_ROWS,), (0,)).to(torch.float32)
     wide = case.to(torch.float64)
     want = wide.run(reference.selective_scan_, wide.unread)

@@ -56,7 +56,7 @@ def plan(
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("M", [1, 2, 7, 8, 31, 32, 33, 64, 500, 4096])
-def test_plans_hold_what_the_kernels_need(model, M):
+def test_plans_satisfy_kernel_limits(model, M):
     """A tile of few tokens has room for all of them; sums of parts fit the norm that adds them."""
     hidden, inner, _, k = model
     found = plan(M, model)
@@ -72,7 +72,7 @@ def test_plans_hold_what_the_kernels_need(model, M):
 
 @pytest.mark.parametrize("model", [(4096, 14336, 8, 2), (2048, 768, 128, 8), (4096, 1408, 128, 8)])
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 32, 64])
-def test_few_tokens_on_sm90(model, M):
+def test_sm90_few_token_plans_are_valid(model, M):
     """Its configs run as they are; sums of parts fit the norm that adds them."""
     hidden, inner, _, k = model
     found = plan(M, model, lacks_sm90=None)
@@ -113,7 +113,7 @@ def test_few_tokens_on_sm90(model, M):
         (8, "w8a16-sym", None, None, "few"),
     ],
 )
-def test_which_variant_takes_the_tokens(M, scheme, choice, lacks, variant):
+def test_variant_by_number_of_tokens(M, scheme, choice, lacks, variant):
     found = plan(M, scheme=scheme, choice=choice, lacks_sm90=lacks)
     assert found.variant == variant
 
@@ -134,14 +134,14 @@ def test_faults_of_configs_for_few_tokens(numbers, fault):
     assert re.search(fault, few_tokens_config_fault(config, M=9, N=1536, K=2048))
 
 
-def test_fewer_stages_where_blocks_have_less_shared_memory():
+def test_stages_shrink_with_shared_memory():
     stages = [plan(4096, MODELS[0], shared_kb).down.stages for shared_kb in (227, 99, 64)]
     assert stages == [3, 2, 2]
 
 
 @pytest.mark.parametrize("E", [1, 5, 128])
 @pytest.mark.parametrize("P", [1, 16, 17, 700])
-def test_blocks_are_enough_for_the_worst_choice(E, P):
+def test_number_of_blocks_covers_worst_case_routing(E, P):
     config = plan(64).gate_up
     used = min(E, P)
     # all experts but one have a single pair
@@ -155,7 +155,7 @@ def test_sort_reads_at_most_a_block_at_a_time():
     assert [sort_chunk(P) for P in (1, 129, 5000)] == [128, 256, 2048]
 
 
-def test_gate_and_up_alternate_by_eight_rows():
+def test_gate_and_up_interleave_every_eight_rows():
     order = glu_order(24, torch.device("cpu")).tolist()
     assert order[:16] == [*range(8), *range(24, 32)] and order[16:24] == [*range(8, 16)]
     assert sorted(order) == list(range(48))
@@ -167,7 +167,7 @@ def weights(N=32, K=32, count=2, **different):
     return ExpertWeights(**{"top_k": 1, "gate_up": rounded, "down": down, "glu": SILU, **different})
 
 
-def test_experts_that_differ_stay_apart():
+def test_different_experts_are_not_stacked():
     mixed = [torch.randn(32, 32), weights().down[0]]
     assert "differ in shape or numerics" in stack_fault(mixed)
     assert stack_fault(weights().down) is None
@@ -175,7 +175,7 @@ def test_experts_that_differ_stay_apart():
     assert prepared.problem.kernel == "reference"
 
 
-def test_what_does_not_fit_is_named():
+def test_incompatible_experts_are_refused():
     with pytest.raises(KernelError, match=r"experts gate_up: expected 2 of \[64, 64\]"):
         ops.prepare_experts(weights(N=64), torch.float32, "cpu")
     with pytest.raises(KernelError, match=r"experts down bias: expected \[2, 32\], found \[2, 3\]"):
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_named():
         ops.experts(torch.randn(3, 32), routes, prepared)
 
 
-def test_experts_without_a_gate_have_as_many_outputs_as_inputs():
+def test_ungated_expert_shapes_are_checked():
     up = [round_to_nearest(torch.randn(32, 32), SPEC) for _ in range(2)]
     prepared = ops.prepare_experts(weights(gate_up=up, glu=RELU2), torch.float32, "cpu")
     assert not prepared.problem.gated
@@ -197,7 +197,7 @@ def test_experts_without_a_gate_have_as_many_outputs_as_inputs():
 
 
 @pytest.mark.parametrize(("inner", "reason"), [(1856, None), (1888, "an inner one by 64")])
-def test_sizes_of_experts_without_a_gate(inner, reason):
+def test_ungated_expert_sizes(inner, reason):
     """Nemotron 3 Nano has 1856; the kernel for few tokens on sm_90 takes experts with a gate."""
     found = explained_experts("w4a16-sym-g32", (2688, inner), gated=False)[0]
     assert found.taken == (reason is None)
@@ -206,13 +206,13 @@ def test_sizes_of_experts_without_a_gate(inner, reason):
     assert variant == "few" != plan(1, (2048, 768, 128, 6), lacks_sm90=None).variant
 
 
-def test_experts_with_gelu_use_kernels_for_any_gpu():
+def test_gelu_experts_use_portable_kernels():
     """Gemma 4's; the kernel for few tokens on sm_90 computes SiLU alone."""
     variants = [plan(1, lacks_sm90=None, gelu=gelu).variant for gelu in (True, False)]
     assert variants == ["few", "sm90_few_tokens"]
 
 
-def test_experts_whose_activation_is_cut_use_kernels_for_any_gpu():
+def test_clamped_activation_experts_use_portable_kernels():
     """Step-3.5's last layers; the kernel for few tokens on sm_90 cuts the gate before."""
     variants = [plan(1, lacks_sm90=None, cut_after=cut).variant for cut in (True, False)]
     assert variants == ["few", "sm90_few_tokens"]
@@ -277,7 +277,7 @@ def test_explain_says_which_experts_the_sm90_kernel_takes(scheme, sizes, request
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_a_fixed_order_is_one_chain_of_sums_for_every_number_of_tokens(model):
+def test_fixed_order_plan_has_one_split(model):
     for M in (1, 2, 8, 31, 32, 33, 500, 8000):
         found = plan(M, model, choice="fixed_order", lacks_sm90=None)
         assert (found.gate_up.split, found.down.split, found.output) == (1, 1, "sum")
@@ -287,7 +287,7 @@ def test_a_fixed_order_is_one_chain_of_sums_for_every_number_of_tokens(model):
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_a_fixed_order_gives_each_token_its_own_bits_on_a_cpu(scores):
+def test_fixed_order_token_bits_are_independent_on_cpu(scores):
     """6 experts of 24 inputs: a CPU's vectors would hold parts of several tokens."""
     generator = torch.Generator().manual_seed(1)
     weights = make_experts(None, 24, 40, 6, 2, SILU, False, torch.float32)

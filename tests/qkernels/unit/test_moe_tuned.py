@@ -50,7 +50,7 @@ def on_an_h200(monkeypatch):
     return table
 
 
-def test_a_row_is_taken_for_the_tokens_of_its_bucket(on_an_h200):
+def test_tuned_row_applies_to_its_token_bucket(on_an_h200):
     on_an_h200.add_(row())
     for M, found in ((2, False), (3, True), (4, True), (5, False)):
         plan = tuned.measured_plan(PROBLEM, M, parse_choice(None))
@@ -60,12 +60,12 @@ def test_a_row_is_taken_for_the_tokens_of_its_bucket(on_an_h200):
 
 
 @pytest.mark.parametrize("choice", ["-sm90_few_tokens", "few"])
-def test_a_choice_overrules_the_table(on_an_h200, choice):
+def test_explicit_choice_overrides_table(on_an_h200, choice):
     on_an_h200.add_(row())
     assert tuned.measured_plan(PROBLEM, 4, parse_choice(choice)) is None
 
 
-def test_other_numerics_have_no_rows(on_an_h200):
+def test_other_numerics_have_no_tuned_rows(on_an_h200):
     on_an_h200.add_(row())
     eight_bits = dataclasses.replace(PROBLEM, spec=Scheme.parse("w8a16-sym").weight)
     assert tuned.measured_plan(eight_bits, 4, parse_choice(None)) is None
@@ -73,7 +73,7 @@ def test_other_numerics_have_no_rows(on_an_h200):
     assert tuned.measured_plan(plain, 4, parse_choice(None)) is None
 
 
-def test_a_file_gives_back_the_rows_and_refuses_bad_ones(tmp_path):
+def test_tuned_file_round_trips_and_refuses_invalid_rows(tmp_path):
     path = tmp_path / "table.json"
     table = TuningTable(gpu=GPU)
     table.add_(row())
@@ -88,7 +88,7 @@ def test_a_file_gives_back_the_rows_and_refuses_bad_ones(tmp_path):
 
 
 @pytest.mark.parametrize("M", [1, 8, 9, 64])
-def test_a_search_begins_with_what_runs_and_finds_neighbours(M):
+def test_search_starts_from_default_and_visits_neighbours(M):
     problem = LAYER | {"group": 128, "M": M}
     first = tuned.TUNED.default(132, **problem)
     assert first == few_tokens_tiles(M=M, sm_count=132, **LAYER)

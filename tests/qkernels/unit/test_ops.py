@@ -64,7 +64,7 @@ def test_quantize_checks_its_arguments():
         ops.norm(x, x[:1], ops.NormSpec(weight_C=x[0], eps=1e-5), rounding)
 
 
-def test_given_codes_are_checked():
+def test_precomputed_codes_are_checked():
     scheme = Scheme.parse("w8a8")
     packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)
     weight = ops.prepare_weight(packed, torch.float32)
@@ -81,7 +81,7 @@ def test_given_codes_are_checked():
         ops.linear_codes(codes, scales, plain)
 
 
-def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
+def test_attention_dispatch_uses_rows_and_strides(monkeypatch):
     """32 query heads of 2 KV heads: a token is 16 rows of each KV head."""
     asked = []
 
@@ -182,7 +182,7 @@ def write(codes=False, **changes):
     return ops.rope_write_kv_(*heads, cache, arguments["slots"], **norms)
 
 
-def test_attention_arguments_fit():
+def test_valid_attention_arguments_are_accepted():
     assert attend().shape == (3, 4, 16)
     assert attend(**CODES, **SCALES, soft_cap=30.0).shape == (3, 4, 16)
     assert write().shape == write(codes=True).shape == (2, 4, 16)
@@ -265,7 +265,7 @@ def test_attention_arguments_fit():
         ),
     ],
 )
-def test_wrong_arguments_are_named(call, name):
+def test_invalid_arguments_are_refused(call, name):
     with pytest.raises(KernelError, match="expected|do not fit") as error:
         call()
     assert name in error.value.subject
@@ -281,13 +281,13 @@ def test_wrong_arguments_are_named(call, name):
         (zeros(2, 64), zeros(32, dtype=torch.bfloat16), "linear bias"),
     ],
 )
-def test_wrong_linear_arguments_are_named(packed, x, bias, name):
+def test_invalid_linear_arguments_are_refused(packed, x, bias, name):
     weight = ops.prepare_weight(packed, torch.float32)
     with pytest.raises(KernelError) as error:
         ops.linear(x, weight, bias)
     assert error.value.subject == name
 
 
-def test_unknown_operation_lists_the_known():
+def test_unknown_operation_error_lists_known_operations():
     with pytest.raises(KernelError, match="linear, paged_attention"):
         explain("conv", device="cpu", dtype=torch.float32)

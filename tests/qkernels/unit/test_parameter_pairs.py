@@ -12,7 +12,7 @@ def pairs_of(values):
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 3), (2, 3, 4), (6, 2, 5, 2), (1, 3, 1, 3, 2)])
-def test_every_value_and_every_pair_is_there(sizes):
+def test_every_value_and_pair_is_covered(sizes):
     names = [
         [f"{parameter}{i}" for i in range(n)] for parameter, n in zip("abcde", sizes, strict=False)
     ]
@@ -28,7 +28,7 @@ def test_every_value_and_every_pair_is_there(sizes):
     assert len(sizes) < 4 or len(thorough) <= len(values) // 2
 
 
-def test_combinations_that_are_not_there_are_not_looked_for():
+def test_missing_combinations_are_not_required():
     """For a list of cases instead of a product, and for a case that was requested by name."""
     cases = [("a", "x", "1"), ("b", "x", "2"), ("b", "y", "1")]
     assert with_every_pair(cases, diagonal(cases)) == set(cases)

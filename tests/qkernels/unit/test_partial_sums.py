@@ -24,7 +24,7 @@ def random_parts(*shape, dtype=torch.bfloat16, parts=3) -> SplitKPartials:
     return SplitKPartials(parts=torch.randn(parts, *shape, generator=generator), dtype=dtype)
 
 
-def test_parts_are_added_in_order_and_rounded_once():
+def test_partial_sums_are_added_in_order_and_rounded_once():
     """In any other order the small ones would count: 2^24 + 1 + 1 is 2^24 in float32."""
     parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None, None].expand(4, 1, 2)
     assert SplitKPartials(parts=parts, dtype=torch.float32).total().tolist() == [[0.0, 0.0]]
@@ -50,13 +50,13 @@ def test_invalid_partial_sums_are_refused(parts):
         SplitKPartials(parts=parts, dtype=torch.float16)
 
 
-def test_parts_beyond_32_bits_are_refused():
+def test_partial_sums_beyond_32_bit_offsets_are_refused():
     SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15 - 1), dtype=torch.float16)
     with pytest.raises(KernelError, match=r"less than 2\^31.*total"):
         SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15), dtype=torch.float16)
 
 
-def test_heads_are_views_of_all_parts():
+def test_heads_are_views_of_partial_sums():
     x = random_parts(5, (H + 2 * J) * D)
     whole = split_heads(reduced(x), (H, J, J), D)
     for part, want in zip(split_heads(x, (H, J, J), D), whole, strict=True):
@@ -71,7 +71,7 @@ def rope(q, k, v):
     return (ops.rope_write_kv_(q, k, v, cos_sin, positions, paged_kv(*pages), slots), *pages)
 
 
-def test_every_reader_adds_them():
+def test_every_consumer_adds_partial_sums():
     x, residual = random_parts(5, 16), torch.ones(5, 16, dtype=torch.bfloat16)
     spec = ops.NormSpec(weight_C=torch.rand(16).bfloat16(), eps=1e-5)
     for form in (None, InputRounding(ActivationSpec(), None)):
@@ -87,7 +87,7 @@ def test_every_reader_adds_them():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_forms_are_made_of_parts():
+def test_output_forms_are_made_from_partial_sums():
     x, spec = random_parts(5, 16), ops.NormSpec(weight_C=torch.ones(16).bfloat16(), eps=1e-5)
     form = InputRounding(ActivationSpec(), None)
     codes, total = ops.norm(x, reduced(x), spec, form)

@@ -31,7 +31,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-def test_linear(assert_close, bits, symmetric):
+def test_linear_equals_float64(assert_close, bits, symmetric):
     spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
     packed = PackedWeight.from_float(randn(64, 96), spec)
     x, bias = randn(2, 3, 96, seed=1), randn(64)
@@ -41,7 +41,7 @@ def test_linear(assert_close, bits, symmetric):
         assert_close(module.__name__, want, ops.linear(x, weight, bias), 1e-6)
 
 
-def test_rms_norm_rounds_where_transformers_does():
+def test_rms_norm_rounding_equals_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     norm = llama.LlamaRMSNorm(96, eps=1e-5).to(HALF)
     norm.weight.data = randn(96, dtype=HALF)
@@ -53,7 +53,7 @@ def test_rms_norm_rounds_where_transformers_does():
     assert torch.equal(got, norm(x + residual))
 
 
-def test_layer_norm_rounds_where_transformers_does():
+def test_layer_norm_rounding_equals_transformers():
     cohere = pytest.importorskip("transformers.models.cohere.modeling_cohere")
     norm = cohere.CohereLayerNorm(96, eps=1e-5).to(HALF)
     norm.weight.data = randn(96, dtype=HALF)
@@ -64,7 +64,7 @@ def test_layer_norm_rounds_where_transformers_does():
     assert torch.equal(total, x + residual) and torch.equal(got, norm(x + residual))
 
 
-def test_layer_norm_with_a_bias_is_torchs():
+def test_layer_norm_with_bias_equals_torch():
     norm = torch.nn.LayerNorm(96).to(HALF)
     norm.weight.data, norm.bias.data = randn(96, dtype=HALF), randn(96, dtype=HALF, seed=2)
     x = 3 * randn(50, 96, dtype=HALF) + 2
@@ -84,7 +84,7 @@ def test_rms_norm(assert_close):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_activations_are_transformers(assert_close, gated):
+def test_activations_equal_transformers(assert_close, gated):
     activations = pytest.importorskip("transformers.activations").ACT2FN
     x = randn(7, 40) * 4
     for name, kind in ACTIVATIONS.items():
@@ -95,12 +95,12 @@ def test_activations_are_transformers(assert_close, gated):
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_invalid_activation_limit_is_refused(limit):
     with pytest.raises(KernelError, match="activate limit: expected a number above 0"):
         ops.activate(randn(2, 8), ActSpec(kind="silu", limit=limit))
 
 
-def test_rope_is_transformers_rope():
+def test_rope_equals_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     q, k = randn(6, 4, 32), randn(6, 2, 32, seed=1)
     positions = torch.tensor([3, 0, 11, 11, 5, 19])
@@ -113,7 +113,7 @@ def test_rope_is_transformers_rope():
         assert torch.equal(a[0].transpose(0, 1), b)
 
 
-def test_partial_rope_leaves_the_other_channels():
+def test_partial_rope_keeps_other_channels():
     q, k = randn(3, 2, 24), randn(3, 1, 24, seed=1)
     angle = torch.rand(5, 4)
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -126,7 +126,7 @@ def test_partial_rope_leaves_the_other_channels():
 
 
 @pytest.mark.parametrize("slots", [[5, -1, 0, -1, 31], [-1, -1, -1, -1, -1], [-1, 0, 1, 2, -1]])
-def test_padding_is_written_nowhere(slots):
+def test_padding_tokens_are_not_written(slots):
     k, v = randn(5, 2, 8), randn(5, 2, 8, seed=1)
     pages = randn(2, 2, 16, 2, 8, seed=2)
     want = pages.clone()
@@ -215,7 +215,7 @@ def test_paged_attention_in_16_bits_computes_in_float32(assert_close):
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("counts", [[1, 1], [7, 3]], ids=["decodes", "chunks"])
-def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
+def test_paged_attention_with_codes(assert_close, codes, soft_cap, counts):
     """Codes written by write_kv_ give what their products with the scales give."""
     (keys, values), lengths = randn(2, 40, 2, 16) * 3, [40, 23]
     pages = [torch.zeros(4, 16, 2, 16).to(codes) for _ in range(2)]
@@ -260,7 +260,7 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
             assert_close(f"row {row}", want, got[row], 1e-6)
 
 
-def test_rope_and_write_is_what_its_parts_are():
+def test_rope_and_write_equals_separate_operations():
     q, k, v = randn(3, 4, 16), randn(3, 2, 16, seed=1), randn(3, 2, 16, seed=2)
     norms, angle = randn(2, 16, seed=3), torch.rand(9, 8)
     cos_sin, positions = torch.cat([angle.cos(), angle.sin()], 1), torch.tensor([8, 0, 3])
@@ -287,7 +287,7 @@ def test_rope_and_write_is_what_its_parts_are():
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_attention_by_rows_with_keys_after_their_own(assert_close, window):
+def test_attention_with_bidirectional_image_rows(assert_close, window):
     """An image of rows 3 to 10, of which each sees all, and text."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(20, 4, 16, generator=generator)

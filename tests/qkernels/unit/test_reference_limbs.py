@@ -24,7 +24,7 @@ def random_inputs(M, K, dtype=torch.float16, spread=0):
 @pytest.mark.parametrize("M, form", FORMS)
 @pytest.mark.parametrize("half_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0, 12])
-def test_limbs_are_the_inputs(M, form, half_dtype, spread):
+def test_limbs_sum_to_inputs(M, form, half_dtype, spread):
     x = random_inputs(M, 384, half_dtype, spread)
     got = from_limbs(to_limbs(x, form)).view(M, -1, 128)
     want = x.double().view(M, -1, 128)
@@ -34,7 +34,7 @@ def test_limbs_are_the_inputs(M, form, half_dtype, spread):
     assert torch.equal(got[exact], want[exact]), "11 bits at most: nothing is lost there"
 
 
-def test_a_word_by_hand():
+def test_limb_word_equals_handmade():
     """Input 0 is 1, so 2^29 in steps of 2^-29: limb 3 is 32. Input 17 is byte 3 of its word."""
     x = torch.zeros(2, 128, dtype=torch.float16)
     x[1, 0], x[1, 17], x[1, 9] = 1, -1, 0.5
@@ -48,7 +48,7 @@ def test_a_word_by_hand():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_input_is_in_one_word(bits):
+def test_every_input_is_in_exactly_one_word(bits):
     assert inputs_of_words(bits).flatten().sort().values.tolist() == list(range(128))
 
 
@@ -85,7 +85,7 @@ def test_float32_and_odd_shapes_are_refused():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_product_of_limbs_is_that_of_the_inputs(make_weight, symmetric):
+def test_limb_product_equals_input_product(make_weight, symmetric):
     x = random_inputs(3, 256)
     packed = make_weight(40, 256, 128, symmetric)
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")

@@ -46,7 +46,7 @@ def slow_kept(logits, min_p, top_k, top_p):
     ("min_p", "top_k", "top_p"),
     [(0, 0, 1), (0.1, 0, 1), (0, 3, 1), (0, 0, 0.5), (0.02, 7, 0.8), (1, 0, 1), (0, 1, 0.1)],
 )
-def test_filters_keep_what_a_slow_sort_keeps(min_p, top_k, top_p):
+def test_filters_equal_sorted_reference(min_p, top_k, top_p):
     torch.manual_seed(0)
     logits = torch.randn(8, 33) * 2
     filtered = filter_logits(
@@ -79,7 +79,7 @@ def test_draws_do_not_repeat_when_only_one_key_changes(vary):
     assert 0 <= (tokens[1:] == tokens[:-1]).sum() < 25
 
 
-def test_a_row_draws_the_same_in_any_batch():
+def test_row_draw_is_independent_of_batch():
     torch.manual_seed(1)
     logits = torch.randn(5, 100)
     alone = sample(logits[3:4], rows(1, seed=42, position=17))
@@ -96,7 +96,7 @@ def test_noise_is_finite_for_extreme_seeds():
     assert abs(noise.var() - np.pi**2 / 6) < 0.1
 
 
-def test_greedy_rows_beside_random_ones_stay_greedy():
+def test_greedy_rows_stay_greedy_in_mixed_batch():
     torch.manual_seed(2)
     logits = torch.randn(64, 50)
     temperature = np.array([0.0, 1.5] * 32)
@@ -105,7 +105,7 @@ def test_greedy_rows_beside_random_ones_stay_greedy():
     assert not torch.equal(tokens[1::2], logits[1::2].argmax(-1))
 
 
-def test_nan_row_is_marked_and_others_are_not():
+def test_only_nan_rows_are_flagged():
     logits = torch.zeros(3, 8)
     logits[:, 5] = 1
     logits[1, 2] = torch.nan
@@ -123,7 +123,7 @@ def test_forbidden_tokens_are_never_drawn():
     assert sample(torch.tensor([[-1.0, -2.0, math.inf]]), [forbids]).tolist() == [0]
 
 
-def test_bias_and_penalties_by_hand():
+def test_bias_and_penalties_equal_handmade():
     """Token 0 is in the prompt, 1 once in the output, 2 in both, 3 times, 3 nowhere."""
     history = torch.tensor([[9, 9, 9, 9], [1, 2, 7, 0]], dtype=torch.int32)
     logits = torch.tensor([[2.0, -1.0, 4.0, 1.0]]).expand(4, 4)
@@ -151,7 +151,7 @@ def test_drawn_tokens_are_counted_in_place():
     assert history.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 2, 0]]
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_ignore_bias_temperature_and_filters():
     """Neither bias nor temperature nor filter changes them."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).repeat(3, 1)
     settings = SampleSettings.of(
@@ -170,12 +170,12 @@ def test_logprobs_are_the_models_own():
     assert got.top_logprobs_SN[1:].eq(-math.inf).all()
 
 
-def test_no_row_asks_for_logprobs():
+def test_batch_without_logprobs():
     got = ops.sample_(torch.zeros(1, 4), SampleSettings.of([SampleRow()]))
     assert got[1:] == (None, None, None)
 
 
-def test_words_keep_every_number():
+def test_sample_settings_round_trip():
     row = SampleRow(temperature=0.3, top_p=0.95, seed=-(2**63), position=2**40, history_row=7)
     settings = SampleSettings.of([SampleRow(), row])
     assert settings.column("temperature").tolist() == [0.0, float(np.float32(0.3))]
@@ -196,12 +196,12 @@ def test_words_keep_every_number():
         (torch.zeros(1, 4), SampleRow(), torch.zeros(4, 2, dtype=torch.int32).t(), "contiguous"),
     ],
 )
-def test_wrong_arguments_are_named(logits, row, history, problem):
+def test_invalid_arguments_are_refused(logits, row, history, problem):
     with pytest.raises(KernelError, match=problem):
         ops.sample_(logits, SampleSettings.of([row]), history)
 
 
-def test_some_of_the_rows_have_their_own_biases():
+def test_biases_of_selected_rows():
     """`of_rows` picks rows: theirs are no longer the first biases, nor in order."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
     biases = [((3, 2.0), (7, -4.0)), (), ((9, 1.5),), ((3, -3.0), (11, 30.0))]

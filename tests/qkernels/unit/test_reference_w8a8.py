@@ -50,7 +50,7 @@ def test_groups_of_inputs_have_their_own_scale():
 
 @pytest.mark.parametrize("name", FIXED_SCHEMES)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_linear_is_the_product_of_rounded_input_and_weight(assert_close, name, kind):
+def test_linear_equals_product_of_rounded_input_and_weight(assert_close, name, kind):
     scheme = Scheme.parse(name)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(192, 320, generator=generator)
@@ -91,7 +91,7 @@ def test_input_order_is_undone_for_every_kernel():
     assert torch.equal(again.dequantize(), ordered.dequantize())  # sorted inside groups
 
 
-def test_merged_fp8_weights_keep_every_part():
+def test_merged_fp8_weights_keep_their_scales():
     parts = [torch.randn(n, 256) * (i + 1) for i, n in enumerate((64, 200, 128))]
     for name in ("w8a8-fp8", "w8a8-fp8-static", "w8a8-fp8-block"):
         scheme = Scheme.parse(name)
@@ -125,7 +125,7 @@ def test_quant_linear_stores_w8a8_and_refuses_what_gptq_cannot():
         layer.state_dict()
 
 
-def test_rows_for_weights_alone_say_why_not():
+def test_weight_only_rows_give_refusal_reason():
     explanation = explain(
         "linear",
         device="cpu",

@@ -44,7 +44,7 @@ def logits(model):
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-asym-g32"])
-def test_logits_are_those_of_the_dequantized_weights(original, family, scheme, device):
+def test_logits_equal_dequantized_weights(original, family, scheme, device):
     model = original(family).to(device)
     before = logits(model)
     linears = [n for n, each in model.named_modules() if type(each) is nn.Linear]
@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_dequantized_weights(original, family, scheme, d
     assert (found - before).abs().max() > 1e-3  # they are rounded
 
 
-def test_tied_head_gets_codes_and_the_embedding_stays(original):
+def test_tied_head_is_quantized_and_embedding_kept(original):
     model = original("llama")
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -85,7 +85,7 @@ def test_ignored_layers_stay_in_float(original):
     assert sum(n.endswith("down_proj") for n in left) == 1
 
 
-def test_a_layer_with_two_names_stays_one_layer():
+def test_shared_layer_is_replaced_once():
     first = nn.Linear(64, 64)
     model = nn.ModuleDict({"a": first, "b": first, "c": nn.Linear(64, 64)})
     assert replace_linears(model, "w4a16-sym-g32") == ["a", "b", "c"]
@@ -108,7 +108,7 @@ def test_a_layer_with_two_names_stays_one_layer():
         ("meta", "w4a16-sym-g32", ["odd"], "meta device"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(change, scheme, ignore, problem):
+def test_incompatible_layer_is_refused_and_model_unchanged(change, scheme, ignore, problem):
     model = nn.ModuleDict(
         {"lm_head": nn.Linear(128, 32), "odd": nn.Linear(24, 32), "small": nn.Linear(64, 32)}
     )
@@ -121,12 +121,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, scheme, ignore
     assert all(one is other for one, other in zip(model.values(), before, strict=True))
 
 
-def test_a_model_without_linears_is_refused():
+def test_model_without_linears_is_refused():
     with pytest.raises(InputError, match="has no torch Linear"):
         replace_linears(nn.ReLU(), "w4a16-sym")
 
 
-def test_a_replaced_model_is_refused_with_the_reason():
+def test_already_replaced_model_is_refused():
     model = nn.ModuleDict({"lm_head": nn.Linear(128, 32), "up": nn.Linear(128, 32)})
     for trainable in (True, False):
         twice = copy.deepcopy(model)
@@ -141,6 +141,6 @@ def test_ignore_must_be_names(ignore):
         replace_linears(nn.Sequential(nn.Linear(128, 32)), "w4a16-sym", ignore=ignore)
 
 
-def test_a_folder_in_place_of_a_model_is_refused():
+def test_folder_instead_of_model_is_refused():
     with pytest.raises(InputError, match="model: expected a torch module, found str"):
         replace_linears("model-folder", "w4a16-sym")

@@ -16,7 +16,7 @@ def corrected_once(x, scale):
 
 @pytest.mark.parametrize("mantissa_bits", [7, 10])  # bfloat16, float16
 @pytest.mark.parametrize("largest", [127.0, 448.0])
-def test_one_correction_is_exact(mantissa_bits, largest):
+def test_inverse_rounding_with_one_correction_is_exact(mantissa_bits, largest):
     """Every mantissa over the scale of every mantissa; exponents change nothing."""
     count = 2**mantissa_bits
     mantissas = 1 + torch.arange(count) / count
@@ -58,7 +58,7 @@ def one_product(x, inverse):
 MANTISSAS = 1 + torch.arange(128) / 128  # of bfloat16
 
 
-def test_one_product_makes_the_codes():
+def test_codes_from_one_product_are_exact():
     """Every mantissa, down to the smallest codes, below the largest of its row, of every mantissa.
 
     A product of 8 and 24 bits is exact in float64.
@@ -76,7 +76,7 @@ def test_one_product_makes_the_codes():
         assert not torch.equal(one_product(x, inverse)[below], want[below])
 
 
-def test_one_product_makes_the_codes_over_the_smallest_scale():
+def test_codes_from_one_product_are_exact_at_smallest_scale():
     x = (MANTISSAS.double() * 2.0 ** torch.arange(-140, -20)[:, None]).float().flatten()
     scale = torch.tensor([MIN_INPUT_SCALE])
     x = x[x <= 127 * scale]

@@ -29,7 +29,7 @@ def test_tail_rows_after_whole_waves(sizes):
     assert rows(1032, *sizes, bits=8) is None
 
 
-def test_two_kernels_are_predicted_to_be_faster():
+def test_split_is_used_only_if_predicted_faster():
     found = 0
     for N, K in (GATE_UP, DOWN, (6144, 4096), (4096, 4096), (1152, 896)):
         for M in range(65, 3000, 7):
@@ -68,7 +68,7 @@ def weight(monkeypatch):
     return make
 
 
-def test_a_choice_of_kernels_keeps_one(weight):
+def test_explicit_kernel_choice_disables_row_split(weight):
     plan = plan_linear(weight(), 1032)
     assert plan.variant == "sm90_large_m" and plan.rows == 1024
     assert plan.tail.variant == "sm90_small_m" and plan.tail.tail is None
@@ -76,7 +76,7 @@ def test_a_choice_of_kernels_keeps_one(weight):
         assert plan_linear(weight(choice), 1032).tail is None
 
 
-def test_the_rows_of_both_are_the_product(weight, monkeypatch):
+def test_rows_of_both_kernels_equal_product(weight, monkeypatch):
     calls = []
 
     class Kernel:

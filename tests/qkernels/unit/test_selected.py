@@ -20,7 +20,7 @@ SIZES = {"heads": 5, "D": 24, "B": 8}
 @pytest.mark.parametrize(("counts", "lengths"), STEPS)
 @pytest.mark.parametrize("most", [1, 7, 20, 200])
 @pytest.mark.parametrize("block", [1, 3, 1000])
-def test_the_highest_scores_are_selected(counts, lengths, most, block, monkeypatch):
+def test_highest_scores_are_selected(counts, lengths, most, block, monkeypatch):
     case = selected_case(counts, lengths, **SIZES, dtype=torch.float32)
     monkeypatch.setattr(order, "MAX_BYTES", 4 * block * max(lengths))
     step = (case.keys_PBD, case.step)
@@ -36,7 +36,7 @@ def test_the_highest_scores_are_selected(counts, lengths, most, block, monkeypat
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_of_equal_scores_the_first_are_selected(sign):
+def test_equal_scores_select_first_keys(sign):
     """A product below zero counts as 0, so many keys have the same score; -0 is one of them."""
     case = selected_case((1,), (40,), **SIZES, dtype=torch.float32)
     case.keys_PBD[:] = -case.q_TID[0].sum(0).sign() * 0.1
@@ -49,7 +49,7 @@ def test_of_equal_scores_the_first_are_selected(sign):
     assert found.slots_TS[0].tolist() == case.slots(0, torch.tensor(positions))
 
 
-def test_rows_of_no_request_see_one_key():
+def test_padding_rows_attend_to_one_key():
     """A CUDA graph has more rows than the requests."""
     case = selected_case((1, 2), (9, 8), **SIZES, dtype=torch.float32)
     q_TID = torch.cat([case.q_TID, torch.full_like(case.q_TID, float("nan"))])
@@ -76,7 +76,7 @@ def test_rows_see_as_many_keys_as_stated():
         assert not found.slots_TS[row, len(best) :].any()
 
 
-def test_keys_go_to_their_slots(dtype):
+def test_keys_are_written_to_their_slots(dtype):
     keys_PBD = torch.full((3, 4, 8), 7.0, dtype=dtype)
     k_TD = torch.randn(3, 8, dtype=dtype)
     ops.write_index_keys_(k_TD, keys_PBD, torch.tensor([5, -1, 11]))
@@ -89,7 +89,7 @@ def test_keys_go_to_their_slots(dtype):
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8])
-def test_rows_attend_to_selected_entries_alone(codes, assert_close, tolerance):
+def test_rows_attend_only_to_selected_entries(codes, assert_close, tolerance):
     sizes = {"H": 3, "L": 32, "rope": 16, "B": 8}
     case = latent_case((1, 2), (30, 21), **sizes, dtype=torch.float32, codes=codes)
     seen = [[3, 4, 29], [0], [1, 2, 5, 20]]  # positions that rows see
@@ -111,7 +111,7 @@ def test_rows_attend_to_selected_entries_alone(codes, assert_close, tolerance):
 
 
 @pytest.mark.parametrize("kernel", ["sm90_decode", "-sm90_decode", "-triton, -sm90_decode"])
-def test_a_choice_for_whole_contexts_has_no_effect(kernel):
+def test_choice_for_whole_contexts_has_no_effect(kernel):
     """sm90_decode takes no pages of one entry, but is requested for a model's whole attention."""
     case = latent_case((1, 1), (20, 9), H=3, L=16, rope=8, B=4, dtype=torch.float32)
     slots_TS = torch.stack([case.step.block_tables_RX[:, 0] * 4, case.step.block_tables_RX[:, 0]])
@@ -122,7 +122,7 @@ def test_a_choice_for_whole_contexts_has_no_effect(kernel):
     assert torch.equal(got, want)
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_are_refused():
     case = selected_case((1,), (9,), **SIZES, dtype=torch.float32)
     with pytest.raises(KernelError, match="select_keys weights: expected .1, 5., found .1, 4."):
         ops.select_keys(case.q_TID, case.weights_TI[:, :4], case.keys_PBD, case.step, most=4)
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_named():
         ops.write_index_keys_(torch.zeros(2, 24), case.keys_PBD, torch.tensor([1]))
 
 
-def test_warm_up_reaches_every_config():
+def test_warm_up_covers_every_config():
     sizes = {"heads": 16, "element_size": 2, "sm_count": 132, "shared_bytes": 232_448}
     shapes = list(selected_boundaries(**sizes, most=2048, max_tokens=8192, max_context_len=10**5))
     assert all(requests == 1 and 2048 < keys >= rows for requests, rows, keys in shapes)

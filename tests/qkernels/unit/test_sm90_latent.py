@@ -81,7 +81,7 @@ def run(monkeypatch):
         for each in itertools.product(STEPS, SIZES, (1, 2, 4))
     ],
 )
-def test_rows_see_their_entries(name, of_sizes, split, run, assert_close, tolerance, poison):
+def test_rows_attend_to_their_entries(name, of_sizes, split, run, assert_close, tolerance, poison):
     (counts, lengths), (H, L, rope, B, columns) = STEPS[name], SIZES[of_sizes]
     sizes = {"H": H, "L": L, "rope": rope, "B": B}
     case = latent_case(counts, lengths, **sizes, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ for shape in ([64, 512], [1, 16, 64], [1, 32, 64], [1, 64, 64]):
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="earlier versions cannot express a layout of shared memory",
 )
-def test_boxes_are_parts_of_a_swizzled_tile():
+def test_tma_boxes_match_swizzled_tile():
     """Triton's own layouts: box [chunk, keys] of a tile is where TMA writes these keys."""
     command = [sys.executable, "-c", PRINT_BASES]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -186,7 +186,7 @@ def test_warm_up_launches_every_config(heads):
     assert all(requests * count <= 512 and count <= keys for requests, count, keys in shapes)
 
 
-def test_it_runs_where_it_supports_the_problem():
+def test_runs_for_supported_problems():
     problem = {
         "device": "cuda",
         "dtype": torch.bfloat16,

@@ -104,7 +104,7 @@ def test_sums_of_multiples_are_exact(name, config, multiply, poison):
 
 
 @pytest.mark.parametrize("name", ["w4a8-g512", "w4a8-channel"])
-def test_one_group_is_one_scale_per_output(name, multiply, poison):
+def test_single_group_is_one_scale_per_output(name, multiply, poison):
     case = exact_case(name, 20, 72, 512, torch.device("cpu"), multiples=True)
     assert torch.equal(multiply(case, INTEGERS["few rows"]), case[-1].to(torch.bfloat16))
 
@@ -136,7 +136,7 @@ def test_sums_of_short_groups_are_exact(name, multiply, poison):
     assert torch.equal(multiply(case, TWO), case[-1].to(torch.bfloat16))
 
 
-def test_scales_decide_the_plan(monkeypatch):
+def test_plan_depends_on_scales(monkeypatch):
     """Multiples have the configs of one scale per output, also measured ones."""
     table = TuningTable(gpu="cpu")
     monkeypatch.setattr(sm90, "sm_count", lambda device: 132)

@@ -73,7 +73,7 @@ REDUCED = {
 
 
 @pytest.mark.parametrize("shape, M", [(shape, M) for shape in MEASURED for M in MEASURED[shape]])
-def test_the_choice_is_near_the_best_measured(shape, M):
+def test_choice_is_near_best_measured(shape, M):
     """A choice that is not in the table must be measured first."""
     config = default_small_m_config(M, *SHAPES[shape], 128, 4, H200_SMS)
     times = MEASURED[shape][M]
@@ -85,14 +85,14 @@ def test_the_choice_is_near_the_best_measured(shape, M):
 @pytest.mark.parametrize(
     "consumer, shape", [(consumer, shape) for consumer in REDUCED for shape in REDUCED[consumer]]
 )
-def test_splits_are_reduced_where_that_was_faster(consumer, shape):
+def test_splits_are_reduced_if_measured_faster(consumer, shape):
     for M, (in_kernel, by_consumer) in REDUCED[consumer][shape].items():
         config = split_k_config(consumer, M, *SHAPES[shape], 128, 4, H200_SMS)
         time = in_kernel if config is None else by_consumer
         assert time <= SLACK * min(in_kernel, by_consumer), f"{M} rows: {config}"
 
 
-def test_a_small_product_is_split_until_it_fills_the_gpu():
+def test_small_product_is_split_to_fill_gpu():
     """32 tiles of outputs leave three quarters of an H200 idle, 224 none."""
     for M in (8, 16, 32, 64):
         few = default_small_m_config(M, *SHAPES["o"], 128, 4, H200_SMS)
@@ -103,7 +103,7 @@ def test_a_small_product_is_split_until_it_fills_the_gpu():
         assert default_small_m_config(M, *SHAPES["o"], 128, 4, 16).split < few.split
 
 
-def test_64_rows_have_an_sm_to_themselves_where_no_sm_has_two_tiles():
+def test_64_row_blocks_run_alone_if_each_sm_has_one_tile():
     """qkv and gate_up at 64 rows: one block on an SM 11.6 and 36.2 us, two 14.5 and 31.7."""
 
     def registers(shape, sm_count=H200_SMS, M=64):
@@ -114,7 +114,7 @@ def test_64_rows_have_an_sm_to_themselves_where_no_sm_has_two_tiles():
     assert registers("qkv", M=32) == registers("gate_up", M=32)
 
 
-def test_short_splits_do_not_let_the_next_kernel_in_early():
+def test_short_splits_do_not_start_next_kernel_early():
     """With an early start gate_up takes 18.4 us instead of 19.7, qkv after a norm 8.2 not 7.9."""
 
     def is_early(shape):
@@ -124,7 +124,7 @@ def test_short_splits_do_not_let_the_next_kernel_in_early():
 
 
 @pytest.mark.parametrize("sm_count", [16, 78, 114, 132])
-def test_splits_are_left_to_the_consumer_of_5_to_64_rows(sm_count):
+def test_splits_of_5_to_64_rows_are_reduced_by_consumer(sm_count):
     """Only for 4-bit weights in whole steps of 128 inputs."""
     for N, K, consumer in itertools.product(
         (8, 896, 1152, 4096, 16384, 128256), (128, 256, 896, 4096, 28672), ("norm", "rope")

@@ -50,7 +50,7 @@ def served(linear: nn.Linear, scheme: str, dtype: torch.dtype, kernel=None) -> n
 @pytest.mark.parametrize("scheme", OF_GPTQ + OTHERS)
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [None, "fixed_order"])
-def test_output_has_the_bits_of_the_served_layer(scheme, number, kernel, device):
+def test_output_equals_served_layer_bitwise(scheme, number, kernel, device):
     if device == "cuda" and number == torch.float32 and kernel is not None:
         pytest.skip("products in float32 have no fixed order on a GPU")
     linear = float_linear(number).to(device)
@@ -79,7 +79,7 @@ def fake_quantized(x, weight_NK, bias_N, scheme):
 
 
 @pytest.mark.parametrize("scheme", OF_GPTQ + OTHERS)
-def test_gradients_are_those_of_the_fake_quantized_formula(scheme, assert_close):
+def test_gradients_equal_fake_quantization(scheme, assert_close):
     linear, upstream = float_linear(), torch.randn(2, 3, N)
     layer = TrainableQuantLinear.from_float(linear, scheme)
     x = torch.randn(2, 3, K, requires_grad=True)
@@ -102,7 +102,7 @@ def test_only_requested_gradients_are_computed():
     assert layer.weight.grad.shape == (N, K)
 
 
-def test_an_optimizer_step_changes_the_codes():
+def test_optimizer_step_changes_the_codes():
     layer = TrainableQuantLinear(K, N, "w4a16-sym")
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
     x, wanted = torch.randn(64, K), torch.randn(64, N)
@@ -119,7 +119,7 @@ def test_an_optimizer_step_changes_the_codes():
         assert torch.equal(layer(x), QuantLinear.from_float(layer, "w4a16-sym")(x))
 
 
-def test_it_rounds_once_for_each_change_of_the_weight(monkeypatch):
+def test_weight_is_rounded_once_per_change(monkeypatch):
     counts = []
     own = trainable_linear.rounded
     monkeypatch.setattr(trainable_linear, "rounded", lambda *given: counts.append(1) or own(*given))
@@ -150,7 +150,7 @@ def test_layer_that_ran_in_inference_mode_trains():
     assert layer.weight.grad is not None
 
 
-def test_state_dict_is_that_of_a_float_linear():
+def test_state_dict_equals_float_linear():
     linear = float_linear()
     layer = TrainableQuantLinear(K, N, "w4a16-sym")
     layer(torch.ones(1, K))
@@ -164,7 +164,7 @@ def test_state_dict_is_that_of_a_float_linear():
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", "w8a8-fp8-block"])
-def test_autocast_runs_the_layer_of_its_dtype(scheme):
+def test_autocast_dtype_selects_layer(scheme):
     linear, x = float_linear(), torch.randn(5, K)
     layer = TrainableQuantLinear.from_float(linear, scheme)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     assert all(map(torch.equal, plain, saved))
 
 
-def test_a_step_between_forward_and_backward_leaves_the_gradient_of_the_forward():
+def test_optimizer_step_before_backward_keeps_forward_gradient():
     layer, x = TrainableQuantLinear(K, N, "w4a16-sym"), torch.randn(3, K, requires_grad=True)
     y = layer(x)
     seen = layer.rounded_weight().dequantize()
@@ -206,7 +206,7 @@ def test_a_step_between_forward_and_backward_leaves_the_gradient_of_the_forward(
     torch.testing.assert_close(x.grad[0], seen.sum(0))
 
 
-def test_copies_and_files_leave_the_codes_out():
+def test_copy_and_pickle_exclude_codes():
     layer = TrainableQuantLinear(K, N, "w4a16-sym")
     x = torch.ones(1, K)
     expected = layer(x)
@@ -226,7 +226,7 @@ def test_dtype_and_device_of_a_new_layer():
     assert "scheme=w4a16-sym" in repr(layer)
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_untrainable_layers_are_refused():
     with pytest.raises(SchemeError, match="come from calibration.*train with w8a8,"):
         TrainableQuantLinear(K, N, "w8a8-static")
     with pytest.raises(SchemeError, match="its 100 inputs are not divisible"):
@@ -245,7 +245,7 @@ def original(tiny_model):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8"])
-def test_replaced_model_has_the_logits_of_the_served_layers(original, scheme):
+def test_replaced_model_logits_equal_served_layers(original, scheme):
     tokens = torch.tensor([[5, 6, 7, 300, 12, 99, 3]])
     model, other = copy.deepcopy(original), copy.deepcopy(original)
     before = dict(model.named_parameters())
@@ -260,7 +260,7 @@ def test_replaced_model_has_the_logits_of_the_served_layers(original, scheme):
     assert all(each.grad.abs().sum() > 0 for name, each in after.items() if "proj.weight" in name)
 
 
-def test_replacing_keeps_a_tied_head_tied_and_takes_float8(original):
+def test_replace_keeps_tied_head_and_accepts_float8(original):
     model = copy.deepcopy(original)
     model.config.tie_word_embeddings = True
     model.tie_weights()

@@ -39,13 +39,13 @@ def test_neighbours_differ_in_one_field():
     assert len(set(WNA16.neighbours(START))) == sum(len(v) - 1 for v in options.values())
 
 
-def test_a_split_is_tried_with_either_reduction():
+def test_split_is_tried_with_either_reduction():
     one = W8A8Sm90Config(num_consumers=1, block_b=64)
     found = {(c.split, c.reduce_scatter) for c in W8A8.neighbours(one) if c.split > 1}
     assert found == {(2, False), (2, True), (4, False), (4, True)}
 
 
-def test_the_rows_of_an_attention_block_follow_its_tokens():
+def test_attention_block_rows_follow_tokens():
     config = AttentionConfig(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
     found = list(ATTENTION.neighbours(config))
     assert all(each.block_m == 4 * each.block_q for each in found)
@@ -58,7 +58,7 @@ def test_options_name_fields_of_the_config(op):
         assert set(space.options) <= {field.name for field in dataclasses.fields(cls)}
 
 
-def test_search_finds_what_takes_two_steps():
+def test_search_finds_config_two_steps_away():
     def time_of(tile):
         return 10 - (tile.split == 8) - (tile.split == 8 and tile.stages == 4)
 
@@ -66,7 +66,7 @@ def test_search_finds_what_takes_two_steps():
     assert min(times, key=times.get) == dataclasses.replace(START, split=8, stages=4)
 
 
-def test_search_tries_no_config_twice_and_none_that_is_not_allowed():
+def test_search_tries_valid_configs_once():
     tried = []
 
     def time_of(tile):
@@ -78,14 +78,14 @@ def test_search_tries_no_config_twice_and_none_that_is_not_allowed():
     assert all(tile.split < 4 for tile in tried)
 
 
-def test_a_start_that_fails_does_not_end_the_search():
+def test_failed_start_config_does_not_end_search():
     times = search(
         WNA16, [START], lambda tile: True, lambda tile: math.inf if tile == START else 5.0, never
     )
     assert times[START] == math.inf and min(times.values()) == 5
 
 
-def test_the_library_may_win():
+def test_library_may_be_fastest():
     times = search(
         WNA16, [START, None], lambda tile: True, lambda tile: 1.0 if tile is None else 2, never
     )
@@ -97,7 +97,7 @@ def test_out_of_time_keeps_what_was_measured():
     assert times == {START: 3.0}
 
 
-def test_the_default_choice_starts():
+def test_search_starts_from_default():
     for m in (1, 16, 300, 4096):
         first = starts(WNA16, PROBLEM | {"M": m}, 132)
         assert first[0] == WNA16.default(sm_count=132, **PROBLEM | {"M": m})
@@ -115,7 +115,7 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("M", [17, 64, 128, 1024])
-def test_the_large_m_kernel_starts_where_it_can_run(hopper, M):
+def test_large_m_kernel_is_a_start_if_it_runs(hopper, M):
     """On another GPU it may be faster where the config takes another one, and the other way."""
     first = starts(WNA16, PROBLEM | {"M": M}, 132)
     found = {type(tile) for tile in first}
@@ -127,7 +127,7 @@ def test_the_large_m_kernel_starts_where_it_can_run(hopper, M):
     assert {tile.bits for tile in eight_bits if isinstance(tile, LargeMConfig)} == {8}
 
 
-def test_the_large_m_kernel_does_not_start_without_gluon(monkeypatch):
+def test_large_m_kernel_is_no_start_without_gluon(monkeypatch):
     runs_sm90(monkeypatch, False)
     for M in (17, 128, 1024):
         first = starts(WNA16, PROBLEM | {"M": M}, 132)
@@ -156,7 +156,7 @@ def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch
     assert {type(tile) for tile in starts(W8A8, INT8, 132)} == {W8A8TritonConfig}
 
 
-def test_a_search_reaches_every_measured_config_of_8_bit_products():
+def test_search_reaches_every_measured_config_of_8_bit_products():
     """From any size, since each may be the fastest start."""
     problem = INT8 | {"M": 64, "N": 6144}
     seen = [W8A8Sm90Config(num_consumers=1, block_b=16)]
@@ -173,7 +173,7 @@ def test_a_search_reaches_every_measured_config_of_8_bit_products():
     assert not any(tile.reduce_scatter and tile.split == 1 for tile in found)
 
 
-def test_a_search_tries_no_splits_that_would_wait_forever(hopper, monkeypatch):
+def test_search_skips_nonresident_splits(hopper, monkeypatch):
     """65 SMs have no place for the two parts of each of 64 tiles, 128 have."""
     tried = {}
     for sms in (65, 128):
@@ -198,7 +198,7 @@ def test_a_search_tries_no_splits_that_would_wait_forever(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("start", LARGE_M_SIZES)
-def test_a_search_reaches_every_large_m_config_that_can_run(start):
+def test_search_reaches_every_large_m_config_that_can_run(start):
     """From any size, since each start may be the fastest."""
     problem = PROBLEM | {"M": 64, "N": 4096}
     parts, block_m = start
@@ -212,7 +212,7 @@ def test_a_search_reaches_every_large_m_config_that_can_run(start):
     assert len(seen) == 4 * 3 + 1
 
 
-def test_a_faster_large_m_config_is_kept(hopper, monkeypatch):
+def test_faster_large_m_config_is_kept(hopper, monkeypatch):
     best = LargeMConfig(blocks=132, num_consumers=3, block_m=128, split=2)
     problem = PROBLEM | {"M": 128}
     table = tuning_table.TuningTable(gpu="made up")
@@ -258,7 +258,7 @@ class SimpleCase:
     tuned = (WNA16, PROBLEM)
 
 
-def test_a_faster_config_is_kept_and_found(tuning):
+def test_faster_config_is_kept_and_found(tuning):
     table, tuned = tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0)
     assert tuned.is_faster and (tuned.microseconds, tuned.default_microseconds) == (5.0, 6.0)
     row = table.find(WNA16, **PROBLEM)
@@ -266,13 +266,13 @@ def test_a_faster_config_is_kept_and_found(tuning):
     assert "stages 4" in format_tuned(tuned) and "1.20x" in format_tuned(tuned)
 
 
-def test_a_config_that_is_as_fast_is_not_kept(tuning):
+def test_equally_fast_config_is_not_kept(tuning):
     table, tuned = tuning(lambda tile: 5.95 if tile.stages == 4 else 6.0)
     assert not table.rows and not tuned.is_faster
     assert tuned.microseconds == 6.0 and "default kept" in format_tuned(tuned)
 
 
-def test_a_wrong_config_is_reported_and_never_kept(tuning):
+def test_wrong_config_is_reported_and_never_kept(tuning):
     default = WNA16.default(sm_count=132, **PROBLEM)
     bad = dataclasses.replace(default, stages=4)
     table, tuned = tuning(lambda tile: 1.0 if tile == bad else 6.0, wrong=(bad,))
@@ -280,7 +280,7 @@ def test_a_wrong_config_is_reported_and_never_kept(tuning):
     assert "WRONG" in format_tuned(tuned)
 
 
-def test_a_default_that_cannot_run_gives_way(tuning):
+def test_invalid_default_is_replaced(tuning):
     default = WNA16.default(sm_count=132, **PROBLEM)
 
     def time_of(tile):
@@ -292,13 +292,13 @@ def test_a_default_that_cannot_run_gives_way(tuning):
     assert tuned.refused == 1 and table.find(WNA16, **PROBLEM).default_microseconds is None
 
 
-def test_configs_that_no_kernel_reads_are_not_timed(tuning):
+def test_unused_configs_are_not_timed(tuning):
     """Times would differ by noise alone, and the best of them would be kept."""
     with pytest.raises(NotTaken):
         tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0, is_read=False)
 
 
-def test_a_lost_context_ends_the_run(tuning):
+def test_lost_cuda_context_ends_run(tuning):
     def lost(tile):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -306,7 +306,7 @@ def test_a_lost_context_ends_the_run(tuning):
         tuning(lost)
 
 
-def test_shapes_in_numbers():
+def test_shapes_given_as_numbers():
     chosen = select("w4a16", "896x4864,qkv", "1", "none")
     assert [(shape, ms) for _, shape, ms, _ in chosen] == [("896x4864", (1,)), ("qkv", (1,))]
     assert [shape for _, shape, _, _ in select("paged_attention", "999x3", None, "none")] == [
@@ -318,6 +318,6 @@ def test_shapes_in_numbers():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_it_says_so():
+def test_missing_gpu_is_reported():
     with pytest.raises(KernelError, match="GPU: is needed .* torch sees none .run this on"):
         run_tune(seconds=1, show=print)

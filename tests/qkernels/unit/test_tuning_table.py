@@ -82,7 +82,7 @@ def test_rows_of_unused_operations_are_kept(table, tmp_path):
     assert read_all(again).rows == table.rows
 
 
-def test_damage_of_another_operation_is_ignored(tmp_path):
+def test_invalid_rows_of_other_operations_are_ignored(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: row["config"].pop("block_m")))
     table = read(path, GPU)
@@ -92,7 +92,7 @@ def test_damage_of_another_operation_is_ignored(tmp_path):
             table.find(WNA16, **LINEAR, M=16)
 
 
-def test_a_file_gives_back_the_table(table, tmp_path):
+def test_table_file_round_trips(table, tmp_path):
     path = tmp_path / "deep" / "table.json"
     write(table, path)
     assert read_all(path).rows == table.rows
@@ -100,7 +100,7 @@ def test_a_file_gives_back_the_table(table, tmp_path):
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_no_file_is_an_empty_table(tmp_path):
+def test_missing_file_is_an_empty_table(tmp_path):
     empty = read(tmp_path / "none.json", GPU)
     assert empty.rows == {} and empty.find(WNA16, **LINEAR, M=1) is None
     (tmp_path / "file").write_text("")
@@ -110,28 +110,28 @@ def test_no_file_is_an_empty_table(tmp_path):
 @pytest.mark.parametrize(
     "M, found", [(1, False), (8, False), (9, True), (16, True), (17, False), (400, True)]
 )
-def test_rows_share_a_bucket(table, M, found):
+def test_rows_in_one_bucket_share_a_config(table, M, found):
     assert (table.find(WNA16, **LINEAR, M=M) is not None) == found
 
 
 @pytest.mark.parametrize("field", LINEAR)
-def test_another_product_is_not_found(table, field):
+def test_config_of_other_product_is_not_found(table, field):
     other = LINEAR | {field: LINEAR[field] * 2}
     assert table.find(WNA16, **other, M=16) is None
     assert table.find(W8A8, **INT8, M=16) is None
 
 
-def test_attention_is_found_by_lengths(table):
+def test_attention_config_is_found_by_lengths(table):
     lengths = {"num_requests": 1, "max_query_len": 1}
     assert table.find(ATTENTION, **HEADS, **lengths, max_context_len=8192)
     assert not table.find(ATTENTION, **HEADS, **lengths, max_context_len=8193)
 
 
-def test_buckets_grow():
+def test_buckets_grow_with_rows():
     assert [bucket(n) for n in (1, 2, 3, 5, 16, 17, 64, 65)] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def test_trying_a_row_leaves_nothing_behind(table):
+def test_trial_row_is_removed_afterwards(table):
     before = dict(table.rows)
     other = linear_row(config=TritonGemmConfig(block_m=16, block_n=128, split=1))
     with pytest.raises(ZeroDivisionError), table.trying(other):
@@ -140,7 +140,7 @@ def test_trying_a_row_leaves_nothing_behind(table):
     assert table.rows == before
 
 
-def test_the_file_is_named_by_the_gpu():
+def test_file_is_named_by_the_gpu():
     assert default_path("NVIDIA A100-SXM4/80GB ").name == "NVIDIA-A100-SXM4-80GB.json"
 
 
@@ -184,7 +184,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_one_clear_error(tmp_path, name):
+def test_damaged_table_raises_one_error(tmp_path, name):
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: None))
     assert len(read_all(path).rows) == 1
@@ -193,7 +193,7 @@ def test_damage_is_one_clear_error(tmp_path, name):
         read_all(path)
 
 
-def test_rows_of_an_unknown_operation_are_left_alone(tmp_path):
+def test_rows_of_unknown_operation_are_kept(tmp_path):
     """Another version of the package may know it."""
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: row.update(op="w3a16")))
@@ -204,14 +204,14 @@ def test_rows_of_an_unknown_operation_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "\x00"])
-def test_no_json_is_one_clear_error(tmp_path, text):
+def test_invalid_json_raises_one_error(tmp_path, text):
     path = tmp_path / "table.json"
     path.write_text(text)
     with pytest.raises(KernelError, match="table.json.*--tune"):
         read(path, GPU)
 
 
-def test_a_reduce_scatter_needs_all_its_blocks_at_once():
+def test_reduce_scatter_requires_resident_blocks():
     """Two blocks for each of 32 tiles; in the sum of the last arriver no block waits."""
     tile = W8A8Sm90Config(num_consumers=2, block_b=128, split=2, reduce_scatter=True)
     assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
@@ -221,7 +221,7 @@ def test_a_reduce_scatter_needs_all_its_blocks_at_once():
     assert dataclasses.replace(tile, reduce_scatter=False).fits(128, 4096, 1)
 
 
-def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch):
+def test_sm90_kernel_uses_valid_table_config(monkeypatch):
     """It passes over splits that would wait for each other forever, and the other kernel's."""
     kernel = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
     portable = pytest.importorskip("qkernels.w8a8.triton_gemm", exc_type=ImportError)
@@ -267,7 +267,7 @@ INT8_DAMAGE = {
 
 
 @pytest.mark.parametrize("name", INT8_DAMAGE)
-def test_hostile_configs_of_8_bit_products_are_one_clear_error(tmp_path, name):
+def test_invalid_8_bit_configs_raise_one_error(tmp_path, name):
     path = tmp_path / "table.json"
     tile = W8A8Sm90Config(num_consumers=2, block_b=64, split=2)
     problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
@@ -292,7 +292,7 @@ def shape_of(sm_count, has_sm90):
 
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
-def test_a_tables_large_m_config_takes_the_blocks_of_this_gpu(sm_count):
+def test_large_m_table_config_uses_blocks_of_this_gpu(sm_count):
     """`blocks` of the file is ignored: splits that are not all resident would wait forever."""
     for parts, block_m in LARGE_M_SIZES:
         for split in (1, 2, 4):
@@ -331,7 +331,7 @@ HOPPER_DAMAGE = {
 
 
 @pytest.mark.parametrize("name", HOPPER_DAMAGE)
-def test_hostile_large_m_configs_are_one_clear_error(tmp_path, name):
+def test_invalid_large_m_configs_raise_one_error(tmp_path, name):
     path = tmp_path / "table.json"
     tile = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=2)
 
@@ -348,13 +348,13 @@ def test_hostile_large_m_configs_are_one_clear_error(tmp_path, name):
         read_all(path)
 
 
-def test_what_was_measured_of_a_product(table):
+def test_measured_times_of_product(table):
     assert [row.problem["M"] for row in table.measured(WNA16, **LINEAR)] == [16, 512]
     assert table.measured(WNA16, **LINEAR | {"K": 8192}) == []
     assert [row.op for row in table.measured(W8A8, **INT8)] == [W8A8]
 
 
-def test_a_row_counts_as_taken_once_it_was_found(table):
+def test_row_counts_as_used_after_lookup(table):
     row = linear_row()
     assert table.find(WNA16, **LINEAR, M=9) == row and row.key in table.taken
     with table.trying(row):

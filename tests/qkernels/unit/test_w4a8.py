@@ -40,7 +40,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("type, codes", GOLDEN)
-def test_packed_words_are_the_golden_ones(type, codes):
+def test_packed_words_equal_golden_values(type, codes):
     """Golden values of notes/layouts.md."""
     k = torch.arange(32, dtype=torch.uint8)
     codes_1K = (k % 16 if codes == "k mod 16" else k // 2)[None]
@@ -48,7 +48,7 @@ def test_packed_words_are_the_golden_ones(type, codes):
     assert " ".join(f"{word & 0xFFFFFFFF:08X}" for word in words.tolist()) == GOLDEN[type, codes]
 
 
-def test_a_k_step_has_a_lanes_words_together():
+def test_k_step_stores_words_of_a_lane_contiguously():
     """Word c of lane t of 128 inputs is word t of the c-th 32 inputs."""
     codes = torch.randint(0, 16, (70, 256), dtype=torch.uint8)
     long = layout.tiles_of_codes(codes, "int", 128).view(torch.int32)
@@ -68,7 +68,7 @@ def test_reference_sums_are_exact(name):
 
 @pytest.mark.parametrize("name", ["w4a8-g32", "w4a8", "w4a8-g512"])
 @pytest.mark.parametrize("kernel", ["reference", "cpu_w4a8"])
-def test_sums_of_multiples_are_counted(name, kernel):
+def test_sums_of_multiples_are_exact_beyond_float32(name, kernel):
     """8,192 products of up to 127 and 120: more than float32 could count."""
     case = exact_case(name, 5, 24, 8192, torch.device("cpu"), multiples=True)
     codes_MK, scales_M1, packed, _ = case
@@ -83,7 +83,7 @@ def test_sums_of_multiples_are_counted(name, kernel):
     assert torch.equal(ops.linear_codes(codes_MK, scales_M1, weight), want)
 
 
-def test_reference_counts_where_float32_would_not():
+def test_reference_is_exact_beyond_float32():
     """A channel's sum of 32,768 products of -128 and -7 is exact, where each product of floats
     would round the sum."""
     K = 32768
@@ -99,7 +99,7 @@ def test_reference_counts_where_float32_would_not():
 
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_cpu_has_the_bits_of_the_reference(assert_close, tolerance, name, number):
+def test_cpu_equals_reference_bitwise(assert_close, tolerance, name, number):
     packed = rounded(name, 72, 384)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 384, generator=generator).to(number)
@@ -115,7 +115,7 @@ def test_cpu_has_the_bits_of_the_reference(assert_close, tolerance, name, number
     assert_close(name, want + bias.double(), found[0].view(10, 72), tolerance(number))
 
 
-def test_a_row_of_a_cpu_product_is_alone():
+def test_cpu_rows_are_independent():
     packed = rounded("w4a8", 64, 256)
     weight = ops.prepare_weight(packed, torch.float32, kernel="fixed_order")
     x = torch.randn(9, 256)
@@ -124,7 +124,7 @@ def test_a_row_of_a_cpu_product_is_alone():
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-channel", "w4a8-fp8"])
-def test_quant_linear_rounds_holds_and_runs_it(name):
+def test_quant_linear_supports_w4a8(name):
     """As the served layer, from a float weight, from codes, and after its state_dict."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 64)
@@ -175,7 +175,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name, number, K", CHOICES)
-def test_choice_of_a_kernel_on_a_gpu(name, number, K):
+def test_gpu_kernel_choice(name, number, K):
     scheme = Scheme.parse(name)
     problem = {"device": "cuda", "dtype": number, "out_features": 64, "in_features": K}
     rows = explain("linear", spec=scheme.weight, activation=scheme.activation, **problem)
@@ -192,7 +192,7 @@ def test_explain_says_which_weights_are_summed_as_integers(name):
     assert said == scheme.weight.in_multiples
 
 
-def test_choice_names_what_it_does_not_take():
+def test_choice_error_names_unsupported_problem():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
     spec = Scheme.parse("w4a16-asym").weight
     rows = explain("linear", spec=spec, activation=ActivationSpec(), **problem)
@@ -207,7 +207,7 @@ def test_choice_names_what_it_does_not_take():
 @pytest.mark.parametrize("group", [32, 128, 256, None], ids=str)
 @pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_defaults_always_run(shape, integers, group):
+def test_default_configs_are_valid(shape, integers, group):
     N, K = SHAPES[shape]
     if group is not None and K % group:
         pytest.skip("groups do not divide the inputs")
@@ -225,7 +225,7 @@ def test_defaults_always_run(shape, integers, group):
             assert config.split <= K // layout.k_step(group)
 
 
-def test_many_rows_of_groups_have_the_tile_that_loads_ahead():
+def test_many_rows_with_groups_use_prefetching_tile():
     """Sums of 64 x 128 and their float32 total take 128 of a thread's 240 registers."""
     config = default_sm90_config(8192, *SHAPES["gate_up"], 128, H200_SMS, True)
     assert (config.num_consumers, config.block_b, config.loads_ahead) == (2, 128, True)

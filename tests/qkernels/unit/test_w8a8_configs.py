@@ -103,13 +103,13 @@ def check_near_best(config, key, times):
 
 
 @pytest.mark.parametrize("shape, M", [(shape, M) for shape in TRITON for M in TRITON[shape]])
-def test_the_triton_choice_is_near_the_best_measured(shape, M):
+def test_triton_choice_is_near_best_measured(shape, M):
     config = default_w8a8_triton_config(M, *SHAPES[shape], H200_SMS)
     check_near_best(config, (config.block_m, config.block_n, config.split), TRITON[shape][M])
 
 
 @pytest.mark.parametrize("shape, M", [(shape, M) for shape in SM90 for M in SM90[shape]])
-def test_the_sm90_choice_is_near_the_best_measured(shape, M):
+def test_sm90_choice_is_near_best_measured(shape, M):
     config = default_sm90_config(M, *SHAPES[shape], H200_SMS)
     size = config.num_consumers, config.stored_rows, config.block_b
     key = (*size, config.split, config.blocks_per_sm, config.weight_is_a)
@@ -122,7 +122,7 @@ def test_two_splits_share_the_reduction():
     assert config.split == 2 and config.reduce_scatter
 
 
-def test_idle_rows_are_for_free_sms_where_that_was_measured():
+def test_idle_rows_used_on_free_sms_if_measured_faster():
     def outputs(M, N, K=4096, sms=H200_SMS, kind="int"):
         tile = default_sm90_config(M, N, K, sms, kind)
         return tile.stored_rows if tile.num_consumers == 1 and tile.split == 1 else None

@@ -7,7 +7,7 @@ sm90 = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("N, K", [(128, 256), (72, 160), (8, 32)])
-def test_each_code_is_in_the_box_of_its_rows_and_inputs(N, K):
+def test_codes_are_in_tma_box_order(N, K):
     codes_NK = (torch.arange(N * K) % 251 - 125).to(torch.int8).view(N, K)
     boxes = sm90.in_tma_boxes(codes_NK)
     assert boxes.is_contiguous() and boxes.dtype == torch.int8
@@ -17,7 +17,7 @@ def test_each_code_is_in_the_box_of_its_rows_and_inputs(N, K):
     assert int(boxes.long().abs().sum()) == int(codes_NK.long().abs().sum()), "zeros fill up"
 
 
-def test_golden_bytes():
+def test_w8a8_order_golden_bytes():
     codes_NK = torch.zeros(128, 256, dtype=torch.int8)
     codes_NK[0, 1], codes_NK[1, 0], codes_NK[0, 128], codes_NK[64, 0] = 1, 2, 3, 4
     flat = sm90.in_tma_boxes(codes_NK).flatten()
@@ -25,7 +25,7 @@ def test_golden_bytes():
     assert flat[flat != 0].tolist() == [1, 2, 3, 4]
 
 
-def test_float8_keeps_its_bits():
+def test_float8_order_keeps_bits():
     codes_NK = torch.randn(72, 160).to(torch.float8_e4m3fn)
     boxes = sm90.in_tma_boxes(codes_NK)
     assert boxes.dtype == torch.float8_e4m3fn

@@ -57,7 +57,7 @@ SLACK = 1.03  # a choice that was measured this close to the best is as good
 
 
 @pytest.mark.parametrize("shape, M", [(shape, M) for shape in MEASURED for M in MEASURED[shape]])
-def test_the_choice_is_near_the_best_measured(shape, M):
+def test_choice_is_near_best_measured(shape, M):
     """A choice that is not in the table must be measured first."""
     config = default_triton_config(M, *SHAPES[shape], 128, H200_SMS)
     times = MEASURED[shape][M]
@@ -66,7 +66,7 @@ def test_the_choice_is_near_the_best_measured(shape, M):
     assert chosen <= SLACK * min(times.values()), f"{shape} at {M} rows: {config}, of {times}"
 
 
-def test_a_tile_has_few_empty_rows():
+def test_tile_has_few_padding_rows():
     """With a tile of 128 rows, a product of 1 row would mostly read and multiply zeros."""
     for N, K in SHAPES.values():
         sizes = [default_triton_config(M, N, K, 128, H200_SMS).block_m for M in (1, 16, 17, 32, 64)]
@@ -76,7 +76,7 @@ def test_a_tile_has_few_empty_rows():
 @pytest.mark.parametrize("sm_count", [4, 108, 132])
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 14336])
 @pytest.mark.parametrize("N", [8, 64, 1000, 6144, 151936])
-def test_every_choice_fits_its_workspace(N, group, sm_count):
+def test_every_choice_fits_workspace(N, group, sm_count):
     for M in (1, 3, 16, 17, 33, 64, 65, 200, MAX_FUSED_ROWS):
         for K in (group, 2 * group, 14336 // group * group):
             tile = default_triton_config(M, N, K, group, sm_count)
@@ -88,7 +88,7 @@ def test_every_choice_fits_its_workspace(N, group, sm_count):
                 assert tiles <= WORKSPACE_COUNTERS
 
 
-def test_many_rows_go_to_the_library():
+def test_many_rows_use_library_product():
     assert default_triton_config(MAX_FUSED_ROWS, 4096, 4096, 128, H200_SMS) is not None
     assert default_triton_config(MAX_FUSED_ROWS + 1, 4096, 4096, 128, H200_SMS) is None
 
@@ -97,7 +97,7 @@ def test_many_rows_go_to_the_library():
     "group, block_k",
     [(32, 32), (64, 64), (96, 32), (128, 128), (256, 128), (14336, 128), (160, 32)],
 )
-def test_a_step_lies_in_one_group(group, block_k):
+def test_k_step_lies_in_one_group(group, block_k):
     assert k_step(group) == block_k
     assert group % block_k == 0
 
@@ -111,7 +111,7 @@ def test_a_step_lies_in_one_group(group, block_k):
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_a_kernel_is_compiled_again_where_a_config_computes_otherwise(config, monkeypatch):
+def test_compile_key_includes_derived_constants(config, monkeypatch):
     """Triton's disk cache outlives a version; a key of fields alone would find the old kernel."""
     before = config.cache_key
     assert "registers" in before and str(config) in before

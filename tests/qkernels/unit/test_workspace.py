@@ -54,7 +54,7 @@ def test_streams_and_devices_share_no_workspace(streams):
     assert len(set.union(*used)) == 2 * len(used)
 
 
-def test_a_stream_keeps_its_workspace(streams):
+def test_stream_keeps_its_workspace(streams):
     first = streams.on(0), streams.on(7), streams.on(7, captures=True)
     streams.on(0)
     allocated = streams.allocated
@@ -63,7 +63,7 @@ def test_a_stream_keeps_its_workspace(streams):
     assert streams.allocated == allocated, "memory grows with streams, not with calls"
 
 
-def test_graphs_captured_on_two_streams_may_run_at_once(streams):
+def test_graphs_captured_on_two_streams_may_run_concurrently(streams):
     streams.on(0)
     one = streams.on(1, captures=True)
     streams.on(0)

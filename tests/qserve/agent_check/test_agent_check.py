@@ -29,7 +29,7 @@ FEW = ("named-tool", "use-a-result", "cancelled-streams")
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tasks", [FEW, pytest.param((), marks=pytest.mark.exhaustive)])
-def test_our_server_passes_with_forced_tools(url, capsys, tasks):
+def test_server_with_forced_tools_passes(url, capsys, tasks):
     """The bundled model's choices are noise; grammars make the calls."""
     arguments = ["agent-check", url, "--forced", "--max-tokens", "120"]
     code = main([*arguments, *(("--task", *tasks) if tasks else ())])
@@ -51,7 +51,7 @@ def test_our_server_passes_with_forced_tools(url, capsys, tasks):
         ('{"city": "Oslo"', "are not a JSON object"),
     ],
 )
-def test_a_wrong_call_is_reported(make_server, run_live, capsys, script, reason):
+def test_wrong_call_is_reported(make_server, run_live, capsys, script, reason):
     """The scripted engine ignores grammars, as a broken server would."""
     server = make_server(ServerConfig())
     server.client.text = script
@@ -63,7 +63,7 @@ def test_a_wrong_call_is_reported(make_server, run_live, capsys, script, reason)
     assert len(problems) == 2 and all(reason in problem for problem in problems)
 
 
-def test_a_server_without_an_api_fails(make_server, run_live):
+def test_server_without_messages_api_fails(make_server, run_live):
     """Old servers answer 404 on /v1/messages."""
     server = make_server(ServerConfig())
     routes = server.app.router.routes
@@ -88,7 +88,7 @@ def stream_of(server, api):
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_streams_that_break_their_rules_are_found(make_server, name):
+def test_invalid_streams_are_reported(make_server, name):
     config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     server, api = make_server(ServerConfig(**config)), APIS[name]
     events = stream_of(server, api)
@@ -113,7 +113,7 @@ def test_streams_that_break_their_rules_are_found(make_server, name):
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_indices_with_gaps_are_found(make_server, name):
+def test_index_gaps_are_reported(make_server, name):
     """Clients store blocks, items and calls by index."""
     config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     server, api = make_server(ServerConfig(**config)), APIS[name]
@@ -130,7 +130,7 @@ def test_indices_with_gaps_are_found(make_server, name):
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
-def test_faults_of_arguments_as_jsonschema_finds_them(tool):
+def test_argument_errors_equal_jsonschema(tool):
     values = {
         "city": ["Oslo", "", "x" * 17, 3, None],
         "start": ["Oslo", ""],
@@ -156,7 +156,7 @@ def test_faults_of_arguments_as_jsonschema_finds_them(tool):
 
 
 @pytest.mark.exhaustive
-def test_commands_that_cannot_start(capsys, tmp_path):
+def test_command_that_cannot_start_is_reported(capsys, tmp_path):
     fails_with(capsys, ["agent-check", "http://127.0.0.1:1"], "no server answers")
     fails_with(capsys, ["agent-check", "http://127.0.0.1:1", "--api", "x"], "--api", "chat")
     url = ["--model-name", "m", "--task", "x"]

@@ -64,7 +64,7 @@ def test_throughput_does_not_measure_the_tokenizers_import(capsys, monkeypatch):
     assert before == [1] and len(loaded) == 1
 
 
-def test_latency_of_too_long_an_input_loads_nothing(capsys, monkeypatch):
+def test_latency_with_too_long_input_is_refused_before_loading(capsys, monkeypatch):
     monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("it was loaded"))
     flags = ["--input-len", "90", "--output-len", "11", "--max-model-len", "100"]
     assert main(["bench", "latency", MODEL, *ENGINE, *flags]) == 1
@@ -90,7 +90,7 @@ def test_throughput(tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
-def test_warm_starts_find_what_the_last_cold_one_compiled(tmp_path, monkeypatch, capsys):
+def test_warm_starts_reuse_compiled_kernels(tmp_path, monkeypatch, capsys):
     caches = []
 
     def start(engine, input_len, cache):
@@ -147,7 +147,7 @@ def test_profile_of_a_case(tmp_path, capsys):
     assert "2 steps" in shown and "products" in shown and "attention" in shown
 
 
-def test_cases_as_texts():
+def test_case_texts_parse():
     case = StepCase.parse("mix=2048,32*1@4096,3*4@7:3,5@6c")
     assert case.requests == (
         CaseRequests(query_len=2048),
@@ -162,14 +162,14 @@ def test_cases_as_texts():
             StepCase.parse(wrong)
 
 
-def test_a_case_that_does_not_fit_is_named_before_any_is_measured(capsys):
+def test_invalid_case_is_refused_before_measuring(capsys):
     assert main(["bench", "forward", MODEL, *ENGINE, "--case", "a=1@3", "d=9*1@3"]) == 1
     shown = capsys.readouterr()
     assert "case d: needs 9 requests, but --max-num-seqs is 8" in shown.err
     assert "[forward]" not in shown.out
 
 
-def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch):
+def test_interrupt_writes_results_so_far(tmp_path, monkeypatch):
     measure = forward.measure
 
     def interrupted(timer, case, settings):

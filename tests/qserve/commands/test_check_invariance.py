@@ -96,7 +96,7 @@ def test_models_with_states(tiny_model, family):
 
 
 @pytest.mark.exhaustive
-def test_comparisons_are_what_their_names_say(quantized_5m):
+def test_comparisons_match_their_names(quantized_5m):
     config = dataclasses.replace(FEW, num_requests=12, output_len=17, structured_output=True)
     found = {each.comparison: each for each in compare(settings(quantized_5m), config)}
     crossed = found["all of these, without CUDA graphs"]
@@ -180,7 +180,7 @@ def test_images(tmp_path, family):
     assert all_same(engine, config)
 
 
-def test_images_whose_rows_see_each_other(tmp_path):
+def test_bidirectional_images(tmp_path):
     """Without and with images in a step, text and images keep their bits."""
     config = dataclasses.replace(FEW, num_requests=5, max_input_len=50, comparison=["together"])
     engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"), max_model_len=128)
@@ -258,7 +258,7 @@ def adapters(folder, tmp_path):
     return {"enable_lora": True, "lora_modules": modules, "max_lora_rank": 32, "max_loras": 2}
 
 
-def test_the_default_kernels_differ(quantized_5m, capsys):
+def test_default_kernels_differ(quantized_5m, capsys):
     config = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6, default_kernels=True)
     assert check_invariance(str(quantized_5m), settings(quantized_5m), config) == 1
     table = capsys.readouterr().out.splitlines()
@@ -277,7 +277,7 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],
 )
-def test_other_settings_that_choose_kernels_are_refused(quantized_5m, changes, flag):
+def test_conflicting_kernel_settings_are_refused(quantized_5m, changes, flag):
     with pytest.raises(InputError, match=f"{flag}.*--batch-invariant"):
         LLM(str(quantized_5m), device="cpu", batch_invariant=True, **changes)
 

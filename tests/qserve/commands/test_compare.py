@@ -21,7 +21,7 @@ def two_bits(docs_5m, tmp_path_factory):
     return folder
 
 
-def test_sound_model_of_two_bits_is_not_called_broken(docs_5m, two_bits):
+def test_valid_two_bit_model_is_not_called_broken(docs_5m, two_bits):
     found = compare_models(two_bits, docs_5m, "cpu")
     assert found.divergence > 2, "more than a broken model of 8 bits may have"
     assert found.rounding_divergence == pytest.approx(found.divergence, rel=1e-3)
@@ -29,7 +29,7 @@ def test_sound_model_of_two_bits_is_not_called_broken(docs_5m, two_bits):
     assert "rounded to nearest in the same bits: 2." in found.to_text()
 
 
-def test_text_has_the_figures_of_eval(docs_5m, two_bits, capsys):
+def test_text_has_eval_figures(docs_5m, two_bits, capsys):
     found = compare_models(two_bits, docs_5m, "cpu").on_text
     command = ["eval", str(two_bits), "--against", str(docs_5m), "--text", str(HELD_OUT)]
     command += ["--windows", "1", "--sequence-length", "256", "--device", "cpu"]
@@ -39,7 +39,7 @@ def test_text_has_the_figures_of_eval(docs_5m, two_bits, capsys):
         assert getattr(found, name) == pytest.approx(told[name], rel=1e-4)
 
 
-def test_groups_out_of_place_are_called_broken_at_two_bits_too(docs_5m, two_bits):
+def test_shuffled_groups_are_called_broken_at_two_bits(docs_5m, two_bits):
     """The cheap checks of `inspect` cannot detect this: every scale is a valid number."""
     state = load_file(two_bits / "model.safetensors")
     for name in [name for name in state if name.endswith("scales")]:
@@ -49,20 +49,20 @@ def test_groups_out_of_place_are_called_broken_at_two_bits_too(docs_5m, two_bits
     assert not found.ok and "a broken one\n" in found.to_text()
 
 
-def test_same_model_needs_no_rounding_to_compare_with(docs_5m):
+def test_equal_model_needs_no_rounding_baseline(docs_5m):
     found = compare_models(docs_5m, docs_5m, "cpu")
     assert (found.divergence, found.rounding_divergence) == (pytest.approx(0, abs=1e-6), None)
     assert found.ok and found.limit == 1
 
 
-def test_a_quantized_reference_is_not_called_the_float_model(docs_5m, quantized_5m):
+def test_quantized_reference_is_not_called_the_float_model(docs_5m, quantized_5m):
     found = compare_models(docs_5m, quantized_5m, "cpu")
     lines = found.to_text().splitlines()
     name = f"against {quantized_5m}, which is quantized too, "
     assert len(lines) == 2 and all(line.startswith(name) for line in lines)
 
 
-def test_float_model_of_another_kind_has_no_bits_to_excuse_it(docs_5m, tiny_model):
+def test_other_vocabulary_is_refused_and_rounding_divergence_is_allowed(docs_5m, tiny_model):
     with pytest.raises(InputError, match="has 512 tokens, .* has 8192"):
         compare_models(docs_5m, tiny_model("llama"), "cpu")
     numbers = {"tokens": 1, "relative_error": 1.0, "same_top_token": 0.0}

@@ -101,7 +101,7 @@ def evaluated(capsys, folder, chats, *flags):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_perplexity_and_distance_are_those_of_transformers(folders, chats, family, capsys):
+def test_perplexity_and_divergence_equal_transformers(folders, chats, family, capsys):
     source, folder = folders(family)
     (p_NV, targets_N), (q_NV, _) = (log_probabilities(each, chats) for each in (source, folder))
     wanted = [math.exp(-logs.gather(-1, targets_N[:, None]).mean()) for logs in (p_NV, q_NV)]
@@ -118,7 +118,7 @@ def test_perplexity_and_distance_are_those_of_transformers(folders, chats, famil
     assert found["same_top_token"] == pytest.approx(same, abs=2 / len(targets_N))
 
 
-def test_texts_follow_the_chats(folders, chats, capsys):
+def test_texts_are_evaluated_after_chats(folders, chats, capsys):
     source, _ = folders(DEFAULT)
     with chats.path.open("a") as file:
         file.write("\n" + json.dumps({"text": "Ownership is a set of rules. " * 60}))

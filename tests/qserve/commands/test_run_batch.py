@@ -11,7 +11,7 @@ from formats.errors import InputError
 from qserve.command_line.tool_config import BatchConfig
 from qserve.commands import run_batch as module
 from qserve.commands.batch_answers import BatchAnswers
-from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
+from qserve.commands.batch_file import BatchRequest, InvalidLine, read_batch
 from qserve.commands.run_batch import run_batch
 from qserve.config import EngineConfig
 from tests.qserve.fake_engine import PROCESS_DIES
@@ -54,7 +54,7 @@ def partials(folder) -> list[Path]:
     return [*folder.glob("*.partial")]
 
 
-def test_an_existing_output_is_replaced(batch):
+def test_existing_output_is_replaced(batch):
     for name in ("r1", "r2"):
         assert list(batch(count(name))[1]) == [name]
     assert (
@@ -62,7 +62,7 @@ def test_an_existing_output_is_replaced(batch):
     )
 
 
-def test_each_line_has_its_answer(batch, tmp_path, capsys):
+def test_every_line_has_a_response(batch, tmp_path, capsys):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     lines = [count(f"r{n}", n + 1) for n in range(20)]
     lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
@@ -117,16 +117,16 @@ def test_each_line_has_its_answer(batch, tmp_path, capsys):
         (b'{"url": "/v1/completions"}', None, "missing_required_parameter", "no custom_id"),
     ],
 )
-def test_a_wrong_line_stands_alone(tmp_path, text, name, code, words):
+def test_invalid_line_fails_alone(tmp_path, text, name, code, words):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n" + text + b"\r\n" + line("good", {}).encode())
     wrong, good = read_batch(path)[1]
-    assert isinstance(wrong, WrongLine) and (wrong.line, wrong.custom_id) == (2, name)
+    assert isinstance(wrong, InvalidLine) and (wrong.line, wrong.custom_id) == (2, name)
     assert wrong.code == code and words in wrong.message and len(wrong.message) < 400
     assert good == BatchRequest(custom_id="good", url="/v1/completions", body={})
 
 
-def test_a_wrong_lines_name_is_taken(tmp_path):
+def test_custom_id_of_invalid_line_is_reserved(tmp_path):
     """Two answers with the same custom_id could not be distinguished."""
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join([line("a", {}, "/v1/models"), line("a", {})]))
@@ -134,7 +134,7 @@ def test_a_wrong_lines_name_is_taken(tmp_path):
     assert (first.code, second.code) == ("invalid_url", "duplicate_custom_id")
 
 
-def test_only_newlines_end_lines(tmp_path):
+def test_only_newlines_separate_lines(tmp_path):
     path = tmp_path / "in.jsonl"
     text = "a\u2028b\x85c\x0bd"
     entry = {"custom_id": text, "method": "POST", "url": "/v1/completions", "body": {}}
@@ -144,14 +144,14 @@ def test_only_newlines_end_lines(tmp_path):
     assert request.custom_id == text
 
 
-def test_wrong_lines_need_no_engine(batch):
+def test_invalid_lines_start_no_engine(batch):
     code, found = batch("{", "[]", engine=NO_ENGINE)
     assert code == 1 and [*found] == [1, 2]
     assert batch("", engine=NO_ENGINE) == (0, {})
 
 
 @pytest.mark.exhaustive
-def test_a_killed_run_goes_on_where_it_was(batch, tmp_path, monkeypatch, capsys):
+def test_killed_run_resumes(batch, tmp_path, monkeypatch, capsys):
     lines = ["{", *(count(f"r{n}") for n in range(12))]
     write, written = BatchAnswers.write, []
 
@@ -182,7 +182,7 @@ def test_a_killed_run_goes_on_where_it_was(batch, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.exhaustive
-def test_other_input_does_not_go_on(batch, tmp_path, monkeypatch):
+def test_changed_input_is_not_resumed(batch, tmp_path, monkeypatch):
     def killed(self, answer):
         write(self, answer)
         raise Killed
@@ -199,7 +199,7 @@ def test_other_input_does_not_go_on(batch, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_an_engine_that_ends_loses_no_line(batch, tmp_path):
+def test_engine_exit_loses_no_line(batch, tmp_path):
     lines = [count(f"r{n}") for n in range(8)]
     dies = line("dies", {"prompt": [PROCESS_DIES], "max_tokens": 3})
     with pytest.raises(InputError, match="the engine stopped after .* of 9 lines"):
@@ -219,7 +219,7 @@ def test_one_run_at_a_time(tmp_path):
     BatchAnswers(tmp_path / "out.jsonl", "0" * 64).close()
 
 
-def test_a_full_disk_is_said_and_keeps_what_it_holds(tmp_path):
+def test_full_disk_is_reported_and_results_kept(tmp_path):
     class Full:
         def __init__(self, file):
             self.file = file
@@ -241,7 +241,7 @@ def test_a_full_disk_is_said_and_keeps_what_it_holds(tmp_path):
     again.close()
 
 
-def test_a_fault_of_the_server_is_one_lines_answer():
+def test_server_error_is_the_response_of_one_line():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 500})
         await send({"type": "http.response.body", "body": b'{"error": {"message": "Oh."}}'})
@@ -257,7 +257,7 @@ def test_a_fault_of_the_server_is_one_lines_answer():
     assert module._answer("a", status, reply)["error"]["code"] == "500"
 
 
-def test_files_that_cannot_be_used(tmp_path, docs_5m, monkeypatch):
+def test_unusable_files_are_refused(tmp_path, docs_5m, monkeypatch):
     path = tmp_path / "in.jsonl"
     path.write_text("")
     engine = EngineConfig(model=str(docs_5m))

@@ -62,14 +62,14 @@ def check_arguments(arguments):
     return parsed
 
 
-def test_the_deployment_starts_a_server_with_flags_that_there_are(deployment):
+def test_kubernetes_deployment_flags_exist(deployment):
     parsed = check_arguments(server_of(deployment)["args"])
     drain = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     pause = server_of(deployment)["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert drain > parsed.shutdown_timeout + pause
 
 
-def test_probes_ask_routes_that_need_no_key(deployment):
+def test_probes_use_routes_without_key(deployment):
     from qserve.server.http.api_key import OPEN
 
     server = server_of(deployment)
@@ -80,14 +80,14 @@ def test_probes_ask_routes_that_need_no_key(deployment):
 PROBES = {"startup": "/health", "readiness": "/ready", "liveness": "/health"}
 
 
-def test_compose_starts_a_server_with_flags_that_there_are():
+def test_compose_flags_exist():
     (compose,) = documents(DEPLOY / "compose" / "compose.yaml")
     server = compose["services"]["server"]
     parsed = check_arguments(server["command"])
     assert float(server["stop_grace_period"].rstrip("s")) > parsed.shutdown_timeout
 
 
-def test_files_that_compose_mounts_are_there():
+def test_compose_mounts_exist():
     (compose,) = documents(DEPLOY / "compose" / "compose.yaml")
     mounts = [each for service in compose["services"].values() for each in service["volumes"]]
     relative = [each.partition(":")[0] for each in mounts if each.startswith(".")]
@@ -96,7 +96,7 @@ def test_files_that_compose_mounts_are_there():
         assert (DEPLOY / "compose" / path).is_file(), path
 
 
-def test_the_image_starts_a_server_and_copies_what_there_is():
+def test_dockerfile_command_and_copied_files_exist():
     text = (DEPLOY / "Dockerfile").read_text()
     command = [
         json.loads(re.search(rf"^{name} (\[.*\])$", text, re.M)[1])
@@ -110,7 +110,7 @@ def test_the_image_starts_a_server_and_copies_what_there_is():
             assert (ROOT / source).exists() and f"!{source}" in ignored, source
 
 
-def test_the_shared_folder_of_the_overlay_is_one_that_the_server_takes(deployment):
+def test_overlay_shared_folder_is_valid(deployment):
     from qserve.config import EngineConfig
 
     (overlay,) = documents(KUBERNETES / "overlays" / "shared-kv" / "kustomization.yaml")
@@ -124,7 +124,7 @@ def test_the_shared_folder_of_the_overlay_is_one_that_the_server_takes(deploymen
     assert transfer.extra["secret_file"].startswith(f"{mounts[1]}/")
 
 
-def test_the_serve_config_names_settings_that_there_are():
+def test_serve_config_settings_exist():
     from qserve.config import EngineConfig, ServerConfig
     from qserve.deploy.settings import DeploySettings
 
@@ -138,7 +138,7 @@ def test_the_serve_config_names_settings_that_there_are():
     DeploySettings(backend="ray", **arguments["replicas"])
 
 
-def test_yaml_is_tidy():
+def test_yaml_passes_linter():
     pytest.importorskip("yamllint")
     rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable,"
     rules += " comments: {min-spaces-from-content: 1}}}"
@@ -147,7 +147,7 @@ def test_yaml_is_tidy():
     assert run.returncode == 0, run.stdout
 
 
-def test_the_dockerfile_is_tidy():
+def test_dockerfile_passes_linter():
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
         "hadolint"
     )
@@ -161,7 +161,7 @@ def test_the_dockerfile_is_tidy():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("manifest", list(manifests()))
-def test_manifests_fit_the_schemas_of_kubernetes(manifest):
+def test_manifests_match_kubernetes_schemas(manifest):
     validator = pytest.importorskip("kubernetes_validate")
     if manifest["kind"] == "Deployment" and "selector" not in manifest["spec"]:
         manifest["spec"]["selector"] = {"matchLabels": {}}  # which kustomize adds
@@ -170,7 +170,7 @@ def test_manifests_fit_the_schemas_of_kubernetes(manifest):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
-def test_overlays_render_to_what_kubernetes_takes(overlay):
+def test_overlays_render_to_valid_manifests(overlay):
     validator = pytest.importorskip("kubernetes_validate")
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")

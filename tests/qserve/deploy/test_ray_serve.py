@@ -149,7 +149,7 @@ def end_of(streams):
         assert not stream.is_alive() and stream.failure is None, stream.failure
 
 
-def test_answers_are_the_servers_own(pair):
+def test_replies_equal_single_server(pair):
     body = {"prompt": "A trait is", "max_tokens": 8, "temperature": 0}
     replies = [pair.post("/v1/completions", json=body).json() for _ in range(6)]
     assert len({reply["choices"][0]["text"] for reply in replies}) == 1
@@ -168,7 +168,7 @@ def test_answers_are_the_servers_own(pair):
     assert named.json()["id"] == "cmpl-abc"
 
 
-def test_a_client_that_leaves_frees_its_replica(pair):
+def test_disconnect_frees_replica(pair):
     with pair.stream("POST", "/v1/completions", json={"prompt": "One", **LONG}) as reply:
         next(reply.iter_lines())
     until(lambda: not any(metric(pair, "num_requests_running").values()), "the abort")
@@ -198,7 +198,7 @@ def hit_rate(client):
     return sum(hits.values()) / sum(queries.values())
 
 
-def test_prefix_routing_finds_more_pages_than_taking_turns(deploy, capsys):
+def test_prefix_routing_hits_more_than_round_robin(deploy, capsys):
     from ray import serve
 
     by_turns = hit_rate(deploy("turns", router="round-robin"))
@@ -211,7 +211,7 @@ def test_prefix_routing_finds_more_pages_than_taking_turns(deploy, capsys):
         serve.delete(name)
 
 
-def test_a_kill_under_load_ends_the_streams_of_that_replica_alone(pair):
+def test_killed_replica_ends_only_its_streams(pair):
     streams = start_streams(pair, 8)
     running = metric(pair, "num_requests_running")
     assert len(running) == 2 and all(running.values()), "both have streams"
@@ -232,7 +232,7 @@ def test_a_kill_under_load_ends_the_streams_of_that_replica_alone(pair):
     assert all(stream.is_whole for stream in again)
 
 
-def test_a_dead_engine_makes_a_new_replica(pair):
+def test_dead_engine_replaces_replica(pair):
     """The actor lives, its engine does not: Ray learns of it by check_health."""
     before = metric(pair, "num_requests_running").keys()
     victim = next(iter(before))
@@ -260,7 +260,7 @@ def test_scaling_down_drains(deploy, pair):
     until(lambda: len(metric(pair, "num_requests_running")) == 1, "one replica")
 
 
-def test_requests_under_way_bring_another_replica(deploy):
+def test_load_scales_up(deploy):
     """Ray waits for half a minute of load before it believes in it."""
     from ray import serve
 
@@ -284,7 +284,7 @@ def test_requests_under_way_bring_another_replica(deploy):
     serve.delete("scaling")
 
 
-def test_the_example_builds_a_configuration_that_serve_reads(tmp_path):
+def test_example_builds_valid_serve_config(tmp_path):
     from ray.serve.schema import ServeDeploySchema
 
     path = tmp_path / "serve.yaml"
@@ -301,7 +301,7 @@ def test_the_example_builds_a_configuration_that_serve_reads(tmp_path):
     }
 
 
-def test_models_take_turns_in_a_place(deploy, docs_5m, tmp_path):
+def test_models_are_multiplexed(deploy, docs_5m, tmp_path):
     from ray import serve
 
     other = tmp_path / "other"
@@ -319,7 +319,7 @@ def test_models_take_turns_in_a_place(deploy, docs_5m, tmp_path):
     serve.delete("models")
 
 
-def test_the_command_serves_and_ends(start_server, docs_5m):
+def test_command_serves_and_exits(start_server, docs_5m):
     """With a cluster of its own, which ends with it."""
     server = start_server(docs_5m, "--backend", "ray", "--max-num-seqs", "4")
     client = httpx.Client(base_url=server.url, timeout=GUARD)

@@ -28,13 +28,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_make_no_sense_are_refused(case):
+def test_invalid_settings_are_refused(case):
     settings, error = REFUSED[case]
     with pytest.raises(InputError, match=error):
         DeploySettings(**settings)
 
 
-def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys, tmp_path):
+def test_missing_ray_error_names_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert main(["serve", str(tmp_path), "--backend", "ray"]) == 1
     assert "pip install 'qserve-kit[ray]'" in capsys.readouterr().err
@@ -53,7 +53,7 @@ def request(path, body=None, method="POST"):
 
 
 @pytest.mark.exhaustive
-def test_a_server_without_a_listener_answers_streams_and_aborts(docs_5m):
+def test_hosted_server_answers_streams_and_aborts(docs_5m):
     """One engine for all of it: a start takes seconds."""
 
     async def whole(hosted, asked):

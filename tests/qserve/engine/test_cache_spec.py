@@ -114,7 +114,7 @@ def test_few_pages_and_the_host_tier(latent, folder, prompts, want, monkeypatch)
 
 
 @pytest.mark.exhaustive
-def test_a_page_of_a_folder(latent, folder, prompts, want, tmp_path):
+def test_page_from_folder_connector(latent, folder, prompts, want, tmp_path):
     first = make_sharing(folder, tmp_path, start, 1, 1, "kv_producer")
     assert generate(first, prompts)[0] == want
     second = make_sharing(folder, tmp_path, start, 1, 1, "kv_consumer")
@@ -137,7 +137,7 @@ def test_two_ranks_share_pages_by_a_folder(latent, folder, prompts, want, tmp_pa
     assert num_cached > 40
 
 
-def test_a_state_beside_pages(folder, prompts, want, monkeypatch):
+def test_state_and_pages(folder, prompts, want, monkeypatch):
     """Snapshots are saved and restored, and preempted requests begin anew."""
     monkeypatch.setattr(llama, "build_attention", ShiftedMixer)
     monkeypatch.setattr(state_snapshots, "SPACING", 4)

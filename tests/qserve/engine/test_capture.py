@@ -32,7 +32,7 @@ def make_objects():
     return [[n] for n in range(3000)]
 
 
-def test_no_garbage_is_collected(eager_collector, monkeypatch):
+def test_garbage_collector_is_off_during_capture(eager_collector, monkeypatch):
     told = []
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
     with pytest.raises(ZeroDivisionError), capture(None):
@@ -45,7 +45,7 @@ def test_no_garbage_is_collected(eager_collector, monkeypatch):
     assert told
 
 
-def test_a_collector_that_is_off_stays_off(monkeypatch):
+def test_disabled_collector_stays_disabled(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def test_a_collector_that_is_off_stays_off(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_garbage_does_not_end_a_capture(eager_collector):
+def test_garbage_does_not_break_capture(eager_collector):
     """Garbage from an earlier engine, whose destructor waits for the device."""
     x = torch.ones(8, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -41,7 +41,7 @@ def waiting(monkeypatch):
     return GrammarQueue("", SimpleNamespace(vocab_size=8, eos_token_ids=()))
 
 
-def test_grammar_is_cancelled_with_the_last_request_that_waits_for_it(waiting):
+def test_grammar_is_cancelled_with_its_last_pending_request(waiting):
     first, second, other = ARequest("a", "one"), ARequest("a", "two"), ARequest("b")
     for request in (first, second, other):
         waiting.add(request)
@@ -52,7 +52,7 @@ def test_grammar_is_cancelled_with_the_last_request_that_waits_for_it(waiting):
 
 
 @pytest.mark.parametrize("error", [OverflowError("too large"), InputError("x", "too large")])
-def test_error_of_a_grammar_ends_its_requests_alone(waiting, error):
+def test_grammar_error_fails_only_its_requests(waiting, error):
     requests = {name: ARequest(name, "one") for name in ("bad", "large", "good", "slow")}
     for request in requests.values():
         waiting.add(request)

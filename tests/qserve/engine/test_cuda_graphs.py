@@ -55,7 +55,7 @@ def test_chunks_run_in_the_smallest_graph_that_holds_them(num_tokens, num_reques
     assert found(graph_keys(64, 2048), counts) == graph
 
 
-def test_a_chunk_graph_has_a_row_of_logits_for_every_sampled_row():
+def test_chunk_graph_has_a_row_of_logits_for_every_sampled_row():
     keys = graph_keys(64, 2048)
     assert found(keys, [5, 5], num_sampled=[4, 4]) == (16, 8)
     assert found(keys, [5, 5], num_sampled=[5, 4]) == (16, 16)
@@ -70,25 +70,25 @@ def test_no_graph_is_larger_than_a_step_can_be():
     assert len(chunks) == len({key.num_tokens for key in chunks})
 
 
-def test_the_smallest_comes_first():
+def test_smallest_graph_is_captured_first():
     sizes = [(key.num_tokens, key.num_requests) for key in graph_keys(256, 2048)]
     assert sizes == sorted(sizes)
 
 
-def test_rows_are_told_apart_by_what_a_step_holds():
+def test_graph_rows_of_decodes_and_chunks():
     """Decodes with drafts are in neither: what they cost depends on how many there are."""
     rows = graph_rows(graph_keys(64, 200, counts=(1, 4), max_rows=64))
     assert rows["decode"] == graph_sizes(64)
     assert rows["chunk"] == [size for size in CHUNK_SIZES if size <= 200]
 
 
-def test_models_whose_launches_take_longer_have_longer_graphs():
+def test_slow_launch_models_get_larger_chunk_graphs():
     keys = graph_keys(64, 4096, chunk_sizes=LONG_CHUNK_SIZES)
     assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2625]) is None
     assert found(graph_keys(64, 4096), [1089]) is None
 
 
-def test_steps_with_media_have_graphs_of_chunks_alone():
+def test_media_steps_use_only_chunk_graphs():
     keys = graph_keys(4, 100, with_media=True)
     assert {key.has_media for key in keys if not key.is_chunk} == {False}
     for counts, graph in (([20], (32, 4)), ([1], (16, 4)), ([1, 1, 40], (48, 4)), ([101], None)):

@@ -13,7 +13,7 @@ from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 
@@ -44,7 +44,7 @@ def tokens(events) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-def test_logits_use_no_page_that_another_owns(make_engine, monkeypatch):
+def test_logits_call_uses_only_free_pages(make_engine, monkeypatch):
     engine = make_engine()
     pool, used = engine.scheduler.pool, []
     want = engine.logits([5, 6, 7, 8, 9])
@@ -71,7 +71,7 @@ def test_logits_use_no_page_that_another_owns(make_engine, monkeypatch):
         engine.logits([5] * 121)
 
 
-def test_logits_that_fail_give_their_pages_back(make_engine, monkeypatch):
+def test_failed_logits_call_frees_pages(make_engine, monkeypatch):
     engine = make_engine()
 
     def fail(step):
@@ -84,7 +84,7 @@ def test_logits_that_fail_give_their_pages_back(make_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_a_row_of_nan_ends_its_request_alone(make_engine, steps_in_flight, monkeypatch):
+def test_nan_row_fails_only_its_request(make_engine, steps_in_flight, monkeypatch):
     """Also where the next step was launched before the host learns of it."""
     engine = make_engine(steps_in_flight)
     engine.add_request("good", [5, 6, 7], GREEDY)
@@ -109,14 +109,14 @@ def test_a_row_of_nan_ends_its_request_alone(make_engine, steps_in_flight, monke
     assert engine.scheduler.pool.num_free == 50
 
 
-def test_clients_and_groups_take_turns(make_engine):
+def test_clients_and_groups_alternate(make_engine):
     engine = make_engine(max_num_seqs=1)
     for name, client, group in (("a", "", "1"), ("b", "", "1"), ("c", "", "2"), ("d", "x", "1")):
         engine.add_request(name, [5, 6], GREEDY, client=client, group=group)
     assert list(run_out(engine)) == ["a", "d", "c", "b"]
 
 
-def test_a_prompt_leaves_room_for_a_token(make_engine):
+def test_prompt_of_max_model_len_is_refused(make_engine):
     engine = make_engine(max_model_len=20)
     with pytest.raises(InputError, match="expected a prompt of 1 to 19 tokens, found 20"):
         engine.add_request("long", [5] * 20, GREEDY)
@@ -125,7 +125,7 @@ def test_a_prompt_leaves_room_for_a_token(make_engine):
     assert list(found) == ["longest"] and len(tokens(found["longest"])) == 1
 
 
-def test_requests_are_no_longer_than_the_kv_cache(make_engine, caplog):
+def test_request_length_is_limited_by_kv_cache(make_engine, caplog):
     engine = make_engine()
     assert engine.max_model_len == 200
     (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
@@ -183,9 +183,7 @@ ON_THE_CPU += " memory: you tried to allocate 819200000000 bytes."
         (1, RuntimeError("Triton Error [CUDA]: out of memory")),
     ],
 )
-def test_a_step_without_memory_ends_its_requests_and_no_others(
-    make_engine, monkeypatch, in_flight, error
-):
+def test_out_of_memory_step_fails_only_its_requests(make_engine, monkeypatch, in_flight, error):
     engine = make_engine(steps_in_flight=in_flight, max_num_seqs=2)
     engine.add_request("alone", [5, 6, 7], GREEDY)
     want = tokens(run_out(engine)["alone"])
@@ -210,10 +208,10 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(
     assert not engine._requests
 
 
-def test_a_beam_search_without_memory_ends_once(make_engine, monkeypatch):
+def test_out_of_memory_beam_search_fails_once(make_engine, monkeypatch):
     engine, params = make_engine(), BeamSearchParams(beam_width=3, max_tokens=6)
-    handling = Handling(beam_search=params)
-    engine.add_request("beams", [5, 6, 7], sampling_params(params), handling=handling)
+    options = RequestOptions(beam_search=params)
+    engine.add_request("beams", [5, 6, 7], sampling_params(params), options=options)
     engine.step()
     engine.step()
 
@@ -226,7 +224,7 @@ def test_a_beam_search_without_memory_ends_once(make_engine, monkeypatch):
     assert not engine.has_work() and engine.scheduler.pool.num_free == 50
 
 
-def test_another_error_in_a_step_is_no_lack_of_memory(make_engine, monkeypatch):
+def test_other_step_errors_are_not_treated_as_out_of_memory(make_engine, monkeypatch):
     """The death of a rank, for any reason, is not treated as out of memory either: the engine
     ends."""
     for error in (RuntimeError("a kernel failed"), RankDiedError("1: CUDA error: out of memory")):
@@ -245,7 +243,7 @@ def test_another_error_in_a_step_is_no_lack_of_memory(make_engine, monkeypatch):
         ({"num_gpu_blocks_override": None, "kv_cache_memory": 0.01}, "--kv-cache-memory"),
     ],
 )
-def test_a_start_without_memory_for_pages_names_the_knob(docs_5m, monkeypatch, settings, knob):
+def test_too_little_memory_for_pages_error_names_flag(docs_5m, monkeypatch, settings, knob):
     def fails(runner, num_pages):
         raise RuntimeError(ON_THE_CPU)
 
@@ -278,7 +276,7 @@ def as_a_capture_ends(error):
     ],
     ids=["torch", "triton", "cublas", "pinned", "capture's end", "host"],
 )
-def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatch, error):
+def test_out_of_memory_in_capture_keeps_captured_graphs(make_engine, monkeypatch, error):
     captured = []
 
     def capture(graphs, key):
@@ -302,7 +300,7 @@ def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatc
     assert not engine.use_idle_time()
 
 
-def test_another_error_in_a_capture_is_no_lack_of_memory(make_engine, monkeypatch):
+def test_other_capture_errors_are_not_treated_as_out_of_memory(make_engine, monkeypatch):
     engine = make_engine(max_num_seqs=32, max_num_batched_tokens=64)
     monkeypatch.setattr(
         StepGraphs, "_capture", lambda graphs, key: graphs._batches.update({key: None})
@@ -317,7 +315,7 @@ def test_another_error_in_a_capture_is_no_lack_of_memory(make_engine, monkeypatc
         engine.runner.graphs.capture_next()
 
 
-def test_a_context_beyond_the_limit_runs_in_no_graph(make_engine, monkeypatch):
+def test_context_beyond_graph_limit_runs_eagerly(make_engine, monkeypatch):
     monkeypatch.setattr(StepGraphs, "_capture", lambda graphs, key: graphs._batches.setdefault(key))
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, max_seq_len_to_capture=40)
     engine.runner.capture_graphs(4, engine.max_model_len)
@@ -327,7 +325,7 @@ def test_a_context_beyond_the_limit_runs_in_no_graph(make_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_an_output_of_one_token_takes_no_decode_step(make_engine, monkeypatch, in_flight):
+def test_output_of_one_token_takes_no_decode_step(make_engine, monkeypatch, in_flight):
     engine = make_engine(steps_in_flight=in_flight)
     launch, counts = engine.workers.launch, []
     monkeypatch.setattr(

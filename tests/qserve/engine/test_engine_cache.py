@@ -11,7 +11,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache.host_tier import PageMoves
 from qserve.engine.runner.page_copies import PAGES_AT_ONCE, PageCopies, copy_pages
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -34,10 +34,10 @@ def make_engine(docs_5m):
     return make
 
 
-def run(engine, prompts, params=GREEDY, **handling):
+def run(engine, prompts, params=GREEDY, **options):
     """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=Handling(**handling))
+        engine.add_request(str(index), prompt, params, options=RequestOptions(**options))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     while engine.has_work():
         for event in engine.step():
@@ -104,7 +104,7 @@ def test_tokens_are_the_same_with_hits(mode, make_engine, cold):
 @pytest.mark.parametrize(
     "dtype", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.exhaustive)]
 )
-def test_coded_pages_are_shared_too(dtype, make_engine):
+def test_quantized_pages_are_shared(dtype, make_engine):
     """With the scales (and zeros) that were found on write, which are part of a page."""
     settings = {
         "kv_cache_dtype": dtype,
@@ -123,7 +123,7 @@ def test_coded_pages_are_shared_too(dtype, make_engine):
     assert found > 0 and cached.scheduler.pool.host.num_loaded > 0
 
 
-def test_logits_of_a_hit_are_those_of_a_cold_prompt(make_engine, monkeypatch):
+def test_prefix_hit_logits_equal_cold_prompt(make_engine, monkeypatch):
     engine, seen = make_engine(), []
     logits = engine.runner.decoder.logits
 
@@ -140,7 +140,7 @@ def test_logits_of_a_hit_are_those_of_a_cold_prompt(make_engine, monkeypatch):
     torch.testing.assert_close(seen[1], seen[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_reset_makes_the_next_prompt_cold(make_engine):
+def test_reset_makes_next_prompt_miss(make_engine):
     engine, prompt = make_engine(kv_offload_gb=0.01), list(range(5, 30))
     want, _ = run(engine, [prompt])
     engine.reset_prefix_cache()
@@ -148,14 +148,14 @@ def test_a_reset_makes_the_next_prompt_cold(make_engine):
     assert run(engine, [prompt]) == (want, [24])
 
 
-def test_salts_do_not_share(make_engine):
+def test_different_salts_share_no_pages(make_engine):
     engine, prompt = make_engine(), list(range(5, 30))
     want, _ = run(engine, [prompt], cache_salt="one")
     assert run(engine, [prompt], cache_salt="two") == (want, [0])
     assert run(engine, [prompt], cache_salt="one") == (want, [24])
 
 
-def test_the_report_counts_what_was_looked_for(make_engine):
+def test_report_counts_queried_tokens(make_engine):
     engine, prompt = make_engine(), list(range(5, 30))
     found = []
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_the_report_counts_what_was_looked_for(make_engine):
     assert found == [(25, 0), (25, 24)]
 
 
-def test_logits_store_what_their_pages_held(make_engine):
+def test_logits_call_saves_evicted_pages_to_host(make_engine):
     """They take pages outside of any step, and the request after them finds its own."""
     settings = {"num_gpu_blocks_override": 8, "admission": "fits", "kv_offload_gb": 0.01}
     engine, prompt = make_engine(**settings), list(range(5, 25))
@@ -181,12 +181,12 @@ def test_logits_store_what_their_pages_held(make_engine):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_time_runs_out_in_the_queue_and_while_running(make_engine, steps_in_flight):
+def test_deadline_is_enforced_in_queue_and_while_running(make_engine, steps_in_flight):
     engine = make_engine(steps_in_flight, max_num_seqs=2)
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
     for name, timeout in (("slow", 5), ("free", None), ("queued", 3), ("done", 100)):
         one = SamplingParams(max_tokens=1) if name == "done" else params
-        engine.add_request(name, [5, 6, 7], one, handling=Handling(timeout=timeout))
+        engine.add_request(name, [5, 6, 7], one, options=RequestOptions(timeout=timeout))
     ended = {}
     for second in range(200):
         make_engine.now[0] = second
@@ -203,7 +203,7 @@ def test_time_runs_out_in_the_queue_and_while_running(make_engine, steps_in_flig
     assert not engine._requests and engine.scheduler.pool.num_free == 100
 
 
-def test_step_times_reach_the_pace(make_engine, monkeypatch):
+def test_step_times_reach_itl_control(make_engine, monkeypatch):
     """From the launch, or the result before, to the result; by the engine's clock."""
     engine = make_engine(1, target_itl_ms=20.0)
     seen, launch = [], engine.workers.launch
@@ -239,7 +239,7 @@ def bits(part):
         (torch.float8_e4m3fn, 3),
     ],
 )
-def test_pages_come_back_as_they_went(dtype, num_heads):
+def test_host_tier_restores_pages_bitwise(dtype, num_heads):
     """All layers, with the scales of 8-bit pages; more pages than one copy can move."""
     num_pages, num_slots = PAGES_AT_ONCE + 9, PAGES_AT_ONCE + 5
     caches = [
@@ -281,7 +281,7 @@ def test_pages_come_back_as_they_went(dtype, num_heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
-def test_pages_are_copied_as_they_were_before(dtype):
+def test_page_copies_read_before_writing(dtype):
     """All are read before any is written: one is copied to, and its old contents elsewhere."""
     cache = PagedKv.zeros((9, PAGE, 3, 8), dtype, torch.device("cpu"))
     parts = [cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales]

@@ -43,7 +43,7 @@ AT_ONCE = 2
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 20])
-def test_256_outputs_of_1500_tokens_do_not_hold_up_5_tokens(num_steps):
+def test_large_request_does_not_delay_small_request(num_steps):
     simulation = simulate()
     add_large(simulation)
     for _ in range(num_steps):
@@ -72,7 +72,7 @@ def test_small_request_runs_soon_when_large_ones_have_all_slots_or_pages(of, num
     assert scheduler.running.index(request) == 1, "the last is the first to give way"
 
 
-def test_late_admitted_request_is_not_preempted_first():
+def test_late_request_is_not_preempted_first():
     """Pages run out all the time: the large request's outputs grow and preempt each other."""
     simulation = simulate(num_pages=6 * -(-TOKENS // 16))
     add_large(simulation, n=8)
@@ -85,7 +85,7 @@ def test_late_admitted_request_is_not_preempted_first():
     assert any(each.facts.num_preemptions for each in simulation.scheduler.waiting)
 
 
-def test_preempted_request_is_passed_over_a_limited_number_of_times():
+def test_skips_of_preempted_request_are_bounded():
     """It is passed over by requests that fit when it does not."""
     simulation = simulate(num_pages=4, page_size=64)
     scheduler = simulation.scheduler
@@ -103,7 +103,7 @@ def test_preempted_request_is_passed_over_a_limited_number_of_times():
     assert len(small) == MAX_BYPASSES == lost.num_bypasses
 
 
-def test_many_small_requests_wait_together_not_in_turn():
+def test_small_requests_wait_concurrently():
     simulation = simulate(max_num_seqs=64, num_pages=9000)
     add_large(simulation, n=64)
     for _ in range(20):
@@ -140,7 +140,7 @@ def test_single_client_of_a_group_is_never_preempted_for_fairness():
     assert not any(request.facts.num_preemptions for request in requests)
 
 
-def test_often_preempted_request_is_not_preempted_again():
+def test_frequently_preempted_request_is_protected():
     """Endless small requests compete for two slots: the large request's outputs end, too."""
     simulation = simulate(max_num_seqs=2, num_pages=100)
     large = [make_request(f"r{n}", 30, 300, group="large") for n in range(2)]
@@ -174,7 +174,7 @@ def test_short_prompt_shares_steps_with_chunks_of_a_long_one():
     assert chunk_counts(scheduler) == {"short": 1, "middle": 1, "long": 8190}
 
 
-def test_a_longer_prompt_shares_once_it_has_been_passed_over_often_enough():
+def test_long_prompt_gets_chunks_after_bounded_skips():
     scheduler = simulate(num_pages=10**5).scheduler
     scheduler.add(make_request("long", 400_000, group="a"))
     scheduler.add(make_request("longer", 500_000, group="b"))

@@ -13,7 +13,7 @@ def test_pool_detects_a_page_owned_twice():
         pool.check_integrity([table, table])
 
 
-def test_the_page_that_was_freed_last_is_handed_out_last():
+def test_last_freed_page_is_allocated_last():
     """Its keys are the most likely to be reused from the prefix cache."""
     pool = BlockPool(4, 2)
     first, second, third = [], [], []

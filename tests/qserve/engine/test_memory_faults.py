@@ -70,7 +70,7 @@ more = pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=more)])
 @pytest.mark.parametrize("in_flight", [pytest.param(0, marks=more), 1])
 @pytest.mark.parametrize("place", PLACES)
-def test_requests_that_survive_a_fault_have_their_tokens(
+def test_requests_surviving_out_of_memory_have_correct_tokens(
     place, late, in_flight, make_engine, cold, monkeypatch
 ):
     """Requests of a failed step end; the same prompts again, and all others, get their tokens."""
@@ -100,7 +100,7 @@ def test_requests_that_survive_a_fault_have_their_tokens(
     assert sorted([*host._slots.values(), *host._free]) == list(range(host.num_slots))
 
 
-def test_a_page_that_ends_with_a_failed_step_is_not_found(make_engine, monkeypatch):
+def test_page_filled_by_failed_step_is_not_cached(make_engine, monkeypatch):
     """Its request had ended already, by a token of the step before, which was in flight."""
     prompt = list(range(5, 14))
     engine = make_engine(1, num_gpu_blocks_override=30, admission="fits")
@@ -129,7 +129,7 @@ def test_a_page_that_ends_with_a_failed_step_is_not_found(make_engine, monkeypat
     assert found == (want, [len(prompt) + count - PAGE])
 
 
-def test_logits_without_memory_leave_no_wrong_page(make_engine, monkeypatch):
+def test_failed_logits_call_caches_no_page(make_engine, monkeypatch):
     engine, prompt = (
         make_engine(num_gpu_blocks_override=8, admission="fits", kv_offload_gb=0.01),
         list(range(5, 25)),
@@ -146,7 +146,7 @@ def test_logits_without_memory_leave_no_wrong_page(make_engine, monkeypatch):
     engine.scheduler.check_integrity()
 
 
-def test_a_request_that_shares_a_failed_page_ends_too(make_engine):
+def test_request_sharing_failed_page_fails(make_engine):
     """It was admitted with the step, but had no tokens in it: it waits for a mask."""
     engine = make_engine(**OFFLOAD)
     engine.add_request("in the step", list(range(5, 14)), GREEDY)
@@ -163,7 +163,7 @@ def test_a_request_that_shares_a_failed_page_ends_too(make_engine):
     engine.scheduler.check_integrity()
 
 
-def test_only_what_was_being_stored_is_forgotten():
+def test_only_pages_being_stored_are_dropped():
     pool = BlockPool(2, PAGE, HostTier(3))
     table: list[int] = []
     for keys in ((b"a", b"b"), (b"c", b"d")):
@@ -191,7 +191,7 @@ def test_only_what_was_being_stored_is_forgotten():
     [NO_MEMORY, RuntimeError("CUDA error: out of memory"), RuntimeError("a kernel failed")],
     ids=["device", "pinned", "another"],
 )
-def test_copies_without_a_buffer_are_the_same(dtype, error, monkeypatch):
+def test_copies_without_buffer_are_equal(dtype, error, monkeypatch):
     device = torch.device("cpu")
     caches = [PagedKv.zeros((9, 4, 3, 7), dtype, device) for _ in range(2)]
     copies = PageCopies(caches, 6, device)

@@ -74,7 +74,7 @@ def test_requests_of_known_lengths_are_never_preempted(seed):
 
 
 @pytest.mark.parametrize("eos", [frozenset(), frozenset({EOS})], ids=["known", "unknown"])
-def test_pages_for_the_limits_of_all_are_enough(eos):
+def test_enough_pages_for_all_limits_delay_no_request(eos):
     """With as many pages as all slots can fill, no request waits."""
     num, prompt, output = 16, 8, 25  # the last of 33 tokens is never in a page
     scheduler = make_scheduler(num * 32 // PAGE, PAGE, num, 40, forecasts=True)
@@ -87,7 +87,7 @@ def test_pages_for_the_limits_of_all_are_enough(eos):
     assert num_steps <= prompt_steps + output
 
 
-def test_a_burst_looks_at_each_running_request_once_a_step(monkeypatch):
+def test_burst_forecasts_each_running_request_once_per_step(monkeypatch):
     """Not at all running requests again for each that is admitted."""
     looked = []
     row = _StepView._row
@@ -103,7 +103,7 @@ def test_a_burst_looks_at_each_running_request_once_a_step(monkeypatch):
         assert len(looked) <= 2 * num
 
 
-def test_a_view_of_the_step_forecasts_as_a_new_one():
+def test_incremental_forecast_equals_new_forecast():
     """Requests admitted in the step count as those that ran before it."""
     rng = random.Random(8)
     for _ in range(200):
@@ -121,7 +121,7 @@ def test_a_view_of_the_step_forecasts_as_a_new_one():
                 running.append(request)
 
 
-def test_lengths_that_are_not_known_are_learned():
+def test_output_lengths_are_learned():
     rng = random.Random(5)
     lengths = {f"r{n}": rng.randrange(10, 60) for n in range(400)}
 
@@ -135,7 +135,7 @@ def test_lengths_that_are_not_known_are_learned():
     assert most >= 0.85 * sizes["num_pages"] and steps <= 1.4 * plain_steps
 
 
-def test_a_schedule_with_shared_pages_keeps_every_promise():
+def test_forecast_with_shared_pages_prevents_preemption():
     rng = random.Random(3)
     shared = [rng.randrange(100, 999) for _ in range(24)]
     scheduler = make_scheduler(60, PAGE, 16, 40, forecasts=True)
@@ -164,19 +164,19 @@ def admitted_after(num_steps, request, **settings):
     return request in scheduler.running
 
 
-def test_a_request_waits_for_pages_that_others_will_need():
+def test_request_waits_for_forecast_pages():
     waits = known("waits", 20, 30, client="one", group="b")
     assert not admitted_after(PATIENCE + 2, waits)
     fits = known("fits", 4, 2, client="one", group="b")
     assert admitted_after(1, fits), "it returns its pages before the other needs them"
 
 
-def test_a_client_that_runs_nothing_does_not_wait_for_the_forecast():
+def test_idle_client_does_not_wait_for_forecast():
     other = known("other", 20, 30, client="two", group="b")
     assert admitted_after(PATIENCE + 2, other)
 
 
-def test_a_request_of_a_lower_level_does_not_wait_for_the_forecast():
+def test_lower_priority_number_does_not_wait_for_forecast():
     from qserve.engine.scheduling.policies import make_policy
 
     urgent = known("urgent", 20, 30, client="one", group="b", priority=1)
@@ -197,7 +197,7 @@ def test_expected_lengths():
     assert lengths.expected(np.array([0]))[0] == 7, "the oldest are forgotten"
 
 
-def test_guesses_count_until_as_many_have_ended_as_run():
+def test_guessed_lengths_count_until_enough_have_finished():
     """The outputs that end first are short."""
     lengths = OutputLengths(FIRST_GUESS)
     for _ in range(20):

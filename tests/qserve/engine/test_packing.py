@@ -34,7 +34,7 @@ def assert_same(found, given):
         assert found == given
 
 
-def test_a_step_with_everything():
+def test_step_with_every_field_round_trips():
     step = StepInput.of_sequence(
         [3, 4, 5], [7], page_size=16, params=SamplingParams(logit_bias=((5, 1.5),))
     )
@@ -73,7 +73,7 @@ def test_a_step_with_everything():
         np.int64(4),
     ],
 )
-def test_values(value):
+def test_values_round_trip(value):
     assert_same(unpack(pack(value)), value)
 
 
@@ -87,11 +87,11 @@ def dataclasses_in(hint):
             yield from dataclasses_in(each)
 
 
-def test_whatever_a_step_holds_is_known():
+def test_every_step_type_is_registered():
     assert set(dataclasses_in(StepInput)) == set(KNOWN.values()) - {EngineConfig}
 
 
-def test_unknown_classes_stay_out():
+def test_unknown_classes_are_refused():
     with pytest.raises(TypeError, match="SamplingParams is not in KNOWN"):
         pack(SamplingParams())
     tree = json.dumps({"class": "Popen", "fields": []}).encode()

@@ -142,11 +142,11 @@ def test_invalid_policy_is_named(path, found):
 @pytest.mark.parametrize(
     "path", ["qserve.engine.scheduling.policies:Policy", "qserve.engine.scheduling.policies.Policy"]
 )
-def test_a_dotted_path_has_two_forms(path):
+def test_dotted_path_accepts_two_forms(path):
     assert type(make_policy(path)) is Policy
 
 
-def test_priority_goes_before_arrival():
+def test_priority_precedes_arrival():
     simulation = simulate("priority", max_num_seqs=1)
     for name, priority in (("a", 5), ("b", 0), ("c", 5), ("d", -1)):
         simulation.scheduler.add(make_request(name, max_tokens=1, priority=priority))
@@ -154,7 +154,7 @@ def test_priority_goes_before_arrival():
     assert list(simulation.done) == ["d", "b", "a", "c"]
 
 
-def test_within_a_priority_clients_take_turns():
+def test_clients_alternate_within_a_priority():
     simulation = simulate("priority", max_num_seqs=1)
     for number in range(3):
         request = make_request(f"many{number}", max_tokens=1, client="many", priority=2)
@@ -327,7 +327,7 @@ def test_controlled_waits_for_its_batch_while_others_run():
     simulation.run_out()
 
 
-def test_longest_prefix_goes_first_but_not_forever():
+def test_longest_prefix_first_is_bounded():
     simulation = simulate("longest-prefix", max_num_seqs=1)
     scheduler, prefix = simulation.scheduler, list(range(300, 316))
     scheduler.add(make_request("warm", [*prefix, 1], 1))
@@ -339,7 +339,7 @@ def test_longest_prefix_goes_first_but_not_forever():
     assert list(simulation.done).index("cold") == 1 + MAX_BYPASSES
 
 
-def test_phase_without_work_makes_no_empty_step():
+def test_phase_without_work_is_skipped():
     class DecodesOnly(Policy):
         def phase(self, counts):
             return Phase.DECODES
@@ -359,7 +359,7 @@ def make_running(pool, name, num_tokens, shared=()):
     return request
 
 
-def test_victim_loses_the_least_work():
+def test_preemption_chooses_least_lost_work():
     pool = BlockPool(100, 4)
     long, short, sharing = (
         make_running(pool, "long", 40),

@@ -32,7 +32,7 @@ def counts(plan):
     return {chunk.request.request_id: (chunk.start, chunk.count) for chunk in plan.chunks}
 
 
-def test_a_second_request_computes_only_what_is_new():
+def test_second_request_computes_only_uncached_tokens():
     simulation = simulate()
     run(simulation, make_request("first", [*PREFIX, 1, 2]))
     second = make_request("second", [*PREFIX, 3, 4, 5])
@@ -44,7 +44,7 @@ def test_a_second_request_computes_only_what_is_new():
 
 
 @pytest.mark.parametrize("length", [len(PREFIX), len(PREFIX) - 1, len(PREFIX) + 1])
-def test_a_whole_prompt_that_is_cached_computes_its_last_token(length):
+def test_fully_cached_prompt_recomputes_last_token(length):
     """In a page of its own: a shared one is not written to, not even with the same values."""
     simulation = simulate()
     run(simulation, make_request("first", [*PREFIX, 1]))
@@ -54,7 +54,7 @@ def test_a_whole_prompt_that_is_cached_computes_its_last_token(length):
     assert counts(simulation.scheduler.schedule()) == {"again": (cached, length - cached)}
 
 
-def test_an_adapter_that_was_read_again_finds_nothing_of_its_old_numbers():
+def test_reloaded_adapter_misses_old_pages():
     """Nor when its prompt is that of the request before, whose keys need not be made again."""
     simulation, adapter = simulate(), Adapter(name="a", path="/a", generation="old")
     found = {}
@@ -67,7 +67,7 @@ def test_an_adapter_that_was_read_again_finds_nothing_of_its_old_numbers():
     assert list(found.values()) == [0, len(PREFIX), 0, len(PREFIX), len(PREFIX)]
 
 
-def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
+def test_next_chat_turn_hits_output_pages():
     """All of them that were fed back: the last one of an output never was."""
     simulation = simulate(depth=1)
     turn = make_request("turn", PREFIX, max_tokens=9)
@@ -77,7 +77,7 @@ def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
     assert following.facts.num_cached == (len(PREFIX) + 8) // PAGE * PAGE
 
 
-def test_a_page_is_found_by_others_of_the_step_that_fills_it():
+def test_page_is_shared_within_the_step_that_fills_it():
     simulation = simulate(budget=32)
     simulation.scheduler.add(make_request("r0", [*PREFIX, 1], group="a"))
     simulation.scheduler.add(make_request("r1", [*PREFIX, 2], group="b"))
@@ -86,7 +86,7 @@ def test_a_page_is_found_by_others_of_the_step_that_fills_it():
     simulation.run_out()
 
 
-def test_request_waits_for_a_shared_prompt_that_is_being_computed():
+def test_request_waits_for_shared_prefix_in_computation():
     """The others are computed meanwhile; once it is cached, it delays no request."""
     simulation = simulate(budget=8, max_num_seqs=4)
     for name in ("r0", "r1", "r2"):
@@ -113,7 +113,7 @@ def test_request_that_waits_for_pages_does_not_wait_forever():
     assert counts(simulation.scheduler.schedule()) == {"r1": (8, 8)}
 
 
-def test_an_abort_in_mid_prompt_leaves_only_full_pages():
+def test_abort_during_prompt_caches_only_full_pages():
     simulation = simulate(budget=10)
     first = make_request("r0", [*PREFIX, 1])
     simulation.scheduler.add(first)
@@ -124,7 +124,7 @@ def test_an_abort_in_mid_prompt_leaves_only_full_pages():
     assert second.facts.num_cached == 8
 
 
-def test_a_sampled_token_is_no_key_before_the_host_knows_it():
+def test_in_flight_token_is_not_hashed():
     """The step that writes its page is in flight: the page's key is not known yet."""
     simulation = simulate(depth=1)
     request = make_request("r0", PREFIX[:3], max_tokens=40)
@@ -138,7 +138,7 @@ def test_a_sampled_token_is_no_key_before_the_host_knows_it():
     assert published[-1][0] > 1
 
 
-def test_salts_do_not_share():
+def test_different_salts_share_no_pages():
     simulation = simulate()
     run(simulation, make_request("a", [*PREFIX, 1], cache_salt="one"))
     for name, salt, hit in (("b", "two", 0), ("c", "", 0), ("d", "one", 16), ("e", "", 16)):
@@ -147,7 +147,7 @@ def test_salts_do_not_share():
         assert request.facts.num_cached == hit, salt
 
 
-def test_a_request_that_needs_all_positions_reads_no_cache_but_fills_it():
+def test_prompt_logprobs_skip_cache_reads_but_fill_cache():
     simulation = simulate()
     run(simulation, make_request("a", [*PREFIX, 1]))
     request = make_request("b", [*PREFIX, 1])
@@ -156,7 +156,7 @@ def test_a_request_that_needs_all_positions_reads_no_cache_but_fills_it():
     assert request.facts.num_cached == 0 and simulation.num_shared_in_step == 0
 
 
-def test_outputs_of_one_prompt_share_it_and_no_key_is_made_twice(monkeypatch):
+def test_outputs_of_one_prompt_share_pages_and_hash_once(monkeypatch):
     simulation = simulate()
     requests = [make_request(f"r{n}", [*PREFIX, 1], max_tokens=6, group="n") for n in range(4)]
     run(simulation, *requests)
@@ -164,7 +164,7 @@ def test_outputs_of_one_prompt_share_it_and_no_key_is_made_twice(monkeypatch):
     assert all(request.page_keys is not requests[0].page_keys for request in requests[1:])
 
 
-def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_prompt():
+def test_hit_pages_are_not_reallocated_for_same_prompt():
     """They are touched before anything is allocated: all others are free and older or younger."""
     simulation = simulate(num_pages=8, max_num_seqs=1, budget=64)
     run(simulation, make_request("a", [*PREFIX, 1], max_tokens=1))
@@ -174,7 +174,7 @@ def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_prompt():
     assert again.facts.num_cached == 16
 
 
-def test_a_hit_on_a_page_that_is_held_takes_none_of_the_free_ones():
+def test_hit_on_referenced_page_needs_no_free_page():
     simulation = simulate(num_pages=7, max_num_seqs=2, budget=64)
     scheduler = simulation.scheduler
     scheduler.add(make_request("a", [*PREFIX, 1], max_tokens=3))
@@ -186,7 +186,7 @@ def test_a_hit_on_a_page_that_is_held_takes_none_of_the_free_ones():
     simulation.run_out()
 
 
-def test_the_end_of_the_oldest_table_goes_first_and_a_touched_page_stays():
+def test_eviction_takes_oldest_tail_page_first():
     pool = BlockPool(6, 1)
     old, young = [], []
     pool.grow_(old, 3)
@@ -207,7 +207,7 @@ def test_the_end_of_the_oldest_table_goes_first_and_a_touched_page_stays():
     pool.check_integrity([taken])
 
 
-def test_equal_pages_of_two_requests_are_both_kept_and_one_is_found():
+def test_duplicate_pages_are_kept_and_one_is_hit():
     pool = BlockPool(4, 1)
     first, second = [], []
     pool.grow_(first, 1)
@@ -222,7 +222,7 @@ def test_equal_pages_of_two_requests_are_both_kept_and_one_is_found():
     pool.check_integrity([])
 
 
-def test_a_preempted_request_comes_back_to_its_pages():
+def test_preempted_request_hits_its_pages():
     """It finds its pages that were not evicted; that does not count as a hit of a new request."""
     simulation = simulate(depth=1, num_pages=10, max_num_seqs=3)
     scheduler = simulation.scheduler
@@ -238,7 +238,7 @@ def test_a_preempted_request_comes_back_to_its_pages():
     assert scheduler.cache.take_counts() == (9 + 9 + 13, 0)
 
 
-def test_a_reset_forgets_all_and_disturbs_nobody():
+def test_reset_clears_cache_and_keeps_running_requests():
     simulation = simulate(depth=1, max_num_seqs=2)
     scheduler = simulation.scheduler
     running = make_request("r0", [*PREFIX, 1], max_tokens=30)
@@ -259,7 +259,7 @@ def test_a_reset_forgets_all_and_disturbs_nobody():
     assert following.facts.num_cached == 16, "not of r0, whose pages are from before"
 
 
-def test_pages_of_a_failed_request_are_found_by_nobody():
+def test_failed_request_pages_are_not_hit():
     """Its logits were NaN, so its keys may be NaN, too."""
     scheduler = make_scheduler(num_pages=64, budget=64)
     bad = make_request("bad", [*PREFIX, 1], max_tokens=9)
@@ -301,7 +301,7 @@ def test_pages_outside_the_window_of_a_failed_request_are_not_found(num_slots):
     assert again.facts.num_cached == 0
 
 
-def test_without_the_cache_nothing_is_kept():
+def test_disabled_cache_keeps_no_pages():
     simulation = simulate(prefix_caching=False)
     for name in "ab":
         request = make_request(name, [*PREFIX, 1])
@@ -385,7 +385,7 @@ def test_random_traces_with_sharing(data):
     assert scheduler.pool.num_free == num_pages
 
 
-def test_keys_that_follow_from_the_next_token_cost_the_last_page():
+def test_drafter_keys_exclude_last_page():
     """A drafter's key of a page's last position depends on the next token, which may differ."""
     pool = BlockPool(20, 4)
     cache = PrefixCache(pool, looks_ahead=True)

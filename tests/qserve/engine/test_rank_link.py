@@ -32,7 +32,7 @@ class FarEnd:
     def __init__(self, rank, on_death):
         ours, self.connection = socket.socketpair()
         self.link = RankChannel(rank, ours, Handle(), on_death)
-        self.line = rank_process._Line(self.connection)
+        self.line = rank_process._LeaderConnection(self.connection)
 
     def next_call(self):
         return unpack(frames.receive(self.connection))
@@ -52,7 +52,7 @@ def two():
     rank_group.close()
 
 
-def test_later_call_may_end_first(two):
+def test_later_call_can_finish_first(two):
     rank_group, ends = two
     slow, fast = rank_group.begin("read", 5), rank_group.begin("read", 6)
     for rank, end in enumerate(ends):
@@ -105,7 +105,7 @@ def test_calls_to_a_lost_rank_end(two):
         second.result(WAIT_SECONDS)
 
 
-def test_threads_do_not_mix_their_frames(two):
+def test_concurrent_threads_do_not_interleave_frames(two):
     """Threads that read adapters call in parallel with the thread that launches steps."""
     rank_group, (one, other) = two
     text = "x" * 6_000_000  # more than a socket buffer holds

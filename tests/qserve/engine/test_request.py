@@ -30,7 +30,7 @@ def make_request(max_tokens, min_tokens):
     max_tokens=st.integers(1, 9),
     data=st.data(),
 )
-def test_many_tokens_at_once_are_as_one_by_one(tokens, max_tokens, data):
+def test_batched_tokens_equal_single_tokens(tokens, max_tokens, data):
     min_tokens = data.draw(st.integers(0, max_tokens))
     logprobs = [TokenLogprobs(-token / 2, (token,), (-token / 2,)) for token in tokens]
     at_once, in_turn = (make_request(max_tokens, min_tokens) for _ in range(2))

@@ -29,7 +29,7 @@ def test_history_counts_prompt_and_output():
     assert history.table.tolist() == [[0, 0, 3, 0, 0, 4, 0, 1], [0] * 8]
 
 
-def test_a_row_forgets_its_last_owner():
+def test_reused_row_has_no_old_history():
     history = TokenHistory(2, 8, CPU)
     history.fill_(fill(0, [1], [4, 4]))
     history.fill_(fill(1, [2], [4]))
@@ -37,14 +37,14 @@ def test_a_row_forgets_its_last_owner():
     assert history.table.tolist() == [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 2, 0, 0, 0]]
 
 
-def test_there_is_no_table_until_a_request_asks_for_it():
+def test_history_table_is_allocated_on_first_use():
     history = TokenHistory(2, 8, CPU)
     assert history.table is None and history.bytes_to_come == 2 * 8 * 4
     history.fill_(fill(1, [1], []))
     assert history.bytes_to_come == 0
 
 
-def test_the_pages_leave_room_for_the_table(monkeypatch):
+def test_kv_pages_reserve_history_table_memory(monkeypatch):
     """The first request with a penalty allocates it, long after memory was divided up."""
     history = TokenHistory(3, 8, CPU)
     GIB = 2**30

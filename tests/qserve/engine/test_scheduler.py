@@ -99,7 +99,7 @@ def test_decode_shares_steps_with_chunks_of_a_long_prompt():
     assert [chunk.num_sampled for chunk in plan.chunks] == [1, 0]
 
 
-def test_youngest_is_preempted_and_keeps_its_tokens():
+def test_youngest_request_is_preempted_and_keeps_tokens():
     scheduler = make_scheduler(num_pages=4, page_size=2, max_num_seqs=4, budget=16)
     old, young = make_request("r0", 3, 6), make_request("r1", 3, 6)
     scheduler.add(old)
@@ -133,7 +133,7 @@ def test_end_token_discovered_late_drops_the_token_after_it():
     assert scheduler.pool.num_free == scheduler.pool.num_pages
 
 
-def test_failed_row_ends_its_request_alone():
+def test_failed_row_ends_only_its_request():
     scheduler = make_scheduler()
     bad, good = make_request("bad"), make_request("good")
     scheduler.add(bad)
@@ -145,7 +145,7 @@ def test_failed_row_ends_its_request_alone():
 
 
 @pytest.mark.parametrize(("end", "stop_token"), [(5, 5), (EOS, None)])
-def test_end_tokens_end_nothing_before_min_tokens(end, stop_token):
+def test_end_tokens_are_ignored_before_min_tokens(end, stop_token):
     """The output has min_tokens tokens before the one that ends it, as the sampler sees to."""
     scheduler = make_scheduler()
     request = make_request("one", max_tokens=9, stop_token_ids=(5,), min_tokens=2)
@@ -162,7 +162,7 @@ def test_budget_below_the_number_of_requests_is_refused():
         make_scheduler(max_num_seqs=9, budget=8)
 
 
-def test_a_chunk_may_sample_several_tokens():
+def test_chunk_may_sample_several_tokens():
     """For example a step that verifies drafts; the request accepts the tokens up to its end."""
     scheduler = make_scheduler(num_pages=64)
     first, second = make_request("r0", max_tokens=9), make_request("r1", max_tokens=9)

@@ -10,7 +10,7 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import ParameterError, SamplingParams
 from tests.qserve.engine.hash_model import HashDevice, continuation
 
@@ -88,13 +88,18 @@ class Soak:
                     min_tokens=rng.choice([0, 0, 0, 90]),
                     stop_token_ids=self.tokens(rng.choice([0, 0, 500])),
                 )
-                handling = Handling(
+                options = RequestOptions(
                     priority=rng.choice([0, 0, 1, 5]),
                     cache_salt=salt,
                     timeout=rng.choice([None, None, None, 0.5, 8.0]),
                 )
                 self.engine.add_request(
-                    name, prompt, params, client=client, group=str(self.number), handling=handling
+                    name,
+                    prompt,
+                    params,
+                    client=client,
+                    group=str(self.number),
+                    options=options,
                 )
             except (InputError, ParameterError) as error:
                 self.outcomes[name] = f"refused: {error}"
@@ -157,7 +162,7 @@ def blocks_in_use(soak):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_half_a_minute(mode, docs_5m):
+def test_soak_half_a_minute(mode, docs_5m):
     soak = Soak(docs_5m, seed=sorted(MODES).index(mode), **MODES[mode])
     soak.run(30)
     kinds = {outcome.partition(":")[0] for outcome in soak.outcomes.values()}
@@ -170,7 +175,7 @@ def test_half_a_minute(mode, docs_5m):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["fcfs", "host", "priority"])
-def test_a_quarter_of_an_hour(mode, docs_5m):
+def test_soak_quarter_of_an_hour_memory_is_flat(mode, docs_5m):
     """Memory is flat. Threads of other tests may allocate meanwhile, but a leak shows each time."""
     soak = Soak(docs_5m, seed=11 + sorted(MODES).index(mode), **MODES[mode])
     counts = []

@@ -23,7 +23,7 @@ def step_of(*counts):
 RULE = SplitRule(rows=20, pairs=1, pairs_of_graph=10)
 
 
-def test_long_chunks_and_others():
+def test_long_chunks_are_separated():
     split = split_step(step_of(1, 20, 2, 33), CPU, RULE, page_size=16)
     (expanded,) = split.expanded
     assert expanded.rows.tolist() == [*range(1, 21), *range(23, 56)]
@@ -42,7 +42,7 @@ def test_long_chunks_and_others():
     assert split.other_rows.tolist() == [0, 21, 22]
 
 
-def test_rows_that_follow_one_another_are_a_slice():
+def test_consecutive_rows_are_a_slice():
     split = split_step(step_of(1, 2, 20, 33), CPU, RULE, page_size=16)
     assert (split.expanded[0].rows, split.other_rows) == (slice(3, 56), slice(0, 3))
     whole = split_step(step_of(20, 20, 20, 20), CPU, RULE, page_size=128)
@@ -52,7 +52,7 @@ def test_rows_that_follow_one_another_are_a_slice():
     assert whole.expanded[0].step.block_tables_RX[:, 0].tolist() == [0, 1, 3, 4]
 
 
-def test_requests_with_many_keys_are_apart(monkeypatch):
+def test_requests_with_many_keys_get_own_group(monkeypatch):
     """A request alone may have more keys than a group."""
     monkeypatch.setattr(module, "MAX_KEYS", 60)
     contexts = np.array([20, 40, 70, 33], np.int32)

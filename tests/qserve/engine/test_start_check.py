@@ -46,16 +46,16 @@ def load():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_good_model_passes(folder, load, dtype):
+def test_correct_model_passes(folder, load, dtype):
     check_start(load(folder, dtype), str(folder))
 
 
-def test_a_merely_worse_model_passes(docs_5m, tmp_path, load):
+def test_less_accurate_model_passes(docs_5m, tmp_path, load):
     worse = quantized(docs_5m, tmp_path / "w2", "w2a16-sym")
     check_start(load(worse), str(worse))
 
 
-def test_swapped_scales_are_named(folder, tmp_path, load):
+def test_swapped_scales_are_reported(folder, tmp_path, load):
     damaged = shutil.copytree(folder, tmp_path / "damaged")
     tensors = load_file(damaged / "model.safetensors")
     tensors[SCALES] = tensors[SCALES].flip(1).contiguous()
@@ -75,7 +75,7 @@ def test_swapped_codes_change_the_logits(folder, tmp_path, load):
 
 
 @pytest.mark.parametrize("fault", [1.2, float("nan")])
-def test_a_wrong_kernel_is_refused(folder, load, monkeypatch, fault):
+def test_wrong_kernel_is_refused(folder, load, monkeypatch, fault):
     engine = load(folder)
     linears = [m for m in engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
     right = linears[0].forward
@@ -93,14 +93,14 @@ def test_folder_without_stored_logits(folder, quantized_5m, tmp_path, load, capl
         assert f"has no {QUALITY}" in caplog.text
 
 
-def test_check_takes_no_pages(folder, load):
+def test_start_check_uses_no_pages(folder, load):
     engine = load(folder)
     free = engine.scheduler.pool.num_free
     check_start(engine, str(folder))
     assert engine.scheduler.pool.num_free == free and not engine.has_work()
 
 
-def test_engine_process_refuses_a_damaged_model_unless_told_not_to(folder, tmp_path):
+def test_damaged_model_is_refused_unless_check_is_off(folder, tmp_path):
     damaged = shutil.copytree(folder, tmp_path / "damaged")
     tensors = load_file(damaged / "model.safetensors")
     tensors[SCALES] = tensors[SCALES].flip(1).contiguous()

@@ -27,7 +27,7 @@ def runner(quantized_5m):
     return LLM(quantized_5m, **SETTINGS).engine.runner
 
 
-def test_shapes_come_back_while_all_kernels_are_compiled(tmp_path):
+def test_recorded_shapes_are_valid_while_kernels_are_compiled(tmp_path):
     record = StartRecord(tmp_path / "new", "k")
     assert record.read({"a", "b"}) is None
     record.write(SHAPES, ["b", "a", "b"])
@@ -64,7 +64,7 @@ def test_next_start_knows_the_shapes_after_all_kernels_were_launched(runner, tmp
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"shapes": [[1, 2]], "kernels": []}', '{"shapes": [[1, 1, "x"]]}']
 )
-def test_damaged_record_is_none(tmp_path, text):
+def test_damaged_record_is_ignored(tmp_path, text):
     (tmp_path / "qserve-start-k.json").write_text(text)
     assert StartRecord(tmp_path, "k").read({"a"}) is None
 
@@ -90,7 +90,7 @@ def test_key_is_the_same_in_another_process(runner, quantized_5m):
     assert len(set(keys)) == 1
 
 
-def test_key_follows_from_all_that_chooses_kernels(runner, quantized_5m, docs_5m, monkeypatch):
+def test_key_depends_on_everything_that_selects_kernels(runner, quantized_5m, docs_5m, monkeypatch):
     key = start_key(runner, 512, "triton")
     others = [start_key(runner, 513, "triton"), start_key(runner, 512, "another")]
     config = runner.config

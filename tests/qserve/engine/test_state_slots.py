@@ -41,7 +41,7 @@ class Slots:
 @pytest.mark.exhaustive
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_random_schedules_go_on_from_their_own_states(data):
+def test_random_schedules_continue_from_own_states(data):
     """With fewer slots than places, too few pages, requests that are aborted, steps in flight."""
     draw = data.draw
     most = draw(st.integers(1, 5))
@@ -84,7 +84,7 @@ def test_random_schedules_go_on_from_their_own_states(data):
     assert states.num_free == states.num_slots and slots.left.keys() <= set(range(most))
 
 
-def test_a_request_waits_for_a_slot():
+def test_request_waits_for_a_slot():
     scheduler = make_scheduler(64, 4, 4, budget=64, states=StatePool(1), prefix_caching=False)
     first, second = make_request("a", 5), make_request("b", 5)
     scheduler.add(first)
@@ -96,7 +96,7 @@ def test_a_request_waits_for_a_slot():
     assert [chunk.request for chunk in scheduler.schedule().chunks] == [second]
 
 
-def test_preemption_gives_the_slot_back():
+def test_preemption_frees_the_slot():
     scheduler = make_scheduler(2, 4, 2, budget=16, states=StatePool(2), prefix_caching=False)
     first, second = make_request("a", 4), make_request("b", 4)
     scheduler.add(first)
@@ -118,7 +118,7 @@ def test_preemption_gives_the_slot_back():
     ],
     ids=["shared", "given back", "lost"],
 )
-def test_integrity_sees_what_is_wrong(spoil):
+def test_integrity_check_detects_faults(spoil):
     states = StatePool(3)
     a, b = make_request("a"), make_request("b")
     states.take_(a)
@@ -129,7 +129,7 @@ def test_integrity_sees_what_is_wrong(spoil):
         states.check_integrity([a, b], [])
 
 
-def test_model_without_states_hands_out_nothing():
+def test_stateless_model_has_no_slots():
     states, request = StatePool(None), make_request("a")
     states.take_(request)
     assert request.state_slot == -1 and states.num_free > 10**9
@@ -137,7 +137,7 @@ def test_model_without_states_hands_out_nothing():
     states.check_integrity([request], [])
 
 
-def test_steps_outside_a_schedule_keep_nothing():
+def test_unscheduled_steps_write_no_state():
     """Warm-up steps, and those of Engine.logits: they must not write over a request's state."""
     step = StepInput.padding(num_requests=3, count=2, max_context_len=8, page_size=4)
     assert step.state_slots_R.tolist() == [-1, -1, -1]
@@ -159,7 +159,7 @@ def test_slots_are_inputs_of_graphs(is_chunk):
     assert set(batch.state_slots_R.tolist()) == {-1}
 
 
-def test_slots_travel_only_where_there_are_states():
+def test_slots_are_sent_only_for_stateful_models():
     step = make_step([1, 1], state_slots_R=np.array([3, 1], np.int32))
     assert Batch.of(step, CPU, BatchForm(page_size=4)).state_slots_R is None
     with_states = BatchForm(with_states=True, page_size=4)

@@ -97,7 +97,7 @@ def run(simulation, *requests):
 @pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_random_schedules_begin_from_their_own_tokens(data):
+def test_random_schedules_start_from_own_snapshots(data):
     """Chats with common starts, chunks, too few pages, aborts, resets, steps in flight."""
     draw = data.draw
     most, with_host = draw(st.integers(1, 4)), draw(st.booleans())
@@ -138,7 +138,7 @@ def test_random_schedules_begin_from_their_own_tokens(data):
     scheduler.check_integrity()
 
 
-def test_the_same_prompt_begins_where_its_full_pages_end():
+def test_repeated_prompt_starts_at_last_full_page():
     simulation = simulate()
     assert run(simulation, make_request("a", [*PREFIX, 1, 2])) == [0]
     assert run(simulation, make_request("b", [*PREFIX, 1, 2])) == [len(PREFIX)]
@@ -147,21 +147,21 @@ def test_the_same_prompt_begins_where_its_full_pages_end():
     assert run(simulation, make_request("d", PREFIX)) == [0], "no copy stands before its last page"
 
 
-def test_a_common_start_is_kept_by_the_second_and_found_by_the_third():
+def test_shared_prefix_is_snapshotted_by_second_and_hit_by_third():
     simulation = simulate()
     prompts = [[*PREFIX, *[number] * 9] for number in range(4)]
     cached = [run(simulation, make_request(f"r{n}", prompt))[0] for n, prompt in enumerate(prompts)]
     assert cached == [0, 0, len(PREFIX), len(PREFIX)]
 
 
-def test_outputs_of_one_prompt_wait_for_its_copy():
+def test_outputs_of_one_prompt_wait_for_snapshot():
     simulation = simulate()
     requests = [make_request(f"r{n}", [*PREFIX, 1], group="one") for n in range(4)]
     assert run(simulation, *requests) == [0, *[len(PREFIX)] * 3]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_next_turn_of_a_chat_begins_in_the_output(depth):
+def test_next_chat_turn_starts_from_output_snapshot(depth):
     """At the last multiple of SPACING, whose token the host learns of a step later."""
     simulation = simulate(depth=depth)
     turn = make_request("turn", PREFIX[:10], max_tokens=31)
@@ -171,7 +171,7 @@ def test_the_next_turn_of_a_chat_begins_in_the_output(depth):
     assert len(simulation.scheduler.snapshots) == 2, "one of the prompt, one of the output"
 
 
-def test_a_preempted_request_comes_back_to_its_copy():
+def test_preempted_request_restores_its_snapshot():
     simulation = simulate(num_pages=14, num_seqs=2, budget=32)
     first, second = make_request("r0", 20, 20), make_request("r1", 21, 20)
     for request in (first, second):
@@ -182,7 +182,7 @@ def test_a_preempted_request_comes_back_to_its_copy():
     simulation.run_out()
 
 
-def test_pages_without_a_copy_are_computed_and_a_copy_without_pages_is_no_use():
+def test_hit_requires_both_pages_and_snapshot():
     simulation = simulate(num_snapshots=1)
     scheduler = simulation.scheduler
     run(simulation, make_request("a", [*PREFIX, 1]), make_request("b", 3 * PAGE))
@@ -193,7 +193,7 @@ def test_pages_without_a_copy_are_computed_and_a_copy_without_pages_is_no_use():
     assert run(simulation, make_request("e", [*PREFIX, 1])) == [0]
 
 
-def test_an_evicted_copy_comes_back_from_the_host():
+def test_evicted_snapshot_is_restored_from_host():
     """With its pages, which are on the device or on the host."""
     simulation = simulate(num_snapshots=1, num_pages=12, num_slots=20, host=HostTier(3))
     snapshots = simulation.scheduler.snapshots
@@ -212,7 +212,7 @@ def test_reset_drops_snapshots_on_the_host():
     assert run(simulation, make_request("c", [*PREFIX, 1])) == [0]
 
 
-def test_a_copy_that_was_to_be_stored_with_a_failed_step_is_lost():
+def test_snapshot_of_failed_step_is_dropped():
     simulation = simulate(num_snapshots=1, num_slots=20, host=HostTier(3))
     scheduler = simulation.scheduler
     run(simulation, make_request("a", [*PREFIX, 1]))
@@ -231,7 +231,7 @@ def make_keys(scheduler, tokens):
     return request.page_keys
 
 
-def test_copies_of_a_failed_step_are_found_by_nobody():
+def test_failed_step_snapshots_are_not_hit():
     simulation = simulate()
     scheduler = simulation.scheduler
     run(simulation, make_request("a", [*PREFIX, 1]))
@@ -286,13 +286,13 @@ def test_reset_drops_snapshots_and_running_requests_make_none():
     assert run(simulation, make_request("c", [*PREFIX, 1])) == [0]
 
 
-def test_salts_do_not_share_copies():
+def test_different_salts_share_no_snapshots():
     simulation = simulate()
     salted = [make_request(f"r{n}", [*PREFIX, 1], cache_salt=salt) for n, salt in enumerate("aba")]
     assert [run(simulation, each)[0] for each in salted] == [0, 0, len(PREFIX)]
 
 
-def test_short_prompts_pay_no_step_for_a_copy():
+def test_short_prompts_make_no_snapshot_step():
     with mock.patch.object(state_snapshots, "LEAST_GAIN", 64):
         simulation = simulate()
         request = make_request("a", [*PREFIX, 1])
@@ -309,7 +309,7 @@ def test_short_prompts_pay_no_step_for_a_copy():
     ],
     ids=["lost", "shared"],
 )
-def test_integrity_sees_what_is_wrong(spoil):
+def test_integrity_check_detects_faults(spoil):
     snapshots = StateSnapshots(2, 3, PAGE)
     snapshots.check_integrity()
     spoil(snapshots)

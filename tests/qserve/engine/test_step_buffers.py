@@ -40,7 +40,7 @@ def check(batch, step, is_chunk):
         assert rows == list(range(DECODE.num_requests))
 
 
-def test_one_graph_after_the_other(buffers):
+def test_buffers_of_consecutive_graphs(buffers):
     batches = {key: buffers.batch(key, 96) for key in (DECODE, CHUNK)}
     steps = [(CHUNK, [7, 5]), (DECODE, [1, 1, 1]), (CHUNK, [16, 0, 0]), (DECODE, [1] * 4)]
     for seed, (key, counts) in enumerate(steps):
@@ -49,7 +49,7 @@ def test_one_graph_after_the_other(buffers):
         check(batches[key], step, key.is_chunk)
 
 
-def test_sizes_and_limits(buffers):
+def test_buffer_sizes_and_limits(buffers):
     decode, chunk = buffers.batch(DECODE, 96), buffers.batch(CHUNK, 96)
     assert (decode.max_query_len, chunk.max_query_len, chunk.max_context_len) == (1, 16, 96)
     assert decode.token_ids_T.shape == (4,) and chunk.token_ids_T.shape == (16,)
@@ -57,7 +57,7 @@ def test_sizes_and_limits(buffers):
 
 
 @pytest.mark.parametrize("key", [DECODE, CHUNK])
-def test_a_step_of_nothing(buffers, key):
+def test_empty_step(buffers, key):
     buffers.fill_(key, make_step([1] * 3, width=3))
     buffers.pad_(key)
     batch = buffers.batch(key, 96)
@@ -67,7 +67,7 @@ def test_a_step_of_nothing(buffers, key):
         assert not batch.query_starts_R1.any()
 
 
-def test_tables_are_copied_where_they_changed_and_only_there(buffers):
+def test_only_changed_block_tables_are_copied(buffers):
     batch = buffers.batch(DECODE, 96)
     first = make_step([1, 1], seed=1, width=3)
     tables = first.block_tables_RX

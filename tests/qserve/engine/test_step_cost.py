@@ -119,7 +119,7 @@ def decode(num_requests, **params):
 
 
 @pytest.mark.parametrize("num_requests", [1, 32, 256])
-def test_a_decode_step_calls_little(num_requests):
+def test_decode_step_call_count_is_bounded(num_requests):
     names = decode(num_requests, temperature=0.7, top_p=0.9)
     names.subtract({name: count for name, count in names.items() if "genexpr" in name})
     calls = names.total() / 16
@@ -147,13 +147,13 @@ def without_lines():
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.7, "top_p": 0.9}, {"logit_bias": {5: 1.0}}])
-def test_a_step_costs_in_proportion_to_its_requests(params):
+def test_step_cost_is_linear_in_requests(params):
     few, many = (lines_of(3, count, **params) for count in (32, 256))
     assert many <= SLACK * 8 * few
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_crowd_that_waits_costs_a_step_nothing(policy):
+def test_waiting_requests_add_no_step_cost(policy):
     """Until a tenant with nothing gets a slot, too."""
     steps = PATIENCE + 3
     few, many = (lines_of(steps, 32, policy=policy, num_waiting=waiting) for waiting in (50, 1000))
@@ -201,14 +201,14 @@ def lines_with_masks(num_requests):
     return before.names.total(), after.names.total()
 
 
-def test_masks_cost_nothing_before_the_launch(monkeypatch):
+def test_masks_add_no_cost_before_launch(monkeypatch):
     monkeypatch.setattr(mask_jobs, "_threads", lambda are_slow: AtOnce())
     before, after = lines_with_masks(32)
     assert before <= SLACK * lines_of(1, 32)
     assert lines_with_masks(256)[1] <= SLACK * 8 * after
 
 
-def test_requests_that_bias_are_packed_once():
+def test_logit_bias_is_packed_once_per_request():
     """Not in each step: with min_tokens once for before, and once for then."""
     plain, biased = decode(32), Decodes(32, logit_bias={5: 1.0}, min_tokens=20)
     assert not plain["sample_row"]

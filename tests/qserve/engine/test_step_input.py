@@ -70,12 +70,12 @@ def test_end_tokens_are_forbidden_until_min_tokens():
     assert sample_row(request([7, 7], [5, 5], **params)).bias == ((4, 1.5),)
 
 
-def test_the_draw_depends_on_seed_and_position():
+def test_draw_depends_only_on_seed_and_position():
     row = sample_row(request([7, 7], [5]))
     assert (row.seed, row.position) == (5, 3)
 
 
-def test_a_chunk_may_sample_several_of_its_rows():
+def test_chunk_may_sample_several_of_its_rows():
     """Each is drawn at its own position, and min_tokens counts up to there."""
     asking, rows = request([7, 7], [5, 5, 6], min_tokens=2), RequestRows(2)
     step = build(request([7]), asking, rows=rows, num_sampled=1)
@@ -86,7 +86,7 @@ def test_a_chunk_may_sample_several_of_its_rows():
     assert [bool(row.bias) for row in sample_rows(step)] == [True, False, False]
 
 
-def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
+def test_in_flight_token_is_read_from_its_sampling_row():
     rows = RequestRows(4)
     first, second, third = (request([n]) for n in (7, 8, 9))
     build(first, second, third, rows=rows)
@@ -100,7 +100,7 @@ def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
     assert build(third, rows=rows).pending_row.tolist() == [3]
 
 
-def test_keys_go_to_the_pages_of_the_block_table():
+def test_slots_follow_block_table():
     step = build(request([7] * 6), request([7]))
     assert step.slots_T.tolist() == [12, 13, 14, 15, 4, 5, 12]
     assert step.block_tables_RX[:, :3].tolist() == [[3, 1, 2]] * 2
@@ -108,12 +108,12 @@ def test_keys_go_to_the_pages_of_the_block_table():
     assert step.query_starts_R1.tolist() == [0, 6, 7] and step.context_lengths_R.tolist() == [6, 1]
 
 
-def test_a_request_without_penalties_has_no_history():
+def test_request_without_penalties_has_no_history():
     step = build(request([7]))
     assert sample_rows(step)[0].history_row == -1 and step.history_fills == ()
 
 
-def test_a_history_row_is_filled_once_and_kept():
+def test_history_row_is_filled_once_and_kept():
     """Between steps the sampler counts on the device; the host must not count again."""
     rows, asking = RequestRows(2), request([7, 8], [6], frequency_penalty=1.0)
     first, second = (build(asking, rows=rows) for _ in range(2))
@@ -273,7 +273,7 @@ def test_keys_of_an_output_with_a_window_replace_each_other():
     assert positions == list(range(2, 9))
 
 
-def test_tokens_of_media_are_those_of_the_prompt():
+def test_media_rows_are_only_prompt_tokens():
     """Two requests in chunks; the rows of the output are text, whatever their tokens."""
     plain, pictured = request([7, 8], [5]), request([4, 5, 5, 6], [5, 5])
     pictured.is_media_N = np.array([False, True, True, False])

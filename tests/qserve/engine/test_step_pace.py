@@ -76,7 +76,7 @@ def serve(simulation, num_requests=120, prompt=1024):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_gaps_stay_below_the_target(noise):
+def test_inter_token_latency_stays_below_target(noise):
     free, paced = make(None), make(TARGET, noise)
     for simulation in (free, paced):
         serve(simulation)
@@ -87,7 +87,7 @@ def test_gaps_stay_below_the_target(noise):
     assert paced.seconds < 1.2 * free.seconds
 
 
-def test_the_same_measurements_give_the_same_chunks():
+def test_same_measurements_give_the_same_chunks():
     plans = []
     for _ in range(2):
         simulation = make(TARGET, noise=0.2)
@@ -106,7 +106,7 @@ def test_chunk_of_a_prompt_that_runs_alone_is_not_limited():
     assert simulation.step().num_tokens == 8000
 
 
-def test_every_target_lets_a_prompt_finish():
+def test_every_latency_target_lets_prompts_finish():
     simulation = make(0.0001)
     simulation.scheduler.add(make_request("r0", 16, 200))
     simulation.step()
@@ -134,7 +134,7 @@ def test_model_learns_the_cost_of_steps():
     assert fitted(noise=0.2).predict(load) == pytest.approx(gpu_seconds(load), rel=0.1)
 
 
-def test_errors_of_the_prediction_are_kept_free():
+def test_prediction_error_margin_is_reserved():
     load = StepLoad(num_decodes=30, num_keys=30_000)
     exact, noisy = (fitted(noise).max_prompt_tokens(load, 0, 8192) for noise in (0.0, 0.3))
     assert noisy < exact
@@ -144,7 +144,7 @@ def test_errors_of_the_prediction_are_kept_free():
     assert gpu_seconds(whole) == pytest.approx(TARGET, rel=0.02)
 
 
-def test_later_parts_of_a_prompt_come_in_smaller_chunks():
+def test_chunks_shrink_with_context_length():
     load = StepLoad(num_decodes=30, num_keys=30_000)
     pace = fitted()
     assert pace.max_prompt_tokens(load, 100_000, 8192) < pace.max_prompt_tokens(load, 0, 8192)

@@ -21,7 +21,7 @@ def allowed_of(mask, vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [63, 64, 65, 1000])
-def test_edges_of_words(vocab_size):
+def test_bad_word_boundaries(vocab_size):
     ids = {0, 62, vocab_size - 1}
     made = TokenFilter(vocab_size, tuple(ids), ())
     assert allowed_of(made.mask([1], 1), vocab_size) == ids
@@ -91,7 +91,7 @@ def test_bad_word_of_several_tokens_is_not_completed(llm):
     assert all(tuple(found[i : i + 3]) != sequence for i in range(len(found)))
 
 
-def test_together_with_a_grammar(llm):
+def test_token_filter_with_grammar(llm):
     form, tokens = {"regex": "[a-z]{3,8}"}, llm.get_tokenizer()
     allowed = tokens.encode("abcabc", False) + [tokens.encode(x, False)[0] for x in "abc"]
     found = generate(llm, structured_outputs=form, allowed_token_ids=[*allowed, END])
@@ -106,7 +106,7 @@ def test_together_with_a_grammar(llm):
         ({"bad_words_token_ids": [(20, 20)]}, "allowed_token_ids, bad_words"),
     ],
 )
-def test_nothing_left_ends_the_request_with_the_reason(llm, params, names):
+def test_request_without_allowed_token_ends_with_reason(llm, params, names):
     with pytest.raises(InputError, match=f"{names}: after [01] tokens of output") as caught:
         generate(llm, allowed_token_ids=[20], **params)
     assert "qserve inspect" not in str(caught.value)
@@ -122,7 +122,7 @@ def test_nothing_left_ends_the_request_with_the_reason(llm, params, names):
         {"bad_words_token_ids": [(3, 8192)]},
     ],
 )
-def test_request_that_can_never_begin_is_refused(llm, params):
+def test_request_without_first_token_is_refused(llm, params):
     with pytest.raises(InputError, match=next(iter(params)).replace("_words_token_ids", "_words")):
         generate(llm, **params)
 
@@ -139,7 +139,7 @@ def test_request_that_can_never_begin_is_refused(llm, params):
         {"bad_words_token_ids": [()]},
     ],
 )
-def test_parameters_out_of_range(params):
+def test_out_of_range_parameters_are_refused(params):
     with pytest.raises(InputError, match=next(iter(params))):
         SamplingParams(**params)
 
@@ -173,7 +173,7 @@ def run(docs_5m, depth, **params):
         {"allowed_token_ids": range(20, 24), "bad_words_token_ids": [(20, 21), (21, 22)]},
     ],
 )
-def test_no_row_waits_for_its_last_token(docs_5m, params):
+def test_token_filter_does_not_delay_rows(docs_5m, params):
     alone, _ = run(docs_5m, 0, **params)
     found, num_steps = run(docs_5m, 1, **params)
     assert found == alone and len(found) == 12

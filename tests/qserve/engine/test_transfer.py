@@ -16,7 +16,7 @@ def test_arrays_of_one_transfer_are_aligned():
     assert all((tensor.data_ptr() - first) % 16 == 0 for tensor in found if len(tensor))
 
 
-def test_a_part_of_a_copy_and_a_place_that_is_longer():
+def test_partial_copy_into_larger_buffer():
     copies, place = PinnedCopies(CPU), torch.full((5,), 7)
     copies.send_(np.array([1, 2, 3]), place)
     assert place.tolist() == [1, 2, 3, 7, 7]

@@ -29,14 +29,14 @@ def push(queue, *requests):
     queue.check_integrity()
 
 
-def test_without_clients_and_groups_the_first_come_is_the_first_served():
+def test_without_clients_and_groups_order_is_fcfs():
     queue, requests = WaitingQueue(), [make_request(f"r{n}", prompt=99 - n) for n in range(30)]
     push(queue, *requests)
     assert [pop(queue) for _ in requests] == requests
     assert queue.first() is None and len(queue) == queue.num_tokens == 0
 
 
-def test_single_requests_of_many_groups_are_served_as_they_come():
+def test_single_requests_of_many_groups_are_fcfs():
     queue = WaitingQueue()
     requests = [make_request(f"r{n}", prompt=1 + 97 * n % 50, group=f"g{n}") for n in range(40)]
     push(queue, *requests[:20])
@@ -57,7 +57,7 @@ def test_preempted_requests_come_first():
     assert [pop(queue).request_id for _ in range(3)] == ["r2", "r1", "r0"]
 
 
-def test_a_request_passes_the_other_outputs_of_a_large_one():
+def test_request_overtakes_outputs_of_a_large_request():
     queue = WaitingQueue()
     push(queue, *(make_request(f"r{n}", prompt=1500, group="large") for n in range(256)))
     pop(queue)
@@ -65,7 +65,7 @@ def test_a_request_passes_the_other_outputs_of_a_large_one():
     assert [pop(queue).request_id for _ in range(2)] == ["short", "r1"]
 
 
-def test_many_api_requests_of_a_client_get_no_more_than_one_of_another():
+def test_clients_get_equal_turns_regardless_of_number_of_requests():
     queue = WaitingQueue()
     push(
         queue,
@@ -76,7 +76,7 @@ def test_many_api_requests_of_a_client_get_no_more_than_one_of_another():
     assert served == ["many", "one"] * 4
 
 
-def test_turns_cost_tokens():
+def test_turns_are_charged_by_tokens():
     """Cost of prompts and future outputs: long prompts get fewer turns; one-token prompts cost,
     too."""
     queue = WaitingQueue()
@@ -87,7 +87,7 @@ def test_turns_cost_tokens():
     assert 0.9 * 4 < counts["short"] / counts["long"] < 1.2 * 4
 
 
-def test_late_client_does_not_catch_up_missed_turns():
+def test_late_client_gets_no_missed_turns():
     queue = WaitingQueue()
     for client in ("early", "late"):
         push(queue, *(make_request("r", 9, client=client) for _ in range(20)))
@@ -98,7 +98,7 @@ def test_late_client_does_not_catch_up_missed_turns():
     assert counts == {"early": 3, "late": 3}
 
 
-def test_requests_that_end_while_they_wait_leave_nothing_behind():
+def test_aborted_waiting_requests_leave_no_state():
     queue, rng = WaitingQueue(), random.Random(3)
     for _ in range(200):
         request = make_request(
@@ -138,7 +138,7 @@ def test_shorter_requests_go_before_longer_ones_of_other_groups():
     assert queue.first_shorter(50, other_than=()) is None
 
 
-def test_oldest_is_passed_over_a_limited_number_of_times():
+def test_skips_of_oldest_request_are_bounded():
     queue = WaitingQueue()
     push(queue, make_request("long", prompt=90, group="a"))
     for n in range(MAX_BYPASSES):
@@ -155,7 +155,7 @@ def test_oldest_is_passed_over_a_limited_number_of_times():
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_no_request_waits_longer_than_the_bound(data):
+def test_waiting_time_is_bounded(data):
     """Endless clients arrive and also choose which request to pass over."""
     draw = data.draw
     most = draw(st.integers(0, 5))
@@ -186,7 +186,7 @@ def test_no_request_waits_longer_than_the_bound(data):
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_shares_of_waiting_clients_differ_by_one_request(data):
+def test_waiting_clients_get_equal_shares(data):
     draw = data.draw
     clients = draw(st.lists(st.integers(1, 2000), min_size=2, max_size=5))
     queue = WaitingQueue(max_bypasses=10**6)
@@ -203,7 +203,7 @@ def test_shares_of_waiting_clients_differ_by_one_request(data):
 
 
 @given(names=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30))
-def test_turns_are_taken_in_their_stated_order(names):
+def test_turn_order_is_as_documented(names):
     turns = FairOrder()
     for cost, name in enumerate(names):
         turns.join(name)
@@ -217,7 +217,7 @@ def test_turns_are_taken_in_their_stated_order(names):
     assert not turns
 
 
-def test_log_probabilities_of_prompts_count_as_work():
+def test_prompt_logprobs_are_charged_as_work():
     """A client that requests them gets turns according to its work, not to its number of tokens."""
     queue, size = WaitingQueue(), 10 * COST_OF_OUTPUT
     for index in range(40):

@@ -63,7 +63,7 @@ def on_an_h200(monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_m_runs_a_kernel_of_the_boundaries(on_an_h200, shape, bits):
+def test_boundary_sizes_cover_every_m(on_an_h200, shape, bits):
     N, K, consumer = SHAPES[shape]
     weight = on_an_h200(N, K, bits)
     warmed = plan_boundaries(weight, BUDGET, consumer)
@@ -76,7 +76,7 @@ def test_every_m_runs_a_kernel_of_the_boundaries(on_an_h200, shape, bits):
 
 @pytest.mark.parametrize("sizes", [(4096, 14336, 8, 2), (2048, 768, 128, 8)])
 @pytest.mark.parametrize("requested", [None, "-sm90_few_tokens"])
-def test_every_m_of_experts_runs_a_kernel_of_the_boundaries(monkeypatch, sizes, requested):
+def test_boundary_sizes_cover_every_m_of_experts(monkeypatch, sizes, requested):
     """Also where pairs are looked through, by a kernel that has room for a power of two of them."""
     monkeypatch.setattr(gpu_device, "sm_count", lambda device: H200)
     monkeypatch.setattr(gpu_device, "shared_bytes", lambda device: 227 * 1024)
@@ -106,7 +106,7 @@ def test_every_m_of_experts_runs_a_kernel_of_the_boundaries(monkeypatch, sizes, 
     assert {"sorted", "few" if requested else "sm90_few_tokens"} == {p.variant for p in plans}
 
 
-def test_rows_of_a_decoder_hold_those_of_all_its_products(on_an_h200):
+def test_decoder_rows_cover_rows_of_all_products(on_an_h200):
     products = [(on_an_h200(N, K), consumer) for N, K, consumer in SHAPES.values()]
     rows = row_boundaries(products, BUDGET, H200)
     assert rows == sorted(set(rows)) and rows[0] == 1 and rows[-1] == BUDGET
@@ -121,7 +121,7 @@ ADAPTED = {(4096, 6144): (4096, 1024, 1024), (4096, 28672): (14336, 14336)}
 
 
 @pytest.mark.exhaustive
-def test_rows_of_a_step_with_adapters_launch_every_kernel_of_one(on_an_h200):
+def test_adapter_warm_up_rows_cover_every_kernel(on_an_h200):
     """Linears with adapters, fused into the product or not, and linears without."""
     products = [(on_an_h200(N, K), consumer) for N, K, consumer in list(SHAPES.values())[:4]]
     rows = row_boundaries(products, BUDGET, H200, adapted=ADAPTED)
@@ -136,7 +136,7 @@ def test_rows_of_a_step_with_adapters_launch_every_kernel_of_one(on_an_h200):
 
 @pytest.mark.parametrize("page_element_size", [1, 2])
 @pytest.mark.parametrize("heads", [(8, 4), (2, 7), (32, 1)])
-def test_every_decode_step_runs_a_config_of_the_boundaries(heads, page_element_size):
+def test_boundary_sizes_cover_every_decode_step(heads, page_element_size):
     fixed = {
         "num_kv_heads": heads[0],
         "heads_per_kv_head": heads[1],
@@ -165,7 +165,7 @@ def test_every_decode_step_runs_a_config_of_the_boundaries(heads, page_element_s
 
 
 @pytest.mark.parametrize("window", [None, 1024])
-def test_every_chunk_runs_a_split_of_the_boundaries(window):
+def test_boundary_sizes_cover_every_chunk(window):
     def split(tokens, keys):
         tiles = max(1, -(-tokens * 4 // 128)) * 8
         return prefill_split(tiles, min(keys, window or keys), H200)

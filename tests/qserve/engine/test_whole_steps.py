@@ -72,7 +72,7 @@ def test_small_decodes_have_whole_graphs(most):
     assert sum(key.is_whole for key in first_keys(keys)) <= 2
 
 
-def test_entry_is_what_other_graphs_get_and_the_sampling_words():
+def test_ring_entry_has_graph_inputs_and_sampling_words():
     plain = replace(KEY, is_whole=False)
     buffers = StepBuffers([KEY, plain], max_num_seqs=4, table_width=6, device=CPU)
     row = SampleRow(temperature=0.5, seed=9, position=40)
@@ -105,7 +105,7 @@ def test_entry_is_what_other_graphs_get_and_the_sampling_words():
     assert not temperature > 0, "greedy"
 
 
-def test_entries_are_filled_in_turn_and_pending_tokens_are_named():
+def test_ring_entries_are_filled_in_order_with_pending_tokens():
     whole = WholeSteps(10, CPU)
     first = whole.entry()
     first[:] = 5
@@ -132,7 +132,7 @@ def test_entries_are_filled_in_turn_and_pending_tokens_are_named():
     assert step.token_ids_T.tolist() == known, "the step itself stays"
 
 
-def test_a_step_of_padding_keeps_the_samples():
+def test_padding_step_keeps_samples():
     whole = WholeSteps(10, CPU)
     whole.samples_R[:] = torch.arange(MAX_ROWS)
     with whole.kept_samples():
@@ -140,7 +140,7 @@ def test_a_step_of_padding_keeps_the_samples():
     assert whole.samples_R.tolist() == list(range(MAX_ROWS))
 
 
-def test_kernels_of_the_rings_can_be_compiled_before_a_capture(monkeypatch):
+def test_ring_kernels_compile_before_capture(monkeypatch):
     """No warm-up step launches them."""
     from qkernels.gpu import rings
 

@@ -122,7 +122,7 @@ def test_subfolder_tokenizer_adapter_and_drafter_by_name(hub, docs_5m, expected)
     assert local_config(config) == config
 
 
-def test_dummy_weights_fetch_none(hub):
+def test_dummy_weights_fetch_no_weight_files(hub):
     with local_hub.in_place_of_the_hub(hub.repos, Path(hub_folder("dummy"))) as fresh:
         config = local_config(EngineConfig(model="org/docs", load_format="dummy"))
         assert not any("safetensors" in path for _, path in fresh.requests)
@@ -165,7 +165,7 @@ def test_inspect_convert_and_eval_by_name(hub, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["serve", "inspect", "generate", "eval"])
-def test_errors_are_one_line(hub, capsys, tmp_path, command):
+def test_hub_errors_are_one_line(hub, capsys, tmp_path, command):
     (tmp_path / "text").write_text("a")
     flags = {"generate": ["--prompt", "a"], "eval": ["--text", str(tmp_path / "text")]}
     for name, words in (
@@ -176,7 +176,7 @@ def test_errors_are_one_line(hub, capsys, tmp_path, command):
         fails_with(capsys, [command, name, *flags.get(command, [])], words)
 
 
-def test_errors_of_parts_come_before_the_model(hub):
+def test_part_errors_precede_model_download(hub):
     for settings, words in (
         ({"tokenizer": "org/adapter"}, "org/adapter: has no tokenizer"),
         ({"enable_lora": True, "lora_modules": ["a=org/docs"]}, "has no adapter_config.json"),

@@ -11,7 +11,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.pending import remote_kv
 from qserve.kv_transfer.connector import CONNECTORS
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -90,10 +90,10 @@ def finish(engine, tokens, cached, errors=None):
     raise AssertionError("the engine did not come to an end")
 
 
-def run(engine, prompts, params=GREEDY, **handling):
+def run(engine, prompts, params=GREEDY, **options):
     """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=Handling(**handling))
+        engine.add_request(str(index), prompt, params, options=RequestOptions(**options))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     finish(engine, tokens, cached)
     settle(engine)
@@ -136,7 +136,7 @@ def cold(docs_5m):
     "dtype", ["auto", "int8", "int4", pytest.param("fp8", marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_what_one_engine_computed_the_other_decodes(
+def test_second_engine_decodes_from_pages_of_first(
     dtype, steps_in_flight, make_engine, cold, tmp_path
 ):
     settings = {"kv_cache_dtype": dtype, "steps_in_flight": steps_in_flight}
@@ -156,14 +156,14 @@ def test_what_one_engine_computed_the_other_decodes(
     assert counted[0] == 1 + 7, "the last token of the prompt, and those that were fed back"
 
 
-def test_the_next_turn_of_a_chat_finds_the_answer_at_the_other_engine(make_engine, shelf):
+def test_next_chat_turn_hits_pages_of_other_engine(make_engine, shelf):
     (answer,), _ = run(make_engine(), [PROMPT])
     turn = [*PROMPT, *answer, 50, 51]
     want, _ = run(make_engine(role="kv_producer"), [turn])
     assert run(make_engine(), [turn]) == (want, [32])
 
 
-def test_pages_on_the_device_and_from_elsewhere_make_one_prefix(make_engine, shelf):
+def test_local_and_remote_pages_form_one_prefix(make_engine, shelf):
     long = [*PROMPT, *range(60, 75)]
     want, _ = run(make_engine(), [long])
     engine = make_engine()
@@ -176,7 +176,7 @@ def test_pages_on_the_device_and_from_elsewhere_make_one_prefix(make_engine, she
     assert before == 0
 
 
-def test_requests_of_one_prompt_fetch_it_once(make_engine, shelf, cold):
+def test_equal_prompts_fetch_pages_once(make_engine, shelf, cold):
     run(make_engine(), [PROMPT])
     asked = []
     match = shelf.match
@@ -187,7 +187,7 @@ def test_requests_of_one_prompt_fetch_it_once(make_engine, shelf, cold):
     assert asked == [6]
 
 
-def test_requests_of_one_unknown_prompt_ask_once(make_engine, shelf, cold):
+def test_equal_unknown_prompts_query_once(make_engine, shelf, cold):
     asked = []
     match = shelf.match
     shelf.match = lambda keys: asked.append(len(keys)) or match(keys)
@@ -195,7 +195,7 @@ def test_requests_of_one_unknown_prompt_ask_once(make_engine, shelf, cold):
     assert tokens == cold() * 4 and asked == [6]
 
 
-def test_others_are_computed_while_one_waits(make_engine, shelf, cold):
+def test_other_requests_run_while_one_waits(make_engine, shelf, cold):
     run(make_engine(), [PROMPT])
     engine = make_engine()
     shelf.gate.clear()
@@ -216,7 +216,7 @@ def test_others_are_computed_while_one_waits(make_engine, shelf, cold):
 
 
 @pytest.mark.parametrize("fails", ["match", "load", "save"])
-def test_a_connector_that_fails_costs_time_alone(fails, make_engine, shelf, cold, caplog):
+def test_failing_connector_only_costs_time(fails, make_engine, shelf, cold, caplog):
     if fails != "save":
         run(make_engine(), [PROMPT])
     shelf.fails = (fails,)
@@ -227,7 +227,7 @@ def test_a_connector_that_fails_costs_time_alone(fails, make_engine, shelf, cold
     assert len(host._free) + len(host) == host.num_slots, "no slot is lost"
 
 
-def test_a_page_that_goes_missing_ends_the_prefix_there(make_engine, shelf, cold):
+def test_missing_page_ends_the_prefix(make_engine, shelf, cold):
     """As one does that is removed or damaged between match and load."""
     run(make_engine(), [PROMPT])
     engine = make_engine()
@@ -237,7 +237,7 @@ def test_a_page_that_goes_missing_ends_the_prefix_there(make_engine, shelf, cold
     assert run(engine, [PROMPT]) == (cold(), [8])
 
 
-def test_a_damaged_file_is_computed_again(make_engine, tmp_path, cold):
+def test_damaged_page_file_is_recomputed(make_engine, tmp_path, cold):
     run(make_engine(tmp_path), [PROMPT])
     for path in tmp_path.rglob("*.kv"):
         data = bytearray(path.read_bytes())
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_computed_again(make_engine, tmp_path, cold):
     assert run(make_engine(tmp_path), [PROMPT]) == (cold(), [0])
 
 
-def test_patience_ends(make_engine, shelf, cold, monkeypatch):
+def test_remote_wait_times_out(make_engine, shelf, cold, monkeypatch):
     run(make_engine(), [PROMPT])
     monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 0.05)
     engine = make_engine()
@@ -258,7 +258,7 @@ def test_patience_ends(make_engine, shelf, cold, monkeypatch):
     assert tokens == cold() and cached == [0]
 
 
-def test_aborted_while_it_waits(make_engine, shelf):
+def test_abort_while_waiting_for_pages(make_engine, shelf):
     run(make_engine(), [PROMPT])
     engine = make_engine()
     shelf.gate.clear()
@@ -270,9 +270,7 @@ def test_aborted_while_it_waits(make_engine, shelf):
 
 
 @pytest.mark.parametrize("awaits", ["match", "load"])
-def test_who_waits_for_an_aborted_ones_pages_gets_them(
-    awaits, make_engine, shelf, cold, monkeypatch
-):
+def test_waiter_of_aborted_request_fetches_pages(awaits, make_engine, shelf, cold, monkeypatch):
     """After the abort, the next request of the prompt fetches the pages without a timeout."""
     monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 1e9)
     run(make_engine(), [PROMPT])
@@ -296,7 +294,7 @@ def test_who_waits_for_an_aborted_ones_pages_gets_them(
     assert engine.scheduler.pool.host._num_reserved == 0
 
 
-def test_a_producer_answers_when_its_pages_are_saved(make_engine, shelf):
+def test_producer_replies_after_pages_are_saved(make_engine, shelf):
     engine = make_engine(role="kv_producer")
     shelf.gate.clear()
     engine.add_request("0", PROMPT, ONE)
@@ -309,7 +307,7 @@ def test_a_producer_answers_when_its_pages_are_saved(make_engine, shelf):
     assert len(tokens[0]) == 1 and len(shelf.pages) == 6 and not engine._requests
 
 
-def test_what_is_saved_already_is_not_waited_for(make_engine, shelf, monkeypatch):
+def test_already_saved_pages_are_not_awaited(make_engine, shelf, monkeypatch):
     """Or the engine would spin until the slowest page is there."""
     engine = make_engine(role="kv_producer")
     waited = []
@@ -321,7 +319,7 @@ def test_what_is_saved_already_is_not_waited_for(make_engine, shelf, monkeypatch
     assert waited == [under_way]
 
 
-def test_an_aborted_producer_holds_nothing(make_engine, shelf):
+def test_aborted_producer_frees_pages(make_engine, shelf):
     engine = make_engine(role="kv_producer")
     shelf.gate.clear()
     engine.add_request("0", PROMPT, ONE)
@@ -344,13 +342,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_pages_of_another_kind_are_not_found(other, make_engine, shelf):
+def test_pages_of_other_layout_are_not_hit(other, make_engine, shelf):
     run(make_engine(), [PROMPT])
-    settings, handling = OTHERS[other]
-    assert run(make_engine(**settings), [PROMPT], **handling)[1] == [0]
+    settings, options = OTHERS[other]
+    assert run(make_engine(**settings), [PROMPT], **options)[1] == [0]
 
 
-def test_one_changed_weight_is_another_model(make_engine, shelf, docs_5m, tmp_path):
+def test_changed_weight_changes_model_digest(make_engine, shelf, docs_5m, tmp_path):
     run(make_engine(), [PROMPT])
     for path in docs_5m.iterdir():
         data = bytearray(path.read_bytes())
@@ -362,7 +360,7 @@ def test_one_changed_weight_is_another_model(make_engine, shelf, docs_5m, tmp_pa
     assert run(make_engine(model=tmp_path), [PROMPT])[1] == [24], "a copy is the same model"
 
 
-def test_after_a_reset_an_engine_shares_with_nobody(make_engine, shelf, cold):
+def test_reset_engine_shares_no_pages(make_engine, shelf, cold):
     """Not with one that was reset as often, either: each may have new weights of its own."""
     first, second = make_engine(), make_engine()
     run(first, [PROMPT])
@@ -373,7 +371,7 @@ def test_after_a_reset_an_engine_shares_with_nobody(make_engine, shelf, cold):
     assert run(first, [PROMPT]) == (cold(), [24])
 
 
-def test_a_failed_request_gives_nothing_away(make_engine, shelf, monkeypatch):
+def test_failed_request_saves_no_pages(make_engine, shelf, monkeypatch):
     engine = make_engine()
     logits = engine.runner.decoder.logits
     monkeypatch.setattr(
@@ -385,7 +383,7 @@ def test_a_failed_request_gives_nothing_away(make_engine, shelf, monkeypatch):
     assert "NaN" in errors[0] and not shelf.pages
 
 
-def test_little_memory_loads_a_part(make_engine, shelf, cold, monkeypatch):
+def test_limited_host_memory_loads_part_of_pages(make_engine, shelf, cold, monkeypatch):
     """Half of the slots at most are for what comes from elsewhere."""
     run(make_engine(), [PROMPT])
     engine = make_engine()
@@ -394,7 +392,7 @@ def test_little_memory_loads_a_part(make_engine, shelf, cold, monkeypatch):
     assert run(make_engine(), [PROMPT]) == (cold(), [12])
 
 
-def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
+def test_pending_saves_are_bounded(make_engine, shelf, monkeypatch, caplog):
     engine = make_engine()
     monkeypatch.setattr(remote_kv, "MAX_UNWRITTEN_BYTES", 2 * engine.runner.bytes_per_page)
     run(engine, [PROMPT], ONE)
@@ -402,7 +400,7 @@ def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
 
 
 @pytest.mark.exhaustive
-def test_rounds_of_chats_at_alternating_engines(make_engine, shelf):
+def test_chats_alternating_between_engines(make_engine, shelf):
     """Chats that grow, pages that run out on both devices, a small host tier."""
     plain = make_engine(enable_prefix_caching=False, kv_transfer_config=None)
     settings = {
@@ -433,7 +431,7 @@ def test_rounds_of_chats_at_alternating_engines(make_engine, shelf):
     assert hits > 300
 
 
-def test_the_report_counts_what_came_from_elsewhere(make_engine, shelf):
+def test_report_counts_remote_tokens(make_engine, shelf):
     run(make_engine(), [PROMPT])
     engine, queries, hits = make_engine(), 0, 0
     engine.add_request("0", PROMPT, GREEDY)

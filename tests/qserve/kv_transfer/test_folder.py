@@ -37,7 +37,7 @@ def file_of(path, number):
     return path / name[:2] / f"{name}.kv"
 
 
-def test_another_connector_finds_what_was_saved_up_to_the_first_gap(tmp_path):
+def test_second_connector_matches_up_to_first_gap(tmp_path):
     first, second = connector(tmp_path / "kv"), connector(tmp_path / "kv")
     for number in (1, 2, 4):
         first.save(key(number), page(number))
@@ -74,7 +74,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_and_hostile_files_are_refused_and_can_be_saved_again(damage, tmp_path):
+def test_invalid_files_are_refused_and_replaced(damage, tmp_path):
     folder = connector(tmp_path)
     for number in (1, 2):
         folder.save(key(number), page(number))
@@ -89,7 +89,7 @@ def test_damaged_and_hostile_files_are_refused_and_can_be_saved_again(damage, tm
         assert [each.read_text() for each in path.parent.glob("*.not-a-page/note")] == ["mine"]
 
 
-def test_folder_in_place_of_a_page_is_replaced_when_it_is_saved(tmp_path):
+def test_folder_instead_of_page_is_replaced_on_save(tmp_path):
     """Without a load before it."""
     folder = connector(tmp_path)
     path = file_of(tmp_path, 1)
@@ -99,7 +99,7 @@ def test_folder_in_place_of_a_page_is_replaced_when_it_is_saved(tmp_path):
     assert load(folder, 1) == bytes(page(1))
 
 
-def test_a_link_in_place_of_a_subfolder_is_not_followed(tmp_path):
+def test_symlinked_subfolder_is_not_followed(tmp_path):
     folder, elsewhere = connector(tmp_path / "kv"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     file_of(tmp_path / "kv", 1).parent.symlink_to(elsewhere)
@@ -108,7 +108,7 @@ def test_a_link_in_place_of_a_subfolder_is_not_followed(tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def test_files_of_who_does_not_know_the_secret_are_refused(tmp_path):
+def test_files_without_secret_are_refused(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret of 24 characters\n")
     other = connector(tmp_path / "kv")
@@ -119,13 +119,13 @@ def test_files_of_who_does_not_know_the_secret_are_refused(tmp_path):
     assert load(ours, 1) == bytes(page(1)) and load(other, 1) is None
 
 
-def test_pages_of_another_size_are_not_there(tmp_path):
+def test_pages_of_other_size_are_missing(tmp_path):
     """The key says the size too; where it lied, nothing would be read beyond a page."""
     connector(tmp_path, size=SIZE - 1).save(key(1), page(1)[1:])
     assert connector(tmp_path).match([key(1)]) == 0 and load(connector(tmp_path), 1) is None
 
 
-def test_the_folder_keeps_to_its_limit_and_the_least_used_go(tmp_path):
+def test_folder_evicts_least_recently_used_at_limit(tmp_path):
     most = 40 * (SIZE + OVERHEAD)
     folder = connector(tmp_path, max_gb=most / 2**30)
     for number in range(100):
@@ -137,7 +137,7 @@ def test_the_folder_keeps_to_its_limit_and_the_least_used_go(tmp_path):
     assert load(folder, 99) is not None and load(folder, 1) is None
 
 
-def test_files_that_a_killed_writer_left_go_after_a_while(tmp_path):
+def test_files_of_killed_writer_expire(tmp_path):
     connector(tmp_path).save(key(1), page(1))
     old, new = (file_of(tmp_path, 1).with_name(f"{name}.partial") for name in "ab")
     for path in (old, new):
@@ -147,7 +147,7 @@ def test_files_that_a_killed_writer_left_go_after_a_while(tmp_path):
     assert not old.exists() and new.exists()
 
 
-def test_many_writers_of_the_same_pages_disturb_no_reader(tmp_path):
+def test_concurrent_writers_do_not_disturb_readers(tmp_path):
     folders = [connector(tmp_path) for _ in range(4)]
     failures = []
 
@@ -166,7 +166,7 @@ def test_many_writers_of_the_same_pages_disturb_no_reader(tmp_path):
     assert not failures and folders[0].match([key(n) for n in range(5)]) == 5
 
 
-def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
     folder = connector(tmp_path)
 
     def full(*paths):
@@ -191,13 +191,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_config_that_cannot_be_read_is_refused(case):
+def test_unreadable_config_is_refused(case):
     text, error = REFUSED[case]
     with pytest.raises(InputError, match=error):
         EngineConfig(model="m", kv_transfer_config=text)
 
 
-def test_without_the_prefix_cache_there_is_nothing_to_exchange():
+def test_connector_requires_prefix_cache():
     text = '{"kv_connector": "folder"}'
     with pytest.raises(InputError, match="requires the prefix cache"):
         EngineConfig(model="m", kv_transfer_config=text, enable_prefix_caching=False)
@@ -218,7 +218,7 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.parametrize(("settings", "error"), BAD_SETTINGS)
-def test_settings_that_cannot_be_used_are_refused(settings, error, tmp_path, monkeypatch):
+def test_invalid_settings_are_refused(settings, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=error):
         make_connector(KvTransferConfig(connector="folder", extra=settings), SIZE)
@@ -237,6 +237,6 @@ def test_vllm_names_of_a_shared_folder_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "error"), [("nothing", "expected one of folder"), ("os.path:no", "cannot be imported")]
 )
-def test_an_unknown_connector_is_named(name, error):
+def test_unknown_connector_is_refused(name, error):
     with pytest.raises(InputError, match=error):
         make_connector(KvTransferConfig(connector=name), SIZE)

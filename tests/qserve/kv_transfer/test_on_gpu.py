@@ -49,7 +49,7 @@ def run(folder, path, role, dtype, max_tokens):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_what_one_engine_computed_the_other_decodes(quantized_5m, tmp_path, dtype):
+def test_second_engine_decodes_from_pages_of_first(quantized_5m, tmp_path, dtype):
     want, _ = run(quantized_5m, tmp_path / "none", "kv_both", dtype, 12)
     first, _ = run(quantized_5m, tmp_path / "kv", "kv_producer", dtype, 1)
     got, cached = run(quantized_5m, tmp_path / "kv", "kv_consumer", dtype, 12)
@@ -60,7 +60,7 @@ def test_what_one_engine_computed_the_other_decodes(quantized_5m, tmp_path, dtyp
     assert sum(a == b for a, b in zip(got, want, strict=True)) >= len(PROMPTS) - 1
 
 
-def test_pages_are_read_as_they_were_when_the_copy_began():
+def test_page_copies_are_ordered_before_later_work():
     """Work launched after it may overwrite them before the host has them."""
     device = torch.device("cuda")
     cache = PagedKv.zeros((64, PAGE, 8, 128), torch.bfloat16, device)
@@ -77,7 +77,7 @@ def test_pages_are_read_as_they_were_when_the_copy_began():
     assert torch.equal(copy.wait(), want)
 
 
-def test_a_slot_that_is_filled_by_the_host_waits_for_its_copies():
+def test_host_filled_slot_waits_for_pending_copies():
     device = torch.device("cuda")
     cache = PagedKv.zeros((64, PAGE, 8, 128), torch.bfloat16, device)
     cache.k_pages.fill_(1)

@@ -46,7 +46,7 @@ def cold(tiny_model):
         *(pytest.param(each, 1, marks=exhaustive) for each in FAMILIES),
     ],
 )
-def test_what_one_engine_computed_the_other_decodes(
+def test_second_engine_decodes_from_pages_of_first(
     family, steps_in_flight, make_engine, tiny_model, cold, tmp_path
 ):
     """And the next turn, which begins in the other's output."""
@@ -69,7 +69,7 @@ def pages_of_host(engine):
 
 
 @pytest.mark.parametrize("lost", ["states", "pages", "load"])
-def test_what_is_not_there_is_computed(lost, shelf, make_engine, tiny_model, cold):
+def test_missing_states_are_recomputed(lost, shelf, make_engine, tiny_model, cold):
     """Pages without the states after them are not loaded, and no slot is lost."""
     first = make_engine(model=tiny_model("qwen3_5"))
     run(first, [PROMPT], ONE)
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_computed(lost, shelf, make_engine, tiny_model, col
         assert second.scheduler.pool.host.num_loaded == 0
 
 
-def test_a_snapshot_less_deep_is_loaded_where_pages_of_the_deepest_are_gone(
+def test_shallower_snapshot_is_loaded_if_deepest_pages_are_missing(
     shelf, make_engine, tiny_model, cold
 ):
     first = make_engine(model=tiny_model("qwen3_5"))
@@ -109,7 +109,7 @@ def test_a_snapshot_less_deep_is_loaded_where_pages_of_the_deepest_are_gone(
     assert cached == [40] and found == cold("qwen3_5", longer)
 
 
-def test_requests_of_one_prompt_wait_for_one_fetch(shelf, make_engine, tiny_model, cold):
+def test_equal_prompts_fetch_once(shelf, make_engine, tiny_model, cold):
     run(make_engine(model=tiny_model("qwen3_5")), [PROMPT], ONE)
     engine = make_engine(model=tiny_model("qwen3_5"))
     prompts = [PROMPT, [*PROMPT, 3], [*PROMPT[:41], 9, 9]]
@@ -117,7 +117,7 @@ def test_requests_of_one_prompt_wait_for_one_fetch(shelf, make_engine, tiny_mode
     assert cached == [40] * 3 and found == cold("qwen3_5", *prompts)
 
 
-def test_a_snapshot_alone_is_loaded_where_its_pages_are_here(shelf, make_engine, tiny_model, cold):
+def test_snapshot_is_loaded_if_pages_are_local(shelf, make_engine, tiny_model, cold):
     run(make_engine(model=tiny_model("qwen3_5")), [PROMPT], ONE)
     engine = make_engine(model=tiny_model("qwen3_5"), num_state_snapshots=1)
     run(engine, [PROMPT])

@@ -15,7 +15,7 @@ from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.request import Status
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_hybrid_tokens import in_transformers
 
@@ -172,7 +172,9 @@ def test_beams_equal_transformers(tiny_model, ends_of, name):
         ),
     ],
 )
-def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight):
+def test_beams_equal_with_chunks_and_preemption(
+    tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight
+):
     """Chunked prompts, preempted rows and concurrent requests give the same beams."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
     monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
@@ -202,7 +204,7 @@ def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, name, mode, step
             f"beams {index}",
             list(prompt),
             sampling_params(params),
-            handling=Handling(beam_search=params),
+            options=RequestOptions(beam_search=params),
         )
     texts, beams = {}, {}
     while engine.has_work():
@@ -232,7 +234,9 @@ def test_pages_are_shared_between_beams(tiny_model):
     engine = Engine(config)
     params = BeamSearchParams(beam_width=8, max_tokens=7, ignore_eos=True)
     prompt = list(prompts_of([48])[0])
-    engine.add_request("0", prompt, sampling_params(params), handling=Handling(beam_search=params))
+    engine.add_request(
+        "0", prompt, sampling_params(params), options=RequestOptions(beam_search=params)
+    )
     most = 0
     while engine.has_work():
         engine.step()
@@ -244,7 +248,7 @@ def test_pages_are_shared_between_beams(tiny_model):
     assert 6 + 2 < most <= 6 + 8
 
 
-def test_an_abort_frees_all_rows(tiny_model):
+def test_abort_frees_all_rows(tiny_model):
     config = EngineConfig(
         model=str(tiny_model("llama")), device="cpu", max_model_len=64, block_size=8
     )
@@ -252,7 +256,10 @@ def test_an_abort_frees_all_rows(tiny_model):
     for steps_before, in_flight in product((0, 1, 2, 5), (0, 1)):
         engine = Engine(config, steps_in_flight=in_flight)
         engine.add_request(
-            "0", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+            "0",
+            [5, 6, 7],
+            sampling_params(params),
+            options=RequestOptions(beam_search=params),
         )
         (request,) = engine._requests.values()
         for _ in range(steps_before):
@@ -277,7 +284,7 @@ def test_an_abort_frees_all_rows(tiny_model):
         ({"beam_width": 2}, {"allowed_token_ids": (3,)}, "not support allowed_token_ids"),
     ],
 )
-def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
+def test_unsupported_beam_searches_are_refused(tiny_model, settings, sampling, words):
     config = EngineConfig(
         model=str(tiny_model("llama")),
         device="cpu",
@@ -294,7 +301,7 @@ def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
             "0",
             [5, 6, 7],
             SamplingParams(max_tokens=params.max_tokens, **sampling),
-            handling=Handling(beam_search=params),
+            options=RequestOptions(beam_search=params),
         )
     assert not engine.has_work()
 
@@ -305,12 +312,12 @@ def test_what_cannot_run_is_refused(tiny_model, settings, sampling, words):
     + [{"beam_width": 2, "early_stopping": "later"}, {"beam_width": 2, "length_penalty": 1e9}]
     + [{"beam_width": "2"}, {"beam_width": 2, "length_penalty": "x"}],
 )
-def test_parameters_out_of_range(fields):
+def test_out_of_range_parameters_are_refused(fields):
     with pytest.raises(InputError, match="expected"):
         BeamSearchParams(**fields)
 
 
-def test_beside_speculation_a_search_is_refused(tiny_model):
+def test_beam_search_with_speculation_is_refused(tiny_model):
     settings = '{"method": "ngram", "num_speculative_tokens": 2}'
     config = EngineConfig(
         model=str(tiny_model("llama")),
@@ -323,5 +330,8 @@ def test_beside_speculation_a_search_is_refused(tiny_model):
     params = BeamSearchParams(beam_width=2)
     with pytest.raises(InputError, match="not supported with speculative decoding"):
         engine.add_request(
-            "0", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+            "0",
+            [5, 6, 7],
+            sampling_params(params),
+            options=RequestOptions(beam_search=params),
         )

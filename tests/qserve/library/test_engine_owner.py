@@ -19,7 +19,7 @@ DICTS = {"kv_transfer_config", "quantization_config", "speculative_config"}
 PATHS = {"tokenizer", "download_dir"}  # and as paths
 
 
-def test_parameters_are_the_engines_settings():
+def test_llm_parameters_equal_engine_settings():
     assert LLM.__init__ is AsyncLLM.__init__ is EngineOwner.__init__
     parameters = dict(inspect.signature(EngineOwner.__init__).parameters)
     types = get_type_hints(EngineOwner.__init__)
@@ -70,7 +70,7 @@ def test_values_reach_the_config():
     assert AsyncLLM.from_engine_args(made).config is made
 
 
-def test_values_that_vllm_takes_too():
+def test_vllm_values_are_accepted():
     made = AsyncLLM(
         "folder",
         trust_remote_code=True,
@@ -106,13 +106,13 @@ def test_values_that_vllm_takes_too():
         ({"chat_template": "x"}, "chat_template: is not a setting of the engine"),
     ],
 )
-def test_keywords_without_a_meaning_are_refused(given, words):
+def test_unknown_keywords_are_refused(given, words):
     for cls in (LLM, AsyncLLM):
         with pytest.raises(InputError, match=words):
             cls("folder", **given)
 
 
-def test_type_checkers_read_what_is_accepted():
+def test_signature_equals_accepted_keywords():
     rows = ENGINE_SETTINGS | PYTHON_SETTINGS
     names = {name for name, row in rows.items() if row.accepted or row.accepted is None}
     types = get_type_hints(VllmSettings)
@@ -123,7 +123,7 @@ def test_type_checkers_read_what_is_accepted():
     assert not rows.keys() & {field.name for field in fields(EngineConfig)}
 
 
-def test_bad_values_are_named():
+def test_invalid_values_are_refused_by_name():
     with pytest.raises(InputError, match="--dtype: expected one of auto, bfloat16"):
         AsyncLLM("folder", dtype="int3")
     with pytest.raises(InputError, match="--max-model-len: expected a number, found '1k'"):

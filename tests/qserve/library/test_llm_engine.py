@@ -41,7 +41,7 @@ def test_engine_is_freed_with_its_last_reference(docs_5m):
 
 
 @pytest.mark.exhaustive
-def test_outputs_grow_and_the_last_is_what_llm_gives(engine, docs_5m):
+def test_outputs_are_cumulative_and_final_equals_llm(engine, docs_5m):
     engine.add_request("a", "A process is", GREEDY)
     engine.add_request("b", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
     engine.add_request("c", {"prompt": "The"}, SamplingParams(temperature=0, max_tokens=2, n=2))
@@ -60,7 +60,7 @@ def test_outputs_grow_and_the_last_is_what_llm_gives(engine, docs_5m):
     assert found["a"][0].metrics.finished_time is None
 
 
-def test_an_aborted_request_gives_nothing_more_and_frees_its_pages(engine):
+def test_aborted_request_ends_and_frees_pages(engine):
     for name in ("a", "b", "c"):
         engine.add_request(name, [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True, n=2))
     engine.step()
@@ -71,7 +71,7 @@ def test_an_aborted_request_gives_nothing_more_and_frees_its_pages(engine):
     assert pool.num_free == pool.num_pages and not engine.engine.has_work()
 
 
-def test_a_stop_string_ends_one_of_two_choices(engine):
+def test_stop_string_ends_one_of_two_choices(engine):
     engine.add_request("x", "A process is", GREEDY)
     text = run_out(engine)["x"][-1].outputs[0].text
     params = SamplingParams(temperature=0, max_tokens=500, stop=(text[4:7],), ignore_eos=True)
@@ -100,13 +100,13 @@ def test_cumulative_logprob_is_the_sum(engine):
         ([], "expected a prompt of 1 to"),
     ],
 )
-def test_a_wrong_prompt_is_refused_and_leaves_nothing(engine, prompt, problem):
+def test_invalid_prompt_is_refused_without_state(engine, prompt, problem):
     with pytest.raises(InputError, match=problem):
         engine.add_request("a", prompt, GREEDY)
     assert not engine.has_unfinished_requests() and not engine.engine.has_work()
 
 
-def test_an_id_is_used_once_at_a_time(engine):
+def test_duplicate_request_id_is_refused(engine):
     engine.add_request("a", [5], GREEDY)
     with pytest.raises(InputError, match="request a: is running already"):
         engine.add_request("a", [5], GREEDY)
@@ -115,7 +115,7 @@ def test_an_id_is_used_once_at_a_time(engine):
     run_out(engine)
 
 
-def test_a_failed_step_is_the_end(docs_5m, monkeypatch):
+def test_failed_step_ends_engine(docs_5m, monkeypatch):
     config = EngineConfig(model=str(docs_5m), device="cpu")
     engine = LLMEngine(config)
     engine.check_health()
@@ -128,7 +128,7 @@ def test_a_failed_step_is_the_end(docs_5m, monkeypatch):
             call()
 
 
-def test_the_bar_tells_tokens_a_second(docs_5m, capsys):
+def test_progress_bar_shows_tokens_per_second(docs_5m, capsys):
     LLM(docs_5m, device="cpu").generate(["The", "A"], GREEDY)
     shown = capsys.readouterr().err
     assert "Processed prompts: 100%" in shown
@@ -141,7 +141,7 @@ def test_priorities_and_salts_reach_the_engine(docs_5m):
     add = llm.engine.add_request
 
     def watched(*arguments, **settings):
-        order.append(settings["handling"])
+        order.append(settings["options"])
         add(*arguments, **settings)
 
     llm.engine.add_request = watched

@@ -41,7 +41,7 @@ def test_token_ids_of_a_tensor():
         ([2**40], f"prompt: token id {2**40} is not in the vocabulary"),
     ],
 )
-def test_wrong_prompts_are_named(prompt, words):
+def test_invalid_prompts_are_refused(prompt, words):
     with pytest.raises(InputError, match=f"^{words}"):
         ids_of(prompt)
 
@@ -54,7 +54,7 @@ def test_conversations():
             as_conversations(wrong)
 
 
-def test_calls_name_what_they_cannot_take(docs_5m):
+def test_unsupported_arguments_are_refused_by_name(docs_5m):
     llm = LLM(docs_5m, device="cpu", max_model_len=64)
     with pytest.raises(InputError, match="sampling_params: expected SamplingParams, found dict"):
         llm.generate("Hi", {"max_tokens": 3})

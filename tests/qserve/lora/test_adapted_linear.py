@@ -63,7 +63,7 @@ def expected(layer, x):
     return adapted(x, layer.base(x).double(), SLOTS, layer.weights)
 
 
-def test_a_kernel_behind_the_product_adds(layer):
+def test_adapter_added_by_separate_kernel(layer):
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(2))
     layer.rows.slots_T = torch.tensor(SLOTS, dtype=torch.int32)
     plan = layer.plan(3)
@@ -71,7 +71,7 @@ def test_a_kernel_behind_the_product_adds(layer):
     torch.testing.assert_close(layer(x, plan).double(), expected(layer, x), atol=1e-4, rtol=1e-4)
 
 
-def test_the_product_adds(layer, adding_product, monkeypatch):
+def test_adapter_added_by_product_kernel(layer, adding_product, monkeypatch):
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(3)).half().float()
     want = expected(layer, x)
     layer.rows.slots_T = torch.tensor(SLOTS, dtype=torch.int32)
@@ -84,13 +84,13 @@ def test_the_product_adds(layer, adding_product, monkeypatch):
     torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-4)
 
 
-def test_without_adapters_the_plan_is_the_base_s(layer, adding_product):
+def test_plan_without_adapters_equals_base(layer, adding_product):
     layer.rows.slots_T = None
     plan = layer.plan(3)
     assert plan == layer.base.plan(3) and plan.input == FORM and not plan.adds_adapters
 
 
-def test_a_float_layer_takes_a_tensor(layer):
+def test_float_layer_with_adapter_reads_tensor(layer):
     weight = torch.randn(sum(SIZES), K)
     dense = AdaptedLinear(FloatLinear(weight), layer.weights, layer.rows)
     layer.rows.slots_T = torch.tensor(SLOTS, dtype=torch.int32)
@@ -100,7 +100,7 @@ def test_a_float_layer_takes_a_tensor(layer):
     torch.testing.assert_close(dense(x, plan).double(), want, atol=1e-4, rtol=1e-4)
 
 
-def test_in_fixed_order_the_plan_is_the_same_without_adapters(layer, adding_product):
+def test_fixed_order_plan_is_equal_without_adapters(layer, adding_product):
     """Input rounded by the operation before has other bits, so no step may have it."""
     layer = AdaptedLinear(layer.base, layer.weights, layer.rows, fixed_order=True)
     layer.rows.slots_T = torch.tensor(SLOTS, dtype=torch.int32)

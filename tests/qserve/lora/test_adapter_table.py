@@ -100,7 +100,7 @@ class Device:
     num_slots=st.integers(1, 4),
     events=st.lists(st.tuples(st.sampled_from("aaafl"), st.integers(0, 6)), max_size=60),
 )
-def test_slots_hold_what_running_requests_need(num_slots, events):
+def test_slots_hold_adapters_of_running_requests(num_slots, events):
     device = Device(num_slots, num_on_host=num_slots)
     added = []
     for event, number in events:
@@ -120,7 +120,7 @@ def test_slots_hold_what_running_requests_need(num_slots, events):
     assert len(on_host) <= 2 * num_slots  # what is on the device stays, too
 
 
-def test_others_go_on_while_one_waits_for_a_slot_and_not_for_ever():
+def test_slot_wait_delays_others_boundedly():
     device = Device(1)
     device.add("a0")
     device.look_until(lambda: device.running)
@@ -140,7 +140,7 @@ def test_others_go_on_while_one_waits_for_a_slot_and_not_for_ever():
     assert len(device.running) == 2 * MAX_PASSES
 
 
-def test_the_slot_used_longest_ago_is_taken():
+def test_least_recently_used_slot_is_replaced():
     device = Device(2)
     for name in ("a0", "a1", "a0"):
         request = device.add(name)
@@ -151,7 +151,7 @@ def test_the_slot_used_longest_ago_is_taken():
     assert sorted(held.name for held in device.table.slots.held()) == ["a0", "a2"]
 
 
-def test_what_cannot_be_read_ends_its_requests_alone_and_is_tried_again():
+def test_unreadable_adapter_fails_its_requests_and_is_retried():
     device = Device(1, broken={"/adapters/a3"})
     for _ in range(2):
         requests, fine = [device.add("a3"), device.add("a3")], device.add("a1")
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_ends_its_requests_alone_and_is_tried_again():
     assert device.num_reads == 3  # a1 once
 
 
-def test_other_numbers_are_another_generation():
+def test_changed_contents_change_generation():
     """Pages of the folder's old contents must not be found; pages of equal contents may be."""
     device = Device(1, num_on_host=1)
     generations = []
@@ -181,7 +181,7 @@ def test_other_numbers_are_another_generation():
     assert first == same and len({first, other, changed}) == 3 and device.num_reads == 5
 
 
-def test_replaced_and_removed_adapters_stay_with_who_has_them():
+def test_running_requests_keep_replaced_adapters():
     device = Device(2)
     old = device.add("a0")
     device.look_until(lambda: device.running)
@@ -198,7 +198,7 @@ def test_replaced_and_removed_adapters_stay_with_who_has_them():
         device.table.find(LoRARequest("a0", 1))
 
 
-def test_outputs_on_their_way_while_an_adapter_is_loaded_anew_have_the_old_one():
+def test_outputs_in_progress_keep_adapter_during_reload():
     """The outputs of one API request come one by one: the first may have ended before the last."""
     device = Device(2)
     table = device.table
@@ -221,7 +221,7 @@ def test_outputs_on_their_way_while_an_adapter_is_loaded_anew_have_the_old_one()
         table.find(LoRARequest("a", 7, "/third"))
 
 
-def test_also_where_it_was_unloaded_between():
+def test_outputs_in_progress_keep_adapter_after_unload():
     table = Device(1).table
     table.put("a", "/old", Packed("/old", "1"), 4)
     old = table.find(LoRARequest("a", 4, "/old"))
@@ -235,7 +235,7 @@ def test_also_where_it_was_unloaded_between():
     assert found[0] is old and [each.path for each in found[1:]] == ["/new", "/newer"]
 
 
-def test_what_was_loaded_anew_is_kept_for_a_time_and_in_bounds():
+def test_replaced_adapters_are_kept_within_limits():
     device, numbers = Device(1), range(1, MAX_REPLACED + 4)
     table = device.table
     for number in numbers:
@@ -255,7 +255,7 @@ def request_of(adapter):
     return a_request(SimpleNamespace(find=lambda lora: adapter), "a0")
 
 
-def test_names_ids_and_paths_belong_together():
+def test_adapter_names_ids_and_paths_are_consistent():
     table = Device(1).table
     table.find(LoRARequest("a0", 1, "/x"))
     assert table.find(LoRARequest("a0", 1)).path == "/x"
@@ -267,7 +267,7 @@ def test_names_ids_and_paths_belong_together():
         table.find(LoRARequest("a2", 3))
 
 
-def test_a_request_that_is_dropped_while_it_waits():
+def test_abort_while_waiting_for_adapter():
     device = Device(1)
     device.add("a0")
     device.look_until(lambda: device.running)
@@ -279,7 +279,7 @@ def test_a_request_that_is_dropped_while_it_waits():
     assert device.running == [kept]
 
 
-def test_error_of_any_kind_ends_the_requests_of_its_adapter_alone():
+def test_adapter_error_fails_only_its_requests():
     device = Device(2)
 
     def read(path, is_wanted):
@@ -300,7 +300,7 @@ def test_error_of_any_kind_ends_the_requests_of_its_adapter_alone():
     )
 
 
-def test_adapter_is_read_no_further_once_its_last_request_has_gone():
+def test_adapter_load_stops_with_its_last_request():
     device, begun, left = Device(2), Event(), Event()
 
     def read(path, is_wanted):

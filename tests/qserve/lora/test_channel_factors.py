@@ -75,7 +75,7 @@ def logprobs(model, *adapters):
         ),
     ],
 )
-def test_adapters_of_the_float_model_fit(tiny_model, tmp_path, family):
+def test_float_model_adapters_are_scaled_to_fit(tiny_model, tmp_path, family):
     model = tiny_model(family)
     only = ATTENTION if family in EXPERTS else ()
     adapter = write_adapter(model, tmp_path / "adapter", only=only)
@@ -137,7 +137,7 @@ def test_recipes_without_factors_write_no_file(tiny_model, tmp_path):
         ("gptaq", False, None),
     ],
 )
-def test_warning_about_adapters_that_do_not_fit(tmp_path, caplog, recipe, with_factors, warning):
+def test_unfitting_adapters_give_a_warning(tmp_path, caplog, recipe, with_factors, warning):
     from qserve.lora.base_factors import factors_for_adapters
 
     (tmp_path / "quality.json").write_text(f'{{"version": 1, "recipe": "{recipe}"}}')
@@ -150,7 +150,7 @@ def test_warning_about_adapters_that_do_not_fit(tmp_path, caplog, recipe, with_f
     assert [warning in each.message for each in caplog.records] == ([True] if warning else [])
 
 
-def test_awq_checkpoints_of_other_tools_are_named(tmp_path, caplog):
+def test_awq_of_other_tools_gives_a_warning(tmp_path, caplog):
     from qserve.lora.base_factors import factors_for_adapters
 
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
@@ -158,7 +158,7 @@ def test_awq_checkpoints_of_other_tools_are_named(tmp_path, caplog):
     assert "made by awq" in caplog.text and "gptaq" in caplog.text
 
 
-def test_damaged_factors_are_named(tmp_path):
+def test_damaged_factors_are_refused(tmp_path):
     path = tmp_path / CHANNEL_FACTORS
     cases = {
         b"": "cannot be read",
@@ -174,7 +174,7 @@ def test_damaged_factors_are_named(tmp_path):
             read_channel_factors(tmp_path)
 
 
-def test_factors_of_another_size_are_refused(tiny_model, tmp_path):
+def test_factors_of_wrong_size_are_refused(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     name = "model.layers.0.self_attn.q_proj"
     factors = ChannelFactors(inputs={name: torch.ones(3)})

@@ -58,7 +58,7 @@ def test_graphs_and_eager_steps_agree(docs_5m, tmp_path, loras, kind):
     assert tokens(graphs, None) == tokens(plain, None)
 
 
-def test_adapters_are_their_merged_weights(docs_5m, tmp_path, loras):
+def test_adapter_logprobs_equal_merged_weights(docs_5m, tmp_path, loras):
     """Log probabilities of prompts in bfloat16, compared with those of the merged model."""
     params = dataclasses.replace(PARAMS, max_tokens=1, prompt_logprobs=0)
     llm = make(docs_5m, max_loras=3)
@@ -80,7 +80,7 @@ def test_adapters_are_their_merged_weights(docs_5m, tmp_path, loras):
         assert (beside - inside).abs().mean() < 0.2 * (without - inside).abs().mean()
 
 
-def test_slots_are_filled_anew_between_steps(docs_5m, loras):
+def test_slots_are_refilled_between_steps(docs_5m, loras):
     """One slot for three adapters, with a step in flight: each request has its own throughout."""
     want = {lora: tokens(make(docs_5m, max_loras=3), lora) for lora in loras}
     llm = make(docs_5m, max_loras=1, max_cpu_loras=3)

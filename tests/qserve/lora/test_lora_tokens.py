@@ -12,7 +12,7 @@ from formats.peft.lora import adapted_shapes, read_adapter
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.model.model_config import family_of
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 
@@ -83,7 +83,7 @@ def float_model(folder):
         *("deepseek_v2", "deepseek_v3"),  # queries directly, and from latents
     ],
 )
-def test_logits_are_peft_s(tiny_model, tmp_path, family):
+def test_logits_equal_peft(tiny_model, tmp_path, family):
     peft = pytest.importorskip("peft")
     model, is_latent = tiny_model(family), family in ("deepseek_v2", "deepseek_v3", "minicpm3")
     only = ATTENTION if family in EXPERTS else LATENT if is_latent else ()
@@ -115,7 +115,7 @@ def test_logits_are_peft_s(tiny_model, tmp_path, family):
         pytest.param("gemma4_shared", 9, marks=pytest.mark.exhaustive),  # with inputs of layers
     ],
 )
-def test_every_target_alone(tiny_model, tmp_path, family, targets):
+def test_every_target_module_separately(tiny_model, tmp_path, family, targets):
     """Each linear's adapter reaches that linear, of shared experts and dense layers, too."""
     model = tiny_model(family)
     reader = CheckpointReader(model)
@@ -163,7 +163,7 @@ def llama(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_mixed_batches_are_those_of_each_alone(llama):
+def test_mixed_batches_equal_separate_requests(llama):
     """With any other requests in the step, in prompt chunks, and with fewer slots than adapters."""
     model, loras = llama
     alone = engine(model, max_loras=4)
@@ -177,7 +177,7 @@ def test_mixed_batches_are_those_of_each_alone(llama):
             assert logprobs == pytest.approx(want[lora][1], abs=1e-4)
 
 
-def test_an_adapter_of_zeros_changes_no_bit(llama, tmp_path):
+def test_zero_adapter_changes_no_bit(llama, tmp_path):
     model, _ = llama
     folder = write_adapter(model, tmp_path / "zeros", size=0.0)
     llm = engine(model)
@@ -185,7 +185,7 @@ def test_an_adapter_of_zeros_changes_no_bit(llama, tmp_path):
     assert run(llm, [LoRARequest("zeros", 1, str(folder))]) == run(llm, [None])
 
 
-def test_pages_are_shared_within_an_adapter_alone(llama):
+def test_pages_are_shared_only_within_an_adapter(llama):
     model, loras = llama
     llm = engine(model, block_size=4)
     params = dataclasses.replace(PARAMS, prompt_logprobs=None)
@@ -204,7 +204,7 @@ def test_pages_are_shared_within_an_adapter_alone(llama):
 
 
 @pytest.mark.exhaustive
-def test_many_in_rotation_leave_nothing_behind(llama, tmp_path):
+def test_many_rotating_adapters_keep_memory_flat(llama, tmp_path):
     """64 adapters through 3 slots, with room for 5 on the host: memory stays what it was."""
     model, _ = llama
     small = {"rank": 1, "only": ("2.mlp.down_proj",), "size": 3.0}
@@ -231,14 +231,14 @@ def test_many_in_rotation_leave_nothing_behind(llama, tmp_path):
     assert pool.num_free == pool.num_pages and not llm.engine.has_work()
 
 
-def test_adapters_are_told_of_at_the_start_and_asked_for_by_name(llama):
+def test_adapters_are_configured_at_start_and_requested_by_name(llama):
     model, loras = llama
     llm = engine(model, lora_modules=[f"{lora.lora_name}={lora.lora_path}" for lora in loras[:2]])
     found = run(llm, [LoRARequest("a0", 1), LoRARequest("a1", 2)])
     assert found == run(engine(model), loras[:2])
 
 
-def test_abort_and_deadline_while_an_adapter_is_awaited(llama):
+def test_abort_and_deadline_while_waiting_for_adapter(llama):
     """No request waits for a dropped one, wherever it was."""
     model, loras = llama
     llm = engine(model, max_loras=1)
@@ -252,7 +252,7 @@ def test_abort_and_deadline_while_an_adapter_is_awaited(llama):
     assert not llm.engine.has_work()
 
 
-def test_drafts_are_judged_with_the_adapter(llama):
+def test_drafts_are_verified_with_adapter(llama):
     """Speculation changes no token; the accepted drafts depend on the adapter's own text."""
     model, loras = llama
     crowd, params = (
@@ -269,7 +269,7 @@ def test_drafts_are_judged_with_the_adapter(llama):
     assert len({tuple(tokens) for tokens in found[0]}) == 3
 
 
-def test_several_outputs_of_a_prompt_have_its_adapter(llama):
+def test_all_outputs_of_a_prompt_use_its_adapter(llama):
     model, loras = llama
     params = SamplingParams(temperature=1, max_tokens=6, n=3, seed=5, detokenize=False)
     llm = engine(model)
@@ -281,7 +281,7 @@ def test_several_outputs_of_a_prompt_have_its_adapter(llama):
     assert texts(loras[0]) == texts(loras[0]) != texts(None)
 
 
-def test_an_engine_without_adapters_says_so(llama):
+def test_adapter_request_without_enable_lora_is_refused(llama):
     model, loras = llama
     llm = LLM(str(model), device="cpu", num_gpu_blocks_override=64)
     with pytest.raises(InputError, match="are not enabled .start the engine with --enable-lora"):
@@ -290,7 +290,7 @@ def test_an_engine_without_adapters_says_so(llama):
         llm.generate([PROMPT], PARAMS, False, lora_request=loras[:2])
 
 
-def test_outputs_of_one_request_have_one_adapter_though_it_is_loaded_anew(tiny_model, tmp_path):
+def test_outputs_of_one_request_use_one_adapter_during_reload(tiny_model, tmp_path):
     """From the same folder, whose numbers are others by then; in between the first has ended."""
     model = tiny_model("llama")
     folder = str(write_adapter(model, tmp_path / "a", seed=1, size=4.0))
@@ -298,7 +298,7 @@ def test_outputs_of_one_request_have_one_adapter_though_it_is_loaded_anew(tiny_m
 
     def tokens_with(name, number):
         lora = LoRARequest("a", number, folder)
-        core.add_request(name, PROMPT, GREEDY, handling=Handling(lora=lora))
+        core.add_request(name, PROMPT, GREEDY, options=RequestOptions(lora=lora))
         found = []
         while core.has_work():
             found += [token for event in core.step() for token in event.token_ids]

@@ -12,7 +12,7 @@ from qserve.lora.merge import merge_adapter
 from tests.adapters import write_adapter
 
 
-def test_merged_weights_and_copied_ones(tiny_model, tmp_path, capsys):
+def test_merged_and_copied_weights(tiny_model, tmp_path, capsys):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", rank=3, only=["o_proj", "gate_proj"])
     target = tmp_path / "merged"
@@ -40,7 +40,7 @@ def test_scale_and_sum(tiny_model, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_merge_is_peft_s(tiny_model, tmp_path):
+def test_merge_equals_peft(tiny_model, tmp_path):
     """The numbers equal PEFT's merge_and_unload."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -55,7 +55,7 @@ def test_merge_is_peft_s(tiny_model, tmp_path):
         torch.testing.assert_close(ours.get(name), theirs[name], atol=1e-6, rtol=1e-5)
 
 
-def test_what_is_refused_leaves_nothing(quantized_5m, docs_5m, tiny_model, tmp_path, capsys):
+def test_refused_merge_leaves_no_files(quantized_5m, docs_5m, tiny_model, tmp_path, capsys):
     adapter = write_adapter(docs_5m, tmp_path / "a", rank=1)
     target = tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"is quantized.*--enable-lora"):
@@ -82,7 +82,7 @@ def _modules(adapter):
     }
 
 
-def test_a_sum_that_does_not_fit_on_the_disk_is_refused_first(tiny_model, tmp_path, monkeypatch):
+def test_merge_larger_than_free_disk_is_refused_early(tiny_model, tmp_path, monkeypatch):
     model = tiny_model("llama")
     adapter = write_adapter(model, tmp_path / "a", rank=1)
     usage = shutil.disk_usage(tmp_path)._replace(free=CheckpointReader(model).num_bytes - 1)

@@ -42,7 +42,7 @@ class Merged(Reference):
         if n not in WITH_STATES
     ],
 )
-def test_logits_are_the_merged_references(own_code, tmp_path, name):
+def test_logits_equal_merged_reference(own_code, tmp_path, name):
     folder = own_code(name)
     adapters = [
         write_adapter(folder, tmp_path / "small", rank=2),
@@ -57,6 +57,6 @@ def test_logits_are_the_merged_references(own_code, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
-def test_models_with_states_take_no_adapters(own_code, name):
+def test_adapters_for_stateful_models_are_refused(own_code, name):
     with pytest.raises(InputError, match="--enable-lora: does not work with .* have states"):
         engine(own_code(name))

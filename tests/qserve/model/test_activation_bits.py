@@ -38,7 +38,7 @@ def folders(written, tmp_path):
     return narrow, source, plain
 
 
-def test_w4a4_needs_a_users_word(folders):
+def test_w4a4_requires_user_flag(folders):
     """With 8 bits it is the file of W4A8, with 16 that of W4A16."""
     narrow, source, plain = folders
     with pytest.raises(InputError, match="4-bit integer activations.*--activation-bits 8 or 16"):
@@ -70,7 +70,7 @@ def test_drafter_with_4_bit_activations_runs_with_the_same_flag(folders, docs_5m
     assert found[0].outputs[0].token_ids == want[0].outputs[0].token_ids
 
 
-def test_pages_of_other_activations_are_not_exchanged(folders):
+def test_pages_of_other_activation_bits_are_not_exchanged(folders):
     narrow, source, plain = folders
 
     def digest(folder, bits=None):

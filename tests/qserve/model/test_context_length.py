@@ -19,19 +19,19 @@ def rope(kind, **parameters):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_counts(key):
+def test_every_context_length_key_is_read(key):
     found = ContextLength.of({key: 777, "hidden_size": 64}, 2048, [rope("default")])
     assert (found.length, found.source) == (777, key)
 
 
-def test_the_smallest_of_several_counts_and_nonsense_does_not():
+def test_smallest_valid_context_length_is_used():
     stated = {"max_position_embeddings": 4096, "seq_length": 1024, "n_positions": None}
     stated |= {"max_seq_len": 0, "seq_len": True, "model_max_length": 1e30}
     found = ContextLength.of(stated, 2048, [])
     assert (found.length, found.source) == (1024, "seq_length")
 
 
-def test_without_a_key_the_default_counts():
+def test_default_context_length():
     assert ContextLength.of({}, 2048, []).length == 2048
 
 
@@ -51,7 +51,7 @@ def test_scaling(ropes, length):
     assert ContextLength.of({"max_position_embeddings": 4096}, 2048, ropes).length == length
 
 
-def test_a_folder_with_scaling(docs_5m, tmp_path):
+def test_folder_with_scaling(docs_5m, tmp_path):
     folder = shutil.copytree(docs_5m, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"max_position_embeddings": 512, "seq_length": 300}
@@ -70,7 +70,7 @@ def test_a_folder_with_scaling(docs_5m, tmp_path):
         Engine(EngineConfig(max_model_len=601, **settings))
 
 
-def test_factor_that_gives_more_positions_than_there_are_is_one_error():
+def test_too_large_scaling_factor_raises_one_error():
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e38}
     rope = RopeConfig.from_dict(parameters, dim=64, max_position=512)
     with pytest.raises(InputError, match="config.json: expected at most 2147483647 positions"):

@@ -152,7 +152,7 @@ def test_gpt_oss_with_a_linear_for_each_expert(tiny_model, tmp_path):
     assert not of_weights(inspect_checkpoint(folder))
 
 
-def test_names_that_nobody_knows_are_told_by_loading_and_the_doctor(tiny_model, tmp_path):
+def test_unknown_expert_names_are_reported_by_loader_and_inspect(tiny_model, tmp_path):
     leaves = {"w1": "gate", "w3": "lin", "w2": "out"}
     folder = edited(tiny_model("mixtral"), tmp_path / "x", renamed(leaves))
     wanted = r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1.* is missing; the file has "

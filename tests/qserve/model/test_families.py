@@ -48,7 +48,7 @@ def answer_of(folder):
     return next(v for v in inspect_checkpoint(folder).loads_in if v.program == "this project")
 
 
-def test_every_module_is_named_by_a_row():
+def test_every_module_has_a_family_row():
     assert len(SERVED) + len(TINY_MODELS) >= len(served_architectures()) >= 4
     found = pkgutil.walk_packages(families.__path__, f"{families.__name__}.")
     start = f"{families.__name__}."
@@ -57,7 +57,7 @@ def test_every_module_is_named_by_a_row():
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
-def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
+def test_inspect_agrees_with_loader(tiny_model, name):
     folder = tiny_model(name)
     served = architecture_of(folder) in served_architectures()
     assert (answer_of(folder).answer == "yes") == served
@@ -69,7 +69,7 @@ def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
-def test_two_ranks_divide_every_family(tiny_model, name):
+def test_every_family_loads_on_two_ranks(tiny_model, name):
     """The loader and `inspect` agree. Other tests compute with several ranks."""
     folder = tiny_model(name)
     check_ranks(ModelConfig.from_folder(folder), 2, 1)
@@ -90,7 +90,7 @@ class Recorder(DummySource):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_builder_asks_for_every_tensor_of_the_row_once(tiny_model, name):
+def test_builder_requests_every_tensor_once(tiny_model, name):
     folder = tiny_model(name)
     config, device = ModelConfig.from_folder(folder), torch.device("cpu")
     source = Recorder(config, device, 0)
@@ -113,7 +113,7 @@ def with_row(monkeypatch):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_linears_that_are_stored_fused_load(tiny_model, transformers_model, tmp_path, quantized):
+def test_stored_fused_linears_load(tiny_model, transformers_model, tmp_path, quantized):
     """Phi-3's q, k, v and gate, up: one matrix each in the file."""
     folder = tiny_model("phi3")
     if quantized:
@@ -127,7 +127,7 @@ def test_linears_that_are_stored_fused_load(tiny_model, transformers_model, tmp_
     assert relative(logits(folder), want) < 1e-5
 
 
-def test_norm_that_is_stored_without_its_one(tiny_model, with_row, tmp_path):
+def test_norm_stored_without_offset_one(tiny_model, with_row, tmp_path):
     """As Gemma stores norms: a factor of 1 is a weight of 0, the heads' norms included."""
     folder = tiny_model("qwen3")
     want = logits(folder)
@@ -288,7 +288,7 @@ def test_new_family_is_quantized_and_served(granite, tmp_path):
     assert dummy.logits(TOKENS).isfinite().all()
 
 
-def test_flag_of_the_config_decides_on_biases(tiny_model, tmp_path):
+def test_config_flag_controls_biases(tiny_model, tmp_path):
     """Without its key the same biases have no place."""
     folder = tiny_model("llama")
     config = json.loads((folder / "config.json").read_text())
@@ -299,7 +299,7 @@ def test_flag_of_the_config_decides_on_biases(tiny_model, tmp_path):
         logits(changed)
 
 
-def test_quantized_head_is_read_though_config_says_tied(tiny_model, tmp_path):
+def test_quantized_head_overrides_tie_flag(tiny_model, tmp_path):
     """The tensors decide: a head that was quantized is no longer the embedding."""
     packed = []
 

@@ -47,7 +47,7 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
         ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, changed):
+def test_unsupported_variant_is_refused(tmp_path, config_class, changed):
     """Both by the server and before quantization."""
     usual = {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4}
     if config_class == "Gemma4TextConfig":
@@ -65,7 +65,7 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
     "changed",
     [{"clip_qkv": 6.0}, {"alibi": False}, {"softmax_scale": 0.5}, {"alibi_bias_max": 16}],
 )
-def test_a_variant_of_mpt_that_nothing_computes_is_refused(model_of, tmp_path, changed):
+def test_unsupported_mpt_variant_is_refused(model_of, tmp_path, changed):
     (key,) = changed
     folder = edited(
         model_of("mpt"), tmp_path / "x", config=lambda c: c["attn_config"].update(changed)
@@ -81,7 +81,7 @@ def test_a_variant_of_mpt_that_nothing_computes_is_refused(model_of, tmp_path, c
         *(("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")),
     ],
 )
-def test_an_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):
+def test_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):
     folder = edited(
         model_of("gpt2"),
         tmp_path / "model",
@@ -92,12 +92,12 @@ def test_an_architecture_is_refused_by_name(model_of, tmp_path, architecture, re
             read(folder)
 
 
-def test_a_length_beyond_the_learned_positions_is_refused(model_of):
+def test_length_beyond_the_learned_positions_is_refused(model_of):
     with pytest.raises(InputError, match="max-model-len: expected 2 to 256"):
         LLM(model_of("opt"), device="cpu", max_model_len=257)
 
 
-def test_a_gemma_that_sees_what_follows_is_refused(tmp_path):
+def test_bidirectional_gemma_is_refused(tmp_path):
     folder = make_tiny(
         tmp_path / "model", "Gemma3TextConfig", {**GEMMA, "use_bidirectional_attention": True}
     )
@@ -106,7 +106,7 @@ def test_a_gemma_that_sees_what_follows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma4_shared", "gemma 4, shared keys"])
-def test_layers_that_read_others_are_not_divided_over_stages(model_of, name):
+def test_layers_with_shared_kv_refuse_pipeline_stages(model_of, name):
     with pytest.raises(InputError, match="pipeline-parallel-size 2: .*Gemma4.*other stages"):
         check_ranks(ModelConfig.from_folder(model_of(name)), 1, 2)
 
@@ -118,7 +118,7 @@ def test_layers_that_read_others_are_not_divided_over_stages(model_of, name):
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: layer 1 reads the keys .* sliding"),
     ],
 )
-def test_a_damaged_config_of_gemma_4_is_refused(model_of, tmp_path, changed, reason):
+def test_damaged_config_of_gemma_4_is_refused(model_of, tmp_path, changed, reason):
     folder = edited(model_of("gemma4_shared"), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=reason):
         LLM(folder, device="cpu", max_model_len=64)

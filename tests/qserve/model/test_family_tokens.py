@@ -232,7 +232,7 @@ def test_greedy_tokens_equal_transformers(model_of, transformers_model, monkeypa
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS),
     ],
 )
-def test_tokens_after_a_prefix_that_was_there(model_of, transformers_model, monkeypatch, name):
+def test_tokens_after_prefix_hit(model_of, transformers_model, monkeypatch, name):
     """The second prompts go on where a common beginning of two pages ends."""
     rng = random.Random(4)
     start = [rng.randrange(3, 512) for _ in range(17)]
@@ -266,7 +266,7 @@ def check_greedy(model, prompts, outputs):
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi-3 mini 4k"])
-def test_a_text_in_a_window_holds_the_pages_of_the_window(model_of, name):
+def test_sliding_window_frees_pages_outside_window(model_of, name):
     """A query reads 9 of 57 tokens, and none whose page has been overwritten."""
     llm = LLM(
         model_of(name),
@@ -320,7 +320,7 @@ def count_preemptions(llm, monkeypatch):
         ("XverseForCausalLM", "xverse", {}),
     ],
 )
-def test_models_with_llamas_layers(model_of, tmp_path, architecture, model_type, keys):
+def test_llama_like_models(model_of, tmp_path, architecture, model_type, keys):
     """transformers builds them as Llama, or not; their config.json has other names."""
 
     def rename(config):
@@ -364,7 +364,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("laguna", "step", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo"),
     ],
 )
-def test_logits_on_a_gpu_are_the_cpus(written, name):
+def test_gpu_logits_equal_cpu(written, name):
     """In 16 bits, a prompt and decode steps: a wrong reading differs by far more."""
     folder = written("w4a16-sym-g32", "gptq", name)
     on_cpu = LLM(folder, device="cpu", max_model_len=64)
@@ -395,7 +395,7 @@ def test_logits_on_a_gpu_are_the_cpus(written, name):
     assert behind_T.max() < 0.3, "far from the largest"
 
 
-def test_keys_of_shared_layers_are_not_read(model_of, tmp_path):
+def test_unused_keys_of_shared_layers_are_not_read(model_of, tmp_path):
     """Published files have them all the same, and transformers leaves them out."""
 
     def add(state):
@@ -407,7 +407,7 @@ def test_keys_of_shared_layers_are_not_read(model_of, tmp_path):
     assert torch.equal(logits(folder), logits(model_of("gemma4_shared")))
 
 
-def test_shared_layers_keep_nothing(model_of):
+def test_layers_with_shared_kv_have_no_pages(model_of):
     """Pages hold the keys and values of three of six layers."""
     runner = LLM(model_of("gemma4_shared"), device="cpu", max_model_len=64).engine.runner
     sizes = [spec.bytes_per_page for spec in runner.cache_specs]

@@ -29,7 +29,7 @@ def asked(monkeypatch):
     return seen
 
 
-def test_the_second_time_nobody_is_asked(asked, folder):
+def test_filled_config_is_cached(asked, folder):
     first = filled_config(LLAMA)
     assert first["num_key_value_heads"] == 4 and first["rope_parameters"]["rope_theta"] == 5e5
     assert filled_config(dict(reversed(LLAMA.items()))) == first
@@ -37,13 +37,13 @@ def test_the_second_time_nobody_is_asked(asked, folder):
 
 
 @pytest.mark.parametrize("key, value", [("hidden_size", 128), ("rms_norm_eps", 0.5)])
-def test_another_config_is_another(asked, key, value):
+def test_changed_config_is_filled_again(asked, key, value):
     filled_config(LLAMA)
     assert filled_config(LLAMA | {key: value})[key] == value
     assert len(asked) == 2
 
 
-def test_another_transformers_may_fill_in_something_else(asked, monkeypatch):
+def test_other_transformers_version_fills_again(asked, monkeypatch):
     filled_config(LLAMA)
     monkeypatch.setattr(module, "_version", lambda: "99")
     filled_config(LLAMA)
@@ -51,7 +51,7 @@ def test_another_transformers_may_fill_in_something_else(asked, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "\udcff"])
-def test_a_damaged_file_is_made_again(asked, folder, damage):
+def test_damaged_cache_file_is_rebuilt(asked, folder, damage):
     first = filled_config(LLAMA)
     (place,) = folder.iterdir()
     place.write_bytes(damage.encode(errors="surrogateescape"))
@@ -59,13 +59,13 @@ def test_a_damaged_file_is_made_again(asked, folder, damage):
     assert json.loads(place.read_text()) == first
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(asked, folder):
+def test_unwritable_cache_is_ignored(asked, folder):
     folder.parent.mkdir(parents=True)
     folder.write_text("a file where the folder should be")
     assert filled_config(LLAMA) == filled_config(LLAMA) and len(asked) == 2
 
 
-def test_what_transformers_refuses_is_not_kept(folder):
+def test_refused_config_is_not_cached(folder):
     with pytest.raises(ValueError, match="no_such_model"):
         filled_config({"model_type": "no_such_model"})
     assert not folder.exists()

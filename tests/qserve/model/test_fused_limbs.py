@@ -55,7 +55,7 @@ def limbs_up_to(rows, monkeypatch):
     return taken
 
 
-def test_a_decode_step_hands_limbs_on(quantized_5m, monkeypatch, count_forms):
+def test_decode_step_passes_limbs(quantized_5m, monkeypatch, count_forms):
     want_tokens, want = decoded(quantized_5m, [TOKENS], device="cpu", dtype="bfloat16")
     assert not made_limbs(count_forms)
     taken = limbs_up_to(2, monkeypatch)
@@ -71,7 +71,7 @@ def test_a_decode_step_hands_limbs_on(quantized_5m, monkeypatch, count_forms):
     assert taken.count(Limbs) == steps * layers * 4, "attention's too"
 
 
-def test_a_prompt_of_more_rows_takes_them_as_they_are(quantized_5m, monkeypatch, count_forms):
+def test_prompt_rows_use_unfused_inputs(quantized_5m, monkeypatch, count_forms):
     taken = limbs_up_to(len(TOKENS) - 1, monkeypatch)
     LLM(quantized_5m, device="cpu", max_model_len=64).logits(TOKENS)
     assert set(taken) == {torch.Tensor} and not made_limbs(count_forms)
@@ -80,7 +80,7 @@ def test_a_prompt_of_more_rows_takes_them_as_they_are(quantized_5m, monkeypatch,
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(
+def test_gpu_fusion_changes_values_by_at_most_one_rounding(
     quantized_5m, monkeypatch, count_forms, batch, enforce_eager
 ):
     lacks = lacks_arch(torch.device("cuda"), "sm_90")

@@ -68,7 +68,7 @@ def without_fusion(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
-def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_forms, name):
+def test_fusion_changes_no_logits_or_tokens(quantized, monkeypatch, count_forms, name):
     taken = []
     linear = ops.linear
     monkeypatch.setattr(ops, "linear", lambda x, *args: taken.append(type(x)) or linear(x, *args))
@@ -85,7 +85,7 @@ def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_form
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2"])
-def test_fusion_behind_norms_and_factors_changes_no_logit(written, monkeypatch, family):
+def test_fusion_after_norms_and_factors_changes_no_logits(written, monkeypatch, family):
     """Rounding is fused with sums and with GELU; OLMo's linears read the sum itself."""
     folder = written("w8a8", "compressed-tensors", family)
     taken = []
@@ -101,7 +101,7 @@ def test_fusion_behind_norms_and_factors_changes_no_logit(written, monkeypatch, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8"])
-def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(quantized, monkeypatch, name):
+def test_gpu_fusion_changes_values_by_at_most_one_rounding(quantized, monkeypatch, name):
     def gpu_logits():
         return LLM(quantized(name), device="cuda", max_model_len=64).logits(TOKENS).float()
 
@@ -112,12 +112,12 @@ def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(quantized, monkeypa
 
 
 @pytest.mark.parametrize("name", ["w8a8-fp8-block", "w8a16-sym-g32"])
-def test_layers_that_take_no_codes_get_none(quantized, count_forms, name):
+def test_layers_without_code_inputs_get_tensors(quantized, count_forms, name):
     assert run(quantized(name))[0].isfinite().all()
     assert not made_codes(count_forms)
 
 
-def test_split_layers_take_codes_only_where_all_parts_round_alike():
+def test_split_layers_take_codes_only_with_equal_rounding():
     def member(name, scale=None):
         linear = FloatLinear(torch.zeros(8, 16))
         spec, activation = Scheme.parse(name).weight, Scheme.parse(name).activation

@@ -31,7 +31,7 @@ def alike(found, want, first=6):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_the_cpus(tiny_model, family):
+def test_logits_equal_cpu(tiny_model, family):
     folder = tiny_model(family)
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(TOKENS)
     # A tiny random model turns a last bit of 8 into some percent. In bfloat16 it also routes some
@@ -54,7 +54,7 @@ def test_graphs_and_eager_steps_agree(tiny_model, mode):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid"])
-def test_copies_on_the_host_have_the_same_bits(tiny_model, family, monkeypatch):
+def test_host_snapshots_are_bitwise_equal(tiny_model, family, monkeypatch):
     """An engine with one snapshot, which others evict, and one that keeps all on the device."""
     monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
     found, starts = [], [[(7 * n + 31 * j) % 500 + 3 for j in range(50)] for n in range(3)]

@@ -116,7 +116,7 @@ def without(tiny_model):
 
 
 @pytest.mark.parametrize(("name", "mode", "steps_in_flight"), CASES)
-def test_the_same_tokens(tiny_model, without, name, mode, steps_in_flight):
+def test_prefix_hits_give_same_tokens(tiny_model, without, name, mode, steps_in_flight):
     engine = make_engine(tiny_model(name), steps_in_flight, **MODES[mode])
     found, num_preempted, num_cached = chats(engine)
     assert found == without(name)
@@ -125,7 +125,7 @@ def test_the_same_tokens(tiny_model, without, name, mode, steps_in_flight):
 
 
 @pytest.mark.parametrize("wrong", ["saved_to", "restored_to", "stored_to", "loaded_to"])
-def test_a_copy_that_is_not_made_is_seen(tiny_model, without, monkeypatch, wrong):
+def test_missing_snapshot_copy_is_detected(tiny_model, without, monkeypatch, wrong):
     """By NaN, which no request has written over."""
     copy = layer_caches.copy_states
 
@@ -152,7 +152,7 @@ def test_a_copy_that_is_not_made_is_seen(tiny_model, without, monkeypatch, wrong
         ),
     ],
 )
-def test_copies_on_the_host(tiny_model, without, name, in_flight):
+def test_host_tier_snapshots(tiny_model, without, name, in_flight):
     """Few copies and pages fit on the device: most come back from the host."""
     engine = make_engine(tiny_model(name), in_flight, **EVICTED)
     loaded, load = [], engine.runner.layer_caches.state_copies.load
@@ -168,7 +168,7 @@ def test_copies_on_the_host(tiny_model, without, name, in_flight):
     assert engine.scheduler.pool.host.num_loaded > 5
 
 
-def test_memory_decides_how_many_copies_there_are(tiny_model):
+def test_snapshot_count_follows_memory(tiny_model):
     """With pages they fill what there is."""
     free = {"num_gpu_blocks_override": None, "max_num_seqs": 4}
     engine = make_engine(tiny_model("qwen3_5"), cpu_kv_cache_memory=0.0003, **free)

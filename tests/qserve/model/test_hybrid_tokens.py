@@ -197,7 +197,7 @@ def test_logits_equal_transformers(hybrid, name):
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
 )
-def test_quantized_weights_are_what_they_mean(written, tmp_path, name, scheme, output_format):
+def test_quantized_tokens_equal_dequantized(written, tmp_path, name, scheme, output_format):
     """Logits and tokens: whole, and with chunks and preemptions."""
     folder = written(scheme, output_format, name)
     model = in_transformers(dense(folder, tmp_path / "dense", torch.float32))
@@ -232,7 +232,7 @@ def poison(llm):
             tensor.fill_(torch.nan)
 
 
-def test_a_slot_goes_to_the_next_request(hybrid):
+def test_state_slot_is_reused(hybrid):
     """One after the other in one slot, and after one that was aborted amid its prompt."""
     folder = hybrid("qwen3_5")
     llm = LLM(folder, device="cpu", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=5)
@@ -248,7 +248,7 @@ def test_a_slot_goes_to_the_next_request(hybrid):
     engine.scheduler.check_integrity()
 
 
-def test_logits_of_a_sequence_leave_all_states_alone(hybrid):
+def test_logits_call_keeps_states(hybrid):
     llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64)
     poison(llm)
     llm.logits(TOKENS)
@@ -257,7 +257,7 @@ def test_logits_of_a_sequence_leave_all_states_alone(hybrid):
     assert all(each.conv_PCL.isnan().all() for each in states)
 
 
-def test_a_token_is_never_computed_again(hybrid):
+def test_bad_words_wait_for_last_token_only_with_states(hybrid):
     """As rows are whose masks come late: those of such requests wait for the token before."""
     params = SamplingParams(
         bad_words=("x",), bad_words_token_ids=((5, 6),), max_tokens=4, detokenize=False
@@ -268,7 +268,7 @@ def test_a_token_is_never_computed_again(hybrid):
         assert engine._requests["a"].follows_last == waits
 
 
-def test_without_snapshots_no_prefix_is_found_and_that_is_said(hybrid, caplog):
+def test_disabled_snapshots_disable_prefix_hits_and_are_logged(hybrid, caplog):
     with caplog.at_level("INFO"):
         llm = LLM(
             hybrid("qwen3_5"), device="cpu", max_model_len=64, block_size=8, num_state_snapshots=0
@@ -279,7 +279,7 @@ def test_without_snapshots_no_prefix_is_found_and_that_is_said(hybrid, caplog):
     assert first == second and not llm.engine.scheduler.pool.num_cached
 
 
-def test_pages_hold_layers_with_attention_alone(hybrid):
+def test_pages_hold_only_attention_layers(hybrid):
     runner = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64).engine.runner
     # one layer of 16 tokens, 2 KV heads of 32, keys and values in float32
     assert runner.bytes_per_page == 16 * 2 * 32 * 2 * 4
@@ -296,7 +296,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("settings", "message"), LIMITS, ids=[m.split(".")[0] for _, m in LIMITS])
-def test_what_does_not_work_with_states_is_refused(hybrid, settings, message):
+def test_settings_unsupported_with_states_are_refused(hybrid, settings, message):
     with pytest.raises(InputError, match=f"--{message}"):
         LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
 
@@ -325,7 +325,7 @@ def test_pages_for_other_engines_need_snapshots(hybrid, tmp_path):
         LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
 
 
-def test_layers_for_drafts_are_left_out(hybrid, tmp_path):
+def test_mtp_layers_are_not_loaded(hybrid, tmp_path):
     """Qwen3.5 is published with a layer that predicts the token after the next."""
     source = hybrid("qwen3_5")
     extra = {"mtp.layers.0.input_layernorm.weight": torch.ones(64)}
@@ -343,7 +343,7 @@ def test_layers_for_drafts_are_left_out(hybrid, tmp_path):
 @pytest.mark.parametrize(
     ("name", "wrapper"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")]
 )
-def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path, name, wrapper):
+def test_text_model_of_vision_language_checkpoint(hybrid, tmp_path, name, wrapper):
     """As Qwen3.5 is published: names below model.language_model, the config in text_config."""
     source = hybrid(name)
 

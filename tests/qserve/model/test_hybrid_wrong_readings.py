@@ -125,39 +125,39 @@ def change_tensor(name, function):
 
 
 WRONG = {
-    "queries and keys of any length": split_mixed(any_length),
+    "queries and keys not L2-normalized": split_mixed(any_length),
     "queries that are not scaled": split_mixed(queries_unscaled),
-    "key heads in turn": split_mixed(key_heads_in_turn),
+    "key heads interleaved": split_mixed(key_heads_in_turn),
     "decay by half": split_mixed(lambda _, q, k, v, g, beta: (q, k, v, g / 2, beta)),
     "writes with the other sign": split_mixed(lambda _, q, k, v, g, beta: (q, k, v, g, -beta)),
-    "decay without its bias": change_tensor("dt_bias", torch.zeros_like),
-    "decay that is no logarithm": change_tensor("a_log", torch.exp),
-    "norm of a net that adds 1": change_tensor("norm", lambda norm: norm + 1),
-    "convolution a token late": change_tensor("conv_weight", lambda weight: weight.roll(1, 1)),
-    "convolution in the other order": change_tensor("conv_weight", lambda weight: weight.flip(1)),
-    "b and a exchanged": nets(gates_exchanged),
-    "z taken for values": nets(z_for_values),
-    "norms without their 1": lambda decoder, _: without_offset(decoder),
-    "norms of heads without their 1": attentions(lambda each: each.q_norm.sub_(1)),
+    "decay without dt_bias": change_tensor("dt_bias", torch.zeros_like),
+    "wrong exponential of A_log": change_tensor("a_log", torch.exp),
+    "delta-net norm adds 1": change_tensor("norm", lambda norm: norm + 1),
+    "convolution one token late": change_tensor("conv_weight", lambda weight: weight.roll(1, 1)),
+    "convolution taps reversed": change_tensor("conv_weight", lambda weight: weight.flip(1)),
+    "b and a swapped": nets(gates_exchanged),
+    "z used as values": nets(z_for_values),
+    "norm weights without offset 1": lambda decoder, _: without_offset(decoder),
+    "QK norm weights without offset 1": attentions(lambda each: each.q_norm.sub_(1)),
     "gate of attention by head": attentions(stored_by_head),
     "gate of attention with the other sign": attentions(gate_with_the_other_sign),
-    "more of a head rotates": attentions(more_rotates),
-    "neighbours rotate": lambda decoder, _: other_rotation(decoder.layers[1]),
+    "larger rotary dimension": attentions(more_rotates),
+    "interleaved RoPE": lambda decoder, _: other_rotation(decoder.layers[1]),
 }
 
 
 # Visible in decode steps only.
 WRONG_LATER = {
-    "convolution that forgets": conv_state(torch.zeros_like),
-    "convolution that remembers the oldest for the newest": conv_state(lambda c: c.flip(2)),
-    "state that is forgotten": memory(torch.zeros_like),
-    "state with its sides exchanged": memory(lambda s: s.transpose(2, 3).contiguous().view_as(s)),
-    "state of another slot": memory(lambda s: s.roll(1, 0)),
+    "convolution state cleared": conv_state(torch.zeros_like),
+    "convolution state keeps oldest token": conv_state(lambda c: c.flip(2)),
+    "recurrent state cleared": memory(torch.zeros_like),
+    "recurrent state transposed": memory(lambda s: s.transpose(2, 3).contiguous().view_as(s)),
+    "recurrent state of another slot": memory(lambda s: s.roll(1, 0)),
 }
 
 
 @pytest.mark.parametrize("name", DELTA_NETS)
-def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
+def test_wrong_interpretation_fails_comparison(hybrid, monkeypatch, name):
     """One start for all readings; the decoder gets its right weights back after each."""
     llm = LLM(hybrid(name), device="cpu", max_model_len=64)
     decoder, right = llm.engine.runner.decoder, llm.logits(TOKENS)
@@ -178,7 +178,7 @@ def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
         assert relative(llm.logits(TOKENS), right) == 0, f"not mended: {wrong}"
 
 
-def test_a_state_that_is_read_wrong_is_seen(hybrid, monkeypatch):
+def test_wrong_state_fails_comparison(hybrid, monkeypatch):
     """By the tokens of requests that go on, from chunk to chunk and from token to token."""
     llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **MODES["chunked"])
 

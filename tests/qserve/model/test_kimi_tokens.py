@@ -63,21 +63,21 @@ def set_scale(decoder):
 
 
 WRONG = {
-    "one share of a head": of_mixers(first_share_for_all),
-    "gates exchanged": of_mixers(gates_exchanged),
-    "shares without their bias": of_mixers(lambda each: each.dt_bias.zero_()),
-    "shares that are no logarithm": of_mixers(lambda each: each.a_log.exp_()),
-    "convolutions exchanged": of_mixers(
+    "one decay per head": of_mixers(first_share_for_all),
+    "gates swapped": of_mixers(gates_exchanged),
+    "decays without dt_bias": of_mixers(lambda each: each.dt_bias.zero_()),
+    "wrong exponential of A_log": of_mixers(lambda each: each.a_log.exp_()),
+    "convolutions swapped": of_mixers(
         lambda each: each.conv_weight.copy_(each.conv_weight.roll(each.shape.inner, 0))
     ),
-    "norm that adds 1": of_mixers(lambda each: each.norm.add_(1)),
-    "latent attention that rotates": rotates,
+    "norm adds 1": of_mixers(lambda each: each.norm.add_(1)),
+    "MLA with RoPE": rotates,
     "another scale of scores": set_scale,
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -153,7 +153,7 @@ def test_drafts_change_no_token(tiny_model, batch_invariant):
     check_greedy(in_transformers(tiny_model(FAMILY)), texts, outputs)
 
 
-def test_another_rule_of_routing_is_refused(tiny_model, tmp_path):
+def test_unsupported_routing_rule_is_refused(tiny_model, tmp_path):
     folder = edited(
         tiny_model(FAMILY),
         tmp_path / "model",

@@ -50,7 +50,7 @@ def change(llm, want):
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_logits_move_a_little(docs_5m, float_logits, name):
+def test_quantized_kv_changes_logits_slightly(docs_5m, float_logits, name):
     moved = change(make(docs_5m, kv_cache_dtype=name), float_logits)
     print(f"{name}: logits moved by {moved:.4f}")
     assert 0 < moved < LIMITS[name], moved
@@ -110,7 +110,7 @@ def calibrated(docs_5m, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind, name", [("int", "int8"), ("float", "fp8")])
-def test_auto_takes_the_checkpoints_scales(calibrated, kind, name):
+def test_auto_uses_checkpoint_scales(calibrated, kind, name):
     folder = calibrated(kind)
     llm = make(folder)
     found = llm.engine.runner.kv_format
@@ -150,7 +150,7 @@ def test_each_head_is_rounded_with_its_own_scale(calibrated):
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_scales_that_quantize_writes_are_used(docs_5m, tmp_path, name):
+def test_written_kv_scales_are_used(docs_5m, tmp_path, name):
     """Perplexity apart, the cache of the written folder is what its config says."""
     quantize_checkpoint(
         docs_5m,
@@ -173,7 +173,7 @@ def test_scales_that_quantize_writes_are_used(docs_5m, tmp_path, name):
 
 
 @pytest.mark.parametrize(("left_out", "found"), [(("v",), "k_scale alone"), (("k", "v"), "none")])
-def test_a_layer_without_scales_is_named(calibrated, left_out, found):
+def test_layer_without_scales_is_reported(calibrated, left_out, found):
     names = [f"model.layers.2.self_attn.{kind}_scale" for kind in left_out]
     folder = calibrated("int", leave_out=names)
     with pytest.raises(CheckpointError, match=rf"layers.2.*k_scale and a v_scale.*found {found}"):
@@ -184,7 +184,7 @@ def test_no_checkpoint_scales_leave_the_cache_in_float(docs_5m):
     assert make(docs_5m).engine.runner.kv_format == kv_format.KvFormat(dtype=torch.float32)
 
 
-def test_unknown_and_impossible_caches(docs_5m, monkeypatch):
+def test_unsupported_kv_cache_types_are_refused(docs_5m, monkeypatch):
     with pytest.raises(InputError, match="--kv-cache-dtype.*auto, int8, fp8, int4.*'int2'"):
         make(docs_5m, kv_cache_dtype="int2")
     decoder = make(docs_5m).engine.runner.decoder
@@ -200,7 +200,7 @@ def test_unknown_and_impossible_caches(docs_5m, monkeypatch):
         *(("int4", family) for family in ("docs-5m", "qwen3", "llama")),
     ],
 )
-def test_decodes_see_what_one_chunk_sees(docs_5m, tiny_model, name, family):
+def test_decode_steps_equal_one_chunk(docs_5m, tiny_model, name, family):
     """Pages that steps of one token filled, preempted and refilled, hold the same codes."""
     folder = docs_5m if family == "docs-5m" else tiny_model(family)
     llm = make(
@@ -216,7 +216,7 @@ def test_decodes_see_what_one_chunk_sees(docs_5m, tiny_model, name, family):
 
 
 @pytest.mark.parametrize("name, scale_bytes", [("int8", 4), ("fp8", 4)])
-def test_nearly_twice_as_many_tokens_fit(docs_5m, name, scale_bytes):
+def test_8_bit_kv_fits_nearly_twice_as_many_tokens(docs_5m, name, scale_bytes):
     settings = {"dtype": "bfloat16", "cpu_kv_cache_memory": 0.001}
     half, coded = make(docs_5m, **settings), make(docs_5m, kv_cache_dtype=name, **settings)
     model = coded.engine.model_config
@@ -232,7 +232,7 @@ def test_nearly_twice_as_many_tokens_fit(docs_5m, name, scale_bytes):
         assert taken == llm.engine.runner.bytes_per_page * llm.engine.scheduler.pool.num_pages
 
 
-def test_twice_as_many_tokens_fit_as_with_8_bits(docs_5m):
+def test_4_bit_kv_fits_twice_as_many_tokens_as_8_bit(docs_5m):
     """Less six float16 of scales and zeros a token and head, instead of two float32."""
     settings = {"dtype": "bfloat16", "cpu_kv_cache_memory": 0.001}
     eight, four = (make(docs_5m, kv_cache_dtype=name, **settings) for name in ("int8", "int4"))
@@ -246,7 +246,7 @@ def test_twice_as_many_tokens_fit_as_with_8_bits(docs_5m):
     assert taken == sizes[1] * pages[1], "the tensors take what the arithmetic says"
 
 
-def test_perplexity_with_4_bits_is_above_that_with_8_and_within_a_bound(docs_5m):
+def test_4_bit_kv_perplexity_is_bounded(docs_5m):
     text = "\n".join(json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()[:8])
     ids = make(docs_5m).get_tokenizer().encode(text)[: 8 * 128]
     windows = torch.tensor(ids).view(8, 128)
@@ -272,7 +272,7 @@ def test_models_whose_pages_cannot_have_4_bits_are_refused(tiny_model, family, r
     assert raised.value.remedy == "use --kv-cache-dtype int8"
 
 
-def test_layers_whose_queries_are_not_rotated_refuse_4_bits():
+def test_layers_without_rope_refuse_4_bit_kv():
     """Layers that read another layer's keys, and layers that transformers computes."""
     int4 = KvFormat(dtype=INT4_PAGES)
     with pytest.raises(InputError, match="int4.*reads the keys of another one"):
@@ -302,7 +302,7 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
 
 @pytest.mark.parametrize("name", ["auto", "int4"])
 @pytest.mark.parametrize("page_size", [8, 16])
-def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size, name):
+def test_attention_without_kernel_is_refused_with_graphs(docs_5m, page_size, name):
     """Before a capture fails on it. Asked as for a GPU."""
     llm = make(docs_5m, block_size=page_size, kv_cache_dtype=name)
     spec = llm.engine.runner.cache_specs[0]

@@ -228,7 +228,7 @@ def test_logits_of_codes_equal_transformers(model_of, transformers_model, tmp_pa
     assert relative(logits(file), want) < 1e-5 < relative(exact, want)
 
 
-def test_a_file_says_how_its_experts_are_chosen(model_of, tmp_path):
+def test_routing_metadata_is_read(model_of, tmp_path):
     """Without a gating function and groups, experts are chosen by softmax, as in V2-Lite."""
 
     def change(metadata, tensors):
@@ -255,14 +255,14 @@ def wide_rope(metadata, tensors):
         (wide_rope, r"attention.key_length: expected more than 64, found 48"),
     ],
 )
-def test_what_does_not_fit_is_named(model_of, tmp_path, change, words):
+def test_incompatible_sizes_are_refused(model_of, tmp_path, change, words):
     file = write(model_of("v3"), tmp_path / "model.gguf", F32, change=change)
     with pytest.raises(InputError, match=words):
         logits(file)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_written_file_is_as_llama_cpp_has_it(model_of, transformers_model, tmp_path, name):
+def test_written_file_equals_llama_cpp_converter(model_of, transformers_model, tmp_path, name):
     """Names, shapes, values and metadata of the converter's file; and it computes as its source."""
     folder = model_of(name)
     export_gguf(folder, tmp_path / "ours.gguf")
@@ -325,7 +325,7 @@ def test_float_keys_and_values_of_a_quantized_model_are_split(model_of, tmp_path
     assert relative(logits(file), logits(source)) < 1e-5
 
 
-def test_blocks_of_a_file_stay_in_a_written_one(model_of, tmp_path):
+def test_blocks_are_unchanged_in_written_file(model_of, tmp_path):
     file = write(model_of("v3"), tmp_path / "model.gguf", Q8_0)
     export_gguf(file, tmp_path / "again.gguf")
     first, again = (read_gguf(each) for each in (file, tmp_path / "again.gguf"))
@@ -344,7 +344,7 @@ def test_blocks_of_a_file_stay_in_a_written_one(model_of, tmp_path):
         ),
     ],
 )
-def test_what_gguf_cannot_state_is_named(model_of, tmp_path, changed, words):
+def test_model_unsupported_by_gguf_is_refused(model_of, tmp_path, changed, words):
     folder = edited(model_of("v3"), tmp_path / "x", config=lambda config: config.update(changed))
     with pytest.raises(InputError, match=words):
         export_gguf(folder, tmp_path / "model.gguf")

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("latent") / "model", config_class, extra)
 
 
-def test_logits_are_the_cpus(folder):
+def test_logits_equal_cpu(folder):
     want = LLM(folder, device="cpu", max_model_len=64).logits(TOKENS)
     on_gpu = LLM(folder, device="cuda", dtype="float32", **SMALL)
     assert relative(on_gpu.logits(TOKENS).cpu(), want) < 1e-4

@@ -75,7 +75,9 @@ def quantized(source, folder, **options):
 
 
 @pytest.mark.parametrize("name", ["moonlight", "deepseek-v2 236b"])
-def test_greedy_tokens_of_codes(model_of, transformers_model, tmp_path, monkeypatch, name):
+def test_greedy_tokens_of_quantized_weights(
+    model_of, transformers_model, tmp_path, monkeypatch, name
+):
     """Also of kv_b_proj: in chunks, with too few pages, on beginnings that were there."""
     folder = quantized(model_of(name), tmp_path / "model", output_format="gptq")
     assert "model.layers.0.self_attn.kv_b_proj.qweight" in CheckpointReader(folder).entries
@@ -118,7 +120,7 @@ def test_long_chunks_expand_keys(model_of, transformers_model, monkeypatch, name
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_entries_in_8_bits(model_of, monkeypatch, name, kind):
+def test_8_bit_latent_cache(model_of, monkeypatch, name, kind):
     """Logits are those of a float cache whose entries are rounded after they are written: of a
     prompt, and of tokens after it, in chunks that expand keys and rows that do not.
     """
@@ -148,7 +150,7 @@ def test_entries_in_8_bits(model_of, monkeypatch, name, kind):
     assert answers[0] == answers[1]
 
 
-def test_chunks_of_many_pairs_are_in_no_graph(model_of, monkeypatch):
+def test_chunks_with_key_expansion_run_eagerly(model_of, monkeypatch):
     """A CUDA graph computes all rows over entries."""
 
     class Graphs:
@@ -231,16 +233,19 @@ def without_shared(decoder):
 
 
 WRONG = {
-    "halves taken for neighbours": ("deepseek_v2", other_rotation),
-    "neighbours taken for halves": ("halves rotate", other_rotation),
+    "wrong RoPE pairing": ("deepseek_v2", other_rotation),
+    "wrong RoPE pairing, split halves": ("halves rotate", other_rotation),
     "scores without mscale_all_dim": ("deepseek_v2", of_attention(set_scale)),
-    "rotation without mscale": ("deepseek_v3", table_of_one),
+    "RoPE without mscale": ("deepseek_v3", table_of_one),
     "scores scaled by another width": (
         "glm4_moe_lite",
         of_attention(lambda attention: setattr(attention, "scale", 40**-0.5 * 1.1)),
     ),
-    "latents not normed": ("moonlight", of_attention(lambda a: a.kv_norm.fill_(1))),
-    "latents of queries not normed": ("glm4_moe_lite", of_attention(lambda a: a.q_norm.fill_(1))),
+    "latents not normalized": ("moonlight", of_attention(lambda a: a.kv_norm.fill_(1))),
+    "latents of queries not normalized": (
+        "glm4_moe_lite",
+        of_attention(lambda a: a.q_norm.fill_(1)),
+    ),
     "keys of another head": ("deepseek_v2", rolled("key_up")),
     "values of another head": ("deepseek_v2", rolled("value_up")),
     "experts chosen without the correction": ("deepseek_v3", without_correction),
@@ -255,7 +260,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(model_of, wrong):
+def test_wrong_interpretation_fails_comparison(model_of, wrong):
     """Each would load without an error; the comparison above reports it."""
     name, plant = WRONG[wrong]
     llm = LLM(model_of(name), device="cpu", max_model_len=64)
@@ -265,7 +270,7 @@ def test_a_wrong_reading_is_seen(model_of, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
-def test_eps_of_the_norms_of_latents_is_their_own(model_of, monkeypatch):
+def test_latent_norms_have_own_eps(model_of, monkeypatch):
     right = logits(model_of("large eps"))
     monkeypatch.setattr(latent_attention, "INNER_NORM_EPS", 0.05)
     assert relative(logits(model_of("large eps")), right) > 1e-3
@@ -335,7 +340,7 @@ def packed(codes_NK):
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def test_native_int4_of_kimi_k2_is_its_experts(model_of, transformers_model, tmp_path):
+def test_kimi_k2_native_int4_experts(model_of, transformers_model, tmp_path):
     source, numbers = model_of("moonlight"), {}
 
     def quantize(state):
@@ -366,7 +371,7 @@ def test_native_int4_of_kimi_k2_is_its_experts(model_of, transformers_model, tmp
         ),
     ],
 )
-def test_what_latents_do_not_support_is_refused(model_of, flag, setting):
+def test_settings_unsupported_with_mla_are_refused(model_of, flag, setting):
     with pytest.raises(InputError, match=f"{flag}: does not work with DeepseekV3.*latent"):
         LLM(model_of("moonlight"), device="cpu", max_model_len=64, **setting)
 
@@ -397,7 +402,7 @@ def test_drafts_change_no_token(model_of, transformers_model):
         ("deepseek_v2", {"norm_topk_prob": True}),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(model_of, tmp_path, family, changed):
+def test_unsupported_variant_is_refused(model_of, tmp_path, family, changed):
     folder = edited(model_of(family), tmp_path / "model", config=lambda c: c.update(changed))
     (key,) = changed
     for read in (FloatModel, lambda folder: LLM(folder, device="cpu", max_model_len=64)):

@@ -24,7 +24,7 @@ def load(folder):
         ("qwen3", [0, 1]),
     ],
 )
-def test_the_first_layer_and_one_of_each_kind(tiny_model, family, numbers):
+def test_sample_has_first_layer_and_one_of_each_kind(tiny_model, family, numbers):
     decoder = load(tiny_model(family)).runner.decoder
     sample, found = sample_of_layers(decoder)
     assert found == numbers
@@ -32,7 +32,7 @@ def test_the_first_layer_and_one_of_each_kind(tiny_model, family, numbers):
     assert [sample.layers[i] is decoder.layers[n] for i, n in enumerate(numbers)]
 
 
-def test_a_layer_that_differs_is_there(tiny_model):
+def test_sample_includes_differing_layer(tiny_model):
     decoder = load(tiny_model("llama")).runner.decoder
     decoder.layers[2].attention.window = 5
     assert sample_of_layers(decoder)[1] == [0, 1, 2]
@@ -42,7 +42,7 @@ def test_a_layer_that_differs_is_there(tiny_model):
     assert sample_of_layers(decoder)[1] == [0, 1, 2], "other strides are another kernel"
 
 
-def test_a_runner_of_a_sample_takes_steps_and_the_whole_one_stays(quantized_5m):
+def test_sample_runner_steps_leave_full_runner_unchanged(quantized_5m):
     engine = load(quantized_5m)
     want = engine.logits([5, 6, 7])
     sample = engine.runner.sample()

@@ -69,21 +69,21 @@ def of_router(**values):
 WRONG = {
     "decays without a bound": of_mixers(lambda each: setattr(each, "decay_bound", 0.0)),
     "another bound": of_mixers(lambda each: setattr(each, "decay_bound", -5.0)),
-    "decays and gates exchanged": of_mixers(gates_exchanged),
-    "rates that are no logarithm": of_mixers(lambda each: each.a_log.exp_()),
-    "decays without their bias": of_mixers(lambda each: each.dt_bias.zero_()),
+    "decays and gates swapped": of_mixers(gates_exchanged),
+    "wrong exponential of A_log": of_mixers(lambda each: each.a_log.exp_()),
+    "decays without dt_bias": of_mixers(lambda each: each.dt_bias.zero_()),
     "latent attention without gates": of_latents(lambda each: setattr(each, "gates", None)),
     "gates of other heads": of_latents(
         lambda each: each.gates.weight.copy_(each.gates.weight.roll(1, 0))
     ),
-    "halves of a key rotate": of_latents(lambda each: setattr(each.rotary, "interleaved", False)),
+    "split-half RoPE": of_latents(lambda each: setattr(each.rotary, "interleaved", False)),
     "routing weights without their factor": of_router(factor=1.0),
-    "groups by their best expert": of_router(group_score="max"),
+    "expert groups ranked by best expert": of_router(group_score="max"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -249,7 +249,7 @@ def test_drafts_change_no_token(tiny_model, batch_invariant):
         ("score_function", "softmax"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(tiny_model, tmp_path, key, value):
+def test_unsupported_variant_is_refused(tiny_model, tmp_path, key, value):
     folder = edited(tiny_model(FAMILY), tmp_path / "x", config=lambda c: c.update({key: value}))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected "):
         logits(folder)

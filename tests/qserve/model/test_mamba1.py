@@ -62,10 +62,10 @@ def norms_of_wrong_eps(block):
 
 
 WRONG = {
-    "z for x": mixers(swap_halves),
-    "B and C exchanged": controls_in([0, 2, 1]),
+    "z used as x": mixers(swap_halves),
+    "B and C swapped": controls_in([0, 2, 1]),
     "dt last": controls_in([1, 2, 0]),
-    "taps in the other order": tensor("conv_weight", lambda weight: weight.flip(1)),
+    "convolution taps reversed": tensor("conv_weight", lambda weight: weight.flip(1)),
     "convolution without bias": tensor("conv_bias", torch.zeros_like),
     "one decay per channel": tensor("rates", lambda x: x.mean(0, keepdim=True).expand_as(x) + 0.0),
     "decays of other states": tensor("rates", lambda x: x.flip(0)),
@@ -86,7 +86,7 @@ WRONG = {
     ("name", "wrong"),
     [*(("jamba", wrong) for wrong in WRONG), ("falcon_mamba", "norms of another epsilon")],
 )
-def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, name, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, monkeypatch, name, wrong):
     llm = LLM(tiny_model(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -100,7 +100,7 @@ def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, name, wrong):
     ids=["forgotten", "of another slot"],
 )
 @pytest.mark.parametrize("operation", ["channel_scan_", "causal_conv_"])
-def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, operation, change):
+def test_wrong_state_fails_comparison(tiny_model, monkeypatch, operation, change):
     llm = LLM(tiny_model("jamba"), device="cpu", max_model_len=64, **MODES["chunked"])
     right = [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
     run, place = getattr(ops, operation), {"channel_scan_": 6, "causal_conv_": 3}[operation]
@@ -113,7 +113,7 @@ def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, operation, 
     assert right != [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
 
 
-def test_published_keys_mean_the_same(tiny_model, tmp_path):
+def test_published_config_keys_are_equivalent(tiny_model, tmp_path):
     """Files may state the rank as "auto", and no number of channels."""
     extra = {**TINY_FAMILIES["mamba"][1], "intermediate_size": 128, "time_step_rank": 4}
     folder = make_tiny(tmp_path / "m", "MambaConfig", extra)
@@ -126,7 +126,7 @@ def test_published_keys_mean_the_same(tiny_model, tmp_path):
     assert torch.equal(logits(changed), logits(folder))
 
 
-def test_biases_and_taps(tmp_path):
+def test_biases_and_convolution_widths(tmp_path):
     different = {"use_bias": True, "use_conv_bias": False, "conv_kernel": 2}
     extra = {**TINY_FAMILIES["falcon_mamba"][1], **different, "tie_word_embeddings": False}
     folder = make_tiny(tmp_path / "m", "FalconMambaConfig", extra)
@@ -144,7 +144,7 @@ def test_jamba_without_experts_and_with_biases(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["kv_offload_gb", "kv_transfer_config"])
-def test_pages_that_hold_nothing_are_not_moved(tiny_model, tmp_path, flag):
+def test_empty_pages_are_not_copied(tiny_model, tmp_path, flag):
     values = {
         "kv_offload_gb": 0.1,
         "kv_transfer_config": '{"kv_connector": "folder", "kv_role": "kv_both",'
@@ -155,7 +155,7 @@ def test_pages_that_hold_nothing_are_not_moved(tiny_model, tmp_path, flag):
         LLM(tiny_model("mamba"), device="cpu", max_model_len=64, **{flag: values[flag]})
 
 
-def test_controls_stay_in_float(written):
+def test_control_projections_stay_float(written):
     """x_proj and dt_proj are listed as float; the first and the last projection are rounded."""
     reader = CheckpointReader(written("w4a16-sym-g32", "compressed-tensors", "falcon_mamba"))
     config = QuantConfig.from_dict(reader.config[BLOCK])

@@ -67,12 +67,12 @@ def norm_over_all(decoder, monkeypatch):
 
 
 WRONG = {
-    "z for x": rows_reordered([1, 0, 2, 3, 4]),
-    "B and C exchanged": rows_reordered([0, 1, 3, 2, 4]),
-    "groups in turn": groups_in_turn,
-    "taps in the other order": tensor("conv_weight", lambda weight: weight.flip(1)),
+    "z used as x": rows_reordered([1, 0, 2, 3, 4]),
+    "B and C swapped": rows_reordered([0, 1, 3, 2, 4]),
+    "groups interleaved": groups_in_turn,
+    "convolution taps reversed": tensor("conv_weight", lambda weight: weight.flip(1)),
     "convolution without bias": tensor("conv_bias", torch.zeros_like),
-    "decay that is no logarithm": tensor("a_log", torch.exp),
+    "wrong exponential of A_log": tensor("a_log", torch.exp),
     "steps without their bias": tensor("dt_bias", torch.zeros_like),
     "no skip": tensor("skip", torch.zeros_like),
     "norm before the gate": mixers(lambda block: setattr(block, "norm_first", True)),
@@ -84,7 +84,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, monkeypatch, wrong):
     llm = LLM(tiny_model("granite_hybrid"), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
     ids=["forgotten", "of another slot"],
 )
 @pytest.mark.parametrize("operation", ["selective_scan_", "causal_conv_"])
-def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, operation, change):
+def test_wrong_state_fails_comparison(tiny_model, monkeypatch, operation, change):
     llm = LLM(tiny_model("granite_hybrid"), device="cpu", max_model_len=64, **MODES["chunked"])
     right = [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
     run, place = getattr(ops, operation), {"selective_scan_": 5, "causal_conv_": 3}[operation]
@@ -111,7 +111,7 @@ def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, operation, 
     assert right != [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
 
 
-def test_published_keys_mean_the_same(tiny_model, tmp_path):
+def test_published_config_keys_are_equivalent(tiny_model, tmp_path):
     """Granite 4's files call the layers mamba and attention, and state no range of steps."""
 
     def published(config):
@@ -133,7 +133,7 @@ def test_model_of_attention_alone_has_no_states(tmp_path):
     check_greedy(in_transformers(folder), prompts(), greedy(llm, prompts()))
 
 
-def test_published_pattern_of_blocks_means_the_same(tiny_model, tmp_path):
+def test_published_block_pattern_is_equivalent(tiny_model, tmp_path):
     """Nemotron-H's files state the kinds of layers as a string."""
 
     def published(config):

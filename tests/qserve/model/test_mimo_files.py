@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from qserve.llm import LLM
@@ -136,7 +136,7 @@ def write(folder, config, state):
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_logits_are_those_of_the_parts(split, published, transformers_model):
+def test_fused_logits_equal_separate_tensors(split, published, transformers_model):
     with torch.no_grad():
         want = transformers_model(split)(torch.tensor([TOKENS])).logits[0]
     assert relative(logits(published), want) < 1e-5
@@ -174,14 +174,14 @@ def test_two_ranks(published):
 def test_tensors_in_memory(native):
     folder, plain = native
     state = load_file(folder / "model.safetensors")
-    held = HeldTensors(state.items(), CheckpointReader(folder).config)
+    held = MemoryTensors(state.items(), CheckpointReader(folder).config)
     want = CheckpointReader(plain)
     for x in "qkv":
         name = f"model.layers.1.self_attn.{x}_proj.weight"
         assert torch.equal(held.get(name).float(), want.get(name))
 
 
-def test_written_files_have_them_apart(published, tmp_path):
+def test_written_files_have_separate_tensors(published, tmp_path):
     folder = tmp_path / "model"
     scheme = Scheme.parse("w4a16-sym-g32")
     quantize_checkpoint(published, folder, scheme=scheme, recipe="rtn", progress=False)
@@ -220,7 +220,7 @@ def exchanged(state):
         state[name] = torch.cat([part for parts in zip(*shards, strict=True) for part in parts])
 
 
-def test_a_wrong_order_is_seen(published, tmp_path):
+def test_wrong_order_fails_comparison(published, tmp_path):
     folder = edited(published, tmp_path / "x", exchanged)
     assert relative(logits(folder), logits(published)) > 1e-3
 

@@ -61,17 +61,17 @@ def factors_exchanged(layer):
 
 
 WRONG = {
-    "keys taken for values": of_mixers(parts_exchanged),
+    "keys used as values": of_mixers(parts_exchanged),
     "heads in the other order": of_mixers(lambda m: m.a_log.copy_(m.a_log.flip(0))),
     "slopes alike in all layers": slopes_of_first_layer,
-    "norm that adds 1": of_mixers(lambda m: m.norm.add_(1)),
-    "factors of the stream exchanged": of_layers(factors_exchanged),
+    "norm adds 1": of_mixers(lambda m: m.norm.add_(1)),
+    "factors of the stream swapped": of_layers(factors_exchanged),
     "branches without their factor": of_layers(lambda m: setattr(m.attention_end, "factor", 1.0)),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -79,7 +79,7 @@ def test_a_wrong_reading_is_seen(tiny_model, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
-def test_no_activation_is_seen(tiny_model, monkeypatch):
+def test_missing_activation_fails_comparison(tiny_model, monkeypatch):
     right = logits(tiny_model(FAMILY))
     monkeypatch.setattr(lightning, "silu", lambda x: x)
     assert relative(logits(tiny_model(FAMILY)), right) > 1e-3
@@ -103,7 +103,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", ["MiniMaxText01", "MiniMaxM1"])
-def test_files_with_code_of_their_own(tiny_model, tmp_path, name):
+def test_files_with_remote_code(tiny_model, tmp_path, name):
     """Their keys of config.json differ, and no table is stored."""
 
     def as_published(config):
@@ -124,7 +124,7 @@ def test_files_with_code_of_their_own(tiny_model, tmp_path, name):
     assert torch.equal(logits(folder), logits(source))
 
 
-def test_part_of_a_head_rotates(tiny_model, tmp_path, monkeypatch):
+def test_partial_rotary(tiny_model, tmp_path, monkeypatch):
     """`rotary_dim` of published files, which transformers does not read."""
     folder = edited(
         tiny_model(FAMILY), tmp_path / "model", config=lambda c: c.update(rotary_dim=16)

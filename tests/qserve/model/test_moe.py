@@ -61,7 +61,7 @@ def test_logits_and_tokens_equal_transformers(tiny_model, family):
         ("qwen3_moe", "w8a16-fp8", "compressed-tensors"),
     ],
 )
-def test_quantized_experts_are_their_dequantized_weights(
+def test_quantized_experts_equal_dequantized_weights(
     written, tmp_path, family, scheme, output_format
 ):
     """transformers, with the weights that the file means."""
@@ -118,7 +118,7 @@ def test_layers_without_experts_follow_the_config(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
-def test_deepseek_v2_chooses_as_transformers_does(method):
+def test_deepseek_v2_routing_equals_transformers(method):
     config = DeepseekV2Config(
         hidden_size=32,
         n_routed_experts=12,
@@ -143,7 +143,7 @@ def test_deepseek_v2_chooses_as_transformers_does(method):
     torch.testing.assert_close(routes.weights_Mk.gather(1, own), want.gather(1, order))
 
 
-def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
+def test_mxfp4_experts_equal_dequantized(tiny_model, tmp_path):
     """As gpt-oss is published; the same experts in float give the same logits."""
     source = tiny_model("gpt_oss")
     generator = torch.Generator().manual_seed(0)
@@ -195,7 +195,7 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
         (lambda stack: stack[:, 1:].contiguous(), "191 outputs cannot be divided by 2 linears"),
     ],
 )
-def test_stack_that_is_not_read_is_named(tiny_model, tmp_path, change, reason):
+def test_unsupported_expert_stack_is_named(tiny_model, tmp_path, change, reason):
     name = "model.layers.1.block_sparse_moe.input_linear"
 
     def edit(state):
@@ -206,7 +206,7 @@ def test_stack_that_is_not_read_is_named(tiny_model, tmp_path, change, reason):
         logits(folder)
 
 
-def test_layers_for_drafts_are_left_out(tiny_model, tmp_path):
+def test_mtp_layers_are_not_loaded(tiny_model, tmp_path):
     """GLM-4.5 is published with one more layer, which predicts the token after the next."""
     source = tiny_model("glm4_moe")
     extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}

@@ -64,7 +64,7 @@ def outputs(folder, batch: int, kernel: list[str]):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 9, 20])
-def test_variants_agree(folder, batch):
+def test_moe_variants_agree(folder, batch):
     """Experts' outputs reach the next norm as parts of a sum, which it adds in its own form."""
     want, *others = (
         outputs(folder, batch, kernel)

@@ -27,7 +27,7 @@ LATER = ("gpt_neo", "biogpt", "xglm", "lfm3")
         *(pytest.param(name, marks=exhaustive) for name in ("gpt_neo", "biogpt", "xglm", "lfm3")),
     ],
 )
-def test_files_are_sound_and_converted(family, written, tmp_path):
+def test_files_pass_inspection_and_convert(family, written, tmp_path):
     folder = written("w4a16-sym-g32", "gptq", family)
     convert_checkpoint(folder, tmp_path / "x", "compressed-tensors")
     for each in (folder, tmp_path / "x"):
@@ -36,7 +36,7 @@ def test_files_are_sound_and_converted(family, written, tmp_path):
     assert torch.equal(logits(tmp_path / "x"), logits(folder))
 
 
-def test_a_stored_table_of_sinusoids_is_not_read(tiny_model, tmp_path):
+def test_stored_table_of_sinusoids_is_not_read(tiny_model, tmp_path):
     """Older writers stored it."""
     source, name = tiny_model("xglm"), "model.embed_positions.weights"
     folder = edited(source, tmp_path / "x", lambda state: state.update({name: torch.ones(258, 64)}))
@@ -73,7 +73,7 @@ def test_solved_weights_of_lfm3(recipe, tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "pattern", [[[["global"], 2]], [[["global", "other"], 2]], [["global", 3]], "global", [[1]]]
 )
-def test_a_pattern_of_layers_that_does_not_fit_is_refused(pattern, tiny_model, tmp_path):
+def test_pattern_of_layers_that_does_not_fit_is_refused(pattern, tiny_model, tmp_path):
     changed = {"attention_types": pattern}
     folder = edited(tiny_model("gpt_neo"), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match="attention_types: expected global or local for each"):

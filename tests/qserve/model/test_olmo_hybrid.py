@@ -71,18 +71,18 @@ def rotates(layer):
 
 WRONG = {
     "writes at most once": nets(lambda net: setattr(net, "write_factor", 1.0)),
-    "b and a exchanged": nets(gates_exchanged),
-    "convolutions exchanged": nets(convolutions_exchanged),
+    "b and a swapped": nets(gates_exchanged),
+    "convolutions swapped": nets(convolutions_exchanged),
     "gate of the output for values": nets(gate_for_values),
     "eps of the other norms": nets(lambda net: setattr(net, "eps", 1e-1)),
-    "norm of a net that adds 1": nets(lambda net: net.norm.add_(1)),
+    "delta-net norm adds 1": nets(lambda net: net.norm.add_(1)),
     "norms before attention": of_attention(norms_first),
-    "attention that rotates": of_attention(rotates),
+    "attention with RoPE": of_attention(rotates),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -132,7 +132,7 @@ def test_files_as_published(tiny_model, tmp_path):
             assert torch.equal(torch.cat(values), want.flatten())
 
 
-def test_rows_that_do_not_add_up_are_refused(tiny_model, tmp_path):
+def test_rows_not_matching_sizes_are_refused(tiny_model, tmp_path):
     def shorten(state):
         name = "model.layers.0.linear_attn.q_conv1d.weight"
         state[name] = state[name][:-1].clone()
@@ -168,7 +168,7 @@ def test_solved_weights(tiny_model, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": None}, {"rope_theta": None}])
-def test_a_rotation_without_type_or_base_is_none(tiny_model, tmp_path, rope):
+def test_rotation_without_type_or_base_is_none(tiny_model, tmp_path, rope):
     source = tiny_model(FAMILY)
     folder = edited(source, tmp_path / "model", config=lambda c: c.update(rope_parameters=rope))
     assert torch.equal(logits(folder), logits(source))
@@ -195,7 +195,7 @@ def test_drafts_change_no_token(tiny_model, batch_invariant):
         ["linear_num_key_heads", "linear_num_value_heads"],
     ],
 )
-def test_keys_that_are_left_out(tmp_path, missing):
+def test_omitted_keys_use_defaults(tmp_path, missing):
     """transformers' defaults of kinds of layers and of heads."""
     name, values = TINY_FAMILIES[FAMILY]
     plain = {key: value for key, value in values.items() if not key.startswith("linear_")}

@@ -69,7 +69,7 @@ def made(request, tmp_path_factory):
     return folder, alone, model
 
 
-def test_logits(made):
+def test_logits_equal_transformers(made):
     folder, alone, model = made
     with torch.no_grad():
         want = model(torch.tensor([TOKENS])).logits[0]
@@ -114,7 +114,7 @@ def test_quantized_files_keep_the_other_parts(made, tmp_path, output_format):
         assert of_weights(inspect_checkpoint(checkpoint)) == ()
 
 
-def test_head_is_the_thinkers(made, tmp_path):
+def test_thinker_head_is_used(made, tmp_path):
     folder, _, _ = made
     changed = edited(folder, tmp_path / "x", lambda s: s["thinker.lm_head.weight"].mul_(2))
     assert relative(logits(changed), 2 * logits(folder)) < 1e-5

@@ -85,7 +85,7 @@ def by_transformers(folder: Path, work: Path, rounding=None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_logits_are_those_of_the_tools_own_weights(name, tmp_path):
+def test_logits_equal_tool_weights(name, tmp_path):
     llm = LLM(MADE_BY / name, device="cpu", dtype="float32", max_model_len=32)
     made = json.loads((MADE_BY / name / "made.json").read_text())
     # weights that the tool rounds to bfloat16

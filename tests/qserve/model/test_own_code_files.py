@@ -92,7 +92,7 @@ def test_rotations_change_no_logits(solved, own_code, name):
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_files_are_sound_and_converted(solved, own_code, tmp_path, name):
+def test_files_pass_inspection_and_convert(solved, own_code, tmp_path, name):
     folder = solved(name, "gptq")
     convert_checkpoint(folder, tmp_path / "x", "compressed-tensors")
     for each in (own_code(name), folder, tmp_path / "x"):
@@ -115,7 +115,7 @@ def test_files_are_sound_and_converted(solved, own_code, tmp_path, name):
         *(pytest.param(name, True, marks=exhaustive) for name in TINY_MODELS),
     ],
 )
-def test_two_ranks_compute_what_one_does(own_code, solved, name, four_bits):
+def test_two_ranks_equal_one(own_code, solved, name, four_bits):
     folder = solved(name, "gptq") if four_bits else own_code(name)
     check_ranks(ModelConfig.from_folder(folder), 2, 1)
     assert_shared_out(folder, 2)
@@ -171,13 +171,13 @@ def test_layers_that_mix_inputs_are_on_one_stage(own_code):
         ),
     ],
 )
-def test_skip_connections_that_cannot_be(tmp_path, stated, message):
+def test_invalid_skip_connections_are_refused(tmp_path, stated, message):
     folder = write(tmp_path / "x", solar(**stated))
     with pytest.raises(InputError, match=f"config.json {message}"):
         LLM(folder, device="cpu", max_model_len=64)
 
 
-def test_a_normalized_head_is_written(solved, own_code):
+def test_normalized_head_is_written(solved, own_code):
     """config.json says so. Programs that normalize it again change no more than last bits."""
     for name, dim in (("ling", 0), ("baichuan_13b", 1)):
         assert json.loads((solved(name, "rtn") / "config.json").read_text())["norm_head"] is False
@@ -196,7 +196,7 @@ def test_both_sizes_of_baichuan_2_have_one_architecture():
 
 
 @pytest.mark.parametrize(("tokens", "normalized"), [(64000, False), (125696, True)])
-def test_the_vocabulary_shows_which_baichuan_it_is(tmp_path, tokens, normalized):
+def test_baichuan_version_is_detected_by_vocabulary(tmp_path, tokens, normalized):
     made = baichuan(6, architectures=["BaichuanForCausalLM"], vocab_size=tokens)
     folder = tmp_path / "x"
     folder.mkdir()
@@ -228,7 +228,7 @@ def test_lengths_beyond_which_keys_would_change_are_refused(own_code):
         ("ring_linear", {"norm_head": True}, "norm_head"),
     ],
 )
-def test_variants_that_nothing_computes_are_refused(own_code, tmp_path, name, stated, key):
+def test_unsupported_variants_are_refused(own_code, tmp_path, name, stated, key):
     folder = edited(own_code(name), tmp_path / "x", config=lambda config: config.update(stated))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)

@@ -18,7 +18,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, *VARIANTS])
-def test_logits_equal_the_references(own_code, name):
+def test_logits_equal_reference(own_code, name):
     folder = own_code(name)
     assert relative(logits(folder), Reference(folder).logits(TOKENS)) < 1e-5
 
@@ -219,11 +219,11 @@ def one_norm_of_heads(decoder):
 
 
 WRONG = {
-    "z and x exchanged": (
+    "z and x swapped": (
         "plamo2",
         of_states(lambda mixer: exchanged(mixer, "in_proj", [96, 96], 0, 1)),
     ),
-    "B and C exchanged": (
+    "B and C swapped": (
         "plamo2",
         of_states(lambda mixer: exchanged(mixer, "x_proj", [16, 16, 64], 0, 1)),
     ),
@@ -236,7 +236,7 @@ WRONG = {
         "plamo2",
         lambda decoder: setattr(decoder.layers[1].attention, "window", 8),
     ),
-    "one rotation for all layers of PLaMo 2": (
+    "one RoPE for all layers of PLaMo 2": (
         "plamo2",
         lambda d: setattr(d.layers[1].attention, "rotary", d.layers[3].attention.rotary),
     ),
@@ -246,7 +246,7 @@ WRONG = {
         of_lightning(lambda m: m.a_log.copy_(m.a_log.flip(0))),
     ),
     "one norm for all heads": ("ling_2_6", of_lightning(one_norm_for_all_heads)),
-    "queries taken for values": ("ling_2_6", of_lightning(exchanged_parts)),
+    "queries used as values": ("ling_2_6", of_lightning(exchanged_parts)),
     "lightning attention through SiLU": (
         "ling_2_6",
         of_lightning(lambda mixer: setattr(mixer, "is_activated", True)),
@@ -255,36 +255,36 @@ WRONG = {
         "ring_linear",
         of_lightning(lambda mixer: setattr(mixer, "q_norm", None)),
     ),
-    "states without rotation": (
+    "linear attention without RoPE": (
         "ring_linear",
         of_lightning(lambda mixer: setattr(mixer, "rotary", None)),
     ),
-    "halves rotate in latent attention": ("ling_2_6", halves_rotate),
-    "no biases of scores": ("baichuan_13b", attention(slopes=None)),
-    "head that is not normalized": ("baichuan_13b", plain_head),
-    "gate and up exchanged": ("qwen", exchanged_gates),
+    "split-half RoPE in MLA": ("ling_2_6", halves_rotate),
+    "no ALiBi": ("baichuan_13b", attention(slopes=None)),
+    "head not normalized": ("baichuan_13b", plain_head),
+    "gate and up swapped": ("qwen", exchanged_gates),
     "queries before all keys": ("internlm2", all_queries_first),
     "RMS norms": ("orion", rms_norms),
     "factor of training": ("solar", other_factor),
     "inputs of other layers": ("solar", mixes_late),
     "window one longer": ("plamo3", longer_windows),
-    "one rotation for all layers": ("plamo3", one_rotation),
+    "one RoPE for all layers": ("plamo3", one_rotation),
     "norms after attention plus 1": ("plamo3", norms_after_plus_one),
-    "shares that do not sum to 1": ("ling", of_router(normalized=False)),
+    "routing weights not normalized": ("ling", of_router(normalized=False)),
     "half of the shared experts": ("ling", half_shared),
-    "all of a head rotates": ("ling_2", whole_rotation),
-    "shares without their factor": ("ling_2", of_router(factor=1.0)),
-    "groups by their best expert": ("ling_2", of_router(group_score="max")),
+    "full instead of partial RoPE": ("ling_2", whole_rotation),
+    "routing weights without their factor": ("ling_2", of_router(factor=1.0)),
+    "expert groups ranked by best expert": ("ling_2", of_router(group_score="max")),
     "all experts in one group": ("ling_2", of_router(num_groups=1, top_groups=1)),
     "experts chosen without the bias": ("ling_2", without_correction),
-    "shares that sum to 1": ("deepseek_moe", of_router(normalized=True)),
-    "shares without their factor, DeepSeek-MoE": ("deepseek_moe", of_router(factor=1.0)),
+    "routing weights normalized": ("deepseek_moe", of_router(normalized=True)),
+    "routing weights without their factor, DeepSeek-MoE": ("deepseek_moe", of_router(factor=1.0)),
     "heads without norms": ("ling_2", attention(q_norm=None, k_norm=None, norms_heads=False)),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(own_code, wrong):
+def test_wrong_interpretation_fails_comparison(own_code, wrong):
     name, plant = WRONG[wrong]
     llm = LLM(own_code(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)

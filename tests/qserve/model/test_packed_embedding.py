@@ -87,7 +87,7 @@ def with_dense_embedding(source, target, table):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("targets", [["Embedding"], ["re:.*embed_tokens$"], [EMBEDDING]])
-def test_logits_are_those_of_transformers(quantized, tmp_path, tied, targets):
+def test_logits_equal_transformers(quantized, tmp_path, tied, targets):
     """transformers 5.23 itself reads no packed embedding: the library decompresses the table."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     library = pytest.importorskip("compressed_tensors")
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers(quantized, tmp_path, tied, targets):
 @pytest.mark.parametrize(
     "scheme", ["w4a16-sym-g32", "w3a16-asym-g32", "w8a16-asym-channel", "w8a16-fp8", "w4a16-mxfp4"]
 )
-def test_rows_are_those_of_the_dequantized_table(quantized, tmp_path, scheme, tied):
+def test_rows_equal_dequantized_table(quantized, tmp_path, scheme, tied):
     source = quantized(tied)
     folder, table = with_packed_embedding(source, tmp_path / "packed", scheme, ["Embedding"])
     assert not [p for p in inspect_checkpoint(folder).problems if p.severity == "error"]

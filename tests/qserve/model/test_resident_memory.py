@@ -9,7 +9,7 @@ from qserve.model.resident.memory import SleepingMemory
 from qserve.model.resident.staged import HostCopies
 
 
-def test_contents_and_views_come_back():
+def test_contents_and_views_are_restored():
     base = torch.arange(24, dtype=torch.float32).clone().reshape(4, 6)
     view, other = base[1:3, ::2], torch.full((5,), 7, dtype=torch.int8)
     wanted = base.clone(), view.clone(), other.clone()
@@ -54,7 +54,7 @@ def test_sleep_without_room_on_the_host_changes_nothing(monkeypatch):
     assert (tensors[0] == 3).all() and (tensors[1] == 4).all()
 
 
-def test_restore_that_fails_gives_all_back_and_can_be_repeated(monkeypatch):
+def test_failed_restore_frees_memory_and_can_be_retried(monkeypatch):
     tensors = [torch.full((100,), 3.0), torch.full((50,), 4.0)]
     asleep = SleepingMemory(tensors, keeps=True, moves=True)
     room = [1]
@@ -80,7 +80,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(host_memory, "CHUNK_BYTES", 4 * ALIGNMENT)
 
 
-def test_pieces_do_not_overlap_and_are_used_again(small_chunks):
+def test_memory_pieces_do_not_overlap_and_are_reused(small_chunks):
     host = HostMemory(pinned=False)
     sizes = [1, ALIGNMENT, 3 * ALIGNMENT - 7, 0, 5 * ALIGNMENT, 9]
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_copies_on_the_host_have_the_tensors_layout(small_chunks):
             tensor.copy_(expected)
 
 
-def test_memory_of_a_trainer_stays_where_it_is(tmp_path):
+def test_trainer_memory_is_not_moved(tmp_path):
     """Torch cannot resize memory that another process shares, such as a router used unconverted."""
     path = tmp_path / "shared"
     path.write_bytes(bytes(range(64)))

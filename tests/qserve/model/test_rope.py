@@ -118,7 +118,7 @@ def test_dynamic_beyond_the_trained_length_is_refused():
         ("longrope", {"short_factor": ["a"] * 32, "long_factor": ["a"] * 32}),
     ],
 )
-def test_numbers_that_give_no_rotation_are_one_error(kind, numbers):
+def test_invalid_rope_numbers_raise_one_error(kind, numbers):
     parameters = {"rope_type": kind, "rope_theta": 1e4, **CASES[kind], **numbers}
     rope = RopeConfig.from_dict(parameters, dim=64, max_position=256)
     with pytest.raises(InputError, match="rope_parameters: .* give no valid rotation"):

@@ -64,14 +64,14 @@ def prompts():
     return found + [start + prompt[:9] for prompt in found]  # beginnings that are there
 
 
-def test_logits_are_the_cpus(model):
+def test_logits_equal_cpu(model):
     folder, settings, want, _ = model
     llm = LLM(folder, device="cuda", dtype="float32", **SMALL, **settings)
     assert relative(llm.logits(prompts()[2]).cpu(), want) < 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_are_the_cpus(model, mode):
+def test_greedy_tokens_equal_cpu(model, mode):
     folder, settings, _, want = model
     settings = {**SMALL, **MODES[mode], **settings}
     llm = LLM(folder, device="cuda", dtype="float32", **settings)

@@ -45,17 +45,17 @@ def gate_and_up_exchanged(decoder):
 
 
 WRONG = {
-    "b and c exchanged": parts_reordered(1, 0, 2),
-    "c and x exchanged": parts_reordered(0, 2, 1),
-    "taps in the other order": taps_changed(lambda weight: weight.flip(1)),
-    "a token late": taps_changed(lambda weight: weight.roll(1, 1)),
-    "norms of heads exchanged": norms_of_heads_exchanged,
+    "b and c swapped": parts_reordered(1, 0, 2),
+    "c and x swapped": parts_reordered(0, 2, 1),
+    "convolution taps reversed": taps_changed(lambda weight: weight.flip(1)),
+    "convolution one token late": taps_changed(lambda weight: weight.roll(1, 1)),
+    "QK norms swapped": norms_of_heads_exchanged,
     "w1 for w3": gate_and_up_exchanged,
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model("lfm2"), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def test_a_wrong_reading_is_seen(tiny_model, wrong):
     [torch.zeros_like, lambda states: states.flip(2), lambda states: states.roll(1, 0)],
     ids=["forgotten", "in the other order", "of another slot"],
 )
-def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, change):
+def test_wrong_state_fails_comparison(tiny_model, monkeypatch, change):
     llm = LLM(tiny_model("lfm2"), device="cpu", max_model_len=64, **MODES["chunked"])
     right = [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
     convolve = ops.short_conv_
@@ -81,7 +81,7 @@ def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, change):
     assert right != [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
 
 
-def test_published_keys_mean_the_same(tiny_model, tmp_path):
+def test_published_config_keys_are_equivalent(tiny_model, tmp_path):
     """`block_ff_dim`, `full_attn_idxs` and `tie_embedding`, as LFM2's files have them."""
 
     def published(config):

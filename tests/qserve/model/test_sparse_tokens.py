@@ -171,7 +171,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(model_of, wrong):
+def test_wrong_interpretation_fails_comparison(model_of, wrong):
     folder = model_of("glm-5.2")
     if "norm" in wrong:  # as trained ones: not 1 and 0
         folder = edited(folder, folder.parent / wrong, tensors=other_norms)
@@ -205,7 +205,7 @@ def test_scores_do_not_depend_on_the_block_of_rows(model_of, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_entries_in_8_bits(model_of, monkeypatch, kind):
+def test_8_bit_latent_cache(model_of, monkeypatch, kind):
     """Keys of the indexer keep their dtype: the same keys are selected from float entries."""
     coded = LLM(model_of("v3.2"), device="cpu", max_model_len=128, kv_cache_dtype=kind)
     spec = coded.engine.runner.cache_specs[0]
@@ -369,7 +369,7 @@ def test_pattern_of_published_files(model_of, tmp_path):
         assert torch.equal(logits(folder), logits(source))
 
 
-def test_a_missing_indexer_is_named(model_of, tmp_path):
+def test_missing_indexer_is_named(model_of, tmp_path):
     folder = edited(
         model_of("glm-5.2"),
         tmp_path / "model",
@@ -379,7 +379,7 @@ def test_a_missing_indexer_is_named(model_of, tmp_path):
         logits(folder)
 
 
-def test_what_selected_keys_do_not_support_is_refused(model_of):
+def test_settings_unsupported_with_sparse_attention_are_refused(model_of):
     words = f"--batch-invariant: does not work with .* beyond {SELECTED} tokens"
     with pytest.raises(InputError, match=words):
         logits(model_of("v3.2"), batch_invariant=True)

@@ -43,7 +43,7 @@ def test_linears_of_a_layer_name_the_operation_after_them(quantized_5m, monkeypa
 
 
 @pytest.mark.gpu
-def test_partials_on_a_gpu_move_a_logit_by_roundings(quantized_5m, monkeypatch):
+def test_gpu_partial_sums_change_logits_only_by_rounding(quantized_5m, monkeypatch):
     lacks = lacks_arch(torch.device("cuda"), "sm_90")
     if lacks is not None:
         pytest.skip(lacks)

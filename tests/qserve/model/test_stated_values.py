@@ -59,7 +59,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "stated", "message"), WRONG, ids=lambda value: str(value)[:32])
-def test_a_value_that_cannot_be_is_refused(own_code, tiny_model, tmp_path, name, stated, message):
+def test_impossible_value_is_refused(own_code, tiny_model, tmp_path, name, stated, message):
     source = own_code(name) if name in TINY_MODELS else tiny_model(name)
     folder = edited(source, tmp_path / "x", config=lambda config: config.update(stated))
     with pytest.raises(InputError, match=f"config.json ?{message}"):
@@ -115,7 +115,7 @@ def test_routing_weights_of_ling_sum_to_one_by_default(own_code, tmp_path):
         assert torch.equal(logits(folder), logits(own_code(name)))
 
 
-def test_a_head_of_another_name_counts_against_the_tie(own_code, tmp_path):
+def test_head_of_another_name_counts_against_the_tie(own_code, tmp_path):
     """InternLM2 calls it `output`. A head that differs from the embedding is used."""
     source = own_code("internlm2")
     stated = {"tie_word_embeddings": True}
@@ -143,7 +143,7 @@ def test_heads_of_weight_updates_are_normalized(own_code, tmp_path, name, quanti
     assert relative(llm.logits(TOKENS), right) < 1e-5
 
 
-def test_an_empty_tensor_is_named(tiny_model, tmp_path):
+def test_empty_tensor_is_named(tiny_model, tmp_path):
     """Rows of a fused projection are read one range at a time, in the order of the kernel."""
     name = "model.layers.2.self_attn.output_gate.weight"
 
@@ -159,7 +159,7 @@ def test_an_empty_tensor_is_named(tiny_model, tmp_path):
     "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
 )
 @pytest.mark.parametrize("quantization", [None, "w4a16-sym-g32"])
-def test_integers_are_no_weights(own_code, tmp_path, name, quantization):
+def test_integer_tensors_as_weights_are_refused(own_code, tmp_path, name, quantization):
     """Codes in int32 under the name of a float weight, such as from a solver's own dump."""
 
     def stored_as_integers(state):

@@ -76,23 +76,23 @@ def norms_without_1(decoder):
 
 
 WRONG = {
-    "a dense feed-forward that is not cut": of_limits(None, 0),
-    "a shared expert that is not cut": of_limits(None, 3),
-    "a shared expert cut by the limit of the others": of_limits(0.3, 3),
-    "experts that are not cut": of_experts(2, lambda _: SILU),
-    "gates cut before their activation": of_experts(3, lambda glu: Glu(limit=glu.limit)),
+    "dense MLP not clamped": of_limits(None, 0),
+    "shared expert not clamped": of_limits(None, 3),
+    "shared expert clamped by the routed limit": of_limits(0.3, 3),
+    "routed experts not clamped": of_experts(2, lambda _: SILU),
+    "gates clamped before activation": of_experts(3, lambda glu: Glu(limit=glu.limit)),
     "the limit of another layer": of_experts(2, lambda glu: replace(glu, limit=0.3)),
     "softplus gates": of_attention(activation=softplus),
-    "rotations of the other kind of layer": exchanged_rotations,
+    "RoPE of the other layer type": exchanged_rotations,
     "experts chosen without the correction": without_correction,
     "routing weights without their factor": of_router(factor=1.0),
-    "routing weights as they come": of_router(normalized=False),
-    "norms of heads without their 1": norms_without_1,
+    "routing weights not normalized": of_router(normalized=False),
+    "QK norm weights without offset 1": norms_without_1,
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, wrong):
     llm = LLM(tiny_model(FAMILY), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -169,7 +169,7 @@ def test_files_as_published(tiny_model, tmp_path):
         ({"mlp_layer_types": None, "moe_layers_enum": "1,x"}, "moe_layers_enum"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(tiny_model, tmp_path, changed, key):
+def test_unsupported_variant_is_refused(tiny_model, tmp_path, changed, key):
     folder = edited(tiny_model(FAMILY), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected "):
         LLM(folder, device="cpu", max_model_len=64)

@@ -284,7 +284,7 @@ def test_heads_of_gemma_4(stated):
         assert found["layer_types"] == theirs.layer_types
 
 
-def test_what_stays_in_float_is_written_as_it_was_stored(tiny_model, tmp_path):
+def test_float_linears_are_written_in_stored_form(tiny_model, tmp_path):
     """One linear is quantized; transformers reads the others from the written file."""
     source, name = tiny_model("gpt2"), "transformer.h.1.mlp.c_fc"
     generator = torch.Generator().manual_seed(0)
@@ -310,7 +310,7 @@ def test_what_stays_in_float_is_written_as_it_was_stored(tiny_model, tmp_path):
     assert relative(logits(tmp_path / "out"), of_transformers(dense)) < 1e-5
 
 
-def test_a_quantized_gpt2_is_converted(written, tmp_path):
+def test_quantized_gpt2_is_converted(written, tmp_path):
     source = written("w4a16-asym-g32", "gptq", "gpt2")
     convert_checkpoint(source, tmp_path / "awq", output_format="awq")
     assert torch.equal(logits(tmp_path / "awq"), logits(source))
@@ -325,6 +325,6 @@ def test_float8_weights_of_gpt2_are_stored_as_its_floats(written, tiny_model):
     assert relative(logits(folder), logits(tiny_model("gpt2"))) < 0.1
 
 
-def test_a_length_beyond_the_learned_positions_is_refused(tiny_model):
+def test_length_beyond_the_learned_positions_is_refused(tiny_model):
     with pytest.raises(Exception, match="max-model-len: expected 2 to 256"):
         LLM(tiny_model("gpt2"), device="cpu", max_model_len=257)

@@ -242,7 +242,7 @@ def _marked(name):
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in WHOLE])
-def test_the_text_model_is_served(made, name):
+def test_text_model_is_served(made, name):
     folder, want = made(name)
     assert relative(logits(folder), want) < 1e-5
 
@@ -258,9 +258,7 @@ def test_the_text_model_is_served(made, name):
         ("NemotronH_Nano_VL_V2", "nemotron_h", "vision_model.x.weight"),
     ],
 )
-def test_models_whose_code_is_in_their_folder(
-    tiny_model, own_code, tmp_path, architecture, family, part
-):
+def test_models_with_remote_code(tiny_model, own_code, tmp_path, architecture, family, part):
     """As published: the text model below `language_model.`, its config as llm_config."""
     make = own_code if family in TINY_MODELS else tiny_model
     source, whole = make(family), tmp_path / "whole"
@@ -331,7 +329,7 @@ def test_names_of_the_modules_in_transformers(made, tmp_path, name):
     assert relative(logits(edited(folder, tmp_path / "x", rename)), want) < 1e-5
 
 
-def test_a_head_of_its_own_is_read_whatever_the_config_says(made, tmp_path):
+def test_head_of_its_own_is_read_whatever_the_config_says(made, tmp_path):
     """The whole states a tie, which transformers' default is, and its text model none."""
     folder, want = made("mistral 3")
 
@@ -342,7 +340,7 @@ def test_a_head_of_its_own_is_read_whatever_the_config_says(made, tmp_path):
     assert relative(logits(edited(folder, tmp_path / "x", add)), 2 * want) < 1e-5
 
 
-def test_what_published_files_leave_out_is_filled_in(made, tmp_path):
+def test_omitted_config_values_are_filled_in(made, tmp_path):
     """As gemma-3-4b: the number of heads is transformers' default."""
     folder, _ = made("gemma 3")
 
@@ -369,7 +367,7 @@ def test_defaults_of_text_models_are_those_of_transformers():
         assert kv_heads == wanted.num_key_value_heads
 
 
-def test_the_result_of_quantizing_keeps_the_vision_part(made, tmp_path):
+def test_result_of_quantizing_keeps_the_vision_part(made, tmp_path):
     folder, want = made("gemma 3")
     target = tmp_path / "quantized"
     quantize_checkpoint(folder, target, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
@@ -402,7 +400,7 @@ def test_experts_in_one_tensor_are_quantized_each(made, tmp_path):
         assert of_weights(inspect_checkpoint(checkpoint)) == ()
 
 
-def test_a_part_that_is_not_known_is_no_picture(made, tmp_path):
+def test_unknown_part_is_not_treated_as_vision(made, tmp_path):
     folder, _ = made("gemma 3")
     changed = edited(
         folder, tmp_path / "x", lambda s: s.update({"model.audio.weight": torch.ones(2)})
@@ -424,7 +422,7 @@ def test_damage_of_a_stored_name_is_found(made, tmp_path):
     assert problem.subject == "language_model.model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_head_inside_of_the_text_model_is_ignored_by_both_names():
+def test_head_inside_of_the_text_model_is_ignored_by_both_names():
     """transformers names Llama 4's head as the file does, and LLaVA's without the prefix."""
     block = {"ignore": ["lm_head"], "config_groups": {}}
     found = stored_block(block, "language_model.model.", ["vision_model"])

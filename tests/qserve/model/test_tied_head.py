@@ -34,21 +34,21 @@ def own_head(tiny_model, tmp_path):
     return folder
 
 
-def test_own_head_is_served_and_told(own_head, caplog):
+def test_untied_head_is_served_and_reported(own_head, caplog):
     with caplog.at_level(logging.WARNING):
         found = logits(own_head)
     assert relative(found, expected_logits(own_head)) < 1e-5
     assert "lm_head differs from the embedding" in caplog.text
 
 
-def test_copy_is_served_as_one_matrix(own_head):
+def test_head_copy_is_served_as_one_matrix(own_head):
     tensors = load_file(own_head / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, own_head / "model.safetensors", metadata={"format": "pt"})
     assert relative(logits(own_head), expected_logits(own_head)) < 1e-5
 
 
-def test_quantize_keeps_an_own_head_for_every_reader(own_head, tmp_path):
+def test_quantize_keeps_untied_head(own_head, tmp_path):
     target = tmp_path / "quantized"
     report = quantize_checkpoint(
         own_head,

@@ -49,7 +49,7 @@ def in_transformers():
         "w8a8-fp8-static",
     ],
 )
-def test_transformers_loads_what_we_write_and_gives_our_logits(
+def test_transformers_loads_written_folder_with_equal_logits(
     written, in_transformers, monkeypatch, scheme
 ):
     """With one rule for dynamic int8: compressed-tensors divides a token's largest magnitude by
@@ -68,7 +68,7 @@ def test_transformers_loads_what_we_write_and_gives_our_logits(
         assert relative(plain, theirs) > 1e-3, "its inputs were not rounded"
 
 
-def test_transformers_rounds_inputs_of_blocks_as_we_do(docs_5m, in_transformers, tmp_path):
+def test_transformers_rounds_block_inputs_equally(docs_5m, in_transformers, tmp_path):
     """The tiny models are narrower than a block's 128 inputs, which the library cannot cut."""
     folder = tmp_path / "model"
     quantize_checkpoint(docs_5m, folder, scheme=Scheme.parse("w8a8-fp8-block"), progress=False)
@@ -77,7 +77,7 @@ def test_transformers_rounds_inputs_of_blocks_as_we_do(docs_5m, in_transformers,
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_transformers_takes_the_scales_of_a_kv_cache(written, in_transformers, tmp_path, kv_cache):
+def test_transformers_loads_kv_scales(written, in_transformers, tmp_path, kv_cache):
     source = written("w4a16-sym-g32", "compressed-tensors")
     names = [f"model.layers.{n}.self_attn.{kind}_scale" for n in range(3) for kind in "kv"]
     folder = edited(
@@ -155,7 +155,7 @@ def test_packed_zeros_load_in_transformers_as_float_weights(
 
 
 @pytest.mark.parametrize("scheme", ASYMMETRIC)
-def test_librarys_decompression_of_packed_zeros_gives_our_logits(
+def test_library_decompression_of_packed_zeros_gives_equal_logits(
     written, in_transformers, tmp_path, scheme
 ):
     """Load the checkpoint with float32 scales instead of the library's float16."""

@@ -112,7 +112,7 @@ def exchanged(first, second):
 
 WRONG = {
     "gates left out": ("laguna", half_gates),
-    "rotations of the other kind of layer": ("laguna", exchanged_rotations),
+    "RoPE of the other layer type": ("laguna", exchanged_rotations),
     "experts chosen without the correction": ("laguna", without_correction),
     "routing weights without their factor": ("laguna", without_factor),
     "window one longer": ("laguna", longer_windows),
@@ -120,11 +120,11 @@ WRONG = {
     "no sinks": ("mimo_v2", attention_of(sinks=None)),
     "no sinks, Granite": ("granite_swa", attention_of(sinks=None)),
     "one theta for another": ("granite_swa", exchanged_rotations),
-    "a layer without rotation rotates": ("granite_swa", all_rotate),
+    "RoPE in a NoPE layer": ("granite_swa", all_rotate),
     "norms that keep the mean": ("olmo", rms_norms),
     "softplus gates, LFM3": ("lfm3", of_heads(lambda a: setattr(a, "activation", softplus))),
     "window one longer, LFM3": ("lfm3", of_heads(longer_window)),
-    "rotations exchanged, LFM3": ("lfm3", lambda d: exchanged(d.layers[1], d.layers[2])),
+    "RoPE parameters swapped, LFM3": ("lfm3", lambda d: exchanged(d.layers[1], d.layers[2])),
     "branches without norms, LFM3": (
         "lfm3",
         every_layer(lambda layer: setattr(layer.mlp_end, "norm", None)),
@@ -133,7 +133,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(model_of, wrong):
+def test_wrong_interpretation_fails_comparison(model_of, wrong):
     name, plant = WRONG[wrong]
     llm = LLM(model_of(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
@@ -156,7 +156,7 @@ def test_heads_that_differ_within_a_kind_are_refused(model_of, tmp_path):
         ({"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping"),
     ],
 )
-def test_a_variant_that_nothing_computes_is_refused(model_of, tmp_path, changed, key):
+def test_unsupported_variant_is_refused(model_of, tmp_path, changed, key):
     folder = edited(model_of("laguna"), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)

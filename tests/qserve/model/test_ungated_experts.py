@@ -75,11 +75,11 @@ WRONG = {
     ),
     "bias in the weights": bias_in_weights,
     "softmax": routing(scores="softmax"),
-    "weights that are not normalized": routing(normalized=False),
+    "weights not normalized": routing(normalized=False),
     "without the factor": routing(factor=1.0),
     "without groups": routing(num_groups=1, top_groups=1),
-    "a group by its best expert": routing(group_score="max"),
-    "ReLU that is not squared": activation(torch.relu),
+    "expert groups ranked by best expert": routing(group_score="max"),
+    "ReLU not squared": activation(torch.relu),
     "the square of all": activation(torch.square),
     "without the shared expert": mixtures(lambda block: setattr(block, "shared", None)),
     "a shared expert with SiLU": mixtures(
@@ -90,7 +90,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
+def test_wrong_interpretation_fails_comparison(tiny_model, monkeypatch, wrong):
     llm = LLM(tiny_model(NAME), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_a_wrong_reading_is_seen(tiny_model, monkeypatch, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
-def test_published_pattern_means_the_same(tiny_model, tmp_path):
+def test_published_layer_pattern_is_equivalent(tiny_model, tmp_path):
     """Nemotron 3's files state the kinds of layers as a string, E for experts."""
 
     def published(config):
@@ -135,7 +135,7 @@ def activated(block):
 
 
 LATENT_WRONG = {
-    "a latent that is activated": activated,
+    "activated latent": activated,
     "without the shared expert": lambda block: setattr(block, "shared", None),
     "another linear after the experts": lambda block: block.after.weight.mul_(-1),
     "without the factor": lambda block: setattr(
@@ -145,7 +145,7 @@ LATENT_WRONG = {
 
 
 @pytest.mark.parametrize("wrong", LATENT_WRONG)
-def test_a_wrong_reading_of_a_latent_is_seen(tiny_model, wrong):
+def test_wrong_interpretation_of_latent_fails_comparison(tiny_model, wrong):
     """Experts of Nemotron 3's larger models, which read a projection of the layer's input."""
     llm = LLM(tiny_model("nemotron_h_latent"), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)

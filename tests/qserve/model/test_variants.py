@@ -37,7 +37,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("scheme", "output_format"), PAIRS)
-def test_logits_are_near_the_float_models(written, tiny_model, scheme, output_format):
+def test_logits_are_close_to_float_model(written, tiny_model, scheme, output_format):
     found, want = logits(written(scheme, output_format)), logits(tiny_model("llama"))
     error = float((found - want).norm() / want.norm())
     # a random model amplifies rounding, and float8 has only three bits of it
@@ -75,7 +75,7 @@ def reorder(state, name, group=32):
     return order
 
 
-def test_act_order_computes_what_its_group_index_says(written, transformers_model, tmp_path):
+def test_act_order_follows_g_idx(written, transformers_model, tmp_path):
     """q, k and v are ordered differently, so they cannot be one matrix."""
     names = ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "mlp.up_proj"]
 
@@ -95,7 +95,7 @@ def test_act_order_computes_what_its_group_index_says(written, transformers_mode
     torch.testing.assert_close(logits(folder), want, rtol=1e-3, atol=1e-3)
 
 
-def test_mislabelled_zeros_are_loaded_right_and_reported(written, tmp_path, caplog):
+def test_mislabelled_qzeros_load_correctly_and_are_reported(written, tmp_path, caplog):
     source = written("w4a16-sym-g32", "gptq")
     folder = edited(
         source, tmp_path / "x", config=lambda c: c[BLOCK].update(checkpoint_format="gptq_v2")
@@ -107,7 +107,7 @@ def test_mislabelled_zeros_are_loaded_right_and_reported(written, tmp_path, capl
     )
 
 
-def test_zeros_that_are_not_certain_are_refused(written, tmp_path):
+def test_ambiguous_qzeros_are_refused(written, tmp_path):
     def spoil(state):
         state["model.layers.0.mlp.up_proj.qzeros"].fill_(-1)
 

@@ -14,7 +14,7 @@ from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest, load_image_processor
 from qserve.multimodal.video import video_of_frames
 from qserve.multimodal.video_processor import VideoProcessor
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer
 from tests.tiny_vision import ALL_FAMILIES, loaded, write_tiny_vision
@@ -170,7 +170,7 @@ class Vision:
         tokens, last = {}, {}
         for number, request in enumerate(requests):
             ids, media = self.prompt(*request)
-            engine.add_request(str(number), ids, params, handling=Handling(media=media))
+            engine.add_request(str(number), ids, params, options=RequestOptions(media=media))
             tokens[str(number)] = []
         while engine.has_work():
             for event in engine.step():

@@ -19,7 +19,7 @@ from formats.heads.folder import HeadFolder
 from formats.scheme import Scheme
 from qserve.engine.distributed import executors
 from qserve.engine.runner import microbatches
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import edited
 from tests.qserve.multimodal.conftest import NUM_TOKENS
@@ -100,7 +100,10 @@ def run(model, engine, requests, params):
     for number, request in enumerate(requests):
         ids, media = model.prompt(*request)
         engine.add_request(
-            str(number), ids, params[number % len(params)], handling=Handling(media=media)
+            str(number),
+            ids,
+            params[number % len(params)],
+            options=RequestOptions(media=media),
         )
         found[str(number)] = []
     while engine.has_work():

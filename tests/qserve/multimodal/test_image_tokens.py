@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from formats.errors import InputError
 from qserve.engine import media_limits
 from qserve.multimodal.media import MediaItem
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.multimodal.conftest import Vision
 from tests.qserve.speculation.conftest import replayed
@@ -287,7 +287,7 @@ def test_features_of_another_shape_are_refused(model):
         (other, r"expected (pixel_values|\d+ embeddings) .*, found"),
     ):
         with pytest.raises(InputError, match=rf"media item 0: {words}"):
-            engine.add_request("r", ids, SamplingParams(), handling=Handling(media=(wrong,)))
+            engine.add_request("r", ids, SamplingParams(), options=RequestOptions(media=(wrong,)))
     assert not engine.has_work()
 
 

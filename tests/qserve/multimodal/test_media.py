@@ -15,7 +15,7 @@ from qserve.engine.engine import Engine
 from qserve.engine.kv_cache.prefix_cache import extend_keys, root_key
 from qserve.errors import ParameterError
 from qserve.multimodal.media import Feature, MediaItem, check_media
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 PAGE = 4
@@ -128,10 +128,10 @@ def engine(docs_5m):
 def cached(engine, name: str, *media: MediaItem) -> int:
     """Cached prompt tokens of a request, which runs to its end."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    handling = msgspec.msgpack.decode(  # as between the processes
-        msgspec.msgpack.encode(Handling(media=media)), type=Handling
+    options = msgspec.msgpack.decode(  # as between the processes
+        msgspec.msgpack.encode(RequestOptions(media=media)), type=RequestOptions
     )
-    engine.add_request(name, PROMPT, params, handling=handling)
+    engine.add_request(name, PROMPT, params, options=options)
     while engine.has_work():
         (event,) = engine.step() or (None,)
     return event.facts.num_cached

@@ -11,7 +11,7 @@ from formats.errors import InputError
 from qserve.engine.step.media_rows import MediaRows
 from qserve.multimodal.calibration import CalibrationChats
 from qserve.multimodal.layouts.mutual_prompt import as_one_item, framed_prompt
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer
 from tests.tiny_vision import picture
@@ -96,7 +96,7 @@ def test_prompts_longer_than_a_step_are_refused(vision):
     engine = model.engine(max_num_batched_tokens=400)
     ids, media = model.prompt(TEXT + " word" * 200, (picture(40, 30, 1),))
     with pytest.raises(InputError, match=rf"at most 198 tokens, found {len(ids)}.*raise --max-num"):
-        engine.add_request("r", ids, SamplingParams(), handling=Handling(media=media))
+        engine.add_request("r", ids, SamplingParams(), options=RequestOptions(media=media))
     assert not engine.has_work()
     engine.add_request("text", ids, SamplingParams())  # text alone is computed in chunks
 

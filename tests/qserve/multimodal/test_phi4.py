@@ -23,7 +23,7 @@ from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.multimodal.layouts.whole_image import GRID, WHOLE_IMAGE
 from qserve.multimodal.media import Feature
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.image_text import IMAGE_TEXTS
 from tests.adapters import write_adapter
@@ -187,7 +187,9 @@ def test_features_of_another_grid_are_refused(vision, grid):
     ids, (item,) = model.prompt(model.mark, (picture(64, 64, 2),))
     wrong = replace(item, features=(item.features[0], Feature.of(GRID, np.array(grid))))
     with pytest.raises(InputError, match="media item 0: expected pixel_values as uint8"):
-        model.engine().add_request("r", ids, SamplingParams(), handling=Handling(media=(wrong,)))
+        model.engine().add_request(
+            "r", ids, SamplingParams(), options=RequestOptions(media=(wrong,))
+        )
 
 
 def test_sounds_are_refused_by_name(vision):
@@ -195,4 +197,6 @@ def test_sounds_are_refused_by_name(vision):
     ids, (item,) = model.prompt(model.mark, (picture(64, 64, 2),))
     sound = replace(item, kind="audio")
     with pytest.raises(InputError, match="kind 'audio'; .* takes text, image"):
-        model.engine().add_request("r", ids, SamplingParams(), handling=Handling(media=(sound,)))
+        model.engine().add_request(
+            "r", ids, SamplingParams(), options=RequestOptions(media=(sound,))
+        )

@@ -16,7 +16,7 @@ from formats.architecture.text_part import stored_name, text_prefix
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
-from formats.files.whole_writer import open_writer
+from formats.files.model_writer import open_writer
 from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import decode_linear
 from formats.quant_config import BLOCK, QuantConfig

@@ -15,7 +15,7 @@ from qserve.engine.request import Request
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.multimodal.conftest import NUM_TOKENS, Vision
 from tests.tiny_vision import picture
@@ -151,9 +151,9 @@ def test_tokens_of_ranks(vision, ranks):
 
 def test_beam_search_is_refused(vision):
     engine = vision(FAMILY).engine()
-    handling = Handling(beam_search=BeamSearchParams(beam_width=2, max_tokens=4))
+    options = RequestOptions(beam_search=BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(InputError, match="use_beam_search: is not supported with this model"):
-        engine.add_request("a", [1, 2], SamplingParams(), handling=handling)
+        engine.add_request("a", [1, 2], SamplingParams(), options=options)
 
 
 def test_slots_of_a_request():

@@ -9,7 +9,7 @@ import torch
 from formats.errors import InputError
 from qserve.multimodal.positions import positions_of
 from qserve.multimodal.tower import frames_of
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.multimodal.conftest import NUM_TOKENS
 from tests.tiny_vision import film, picture
@@ -154,7 +154,7 @@ def test_a_video_beyond_the_last_position_is_refused(vision):
     ids, media = model.prompt(VIDEO, (), (slow,))
     engine = model.engine()
     with pytest.raises(InputError, match="has a video whose time reaches position 400"):
-        engine.add_request("r", ids, SamplingParams(), handling=Handling(media=media))
+        engine.add_request("r", ids, SamplingParams(), options=RequestOptions(media=media))
     assert not engine.has_work()
 
 

@@ -72,7 +72,7 @@ def is_same(found, value):
         ("1", {"anyOf": [{}, {"description": "any"}]}, "1"),
     ],
 )  # fmt: skip
-def test_the_type_of_the_schema(text, schema, value):
+def test_bare_value_is_converted_to_schema_type(text, schema, value):
     found = value_of(text, {"properties": {"x": schema}})
     assert is_same(found, value)
 
@@ -105,7 +105,7 @@ DEFS = {
         ("1", {"$ref": "https://example.org/schema"}, "1"),
     ],
 )
-def test_references(text, schema, value):
+def test_schema_references_are_resolved(text, schema, value):
     root = {"type": "object", "properties": {"x": schema}, "$defs": DEFS}
     assert is_same(value_of(text, root), value)
 
@@ -128,7 +128,7 @@ def test_references(text, schema, value):
         ([], {"x": "1"}),
     ],
 )  # fmt: skip
-def test_where_an_argument_is_described(root, values):
+def test_argument_schema_lookup(root, values):
     for key, value in values.items():
         assert is_same(value_of("1", root, key), value), key
 
@@ -166,7 +166,7 @@ def test_arguments_of_pydantic_models_are_valid():
     assert (read.level.root, read.zip, read.work, read.flag) == (7, "01234", None, True)
 
 
-def test_schemas_that_are_made_to_be_slow():
+def test_exponential_schemas_are_fast():
     """Each definition is two of the next; resolved one by one they would be 2 to the power 60."""
     definitions = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}

@@ -109,7 +109,7 @@ def two_of(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_or_the_form(plain, name):
+def test_grammar_allows_call_or_response_format(plain, name):
     form, single = form_of(name), form_of(name, is_single=True)
     one, two = written(name, ("f", F)), written(name, *two_of(name))
     opening = form.opening and FINAL
@@ -129,7 +129,7 @@ def test_a_call_or_the_form(plain, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_in_free_text(plain, special, name):
+def test_grammar_allows_calls_in_free_text(plain, special, name):
     """For strict tools that a model may call: any text, and calls that fit."""
     marker_token = token_of(special)
     for tokenizer, token in ((plain, lambda text: None), (special, marker_token)):
@@ -160,7 +160,7 @@ def token_of(tokenizer):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_markers_that_are_special_tokens(special, name):
+def test_special_token_markers(special, name):
     marker_token = token_of(special)
     form = form_of(name, marker_token=marker_token)
     one = written_for(name, marker_token, ("f", F))
@@ -173,7 +173,7 @@ def test_markers_that_are_special_tokens(special, name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2", "glm45", "deepseek_v32", "step3"])
-def test_bare_texts_fit_their_schemas(plain, name):
+def test_bare_texts_match_schemas(plain, name):
     """Patterns, lengths, formats and constants hold; a text has no tags of the format."""
     schemas = {
         "a": ({"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"}, ["AB-12"], ["AB-", "ab-1"]),
@@ -211,12 +211,12 @@ def test_bare_texts_fit_their_schemas(plain, name):
         {"type": "object", "properties": {"a b<": {"type": "string"}}},
     ],
 )
-def test_schemas_that_a_format_cannot_express(name, schema):
+def test_inexpressible_schemas_are_refused(name, schema):
     with pytest.raises(Inexpressible):
         form_of(name, tools={"f": schema})
 
 
-def test_added_tokens_that_are_not_special(docs_5m, tmp_path):
+def test_nonspecial_added_token_markers(docs_5m, tmp_path):
     """Qwen's <tool_call> is one token, and an ordinary one."""
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
@@ -245,7 +245,7 @@ def test_reasoning_comes_first(plain, name):
         {"json": None, "grammar": 'start: "yes" | "no"'},
     ],
 )
-def test_other_forms(plain, fields):
+def test_other_response_formats(plain, fields):
     form = form_of("hermes", **fields)
     content = "{}" if "json_object" in fields else "yes"
     assert takes(plain, form, content) and takes(plain, form, written("hermes", ("f", F)))
@@ -253,7 +253,7 @@ def test_other_forms(plain, fields):
 
 
 @pytest.mark.exhaustive
-def test_what_a_model_writes_under_the_grammar_is_read(docs_5m):
+def test_grammar_outputs_are_parsed(docs_5m):
     """A model that knows no tools, at random: calls fit their schemas, or the content the form."""
     llm = LLM(str(docs_5m), max_model_len=256, max_num_seqs=32, cpu_kv_cache_memory=0.1)
     days = CLOSED | {"properties": {"n": {"enum": [1, 2]}, "exact": {"type": "boolean"}}}

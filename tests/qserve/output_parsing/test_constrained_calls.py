@@ -75,7 +75,7 @@ FORCED += [pytest.param(name, False, marks=pytest.mark.exhaustive) for name in M
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("parser", "is_single"), FORCED)
-def test_required(llm, served, parser, is_single):
+def test_required_tool_choice(llm, served, parser, is_single):
     use = ToolUse(mode=REQUIRED, tools=TOOLS, is_single=is_single)
     settings = ParseSettings(tool_parser=parser, is_required=True, tools=use.schemas)
     form = use.form(served(parser))
@@ -95,7 +95,7 @@ def test_required(llm, served, parser, is_single):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("parser", [None, "minimax_m2"])
-def test_named(llm, served, parser):
+def test_named_tool_choice(llm, served, parser):
     for tool in TOOLS:
         use = ToolUse(mode=NAMED, tools=(tool,))
         outputs = texts(llm, use.form(served(parser)), count=3)
@@ -128,7 +128,7 @@ def test_every_format_is_forced_or_json(served, name):
     "name", ["deepseek_r1", "qwen3", "mistral", "gemma4", "granite", "gpt_oss"]
 )
 @pytest.mark.parametrize("tokens", ["none", "special", "ordinary"])
-def test_the_grammar_of_reasoning(docs_5m, tmp_path, name, tokens):
+def test_grammar_of_reasoning(docs_5m, tmp_path, name, tokens):
     """The markers are texts, special tokens, or tokens that are not special, as Qwen's."""
     form = REASONING_PARSERS[name]
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
@@ -160,7 +160,7 @@ def test_the_grammar_of_reasoning(docs_5m, tmp_path, name, tokens):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "gpt_oss"])
-def test_a_form_holds_behind_reasoning(llm, name):
+def test_response_format_applies_after_reasoning(llm, name):
     prefix = grammar_prefix(REASONING_PARSERS[name], "")
     opening = answer_opening(REASONING_PARSERS[name])
     form = StructuredOutputsParams(choice=("yes", "no"), prefix=prefix, opening=opening)

@@ -42,12 +42,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("template", "model_type", "tool_calls", "reasoning"), CASES)
-def test_templates(template, model_type, tool_calls, reasoning):
+def test_parsers_are_detected_from_templates(template, model_type, tool_calls, reasoning):
     found = Parsers.chosen("auto", "auto", template=template, model_type=model_type)
     assert (found.tool_calls or NONE, found.reasoning or NONE) == (tool_calls, reasoning)
 
 
-def test_a_choice_of_the_operator_counts():
+def test_explicit_parser_overrides_detection():
     found = Parsers.chosen("hermes", "none", template="[TOOL_CALLS] [THINK]", model_type="")
     assert (found.tool_calls, found.reasoning) == ("hermes", None)
     assert found.reports == (
@@ -56,7 +56,7 @@ def test_a_choice_of_the_operator_counts():
     )
 
 
-def test_rules_name_rows():
+def test_detection_rules_name_existing_parsers():
     assert {rule.parser for rule in TOOL_RULES} <= {NONE, *TOOL_PARSERS}
     assert {rule.parser for rule in REASONING_RULES} <= {NONE, *REASONING_PARSERS}
 
@@ -64,7 +64,7 @@ def test_rules_name_rows():
 @pytest.mark.parametrize(
     "name", sorted({*WRITE} - {"xlam", "qwen3_xml", "llama3_json", "pythonic"})
 )
-def test_calls_in_a_template_name_their_format(name):
+def test_template_calls_identify_their_format(name):
     """Templates write the history's calls in the format, with the mark of each."""
     text = WRITE[name]([("f", {"a": "b"})])
     expected = {"ernie45": "hermes", "glm47": "glm45"}.get(name, name)

@@ -46,7 +46,7 @@ def test_every_row_has_a_writer():
 
 @pytest.mark.parametrize("call", HARD, ids=lambda call: call[1].get("city", call[0])[:9])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call(name, call):
+def test_single_call(name, call):
     found = parsed(name, WRITE[name]([call]))
     assert (calls_of(found), found.content) == ([call], "")
 
@@ -69,7 +69,7 @@ def test_text_around_calls(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_name(name):
+def test_unknown_tool_name(name):
     """A call after a marker; text where only names distinguish calls from text."""
     call = ("forecast", {"place": "Rome"})
     found = parsed(name, WRITE[name]([call]))
@@ -80,7 +80,7 @@ def test_an_unknown_name(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_at_every_position(name):
+def test_truncation_at_every_position(name):
     """At the token limit what was read is kept: no text of the call becomes content."""
     text = WRITE[name](HARD[:1])
     settings = ParseSettings(tool_parser=name, tools=TOOLS)
@@ -98,7 +98,7 @@ def test_a_cut_at_every_position(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_has_one_name_and_then_arguments(name):
+def test_stream_sends_name_once_then_arguments(name):
     """Clients want the name complete and first, and arguments whose pieces join to JSON."""
     parser = OutputParser(ParseSettings(tool_parser=name, tools=TOOLS))
     pieces = [piece for char in WRITE[name](HARD[:1]) for piece in parser.push(char)]

@@ -18,7 +18,7 @@ def whole(name, text, **fields):
     return found.reasoning, found.content, calls_of(found)
 
 
-def test_a_number_is_converted_at_the_end_of_its_value():
+def test_number_is_converted_at_the_end_of_its_value():
     """vLLM 48702, 33916: the rest of the arguments was lost."""
     calls = [("get_weather", {"city": "3", "days": 42, "code": "0"})]
     for name in ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "step3", "mistral"):
@@ -26,12 +26,12 @@ def test_a_number_is_converted_at_the_end_of_its_value():
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "granite"])
-def test_a_cut_opening_tag_is_content(name):
+def test_cut_opening_tag_is_content(name):
     """vLLM 47137: streamed and whole results differed."""
     assert whole(name, "Hm. <tool_call") == ("", "Hm. <tool_call", [])
 
 
-def test_an_end_tag_inside_of_a_value():
+def test_end_tag_inside_of_a_value():
     """vLLM 45167, 45310, 55848."""
     for name in ("hermes", "qwen3_coder", "glm45", "kimi_k2"):
         calls = [
@@ -75,14 +75,14 @@ def test_white_space_between_calls_is_no_content():
         assert whole(name, text + "\n")[1:] == ("", [CITY, RUN if name != "olmo3" else NOW])
 
 
-def test_a_marker_of_deepseek_in_a_command():
+def test_marker_of_deepseek_in_a_command():
     """vLLM 40800, 45877: an end tag after `2>&1`, and markers in several pieces."""
     calls = [("functions-2.run", {"command": "make 2>&1"}), CITY]
     assert whole("deepseek_v32", WRITE["deepseek_v32"](calls)) == ("", "", calls)
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "step3"])
-def test_an_opening_tag_is_missing(name):
+def test_opening_tag_is_missing(name):
     """vLLM 58227: calls of a tool that exists are read; other text with such tags is text."""
     text = WRITE[name]([CITY])
     start = text.index({"minimax_m2": "<invoke", "step3": "<steptml:invoke"}.get(name, "<function"))
@@ -91,7 +91,7 @@ def test_an_opening_tag_is_missing(name):
     assert whole(name, text)[2] == []
 
 
-def test_a_call_inside_of_unclosed_reasoning():
+def test_call_inside_of_unclosed_reasoning():
     """vLLM 39056, 55759: it was lost. One in the middle of reasoning is reasoning."""
     call = WRITE["hermes"]([CITY])
     fields = {"reasoning_parser": "qwen3", "prompt_end": "<think>\n"}
@@ -108,7 +108,7 @@ def test_a_call_inside_of_unclosed_reasoning():
     assert cut.reasoning == "Hm." and cut.calls[0][0] == "get_weather"
 
 
-def test_a_call_of_kimi_ends_reasoning():
+def test_call_of_kimi_ends_reasoning():
     fields = {"reasoning_parser": "kimi_k2", "prompt_end": "<think>"}
     assert whole("kimi_k2", f"I call it.{kimi([CITY])}", **fields) == ("I call it.", "", [CITY])
 
@@ -120,7 +120,7 @@ def test_reasoning_and_calls_each_get_their_end():
     assert whole("qwen3_coder", text, **fields) == ("Hm.", "", [CITY])
 
 
-def test_an_end_of_reasoning_in_the_examples_of_a_prompt():
+def test_end_of_reasoning_in_the_examples_of_a_prompt():
     """vLLM 45763: only the end of the prompt counts."""
     prompt = "Write <think>a</think>b, as above.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     settings = ParseSettings(reasoning_parser="qwen3", prompt_end=prompt)
@@ -168,7 +168,7 @@ def test_harmony_channels():
     assert whole("gpt_oss", none) == ("", "", [NOW])
 
 
-def test_a_broken_header_of_harmony_is_content():
+def test_broken_header_of_harmony_is_content():
     """vLLM 51977, 57099, 23567: no error reaches the client."""
     text = "<|channel|>final Yes.<|return|>"
     reasoning, content, calls = whole("gpt_oss", text)

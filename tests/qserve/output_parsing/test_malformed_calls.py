@@ -72,7 +72,7 @@ CODER_ENDS = [
 
 @pytest.mark.parametrize("end", CODER_ENDS)
 @pytest.mark.parametrize("key", ["a", "b"])
-def test_qwen3_coder_ends(end, key):
+def test_qwen3_coder_invalid_end_tags(end, key):
     """Every wrong end of the last parameter keeps its value, and the next call."""
     end = end.replace("=a", f"={key}").replace("/a", f"/{key}")
     found = parsed("qwen3_coder", f"Hm.\n{coder(7, end, key)}\n{NEXT}")
@@ -99,13 +99,13 @@ def test_qwen3_coder_ends(end, key):
         "f(<function=g>)",
     ],
 )
-def test_tags_in_a_text_stay_in_it(text):
+def test_tags_in_content_are_kept(text):
     found = parsed("qwen3_coder", f"{coder(text)}\n{NEXT}")
     assert calls_of(found) == [("f", {"a": text}), G]
     assert not found.content
 
 
-def test_a_parameter_without_an_end_before_the_next():
+def test_parameter_without_an_end_before_the_next():
     text = (
         "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\n2\n</function>\n</tool_call>"
     )
@@ -118,7 +118,7 @@ def test_calls_without_their_outer_tags(opening):
     assert calls_of(parsed("qwen3_coder", text)) == [("f", {"a": "x"}), ("g", {})]
 
 
-def test_a_broken_call_is_content_and_the_next_is_read():
+def test_broken_call_is_content_and_the_next_is_read():
     for broken in (
         "<tool_call>\n<function=f",
         "<tool_call>\n<function=f>\nplain",
@@ -136,7 +136,7 @@ SEPARATORS = ["; ", ";", ";\n", "\n", " ", "", ",", ", ", ",\n", "\n\n", ";;", "
 
 @pytest.mark.parametrize("between", SEPARATORS)
 @pytest.mark.parametrize("behind", ["", ";", ",\n", "\n", " "])
-def test_what_separates_calls(between, behind):
+def test_separators_between_calls(between, behind):
     for tag in ("", "<|python_tag|>"):
         found = parsed("llama3_json", f"{tag}{F_JSON}{between}{G_JSON}{behind}")
         assert (calls_of(found), found.content) == ([F, G], "")
@@ -154,7 +154,7 @@ def test_what_separates_calls(between, behind):
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_text_between_and_behind_calls_is_content(name):
+def test_text_between_and_after_calls_is_content(name):
     one, two = (F_JSON, G_JSON) if name == "llama3_json" else ("[f(a='x')]", "[g(x=1)]")
     found = parsed(name, f"{one}\nAnd then:\n{two}\nDone; [1], {{}}.")
     assert calls_of(found) == [F, G]
@@ -189,14 +189,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "wrong", "following", "is_read"), WRONG)
-def test_a_wrong_end_loses_its_own_call_at_most(name, wrong, following, is_read):
+def test_invalid_end_tag_loses_at_most_its_call(name, wrong, following, is_read):
     found = parsed(name, wrong + following)
     assert calls_of(found) == [F] * is_read + [G]
     if not is_read:
         assert "f" in found.content or "oops" in found.content or "<tool_call>" in found.content
 
 
-def test_markers_in_arguments_begin_no_calls():
+def test_markers_in_arguments_do_not_start_calls():
     text = f"{TAGS.format(G_JSON)} [TOOL_CALLS]g{{}} ), g(x=1), <function=g>"
     for name, written in (
         ("hermes", TAGS.format(json.dumps({"name": "f", "arguments": {"a": text}}))),
@@ -213,7 +213,7 @@ def test_markers_in_arguments_begin_no_calls():
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
-def test_texts_that_are_made_to_be_slow(name):
+def test_adversarial_texts_are_linear(name):
     unit = {
         "hermes": '<tool_call>{"a": "',
         "llama3_json": '\n{"name": "f", "parameters": {"a": "',
@@ -227,13 +227,13 @@ def test_texts_that_are_made_to_be_slow(name):
         assert found.content.strip() or found.calls
 
 
-def test_a_python_text_in_three_quotes():
+def test_python_triple_quoted_string():
     text = '''[f(a="""x = 'y'\n"z" ""\n""", b=0x10), g(x=1)]'''
     found = parsed("pythonic", text)
     assert calls_of(found) == [("f", {"a": 'x = \'y\'\n"z" ""\n', "b": 16}), G]
 
 
-def test_json_as_models_write_it():
+def test_malformed_json_of_models_is_read():
     text = '<tool_call>{"name": "f", "arguments": {"a": "1\n", "b": [True, None,], }}</tool_call>'
     assert calls_of(parsed("hermes", text)) == [("f", {"a": "1\n", "b": [True, None]})]
 
@@ -248,7 +248,7 @@ def test_json_as_models_write_it():
         ("qwen3_coder", NEXT, "\n" + coder("x")),
     ],
 )
-def test_what_the_limit_cuts_off_after_a_call_is_no_content(name, one, two):
+def test_truncated_text_after_a_call_is_not_content(name, one, two):
     for end in range(len(two)):
         settings = ParseSettings(tool_parser=name, tools=TOOLS)
         pieces = OutputParser(settings).parse(one + two[:end], is_cut=True)

@@ -118,7 +118,7 @@ def check_cuts(settings, text):
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls(name, text, content, calls):
+def test_calls_of_every_parser(name, text, content, calls):
     """content None: all of the text."""
     found = check_cuts(ParseSettings(tool_parser=name, tools=TOOLS), text)
     assert found.content == (text if content is None else content)
@@ -126,7 +126,7 @@ def test_calls(name, text, content, calls):
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
-def test_every_prefix_of_a_call_is_taken_whole(name):
+def test_every_prefix_of_a_call_is_parsed_without_loss(name):
     """Nothing is lost or said twice where an output ends early."""
     settings = ParseSettings(tool_parser=name, tools=TOOLS)
     text = next(text for each, text, _, calls in CASES if each == name and calls)
@@ -138,14 +138,14 @@ def test_every_prefix_of_a_call_is_taken_whole(name):
             assert found.content == text[:end]
 
 
-def test_arguments_come_as_they_are_written():
+def test_arguments_are_streamed():
     parser = OutputParser(ParseSettings(tool_parser="hermes"))
     parser.push('<tool_call>{"name": "f", "arguments": {"a": "x')
     assert [(piece.kind, piece.text) for piece in parser.push("yz")] == [(ARGUMENTS, "yz")]
 
 
 @pytest.mark.exhaustive
-def test_long_texts_that_are_no_calls():
+def test_long_texts_without_calls_are_linear():
     """A backtracking regular expression would take quadratic time on these texts."""
     for name, text in (
         ("pythonic", "[" + "f(" * 20_000),
@@ -181,7 +181,7 @@ def test_reasoning(name, prompt_end, text, reasoning, content):
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
-def test_space_is_not_held_for_ever(name):
+def test_whitespace_is_not_buffered_forever(name):
     """A weak model writes nothing else; what it writes is shown as it comes."""
     parser = OutputParser(ParseSettings(reasoning_parser=name))
     told = sum(len(piece.text) for _ in range(100_000) for piece in parser.push("\n"))
@@ -190,7 +190,7 @@ def test_space_is_not_held_for_ever(name):
     assert told == 100_000 * is_content
 
 
-def test_calls_behind_reasoning():
+def test_calls_after_reasoning():
     settings = ParseSettings(tool_parser="hermes", tools=TOOLS, reasoning_parser="qwen3")
     found = check_cuts(settings, f"<think>{HERMES}</think>\n{HERMES}")
     assert found.reasoning == HERMES and found.content == "" and len(found.calls) == 1

@@ -42,7 +42,7 @@ def outputs(name, size):
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
-def test_work_is_linear(name):
+def test_tool_parsing_is_linear(name):
     for short, long in zip(outputs(name, 60), outputs(name, 240), strict=True):
         few, many = (num_events(text, tool_parser=name) for text in (short, long))
         assert many / len(long) < 1.3 * few / len(short), short[:40]
@@ -50,7 +50,7 @@ def test_work_is_linear(name):
 
 
 @pytest.mark.parametrize("text", ["so it <. ", "<tool_call> is a tag. ", "\n \n", "<tool_call>{"])
-def test_work_for_reasoning_is_linear(text):
+def test_reasoning_parsing_is_linear(text):
     fields = {"tool_parser": "hermes", "reasoning_parser": "qwen3", "prompt_end": "<think>"}
     few, many = (num_events(text * size, **fields) / size for size in (100, 400))
     assert many < 1.3 * few + 10

@@ -72,7 +72,7 @@ def test_every_token_is_computed_once_or_by_all(size):
         )
 
 
-def test_pieces_see_what_their_tokens_see():
+def test_pieces_attend_as_in_the_whole_step():
     """Each row's position is the number of keys before it, as in the whole step."""
     step = step_of((16, 40), (3, 1))
     for rank in range(2):
@@ -86,7 +86,7 @@ def test_pieces_see_what_their_tokens_see():
             assert np.array_equal(pages * PAGE + positions % PAGE, part.slots_T[rows])
 
 
-def test_the_work_of_ranks_is_equal():
+def test_work_is_balanced_over_ranks():
     """Keys that a rank's rows see: equal up to the tokens that all compute."""
     step = step_of((0, 4001))
     pairs = []
@@ -160,7 +160,7 @@ def count_exchanges(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_tokens_are_those_of_one_rank(tiny_model, many, monkeypatch):
+def test_tokens_equal_one_rank(tiny_model, many, monkeypatch):
     """In chunks, with pages of others, preempted; drawn; log probabilities of prompts."""
     folder, prompts = tiny_model("llama"), make_prompts()
     alone, two = start(folder, **SMALL), many(folder, **SMALL, **TWO)
@@ -219,7 +219,7 @@ def test_every_family(family, size, tiny_model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
-def test_coded_pages(kv_cache, tiny_model, many):
+def test_quantized_kv_pages(kv_cache, tiny_model, many):
     settings = {**SMALL, "kv_cache_dtype": kv_cache}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder, **settings), prompts)
@@ -304,7 +304,7 @@ def test_sleep_and_updates(tiny_model, many, tmp_path):
         ("qwen3_next", {}, "--prefill-context-parallel-size"),
     ],
 )
-def test_what_does_not_work_is_refused_by_name(family, settings, message, tiny_model):
+def test_unsupported_settings_are_refused_by_name(family, settings, message, tiny_model):
     from qserve.engine.engine import Engine
 
     config = EngineConfig(model=str(tiny_model(family)), device="cpu", **TWO, **settings)

@@ -102,7 +102,7 @@ def test_quantized_experts(scheme, layout, family, written):
             assert_shared_out(folder, 2)
 
 
-def test_placements_change_nothing_but_the_place(tiny_model, tmp_path):
+def test_placement_does_not_change_outputs(tiny_model, tmp_path):
     """5 of 6 experts alternate; a file puts the two with the most tokens on different ranks."""
     folder = tiny_model("qwen3_moe")
     assert_whole_experts(folder, 2, strategy="round_robin")
@@ -123,7 +123,7 @@ def test_unequal_numbers_of_experts(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_rank_reads_its_own_experts_alone(family, tiny_model, monkeypatch):
+def test_rank_reads_only_its_experts(family, tiny_model, monkeypatch):
     """Linears by name, stacks by rows."""
     folder, read = tiny_model(family), []
     from qserve.model.loading.read_ahead import ReadAhead
@@ -173,7 +173,7 @@ def settings_config(folder, **settings):
         ),
     ],
 )
-def test_what_does_not_work_is_refused_by_name(family, settings, message, tiny_model):
+def test_unsupported_settings_are_refused_by_name(family, settings, message, tiny_model):
     """Before a weight is read, and before a process starts."""
     from qserve.engine.engine import Engine
 
@@ -182,7 +182,7 @@ def test_what_does_not_work_is_refused_by_name(family, settings, message, tiny_m
         Engine(settings_config(folder, **settings))
 
 
-def test_the_check_before_the_start_knows_that_experts_are_whole(written):
+def test_size_check_accounts_for_whole_experts(written):
     folder = written("w3a16-sym-g32", "gptq", "qwen3_moe")
     model = ModelConfig.from_folder(folder)
     placement = place_experts(model, settings_config(folder, **settings_of(2)))
@@ -192,7 +192,7 @@ def test_the_check_before_the_start_knows_that_experts_are_whole(written):
 
 
 @pytest.mark.exhaustive
-def test_tokens_of_processes(tiny_model, many, tmp_path):
+def test_tokens_equal_one_rank_over_processes(tiny_model, many, tmp_path):
     """In chunks, with pages of others; loads are those of one rank."""
     folder, prompts = tiny_model("gpt_oss"), make_prompts()
     found = []
@@ -212,7 +212,7 @@ def test_tokens_of_processes(tiny_model, many, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_loads_of_an_engine_in_a_process_of_its_own(docs_5m, tiny_model, tmp_path):
+def test_expert_loads_of_engine_process(docs_5m, tiny_model, tmp_path):
     """Its client leaves without a word. Only rows of requests are counted."""
     folder, file = tiny_model("qwen3_moe"), tmp_path / "loads.json"
     settings = {"device": "cpu", "max_model_len": 128, "record_expert_loads": str(file)}
@@ -235,7 +235,7 @@ def test_loads_of_an_engine_in_a_process_of_its_own(docs_5m, tiny_model, tmp_pat
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["linear", "round_robin"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_families(family, strategy, tiny_model, many):
+def test_family_tokens_equal_one_rank(family, strategy, tiny_model, many):
     folder, prompts = tiny_model(family), make_prompts()
     want = tokens(start(folder, **SMALL), prompts)
     settings = {**SMALL, **WHOLE, "expert_placement_strategy": strategy}

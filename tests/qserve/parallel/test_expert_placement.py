@@ -19,7 +19,7 @@ from qserve.parallel.expert_placement import (
 
 
 @pytest.mark.parametrize(("E", "n"), [(8, 2), (5, 2), (128, 3), (7, 7)])
-def test_every_expert_is_on_one_rank(E, n):
+def test_every_expert_is_on_exactly_one_rank(E, n):
     rng = random.Random(E)
     loads = [rng.randrange(100) for _ in range(E)]
     for placement in (linear(E, n), round_robin(E, n), balanced(loads, n)):
@@ -29,12 +29,12 @@ def test_every_expert_is_on_one_rank(E, n):
         assert all(list(experts) == sorted(experts) for experts in placement)
 
 
-def test_runs_and_turns():
+def test_contiguous_and_round_robin_placement():
     assert linear(5, 2) == ((0, 1, 2), (3, 4))
     assert round_robin(5, 2) == ((0, 2, 4), (1, 3))
 
 
-def test_loads_are_balanced():
+def test_expert_loads_are_balanced():
     """Loads as of a few popular experts next to each other, as routers of real models have."""
     rng = random.Random(1)
     loads = [round(1000 / (1 + e) + rng.randrange(20)) for e in range(128)]
@@ -44,7 +44,7 @@ def test_loads_are_balanced():
     assert imbalance([0] * 8, linear(8, 2)) == 1
 
 
-def test_a_file_places_the_layers_that_it_counts(tmp_path):
+def test_placement_file_covers_its_layers(tmp_path):
     file = tmp_path / "loads.json"
     write_loads(file, [[0] * 4, [5, 5, 1, 1]], "model")
     assert json.loads(file.read_text())["model"] == "model"
@@ -74,7 +74,7 @@ def linear_text(num_experts, num_ranks):
         (None, "cannot be read"),
     ],
 )
-def test_bad_files_are_named(tmp_path, content, message):
+def test_invalid_placement_files_are_refused(tmp_path, content, message):
     file = tmp_path / "loads.json"
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))

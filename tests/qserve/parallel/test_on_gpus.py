@@ -75,7 +75,7 @@ def assert_same_up_to_ties(ours, theirs):
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-def test_two_gpus_say_what_one_says(quantized_5m, many, settings):
+def test_two_gpus_equal_one(quantized_5m, many, settings):
     alone, two = many(quantized_5m, **settings), many(quantized_5m, 2, **settings)
     want, found = answers(alone), answers(two)
     assert_same_up_to_ties(want, found)
@@ -85,7 +85,7 @@ def test_two_gpus_say_what_one_says(quantized_5m, many, settings):
     assert (found - want).norm() / want.norm() < 0.02
 
 
-def test_an_error_in_loading_ends_all_ranks(tiny_model, many):
+def test_loading_error_ends_all_ranks(tiny_model, many):
     """No kernel takes experts of 16. The leader closes while it learns that rank 1 has ended."""
     for _ in range(3):
         with pytest.raises(InputError, match="no kernel supports them"):
@@ -162,7 +162,7 @@ def test_states(family, tiny_model, many, monkeypatch, tmp_path):
     assert two.generate([ids[:130]], params, use_tqdm=False)[0].num_cached_tokens == 128
 
 
-def test_the_models_own_layer_for_drafts(many, tmp_path):
+def test_mtp_layer_drafts(many, tmp_path):
     folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.99)
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     settings = {"dtype": "bfloat16", "max_model_len": 256}
@@ -173,7 +173,7 @@ def test_the_models_own_layer_for_drafts(many, tmp_path):
     assert verifies < 3 * accepted[0] <= 3 * verifies
 
 
-def test_sampled_tokens_repeat(quantized_5m, many):
+def test_sampled_tokens_are_reproducible(quantized_5m, many):
     """They are drawn on both GPUs, and each feeds its own next step: a difference would show."""
     two = many(quantized_5m, 2)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=64, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_adapters(tensor, stages, quantized_5m, tmp_path, many):
         assert_same_up_to_ties(answers(alone, each), answers(two, each))
 
 
-def test_a_drafter_on_the_first_stage(quantized_5m, many):
+def test_drafter_on_the_first_stage(quantized_5m, many):
     """With a step in flight, of whose drafts the other stage learns on its device alone."""
     config = {"method": "draft_model", "model": str(quantized_5m), "num_speculative_tokens": 3}
     two = many(quantized_5m, 1, 2, speculative_config=json.dumps(config))
@@ -206,7 +206,7 @@ def test_a_drafter_on_the_first_stage(quantized_5m, many):
     assert drafts >= verifies > 0 and accepted[0] > 0
 
 
-def test_weights_are_halved(quantized_5m, many):
+def test_weights_per_gpu_are_halved(quantized_5m, many):
     """But for norms and the like."""
     one, two = (many(quantized_5m, ranks).engine.workers._ours.facts()[1] for ranks in (1, 2))
     assert two < 0.6 * one
@@ -216,7 +216,7 @@ WHOLE_EXPERTS = {"enable_expert_parallel": True}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w3a16-sym-g32"])
-def test_whole_experts(scheme, written, many):
+def test_expert_parallel_in_graphs(scheme, written, many):
     """In CUDA graphs, whatever the tokens choose; the 3-bit experts cannot be cut."""
     folder = written(scheme, "gptq", "qwen3_moe")
     settings = {"max_model_len": 128}
@@ -234,7 +234,7 @@ def test_whole_experts(scheme, written, many):
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
-def test_divided_prompts(kv_cache, quantized_5m, many):
+def test_context_parallel_prompts(kv_cache, quantized_5m, many):
     """Prompts of 700 tokens in steps of 512; decode steps, the same on both GPUs, in graphs."""
     settings = {"kv_cache_dtype": kv_cache, "max_num_batched_tokens": 512}
     two = many(
@@ -269,7 +269,7 @@ DIVIDED = {"prefill_context_parallel_size": 4, "prefill_context_parallel_min_tok
     [(4, 1, {}), (4, 1, {"all_reduce": "nccl"}), (2, 2, {}), (1, 4, {}), (1, 1, DIVIDED)],
     ids=["tensor", "nccl", "tensor and stages", "stages", "context"],
 )
-def test_four_gpus_say_what_one_says(tensor, stages, settings, quantized_5m, many):
+def test_four_gpus_equal_one(tensor, stages, settings, quantized_5m, many):
     """Two of docs-5m's four ranks share each of its two KV heads."""
     alone, four = many(quantized_5m), many(quantized_5m, tensor, stages, **settings)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
@@ -289,7 +289,7 @@ def test_four_gpus_say_what_one_says(tensor, stages, settings, quantized_5m, man
 
 
 @needs_four
-def test_whole_experts_on_four_gpus(written, many):
+def test_expert_parallel_on_four_gpus(written, many):
     folder = written("w4a16-sym-g32", "gptq", "qwen3_moe")
     settings = {"max_model_len": 128}
     alone, four = many(folder, **settings), many(folder, 4, **settings, **WHOLE_EXPERTS)

@@ -108,7 +108,7 @@ def test_logits_are_close_to_those_without_the_overlap(started, sent, quantizati
     assert torch.isfinite(want).all()
 
 
-def test_rows_that_are_not_sent_change_the_logits(started, monkeypatch):
+def test_unsent_rows_change_the_logits(started, monkeypatch):
     """Otherwise the tests above would prove nothing. The leader sends no rows."""
     llm = started()
     want = logits(llm, True, IDS)
@@ -120,7 +120,7 @@ def test_rows_that_are_not_sent_change_the_logits(started, monkeypatch):
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_long_and_short_steps_in_turn(started, sent, batch_invariant):
+def test_alternating_long_and_short_steps(started, sent, batch_invariant):
     """Decode steps and short prompts use the other all-reduces between the sums by copies."""
     llm = started(batch_invariant=batch_invariant)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

@@ -78,7 +78,7 @@ def opened(monkeypatch, group, max_rows=0) -> PeerCommunicator:
     return communicator
 
 
-def test_sums_that_fit_take_peer_memory(monkeypatch, group, calls):
+def test_small_sums_use_peer_memory(monkeypatch, group, calls):
     communicator = opened(monkeypatch, group)
     communicator.all_reduce(torch.zeros(4096, dtype=torch.float16))
     communicator.all_reduce(torch.zeros(8192, dtype=torch.float16))
@@ -87,7 +87,7 @@ def test_sums_that_fit_take_peer_memory(monkeypatch, group, calls):
     assert calls == ["all_reduce", "all_reduce", "torch.all_reduce", "torch.all_reduce"]
 
 
-def test_norms_of_few_rows_are_one_kernel(monkeypatch, group, calls):
+def test_norm_and_sum_of_few_rows_are_one_kernel(monkeypatch, group, calls):
     communicator = opened(monkeypatch, group)
     groups = InputRounding(ActivationSpec(type="float", per="group"), None)
 
@@ -103,7 +103,7 @@ def test_norms_of_few_rows_are_one_kernel(monkeypatch, group, calls):
     assert norm(200) == ["torch.all_reduce", "norm"]
 
 
-def test_a_fixed_order_takes_no_other_kernel_for_many_rows(monkeypatch, group, calls):
+def test_fixed_order_uses_one_kernel_for_any_rows(monkeypatch, group, calls):
     group.fixed_order = True
     communicator = opened(monkeypatch, group)
     x = torch.arange(20_001).half()
@@ -117,7 +117,7 @@ def test_a_fixed_order_takes_no_other_kernel_for_many_rows(monkeypatch, group, c
         assert set(calls) == {"all_reduce", "norm"}
 
 
-def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, caplog):
+def test_missing_peer_memory_is_logged_once(monkeypatch, group, caplog):
     monkeypatch.setattr(cuda_ipc, "open_peer_memory", refuse)
     monkeypatch.setattr(symmetric_memory, "open_peer_memory", refuse)
     with caplog.at_level(logging.INFO):
@@ -126,7 +126,7 @@ def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, ca
     assert "only NCCL" in line and "GPU 0: has no peer access to GPU 1" in line
 
 
-def test_symmetric_memory_takes_over_where_handles_are_refused(monkeypatch, group, caplog):
+def test_symmetric_memory_is_used_if_ipc_handles_fail(monkeypatch, group, caplog):
     monkeypatch.setattr(cuda_ipc, "open_peer_memory", refuse)
     monkeypatch.setattr(
         symmetric_memory, "open_peer_memory", lambda *place: one_of_virtual(*place[:4])
@@ -148,20 +148,20 @@ def test_sums_in_chunks_of_rows(monkeypatch, group):
     assert communicator.begin_sum(x) is None
 
 
-def test_short_steps_take_no_memory_for_sums_in_chunks(monkeypatch, group):
+def test_short_steps_allocate_no_chunked_sum_buffers(monkeypatch, group):
     communicator = opened(monkeypatch, group, max_rows=MIN_ROWS - 1)
     assert communicator.peers.pair is None
     assert communicator.begin_sum(torch.zeros(8, HIDDEN, dtype=torch.bfloat16)) is None
     assert group.begin_sum(torch.zeros(8, HIDDEN)) is None, "NCCL's blocks wait for the product"
 
 
-def test_more_ranks_than_peer_memory_is_for(monkeypatch, group, caplog):
+def test_too_many_ranks_for_peer_memory(monkeypatch, group, caplog):
     group.size = 16
     assert over_peer_memory(group, HIDDEN, CPU) is group
     assert "expected 2 to 8, found 16" in caplog.text
 
 
-def test_a_lost_rank_is_raised_by_the_check(monkeypatch, group):
+def test_check_raises_for_lost_rank(monkeypatch, group):
     communicator = opened(monkeypatch, group)
     communicator.check()
     communicator.peers._report.fill_(2)
@@ -169,7 +169,7 @@ def test_a_lost_rank_is_raised_by_the_check(monkeypatch, group):
         communicator.check()
 
 
-def test_warm_up_runs_every_way(monkeypatch, group):
+def test_warm_up_covers_every_method(monkeypatch, group):
     rows = opened(monkeypatch, group).row_boundaries(HIDDEN, torch.float16)
     # few rows, more, one shot alone up to 8192 bytes, two shots up to 16384, NCCL
     assert {1, 5, 9, 65, 129} <= set(rows) and MIN_ROWS not in rows

@@ -38,7 +38,7 @@ def assert_same(folder, tmp_path, many, tensor, stages, num_prompts=12):
 
 
 @pytest.mark.exhaustive
-def test_ranks_have_parts_of_adapters(tiny_model, tmp_path, many):
+def test_adapters_are_sharded_over_ranks(tiny_model, tmp_path, many):
     assert_same(tiny_model("llama"), tmp_path, many, 2, 1, num_prompts=6)
 
 
@@ -59,7 +59,7 @@ def test_families_and_stages(family, tensor, stages, tiny_model, tmp_path, many)
 
 
 @exhaustive
-def test_stages_compute_parts_of_a_step_with_their_adapters(tiny_model, tmp_path, many):
+def test_pipeline_microbatches_use_their_adapters(tiny_model, tmp_path, many):
     """Two parts of 300 tokens, of which the second begins inside of an adapter's prompt."""
     folder = tiny_model("llama")
     loras, settings = make_adapters(folder, tmp_path, 2), {**LORA, "max_num_batched_tokens": 600}
@@ -69,7 +69,7 @@ def test_stages_compute_parts_of_a_step_with_their_adapters(tiny_model, tmp_path
 
 
 @exhaustive
-def test_what_one_rank_cannot_read_no_rank_has(tiny_model, tmp_path, many, monkeypatch):
+def test_adapter_unreadable_on_one_rank_is_dropped_on_all(tiny_model, tmp_path, many, monkeypatch):
     """A rank without the folder, then one with another folder; the engine continues."""
     monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_without_folder")
     folder = tiny_model("llama")

@@ -43,7 +43,7 @@ def test_profile(shares, tmp_path, capsys):
     assert "2 steps" in shown and "products" in shown and "attention" in shown
 
 
-def test_a_replay_computes_what_a_step_does(tiny_model, many):
+def test_replay_equals_step_on_every_rank(tiny_model, many):
     """On every rank: their sums would be others if one ran another step, or none."""
     folder, ids = tiny_model("llama"), [5, 60, 7, 8, 90, 10]
     step = StepInput.of_sequence(ids, [1], page_size=16, params=SamplingParams())

@@ -39,7 +39,7 @@ def processes(monkeypatch):
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("call", ["start", "load", "num_pages_that_fit", "prepare", "launch"])
-def test_a_rank_that_dies(call, tensor, stages, tiny_model, many, processes, monkeypatch):
+def test_rank_death_ends_engine(call, tensor, stages, tiny_model, many, processes, monkeypatch):
     """Before it has met the others, too: the leader does not wait for it."""
     monkeypatch.setenv("QSERVE_TEST_RANK", f"dies@{call}")
     with pytest.raises(RankDiedError, match=KILLED):
@@ -54,9 +54,7 @@ def test_a_rank_that_dies(call, tensor, stages, tiny_model, many, processes, mon
     llm.close()
 
 
-def test_a_rank_that_dies_while_it_reads_an_adapter(
-    tiny_model, tmp_path, many, processes, monkeypatch
-):
+def test_rank_death_during_adapter_load(tiny_model, tmp_path, many, processes, monkeypatch):
     monkeypatch.setenv("QSERVE_TEST_RANK", "dies@read_adapter")
     folder = tiny_model("llama")
     lora = LoRARequest("a", 1, str(write_adapter(folder, tmp_path / "a")))
@@ -66,7 +64,7 @@ def test_a_rank_that_dies_while_it_reads_an_adapter(
     llm.close()
 
 
-def test_a_rank_that_stands_still_is_ended(tiny_model, many, processes, monkeypatch):
+def test_hanging_rank_is_killed(tiny_model, many, processes, monkeypatch):
     monkeypatch.setattr(executors, "END_SECONDS", 0.5)
     monkeypatch.setenv("QSERVE_TEST_RANK", "stands@nothing")
     llm = many(tiny_model("llama"), 2)

@@ -50,7 +50,7 @@ def test_requests_have_the_same_bits_on_two_ranks(quantized_5m, many):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next", "falcon_mamba"])
-def test_states_on_ranks(family, tiny_model, many):
+def test_sharded_states_are_batch_invariant(family, tiny_model, many):
     """Four ranks norm two groups of Mamba-2 together."""
     llm = many(tiny_model(family), 4, batch_invariant=True, **SMALL)
     prompts = make_prompts(8)
@@ -90,7 +90,7 @@ def test_families(tiny_model, family, tensor, stages):
 
 
 @pytest.mark.exhaustive
-def test_microbatches_of_stages(quantized_5m, many, monkeypatch):
+def test_pipeline_microbatches_are_batch_invariant(quantized_5m, many, monkeypatch):
     """Steps are cut where their tokens are many, so at other places alone than together."""
     monkeypatch.setattr(microbatches, "MIN_TOKENS", MIN_TOKENS)
     monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_of_small_parts")
@@ -147,7 +147,7 @@ def test_partial_sums_are_rounded_before_they_are_sent(nccl):
 
 
 @pytest.mark.parametrize("width", [1, 5, 96, 100])
-def test_squares_of_a_row_are_added_in_one_order(width):
+def test_squared_sum_order_is_fixed(width):
     weight = torch.rand(width)
 
     def work(communicator):

@@ -41,7 +41,7 @@ class FakeCrew:
         return [getattr(rank, name.removesuffix("_pages"))(*values) for rank in self.ranks]
 
 
-def test_a_page_is_there_when_all_ranks_have_it():
+def test_page_matches_only_if_all_ranks_have_it():
     ranks = [FakeRank() for _ in range(3)]
     pages = SharedPages(ranks[0], FakeCrew(ranks[1:]), [8, 8, 16])
     found = pages.match(KEYS)
@@ -96,7 +96,7 @@ def answers(llm):
     ("tensor", "stages", "kv_cache"),
     [(2, 1, "int8"), (2, 1, "int4"), (1, 2, "auto"), (2, 2, "auto")],
 )
-def test_what_one_engine_computed_the_other_decodes(
+def test_second_engine_decodes_from_pages_of_first(
     tensor, stages, kv_cache, tiny_model, tmp_path, many
 ):
     folder, settings = tiny_model("llama"), {"kv_cache_dtype": kv_cache}
@@ -120,7 +120,7 @@ def test_what_one_engine_computed_the_other_decodes(
 
 
 @exhaustive
-def test_shares_of_another_kind_are_not_found(tiny_model, tmp_path, many):
+def test_pages_of_other_sharding_are_not_hit(tiny_model, tmp_path, many):
     """Two stages and two parts of each layer have pages of equal sizes."""
     folder = tiny_model("qwen3")
     first = make(folder, tmp_path, many, 2, 1)
@@ -130,7 +130,7 @@ def test_shares_of_another_kind_are_not_found(tiny_model, tmp_path, many):
 
 
 @exhaustive
-def test_a_rank_that_cannot_use_its_connector_is_named(tiny_model, tmp_path, many, monkeypatch):
+def test_rank_with_failing_connector_is_reported(tiny_model, tmp_path, many, monkeypatch):
     monkeypatch.setattr(
         "qserve.engine.distributed.executors.MODULE", "tests.qserve.parallel.rank_without_connector"
     )

@@ -86,7 +86,7 @@ def test_stages(method, tensor, stages, steps_in_flight, docs_5m, monkeypatch):
     ("tensor", "stages", "whole_experts"),
     [(2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True)],
 )
-def test_the_models_own_layer_for_drafts(tensor, stages, whole_experts, docs_5m, tmp_path):
+def test_mtp_layer_drafts_on_ranks(tensor, stages, whole_experts, docs_5m, tmp_path):
     """Sharded over ranks like the model's layers; with stages, the last one's state is sent."""
     folder = make_mtp(tmp_path / "often_right", docs_5m, agreement=0.7, vocab_size=8192)
     requests = make_requests(5, 10)

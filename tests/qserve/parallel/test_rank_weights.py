@@ -73,7 +73,7 @@ def test_sleep_and_updates(family, tensor, stages, scheme, tiny_model, many, tmp
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), pytest.param(2, 2, marks=SLOW)])
-def test_ranks_of_other_machines_get_tensors_by_their_connection(
+def test_remote_ranks_receive_tensors_over_connection(
     tensor, stages, tiny_model, many, monkeypatch
 ):
     folder = tiny_model("llama")
@@ -94,7 +94,7 @@ def test_ranks_of_other_machines_get_tensors_by_their_connection(
     assert digests_of(llm) == digests_of(alone)
 
 
-def test_transfer_that_fails_midway_leaves_ranks_nothing(monkeypatch):
+def test_failed_transfer_leaves_ranks_unchanged(monkeypatch):
     monkeypatch.setattr(shared_residence, "PIECE_BYTES", 8)
     ranks = [RankResidence(None), RankResidence(None)]
 
@@ -118,7 +118,7 @@ def test_transfer_that_fails_midway_leaves_ranks_nothing(monkeypatch):
     assert all(not rank._received for rank in ranks)
 
 
-def test_rank_that_cannot_read_refuses_the_update_for_all(tiny_model, many, tmp_path, monkeypatch):
+def test_unreadable_update_on_one_rank_is_refused_on_all(tiny_model, many, tmp_path, monkeypatch):
     """Only the other rank sees a folder that is gone by the time it reads."""
     folder = tiny_model("llama")
     other = written(changed(folder), folder, tmp_path / "new")

@@ -39,7 +39,7 @@ def count(llm, monkeypatch):
     return counts
 
 
-def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
+def test_tokens_equal_one_rank_and_rank_death_ends_engine(quantized_5m, many, monkeypatch):
     """In chunks, with pages of others and pages that run out; then sampled; then without a rank."""
     alone, two = start(quantized_5m, **SMALL), many(quantized_5m, 2, **SMALL)
     prompts = make_prompts()
@@ -106,7 +106,7 @@ def test_stages(tensor, stages, family, tiny_model, many):
 
 @exhaustive
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
-def test_coded_pages(kv_cache, tiny_model, many):
+def test_quantized_kv_pages(kv_cache, tiny_model, many):
     settings = {**SMALL, "kv_cache_dtype": kv_cache}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder, **settings), prompts)
@@ -115,7 +115,7 @@ def test_coded_pages(kv_cache, tiny_model, many):
 
 @exhaustive
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-def test_pages_on_the_host(tensor, stages, tiny_model, many):
+def test_host_tier_pages(tensor, stages, tiny_model, many):
     settings = {**SMALL, "kv_offload_gb": 0.01}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder), prompts)
@@ -126,7 +126,7 @@ def test_pages_on_the_host(tensor, stages, tiny_model, many):
 
 @exhaustive
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3", "dflash"])
-def test_speculation(drafter, docs_5m, many, tmp_path):
+def test_speculative_decoding_on_ranks(drafter, docs_5m, many, tmp_path):
     """Host drafts reach every rank; a head drafts on each of them, with the target's own tables."""
     config = {"method": "ngram", "num_speculative_tokens": 4}
     if drafter == "eagle3":
@@ -140,7 +140,7 @@ def test_speculation(drafter, docs_5m, many, tmp_path):
 
 
 @exhaustive
-def test_an_interrupted_step_is_not_gone_on_from(tiny_model, many, monkeypatch):
+def test_interrupted_step_ends_engine(tiny_model, many, monkeypatch):
     """The other rank is in the middle of it."""
     two = many(tiny_model("llama"), 2)
 
@@ -156,7 +156,7 @@ def test_an_interrupted_step_is_not_gone_on_from(tiny_model, many, monkeypatch):
 
 
 @exhaustive
-def test_a_rank_that_cannot_start_is_named(tiny_model, many, monkeypatch):
+def test_rank_that_cannot_start_is_reported(tiny_model, many, monkeypatch):
     monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.failing_rank")
     with pytest.raises(InputError, match="rank 1: GPU memory: ran out while loading"):
         many(tiny_model("llama"), 2)
@@ -166,20 +166,20 @@ def test_a_rank_that_cannot_start_is_named(tiny_model, many, monkeypatch):
 
 
 @exhaustive
-def test_the_leaders_own_failure_names_rank_0(tiny_model, many):
+def test_leaders_own_failure_names_rank_0(tiny_model, many):
     with pytest.raises(InputError, match="rank 0: --cpu-kv-cache-memory"):
         many(tiny_model("llama"), 2, cpu_kv_cache_memory=1e-9)
 
 
 @exhaustive
-def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
+def test_second_rank_engine_in_process_is_refused(tiny_model, many):
     many(tiny_model("llama"), 2)
     with pytest.raises(InputError, match="already has a torch.distributed group"):
         many(tiny_model("llama"), 2)
 
 
 @exhaustive
-def test_a_server_whose_rank_dies_ends(docs_5m, tmp_path):
+def test_rank_death_ends_server(docs_5m, tmp_path):
     """/health says 503, and the exit code is not 0."""
     import httpx
 
@@ -234,7 +234,7 @@ def cluster():
 
 
 @exhaustive
-def test_ray_places_ranks_and_tells_of_their_death(cluster, tiny_model, many):
+def test_ray_places_ranks_and_reports_death(cluster, tiny_model, many):
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder, **SMALL), prompts)
     for _ in range(2):  # what the first had is given back
@@ -250,7 +250,7 @@ def test_ray_places_ranks_and_tells_of_their_death(cluster, tiny_model, many):
 
 
 @exhaustive
-def test_a_cluster_without_room_is_named(cluster, tiny_model, many, monkeypatch):
+def test_ray_cluster_without_resources_is_reported(cluster, tiny_model, many, monkeypatch):
     from qserve.engine.distributed import ray_executor
 
     monkeypatch.setattr(ray_executor, "PLACE_SECONDS", 1.0)
@@ -269,7 +269,7 @@ def test_meeting_file_stays_until_the_ranks_have_ended(tmp_path):
     assert not folder.exists()
 
 
-def test_two_threads_never_end_process_groups_at_once(monkeypatch):
+def test_process_groups_are_destroyed_by_one_thread(monkeypatch):
     """A dead rank's watcher aborts while the leader, which saw the same error, closes."""
     group = {"exists": True, "inside": 0, "most": 0, "aborted": 0}
 

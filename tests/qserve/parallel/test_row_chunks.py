@@ -127,7 +127,7 @@ def test_steps_with_adapters_are_not_divided(quantized_5m, many, small_chunks, t
     assert not small_chunks and adapted != ours
 
 
-def test_a_linear_without_chunks_is_summed_at_the_next_norm(small_chunks):
+def test_linear_without_chunks_is_summed_at_the_next_norm(small_chunks):
     class Communicator:
         def begin_sum(self, x):
             raise AssertionError("a sum was begun")

@@ -71,7 +71,7 @@ def test_every_family(family, size, tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "only", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 )
-def test_every_target_alone(only, size, tiny_model, tmp_path):
+def test_every_target_module_separately(only, size, tiny_model, tmp_path):
     """One of a fused group has an adapter, the others have none."""
     assert_shared_out(tiny_model("llama"), size, tmp_path, only=[only], size=3.0)
 
@@ -88,6 +88,6 @@ def test_act_order(name, written, tmp_path):
     assert_shared_out(folder, 2, tmp_path)
 
 
-def test_shares_need_not_be_equal(tmp_path):
+def test_uneven_adapter_shards(tmp_path):
     folder = make_tiny(tmp_path / "odd", "LlamaConfig", ODD)
     assert_shared_out(folder, 2, tmp_path)

@@ -26,8 +26,8 @@ SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 64, "block_size": 8, "ma
 MOST_STEPS = 2000
 
 
-class ThreadLine:
-    """Line between threads of one process."""
+class ThreadConnection:
+    """Connection between threads of one process."""
 
     def __init__(self, meeting, called, rank):
         self.meeting, self.called, self.rank, self.size = meeting, called, rank, meeting.size
@@ -66,7 +66,7 @@ def together(folder, size, prompts, engine_of, monkeypatch, during=lambda engine
     monkeypatch.setattr(
         worker_group,
         "join_experts",
-        lambda address, rank, size, device: ExpertExchange(ThreadLine(meeting, called, rank)),
+        lambda address, rank, size, device: ExpertExchange(ThreadConnection(meeting, called, rank)),
     )
     tokens = [[] for _ in prompts]
     left = [len(prompts)]
@@ -130,7 +130,7 @@ PROMPTS = [list(range(start, start + 9 + 3 * start)) for start in range(3, 9)]
         ),
     ],
 )
-def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
+def test_tokens_equal_one_engine(family, size, tiny_model, monkeypatch):
     """Engines have different numbers of requests; the last one has none."""
     folder = tiny_model(family)
     engine_of = [(number * number) % max(1, size - 1) for number in range(len(PROMPTS))]
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
     assert max(each.num_experts for each in problems) <= -(-problems[0].routed_experts // size)
 
 
-def test_fingerprint_is_that_of_the_experts_of_all(tiny_model, tmp_path, monkeypatch):
+def test_fingerprint_covers_experts_of_all_engines(tiny_model, tmp_path, monkeypatch):
     """A changed expert of one engine changes the fingerprint of both."""
     folder = tiny_model("qwen3_moe")
 
@@ -175,7 +175,7 @@ def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):
     assert tokens == alone(folder, PROMPTS[:2])
 
 
-def test_engines_keep_the_experts_that_others_use(tiny_model, monkeypatch):
+def test_sleep_and_updates_are_refused_while_experts_are_shared(tiny_model, monkeypatch):
     """Sleep, new weights and their digests are refused; requests then still work."""
     refused = []
 
@@ -209,7 +209,7 @@ def test_engines_keep_the_experts_that_others_use(tiny_model, monkeypatch):
         ),
     ],
 )
-def test_settings_that_do_not_agree_are_refused(settings, message):
+def test_disagreeing_settings_are_refused(settings, message):
     settings = {"data_parallel_size": 2, "enable_expert_parallel": True} | settings
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)

@@ -55,7 +55,7 @@ def test_every_family(family, size, tiny_model):
 
 
 @pytest.mark.exhaustive
-def test_latents_are_whole_on_every_rank(written):
+def test_latents_are_replicated_on_every_rank(written):
     """Heads are divided, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
     folder = written("w8a16-sym-channel", "gptq", "deepseek_v3")
     decoders = assert_shared_out(folder, 2)
@@ -120,7 +120,7 @@ def test_act_order(name, written, tmp_path):
     assert gathers == (name == "self_attn.o_proj")
 
 
-def test_scales_of_each_head_go_to_the_rank_that_has_it(tiny_model, tmp_path):
+def test_per_head_scales_are_sharded_with_heads(tiny_model, tmp_path):
     quantize_checkpoint(
         tiny_model("llama"),
         tmp_path / "heads",
@@ -140,18 +140,18 @@ def test_scales_of_each_head_go_to_the_rank_that_has_it(tiny_model, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
-def test_coded_pages(kv_cache, tiny_model):
+def test_quantized_kv_pages(kv_cache, tiny_model):
     assert_shared_out(tiny_model("llama"), 2, kv_cache_dtype=kv_cache)
 
 
-def test_shares_need_not_be_equal(tmp_path):
+def test_uneven_shards(tmp_path):
     folder = make_tiny(tmp_path / "odd", "LlamaConfig", ODD)
     decoders = assert_shared_out(folder, 2)
     assert [decoder.config.num_kv_heads for decoder in decoders] == [2, 1]
     assert [decoder.head.inner.weight.shape[0] for decoder in decoders] == [384, 131]
 
 
-def test_codes_that_fill_no_words_are_named(written):
+def test_shard_not_filling_words_is_refused(written):
     """32 codes of 3 bits fill whole words, and a group has 32."""
     folder = written("w3a16-sym-g32", "gptq", "qwen3_moe")
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_codes_that_fill_no_words_are_named(written):
     ("scheme", "family"),
     [("w4a16-sym-g32", "llama"), ("w3a16-sym-g32", "qwen3_moe"), ("w3a16-sym-g32", "llama")],
 )
-def test_the_doctor_says_what_the_loader_does(scheme, family, written):
+def test_inspect_agrees_with_loader(scheme, family, written):
     folder = written(scheme, "gptq", family)
     for size, reason in inspect_checkpoint(folder).parallel.items():
         problem = ""
@@ -187,9 +187,7 @@ def test_the_doctor_says_what_the_loader_does(scheme, family, written):
         ("w3a16-sym-g32", "llama", 4),
     ],
 )
-def test_the_check_before_the_start_says_what_the_loader_does(
-    scheme, family, size, tiny_model, written
-):
+def test_size_check_agrees_with_loader(scheme, family, size, tiny_model, written):
     folder = tiny_model(family) if scheme is None else written(scheme, "gptq", family)
     found = []
     for attempt in (
@@ -212,7 +210,7 @@ def test_the_check_before_the_start_says_what_the_loader_does(
         ({"pipeline_parallel_size": 8}, "--pipeline-parallel-size 8: the model has 3 layers"),
     ],
 )
-def test_what_cannot_be_shared_out_starts_nothing(tiny_model, monkeypatch, settings, message):
+def test_indivisible_sizes_are_refused_before_start(tiny_model, monkeypatch, settings, message):
     """No process, no device, no weights."""
     monkeypatch.setattr(build, "WorkerGroup", lambda *_: pytest.fail("it was started"))
     config = EngineConfig(model=str(tiny_model("llama")), device="cpu", **settings)
@@ -220,6 +218,6 @@ def test_what_cannot_be_shared_out_starts_nothing(tiny_model, monkeypatch, setti
         Engine(config)
 
 
-def test_heads_that_cannot_be_shared_out_are_named(tiny_model):
+def test_indivisible_heads_are_refused(tiny_model):
     with pytest.raises(InputError, match="4 attention heads of 2 KV heads"):
         run_ranks(3, lambda communicator: rank_logits(tiny_model("llama"), communicator))

@@ -34,7 +34,7 @@ def test_four_bits(family, size, written):
     assert_shared_out(written("w4a16-sym-g32", layout, family), size)
 
 
-def test_shards_have_their_own_heads(tiny_model):
+def test_state_shards_hold_own_heads(tiny_model):
     """Specs of states, too: a rank's slots hold its heads alone."""
     decoders = assert_shared_out(tiny_model("qwen3_next"), 2)
     nets = [decoder.layers[0].attention for decoder in decoders]
@@ -43,7 +43,7 @@ def test_shards_have_their_own_heads(tiny_model):
     assert all(spec.memory == (2, 16, 24) and spec.channels == 2 * 16 + 48 for spec in specs)
 
 
-def test_a_convolution_of_each_part_is_divided(tiny_model):
+def test_separate_convolutions_are_sharded(tiny_model):
     """Queries, keys and values of OLMo-Hybrid, whose norms of attention are one for all heads."""
     decoders = assert_shared_out(tiny_model("olmo_hybrid"), 2)
     nets = [decoder.layers[0].attention for decoder in decoders]
@@ -52,7 +52,7 @@ def test_a_convolution_of_each_part_is_divided(tiny_model):
     assert all(net.write_factor == 2 for net in nets)
 
 
-def test_heads_that_keep_their_keys_are_divided(tiny_model):
+def test_kda_and_lightning_heads_are_sharded(tiny_model):
     """Kimi delta attention and lightning attention; four ranks have two heads, or one."""
     decoders = assert_shared_out(tiny_model("kimi_linear"), 4)
     mixers = [decoder.layers[0].attention for decoder in decoders]
@@ -68,7 +68,7 @@ def test_heads_that_keep_their_keys_are_divided(tiny_model):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_norm_over_ranks_comes_before_or_after_the_gate(tmp_path, first):
+def test_grouped_norm_over_ranks_before_or_after_gate(tmp_path, first):
     """One group of Mamba-2: all ranks together norm it."""
     name, values = TINY_FAMILIES["falcon_h1"]
     values = {**values, "mamba_n_groups": 1, "mamba_norm_before_gate": first}
@@ -93,7 +93,7 @@ def test_act_order(family, name, written, tmp_path):
     assert (decoders[0].layers[0].attention.out_proj.order is None) == name.endswith("in_proj")
 
 
-def test_a_bias_after_the_latent_is_added_once(tmp_path):
+def test_latent_bias_is_added_once(tmp_path):
     name, values = TINY_FAMILIES["nemotron_h_latent"]
     biased = {**values, "mlp_bias": True}
     state_of = edited(
@@ -116,7 +116,7 @@ def test_a_bias_after_the_latent_is_added_once(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_named(tmp_path, family, changed, message):
+def test_indivisible_sizes_are_refused(tmp_path, family, changed, message):
     name, values = TINY_FAMILIES[family]
     enough = {"num_attention_heads": 12, "num_key_value_heads": 12}
     if family == "granite_hybrid":
@@ -162,7 +162,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
         ),
     ],
 )
-def test_tokens(family, mode, size, drafts, small, tiny_model, tmp_path):
+def test_sharded_state_tokens_equal_one_rank(
+    family, mode, size, drafts, small, tiny_model, tmp_path
+):
     """In chunks, preempted, from copies of states; with drafts of the sharded MTP layer."""
     folder = make_hybrid_mtp(tmp_path / "mtp", family, 0.5) if drafts else tiny_model(family)
     want, *_ = chats(make_engine(folder, num_state_snapshots=0))

@@ -50,7 +50,7 @@ def test_each_kind_of_layers_has_its_heads(tiny_model):
     assert firsts == [(0, 0, 0), (0, 1, 0)], "one KV head of two, or both the same"
 
 
-def test_gates_of_channels(tmp_path):
+def test_channel_gates_are_sharded_with_queries(tmp_path):
     """They are in one matrix with the queries."""
     name, values = TINY_FAMILIES["laguna"]
     values = {**values, "gating": "per-element", "attention_bias": False}
@@ -98,7 +98,7 @@ def test_scales_of_each_kv_head(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma4_shared", "gemma3n"])
-def test_the_table_of_layers_inputs_is_divided(family, tiny_model):
+def test_per_layer_embedding_table_is_sharded(family, tiny_model):
     decoders = assert_shared_out(tiny_model(family), 2)
     rows = [decoder.layer_inputs.table.dense().shape[0] for decoder in decoders]
     assert rows == [256, 256]
@@ -111,7 +111,7 @@ def test_the_table_of_layers_inputs_is_divided(family, tiny_model):
         ("gemma4", {"num_attention_heads": 12, "num_global_key_value_heads": 3}, "of 3 KV heads"),
     ],
 )
-def test_heads_of_one_kind_that_cannot_be_divided_are_named(family, changed, message, tmp_path):
+def test_indivisible_heads_of_one_layer_type_are_refused(family, changed, message, tmp_path):
     name, values = TINY_FAMILIES[family]
     folder = make_tiny(tmp_path / "x", name, {**values, **changed})
     with pytest.raises(InputError, match=f"--tensor-parallel-size 8: .*{message}"):
@@ -123,7 +123,7 @@ def test_heads_of_one_kind_that_cannot_be_divided_are_named(family, changed, mes
     "family",
     ["laguna", "step", "mimo_v2", "gemma4", "kimi_linear", "minimax", "olmo_hybrid", "ling_3"],
 )
-def test_inspect_says_what_the_loader_does(family, tiny_model):
+def test_inspect_agrees_with_loader(family, tiny_model):
     folder = tiny_model(family)
     for size, reason in inspect_checkpoint(folder).parallel.items():
         problem = ""

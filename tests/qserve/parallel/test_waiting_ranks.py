@@ -35,7 +35,7 @@ def tokens_of(engine):
     return found
 
 
-def test_ranks_import_torch_before_they_are_called_and_then_are_the_engines(docs_5m):
+def test_prestarted_ranks_import_torch_and_join_engine(docs_5m):
     ranks = WaitingRanks(config_of(docs_5m))
     (number,) = ranks.process_ids
     maps, until = Path(f"/proc/{number}/maps"), time.monotonic() + GUARD
@@ -54,7 +54,7 @@ def test_ranks_import_torch_before_they_are_called_and_then_are_the_engines(docs
     assert tokens_of(alone) == found
 
 
-def test_ranks_that_are_not_taken_end_with_their_owner(docs_5m):
+def test_unused_prestarted_ranks_exit_with_owner(docs_5m):
     ranks = WaitingRanks(config_of(docs_5m))
     (number,) = ranks.process_ids
     ranks.close()

@@ -78,7 +78,7 @@ def check(found, want):
     )
 
 
-def test_vectors_are_those_of_the_merged_weights(published):
+def test_task_adapter_embeddings_equal_merged_weights(published):
     """Adapters of several tasks in one batch; chunks of 32 tokens and prefix hits."""
     assert not of_weights(inspect_checkpoint(published))
     llm = load(published, enable_lora=True)
@@ -99,14 +99,14 @@ def test_vectors_are_those_of_the_merged_weights(published):
     assert torch.allclose(one.outputs.data, want["retrieval"][0], atol=2e-5)
 
 
-def test_another_number_of_adapters_is_refused(published):
+def test_wrong_number_of_task_adapters_is_refused(published):
     llm = load(published, enable_lora=True)
     with pytest.raises(InputError, match="lora_request: expected one or 6, found 1"):
         llm.embed(PROMPTS, use_tqdm=False, lora_request=[None])
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_without_a_tied_head_makes_vectors_alone(published, tied):
+def test_model_without_head_only_embeds(published, tied):
     path = published / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": tied}))
     llm = load(published)
@@ -120,7 +120,7 @@ def test_a_model_without_a_tied_head_makes_vectors_alone(published, tied):
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq"])
-def test_a_quantized_model_takes_the_adapters(published, tmp_path, recipe):
+def test_quantized_model_uses_task_adapters(published, tmp_path, recipe):
     ids_WS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(0))
     quantize_checkpoint(
         published,

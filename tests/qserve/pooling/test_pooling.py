@@ -15,7 +15,7 @@ from qserve import LLM, PoolingParams, SamplingParams
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.scheduling.plan import OpenStep
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.pooling import scoring
 from tests.formats.inspection.findings import of_weights
 from tests.tiny_families import TINY, TINY_FAMILIES
@@ -64,7 +64,7 @@ def qwen(tiny_model):
 
 
 @pytest.mark.parametrize("kind", REFERENCE)
-def test_batch_invariant_vectors_have_the_same_bits_in_any_company(tiny_model, kind):
+def test_batch_invariant_embeddings_are_equal_in_any_batch(tiny_model, kind):
     """Alone and whole; in chunks of other sizes, together, in another order."""
     folder = tiny_model("qwen3")
     with closing(load(folder, batch_invariant=True, max_num_batched_tokens=128)) as llm:
@@ -88,7 +88,7 @@ def bare(folder, target, **config):
 
 
 @pytest.mark.parametrize("kind", REFERENCE)
-def test_chunks_cache_and_other_requests_change_nothing(qwen, kind):
+def test_embeddings_equal_with_chunks_cache_and_other_requests(qwen, kind):
     llm, hidden = qwen
     llm.reset_prefix_cache()
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_chunks_cache_and_other_requests_change_nothing(qwen, kind):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2", "exaone4"])
-def test_families_pool_what_follows_the_last_norm(tiny_model, family):
+def test_families_pool_final_norm_outputs(tiny_model, family):
     folder = tiny_model(family)
     llm, hidden = load(folder), hidden_states(folder)
     for kind in ("last", "mean"):
@@ -108,7 +108,7 @@ def test_families_pool_what_follows_the_last_norm(tiny_model, family):
 
 
 @pytest.mark.parametrize("kind", ["last", "mean", "all"])
-def test_a_request_that_gives_its_pages_back_counts_no_row_twice(qwen, tiny_model, kind):
+def test_preempted_pooling_request_counts_rows_once(qwen, tiny_model, kind):
     _, hidden = qwen
     engine = Engine(
         EngineConfig(
@@ -123,8 +123,8 @@ def test_a_request_that_gives_its_pages_back_counts_no_row_twice(qwen, tiny_mode
         ),
         steps_in_flight=1,
     )
-    handling = Handling(pooling=PoolingParams(kind=kind, normalize=False))
-    engine.add_request("long", PROMPTS[3], SamplingParams(), handling=handling)
+    options = RequestOptions(pooling=PoolingParams(kind=kind, normalize=False))
+    engine.add_request("long", PROMPTS[3], SamplingParams(), options=options)
     engine.step()
     engine.step()
     victim = engine._requests["long"]
@@ -133,7 +133,7 @@ def test_a_request_that_gives_its_pages_back_counts_no_row_twice(qwen, tiny_mode
     engine.scheduler.running_set.preempt(victim, OpenStep(budget=0, most_admitted=0))
     greedy = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
     engine.add_request("other", PROMPTS[1], greedy)
-    engine.add_request("short", PROMPTS[0], greedy, handling=handling)
+    engine.add_request("short", PROMPTS[0], greedy, options=options)
     pooled, tokens = {}, []
     while engine.has_work():
         for event in engine.step():
@@ -147,7 +147,7 @@ def test_a_request_that_gives_its_pages_back_counts_no_row_twice(qwen, tiny_mode
         torch.testing.assert_close(torch.tensor(pooled[name]), want, atol=2e-5, rtol=2e-5)
 
 
-def test_dimensions_are_cut_before_the_length_is_made_one(qwen):
+def test_dimensions_are_cut_before_normalization(qwen):
     llm, hidden = qwen
     (found,) = llm.embed(PROMPTS[0], PoolingParams(dimensions=16), use_tqdm=False)
     vector = hidden[0][-1][:16]
@@ -191,7 +191,7 @@ def test_tied_checkpoint_without_prefix_generates_too(qwen, tiny_model, tmp_path
     assert outputs[0] == outputs[1]
 
 
-def test_classifier_gives_its_labels_probabilities(tmp_path):
+def test_classifier_returns_label_probabilities(tmp_path):
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     torch.manual_seed(3)
@@ -208,7 +208,7 @@ def test_classifier_gives_its_labels_probabilities(tmp_path):
         )
 
 
-def test_language_model_classifies_nothing(qwen):
+def test_classification_of_language_model_is_refused(qwen):
     with pytest.raises(InputError, match=r"no score\.weight"):
         qwen[0].classify(PROMPTS, use_tqdm=False)
     assert not qwen[0].engine.has_work()
@@ -222,7 +222,7 @@ def reranker(docs_5m, target, words):
     return load(target)
 
 
-def test_reranker_whose_words_are_no_tokens_is_refused(docs_5m, tmp_path):
+def test_reranker_with_multi_token_answers_is_refused(docs_5m, tmp_path):
     llm = reranker(docs_5m, tmp_path, ["no", "yes"])
     with pytest.raises(InputError, match="texts of one token, found 'yes', which has 2"):
         llm.score("a", "b", use_tqdm=False)

@@ -32,7 +32,7 @@ def write(folder, files, *modules):
 MODULES = [("Transformer", ""), ("Pooling", "1_Pooling")]
 
 
-def test_folder_that_says_nothing_is_pooled_as_qwen3_embedding(tmp_path):
+def test_default_pooling_is_last_token(tmp_path):
     config = write(tmp_path, {})
     params = config.complete(PoolingParams())
     assert (params.kind, params.normalize) == ("last", True)
@@ -76,7 +76,7 @@ def test_modes_of_pooling(tmp_path, pooling, kind):
         ({"config.json": {"use_bidirectional_attention": True}}, [], "attends to later tokens"),
     ],
 )
-def test_what_would_make_wrong_vectors_is_refused(tmp_path, files, modules, words):
+def test_unsupported_sentence_transformers_modules_are_refused(tmp_path, files, modules, words):
     config = write(tmp_path, files, *modules)
     with pytest.raises(InputError, match=words):
         config.complete(PoolingParams())
@@ -140,6 +140,6 @@ def test_texts_that_are_rendered_as_messages(tmp_path, docs_5m):
         ("token_ids", {"kind": "last", "token_ids": (1,)}),
     ],
 )
-def test_parameters_out_of_range_are_named(name, fields):
+def test_out_of_range_parameters_are_refused(name, fields):
     with pytest.raises(ParameterError, match=name):
         PoolingParams(**fields)

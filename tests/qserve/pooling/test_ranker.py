@@ -107,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_transformers(folder, llm, case):
+def test_scores_equal_transformers(folder, llm, case):
     query, documents = CASES[case]
     found = [each.outputs.score for each in llm.score(query, documents, use_tqdm=False)]
     want = folder.scores(query, documents)
@@ -165,7 +165,7 @@ def test_quantized_ranker_keeps_its_head(folder, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_scores_of_ranks(folder, ranks):
+def test_scores_equal_over_ranks(folder, ranks):
     llm = load(folder.path, **ranks)
     try:
         query, documents = CASES["a text and an image"]

@@ -9,7 +9,7 @@ def record(template: str, *values, name: str = "a") -> logging.LogRecord:
     return logging.LogRecord(name, logging.WARNING, "", 0, template, values, None)
 
 
-def test_lines_of_one_kind_are_left_out_and_counted():
+def test_repeated_log_lines_are_suppressed_and_counted():
     limit = LogLimit(lines=3, seconds=1e9)
     shown = [limit.filter(record("client %d read nothing", i)) for i in range(100)]
     assert shown == [True] * 3 + [False] * 97
@@ -20,13 +20,13 @@ def test_lines_of_one_kind_are_left_out_and_counted():
     assert next_one.getMessage() == "client 7 read nothing (and 97 more such lines before)"
 
 
-def test_addresses_in_a_line_do_not_make_it_another_kind():
+def test_addresses_do_not_change_log_line_kind():
     limit = LogLimit(lines=3, seconds=1e9)
     lines = [record(f"Fatal error on <Transport fd={i} at {hex(i)}>") for i in range(50)]
     assert sum(limit.filter(line) for line in lines) == 3
 
 
-def test_kinds_without_end_take_no_memory():
+def test_number_of_log_line_kinds_is_bounded():
     limit = LogLimit()
     for index in range(3 * KINDS):
         limit.filter(record(f"line {chr(20_000 + index)}"))

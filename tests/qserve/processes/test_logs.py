@@ -8,7 +8,7 @@ from tqdm import tqdm
 from qserve.processes.logs import LineHandler
 
 
-def test_line_stands_above_the_bar():
+def test_log_line_is_printed_above_progress_bar():
     stream = io.StringIO()
     handler = LineHandler(stream)
     log = logging.Logger("a log of its own")

@@ -33,7 +33,7 @@ def steps_in(path):
 
 
 @pytest.mark.exhaustive
-def test_a_server_records_between_start_and_stop(start_server, tmp_path):
+def test_server_records_between_start_and_stop(start_server, tmp_path):
     config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
     server = start_server(MODEL, "--profiler-config", json.dumps(config))
     ask = {"model": MODEL, "prompt": "A", "max_tokens": 3, "ignore_eos": True}
@@ -49,7 +49,7 @@ def test_a_server_records_between_start_and_stop(start_server, tmp_path):
     assert server.stop() == 0
 
 
-def test_delay_and_most_count_steps(tmp_path):
+def test_delay_and_maximum_count_steps(tmp_path):
     llm = LLM(MODEL, device="cpu", cpu_kv_cache_memory=0.02)
     llm.engine.profiler.start(ProfilerConfig(folder=str(tmp_path), delay=2, most=3))
     params = SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False)
@@ -73,6 +73,6 @@ def test_delay_and_most_count_steps(tmp_path):
         '{"torch_profiler_dir": 5}',
     ],
 )
-def test_a_config_that_cannot_be_read(text):
+def test_unreadable_profile_config_is_refused(text):
     with pytest.raises(InputError, match="--profiler-config"):
         ProfilerConfig.parse(text)

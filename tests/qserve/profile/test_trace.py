@@ -67,14 +67,14 @@ def test_text_and_json(trace):
     assert shares + 100 * content["gap_us"] / content["span_us"] == pytest.approx(100)
 
 
-def test_difference_of_two(trace, tmp_path):
+def test_difference_of_two_profiles(trace, tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps([*EVENTS, kernel("_norm_rows", 250, 30, 2)]))
     first = difference(summarize(trace), summarize(other)).splitlines()[1].split()
     assert first == ["+30.0", "10.0", "40.0", "1", "2", "_norm_rows"]
 
 
-def test_a_cpus_operators_count_once(tmp_path):
+def test_nested_cpu_operators_count_once(tmp_path):
     def op(name, start, duration):
         return {"ph": "X", "cat": "cpu_op", "tid": 1, "name": name, "ts": start, "dur": duration}
 
@@ -85,13 +85,13 @@ def test_a_cpus_operators_count_once(tmp_path):
     assert "CPU busy" in to_text(found)
 
 
-def test_the_command_needs_no_gpu(trace, capsys):
+def test_command_needs_no_gpu(trace, capsys):
     assert main(["profile", "--trace", str(trace), "--with-trace", str(trace)]) == 0
     shown = capsys.readouterr().out
     assert "products" in shown and "+0.0" in shown
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path):
+def test_file_that_is_not_a_trace_is_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(InputError, match="chrome trace"):

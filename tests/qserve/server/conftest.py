@@ -14,7 +14,7 @@ from qserve.config import ServerConfig
 from qserve.engine.control.commands import EngineState
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.token_event import RequestFacts, TokenEvent, TokenLogprobs
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.server.app import build_app
 from qserve.server.http import listener
 from qserve.server.http.http_protocol import Connections
@@ -49,7 +49,7 @@ class ScriptedClient:
         self.is_alive = True
         self.is_restarting = False
         self.clients: list[str] = []
-        self.handlings: list[Handling] = []
+        self.request_options: list[RequestOptions] = []
         self.num_resets = 0
         self.num_cached = 0  # of each request's prompt
         self.text = "Hello there, general reader."
@@ -72,10 +72,10 @@ class ScriptedClient:
         self.num_resets += 1
 
     async def generate(
-        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+        self, request_id, prompt_token_ids, params, watch, client, *, group, options
     ):
         self.clients.append(client)
-        self.handlings.append(handling)
+        self.request_options.append(options)
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))

@@ -274,7 +274,7 @@ def test_wrong_requests_are_refused(path, body, status, message, make, error):
 
 @pytest.mark.parametrize("is_last", [None, True, False])
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_last_part_replaces_the_weights(is_last, is_complete, make):
+def test_last_weight_part_triggers_update(is_last, is_complete, make):
     server = make()
     server.operated.outcome = Outcome(num_tensors=4, is_complete=is_complete)
     body = {**PART, "is_last": is_last, "weight_version": 3, "abort_all_requests": True}
@@ -287,7 +287,7 @@ def test_last_part_replaces_the_weights(is_last, is_complete, make):
     assert ("Received 4 tensors" in reply.json()["message"]) == (not ends)
 
 
-def test_trainers_find_what_they_look_for(make, error):
+def test_trainer_routes_of_vllm_and_sglang_exist(make, error):
     """vLLM's and SGLang's routes that TRL and verl call besides those with commands."""
     server = make()
     server.client.state = EngineState(weight_version="7")
@@ -309,7 +309,7 @@ def test_trainers_find_what_they_look_for(make, error):
     error(server.get("/flush_cache", headers=ADMIN), 503)
 
 
-def test_answers_tell_the_state(make):
+def test_replies_report_engine_state(make):
     server = make()
     state = EngineState(is_paused=True, is_sleeping=True, weight_version="7")
     server.client.state = state
@@ -348,7 +348,7 @@ def test_misspelt_parameter_is_refused_before_requests_end(path, name, make, err
     assert server.operated.commands == []
 
 
-def test_dead_engine_is_told(make, error):
+def test_dead_engine_is_reported(make, error):
     server = make()
     server.client.is_alive = False
     error(server.request("POST", "/sleep", headers=ADMIN), 503)
@@ -369,7 +369,7 @@ def test_requests_are_refused_while_asleep_if_asked(state, make, error):
     assert waiting.get("/ready").status_code == 200
 
 
-def test_hangup_while_models_load_counts_once_they_have(make_server, tmp_path, caplog):
+def test_sighup_during_model_load_is_applied_afterwards(make_server, tmp_path, caplog):
     """It must not end the server."""
     caplog.set_level("INFO")
     keys = tmp_path / "keys"
@@ -394,7 +394,7 @@ def test_hangup_while_models_load_counts_once_they_have(make_server, tmp_path, c
     assert reply.status_code == 200
 
 
-def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
+def test_sighup_reloads_keys_and_adapters(make_server, tmp_path, caplog):
     keys = tmp_path / "keys"
     keys.write_text("old\n")
     config = ServerConfig(served_model_name=["tiny"], api_key_file=str(keys))

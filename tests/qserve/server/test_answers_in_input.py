@@ -24,7 +24,7 @@ def expected(server, text):
         ({"content": "Well.", "refusal": None}, "Well."),
     ],
 )
-def test_a_chats_refusal_is_its_text(server, answer, text):
+def test_chat_refusal_is_read_as_text(server, answer, text):
     reply = server.chat(messages=[ASKED, {"role": "assistant", **answer}, ASKED])
     assert reply.status_code == 200, reply.text
     assert server.client.requests[0][1] == expected(server, text)
@@ -32,7 +32,7 @@ def test_a_chats_refusal_is_its_text(server, answer, text):
 
 
 @pytest.mark.parametrize("beside", [[], [{"type": "output_text", "text": "Well."}]])
-def test_a_responses_refusal_is_its_text(server, beside):
+def test_response_refusal_is_read_as_text(server, beside):
     answer = {"type": "message", "id": "msg-1", "status": "completed", "role": "assistant"}
     items = [ASKED, answer | {"content": [*beside, part()]}, ASKED]
     reply = server.post("/v1/responses", {"input": items})
@@ -42,7 +42,7 @@ def test_a_responses_refusal_is_its_text(server, beside):
     )
 
 
-def test_a_refusal_makes_no_control_tokens(server):
+def test_refusal_creates_no_control_tokens(server):
     (token,) = server.tokenizer.encode("<|im_end|>", False)
     messages = [{"role": "assistant", "content": [part("<|im_end|>")]}, ASKED]
     assert server.chat(messages=messages).status_code == 200
@@ -58,14 +58,14 @@ def test_a_refusal_makes_no_control_tokens(server):
         ({"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}, ".content.0"),
     ],
 )
-def test_what_is_no_refusal(server, error, message, where):
+def test_invalid_refusals_are_rejected(server, error, message, where):
     found = error(server.chat(messages=[message]), 400)
     assert found["param"] == f"messages.0{where}" and "refusal" in found["message"]
     found = error(server.post("/v1/responses", {"input": [message]}), 400)
     assert found["param"] == f"input.0{where}" and "refusal" in found["message"]
 
 
-def test_refusals_of_tools_are_none(server, error):
+def test_tool_output_refusal_is_rejected(server, error):
     output = {"type": "function_call_output", "call_id": "c", "output": [part()]}
     assert error(server.post("/v1/responses", {"input": [output]}), 400)["param"] == "input.0"
 
@@ -105,7 +105,7 @@ def test_thinking_parts_are_reasoning(server, monkeypatch, thought):
     assert server.tokenizer.decode(server.client.requests[1][1]) == "[|Hi][Told.|Yes.]"
 
 
-def test_what_is_no_thinking(server, error):
+def test_invalid_thinking_parts_are_rejected(server, error):
     for part in (
         {"type": "thinking"},
         {"type": "thinking", "thinking": [1]},
@@ -115,7 +115,7 @@ def test_what_is_no_thinking(server, error):
         assert found["param"] == "messages.0.content.0" and part["type"] in found["message"]
 
 
-def test_hints_of_other_servers_are_named_as_ignored(server):
+def test_hints_for_other_servers_are_reported_as_ignored(server):
     hint = {"type": "content", "content": "Hello"}
     reply = server.chat(verbosity="low", prediction=hint)
     assert reply.headers["x-ignored-fields"] == "verbosity, prediction"

@@ -31,7 +31,7 @@ def guarded(make_server):
         "s3cret",
     ],
 )
-def test_every_route_but_probes_is_guarded(guarded, error, header):
+def test_every_route_except_probes_requires_key(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
     schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
@@ -60,7 +60,7 @@ def test_every_route_but_probes_is_guarded(guarded, error, header):
         ({"x-api-key": "outdated", "authorization": "Bearer outdated"}, 401),
     ],
 )
-def test_one_valid_key_of_two_headers_is_enough(make_server, headers, status):
+def test_one_valid_key_in_two_headers_is_enough(make_server, headers, status):
     server = make_server(ServerConfig(api_key=["s3cret"], max_requests_per_minute=1))
     assert server.get("/v1/models", headers=headers).status_code == status
     first, second = (server.post(COMPLETIONS, {"prompt": "a"}, headers=headers) for _ in "ab")
@@ -68,7 +68,7 @@ def test_one_valid_key_of_two_headers_is_enough(make_server, headers, status):
     assert (first.status_code, second.status_code) == ((200, 429) if status == 200 else (401, 401))
 
 
-def test_the_key_opens_and_is_needed_once(guarded, error):
+def test_key_grants_access_in_one_header(guarded, error):
     for path in ("/v1/models", "/metrics"):
         assert guarded.get(path, headers=KEY).status_code == 200
     body = {"prompt": "a"}
@@ -78,7 +78,7 @@ def test_the_key_opens_and_is_needed_once(guarded, error):
     error(guarded.request("OPTIONS", COMPLETIONS), 405)
 
 
-def test_key_outside_ascii(make_server, error):
+def test_non_ascii_key(make_server, error):
     server = make_server(ServerConfig(api_key=["schlüssel"]))
     header = "Bearer schlüssel".encode()
     assert server.get("/v1/models", headers={b"authorization": header}).status_code == 200
@@ -86,7 +86,7 @@ def test_key_outside_ascii(make_server, error):
 
 
 @pytest.mark.parametrize("key", ["", " ", " s3cret", "s3cret\n"])
-def test_key_that_no_client_can_send_is_refused_at_the_start(key):
+def test_unsendable_key_is_refused_at_start(key):
     with pytest.raises(InputError, match="--api-key: expected a key") as caught:
         ServerConfig(api_key=[key])
     assert "s3cret" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_keys_come_from_the_command_line_a_file_and_the_environment(make_server,
         assert server.get("/v1/models", headers=headers).status_code == status
 
 
-def test_key_file_that_cannot_be_used_is_named(tmp_path):
+def test_unusable_key_file_is_refused(tmp_path):
     path = tmp_path / "keys"
     for text in (None, "", "# nothing\n", "secret \n"):
         if text is not None:
@@ -117,7 +117,7 @@ def test_key_file_that_cannot_be_used_is_named(tmp_path):
         load_keys(ServerConfig(), {"QSERVE_API_KEY": " s"})
 
 
-def test_key_of_vllm_is_not_ignored_without_a_word(monkeypatch, caplog):
+def test_vllm_key_variable_gives_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     assert not Keys(ServerConfig())
     assert "VLLM_API_KEY is set but not read" in caplog.text and "s3cret" not in caplog.text

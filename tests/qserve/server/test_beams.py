@@ -13,7 +13,7 @@ from qserve.engine.ipc import messages
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.report import EngineReport
 from qserve.library.beam_outputs import sampling_params
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.processes.frames import HEADER_BYTES
 from qserve.server.app import build_app
 from tests.qserve.server.conftest import Server
@@ -32,10 +32,10 @@ class EngineHere:
         self.engine, self.inboxes = engine, {}
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
 
-    async def generate(self, name, prompt, params, watch, client, *, group, handling):
+    async def generate(self, name, prompt, params, watch, client, *, group, options):
         try:
             self.engine.add_request(
-                name, prompt, params, client=client, group=group, handling=handling
+                name, prompt, params, client=client, group=group, options=options
             )
         except Exception as error:
             raise RefusedError(error.subject, error.problem, error.remedy) from None
@@ -70,7 +70,7 @@ def beams_of(llm, prompt=PROMPT, **fields):
     return llm.beam_search(prompt, params)[0].sequences
 
 
-def test_the_best_beams_with_their_scores(server, llm):
+def test_beams_are_returned_with_scores(server, llm):
     reply = server.complete(**SEARCH, best_of=4, length_penalty=0.5, early_stopping="never")
     fields = {"beam_width": 4, "n": 3, "length_penalty": 0.5, "early_stopping": "never"}
     want = beams_of(llm, **fields)
@@ -98,14 +98,14 @@ def test_two_prompts_and_log_probabilities(server, llm):
         assert "".join(found["tokens"]) == choice["text"]
 
 
-def test_a_stream_has_each_beam_in_one_chunk(server, chunks):
+def test_stream_has_each_beam_in_one_chunk(server, chunks):
     whole = server.complete(**SEARCH).json()["choices"]
     found = chunks(server.complete(**SEARCH, stream=True))
     assert [each["choices"][0]["text"] for each in found] == [each["text"] for each in whole]
     assert [each["choices"][0]["score"] for each in found] == [each["score"] for each in whole]
 
 
-def test_a_chat(server, llm, tokenizer):
+def test_chat(server, llm, tokenizer):
     reply = server.chat(use_beam_search=True, n=2, max_tokens=6, temperature=0.7, seed=3)
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     want = beams_of(llm, {"prompt_token_ids": ids}, beam_width=2, max_tokens=6)
@@ -128,12 +128,12 @@ def test_a_chat(server, llm, tokenizer):
         ({"best_of": 9}, None),  # the engine has eight places
     ],
 )
-def test_what_is_refused(server, error, fields, param):
+def test_unsupported_beam_requests_are_refused(server, error, fields, param):
     assert error(server.complete(**SEARCH | fields), 400)["param"] == param
 
 
 @pytest.mark.parametrize("field", ["length_penalty", "early_stopping", "best_of"])
-def test_fields_of_a_search_alone(server, error, field):
+def test_beam_search_only_fields(server, error, field):
     value = {"early_stopping": True}.get(field, 2)
     assert "use_beam_search" in error(server.complete(**{field: value}), 400)["message"]
 
@@ -143,7 +143,7 @@ def test_description_names_the_limits(server):
     assert '"best_of": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 16}' in text
 
 
-def test_the_engine_sends_beams_to_the_server(docs_5m):
+def test_engine_sends_beams_to_the_server(docs_5m):
     """The event crosses the socket with its beams."""
     engine = Engine(EngineConfig(model=str(docs_5m), device="cpu", max_model_len=64))
     params = BeamSearchParams(beam_width=2, max_tokens=3, logprobs=1)
@@ -152,10 +152,10 @@ def test_the_engine_sends_beams_to_the_server(docs_5m):
         prompt_token_ids=[5],
         params=sampling_params(params),
         sent=0.0,
-        handling=Handling(beam_search=params),
+        options=RequestOptions(beam_search=params),
     )
     add = messages.decode(messages.encode(add)[HEADER_BYTES:], messages.ToEngine)
-    engine.add_request("0", add.prompt_token_ids, add.params, handling=add.handling)
+    engine.add_request("0", add.prompt_token_ids, add.params, options=add.options)
     events = []
     while engine.has_work():
         events += engine.step()

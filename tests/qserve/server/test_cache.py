@@ -8,7 +8,7 @@ ROUTES = ("complete", "chat")
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_usage_tells_what_was_cached(server, chunks, route):
+def test_usage_reports_cached_tokens(server, chunks, route):
     server.client.num_cached = 3
     call = getattr(server, route)
     for n in (1, 2):  # outputs of one prompt count once
@@ -27,8 +27,8 @@ def test_each_prompt_counts_what_its_first_output_found(server):
 @pytest.mark.parametrize("route", ROUTES)
 def test_salt_and_priority_reach_the_engine(server, route):
     assert getattr(server, route)(cache_salt="mine", priority=-3).status_code == 200
-    (handling,) = server.client.handlings
-    assert (handling.cache_salt, handling.priority) == ("mine", -3)
+    (options,) = server.client.request_options
+    assert (options.cache_salt, options.priority) == ("mine", -3)
 
 
 @pytest.mark.parametrize(
@@ -43,24 +43,24 @@ def test_salt_and_priority_reach_the_engine(server, route):
     ],
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_salt_or_priority_that_is_none_is_refused(server, route, field, value):
+def test_invalid_salt_or_priority_is_refused(server, route, field, value):
     reply = getattr(server, route)(**{field: value})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == field
-    assert not server.client.handlings
+    assert not server.client.request_options
 
 
-def test_keys_salt_apart_where_that_is_asked_for(make_server):
+def test_keys_salt_separately_if_configured(make_server):
     server = make_server(ServerConfig(cache_salt_by_key=True))
     for key, salt in (("a", "s"), ("b", "s"), ("a", "t"), ("a", "s"), ("as", "")):
         headers = {"Authorization": f"Bearer {key}"}
         body = {"prompt": "Once"} | ({"cache_salt": salt} if salt else {})
         assert server.post("/v1/completions", body, headers=headers).status_code == 200
-    salts = [handling.cache_salt for handling in server.client.handlings]
+    salts = [options.cache_salt for options in server.client.request_options]
     assert salts[0] == salts[3] and len(set(salts)) == 4
     assert not any("Bearer" in salt for salt in salts), "no key goes to the engine"
 
 
-def test_the_cache_is_emptied_where_that_is_allowed(make_server):
+def test_cache_reset_route_requires_permission(make_server):
     refused = make_server(ServerConfig())
     assert refused.post("/reset_prefix_cache", {}).status_code == 404
     assert refused.client.num_resets == 0

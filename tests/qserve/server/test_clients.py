@@ -18,7 +18,7 @@ WITH_IMAGES = {"langchain_images": "langchain_openai", "litellm_images": "litell
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_runs(start_server, docs_5m, name):
+def test_client_example_runs(start_server, docs_5m, name):
     pytest.importorskip(SCRIPTS[name])
     server = start_server(docs_5m, "--served-model-name", "docs", "--max-model-len", "1024")
     command = [sys.executable, FOLDER / f"{name}.py", f"{server.url}/v1", "--model", "docs"]
@@ -27,7 +27,7 @@ def test_an_example_runs(start_server, docs_5m, name):
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_an_example_sends_images(start_server, tmp_path, name):
+def test_client_example_sends_images(start_server, tmp_path, name):
     pytest.importorskip(WITH_IMAGES[name])
     folder = write_tiny_vision(tmp_path / "qwen3_vl", "qwen3_vl")
     server = start_server(folder, "--served-model-name", "tiny", "--dtype", "float32")
@@ -36,5 +36,5 @@ def test_an_example_sends_images(start_server, tmp_path, name):
     assert done.returncode == 0, done.stderr
 
 
-def test_each_example_is_tested():
+def test_every_client_example_is_tested():
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, *WITH_IMAGES}

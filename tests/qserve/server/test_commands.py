@@ -24,7 +24,7 @@ def prompts(server) -> list[str]:
     return [server.tokenizer.decode(request[1], False) for request in server.client.requests]
 
 
-def test_chat_remembers_what_was_said(server, url, monkeypatch, capsys):
+def test_chat_command_keeps_history(server, url, monkeypatch, capsys):
     flags = ("--system-prompt", "Be kind.", "--temperature", "0.5", "--seed", "7")
     assert talk(monkeypatch, url, "chat", *flags, lines="one\n\ntwo\n") == 0
     assert capsys.readouterr().out == f"{TEXT}\n{TEXT}\n"
@@ -37,14 +37,14 @@ def test_chat_remembers_what_was_said(server, url, monkeypatch, capsys):
     assert (params.temperature, params.seed) == (0.5, 7)
 
 
-def test_one_question_with_its_times(server, url, monkeypatch, capsys):
+def test_chat_command_shows_times(server, url, monkeypatch, capsys):
     assert talk(monkeypatch, url, "chat", "-q", "Hi", "--stats", "--max-tokens", "5") == 0
     captured = capsys.readouterr()
     assert captured.out.strip() and "first token" in captured.err
     assert server.client.requests[0][2].max_tokens == 5
 
 
-def test_reasoning_is_for_terminals(make_server, run_live, monkeypatch, capsys):
+def test_reasoning_is_shown_only_on_terminals(make_server, run_live, monkeypatch, capsys):
     from qserve.config import ServerConfig
 
     server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
@@ -58,7 +58,7 @@ def test_reasoning_is_for_terminals(make_server, run_live, monkeypatch, capsys):
     assert shown == "It may be.\nIt is.\n"
 
 
-def test_url_as_the_server_prints_it(url, monkeypatch, capsys):
+def test_printed_url_is_accepted(url, monkeypatch, capsys):
     assert talk(monkeypatch, url.removesuffix("/v1"), "chat", "-q", "Hi") == 0
     assert capsys.readouterr().out.strip() == TEXT
 
@@ -69,7 +69,7 @@ def test_complete_continues_each_line(server, url, monkeypatch, capsys):
     assert prompts(server) == ["Once", "Twice"]
 
 
-def test_error_of_the_server_is_one_line_and_the_talk_goes_on(server, url, monkeypatch, capsys):
+def test_server_error_is_one_line_and_chat_continues(server, url, monkeypatch, capsys):
     server.client.fails_at = 2
     assert talk(monkeypatch, url, "chat", lines="one\n") == 1
     assert "error: The generation failed" in capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_error_of_the_server_is_one_line_and_the_talk_goes_on(server, url, monke
     assert "'other' does not exist" in capsys.readouterr().err
 
 
-def test_what_had_no_answer_is_not_said_again(server, url, monkeypatch, capsys):
+def test_unanswered_message_is_not_resent(server, url, monkeypatch, capsys):
     long = "word " * 3000
     assert talk(monkeypatch, url, "chat", lines=f"{long}\ntwo\n") == 1
     assert prompts(server) == [server.tokenizer.render_chat([{"role": "user", "content": "two"}])]
@@ -96,7 +96,7 @@ def test_key_comes_from_the_environment(make_server, run_live, monkeypatch, caps
     assert talk(monkeypatch, url, "chat", "-q", "a") == 0
 
 
-def test_no_server_is_one_line(monkeypatch, capsys):
+def test_unreachable_server_gives_one_line_error(monkeypatch, capsys):
     assert talk(monkeypatch, "http://127.0.0.1:9/v1", "chat", "-q", "a") == 1
     assert "no server answers at this address" in capsys.readouterr().err
     assert talk(monkeypatch, "127.0.0.1:9", "chat", "-q", "a") == 1

@@ -55,7 +55,7 @@ def ask(live):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("when", ["before the first token", "in the middle"])
-def test_client_that_leaves_stops_its_requests(server, live, stream, n, when):
+def test_disconnect_aborts_requests(server, live, stream, n, when):
     server.client.endless = True
     server.client.delay = 60 if when == "before the first token" else 0.01
     connection = send(live, {**BODY, "stream": stream, "n": n, "max_tokens": None, "stop": "§"})
@@ -67,7 +67,7 @@ def test_client_that_leaves_stops_its_requests(server, live, stream, n, when):
     assert len(server.client.aborted) == n
 
 
-def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
+def test_many_disconnects_leave_no_state(server, live, ask):
     server.client.endless, server.client.delay = True, 0.5
     connections = [send(live, {**BODY, "stream": bool(i % 2)}) for i in range(60)]
     until(lambda: len(server.client.running) == 60)
@@ -88,7 +88,7 @@ def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
         ({"max_num_queued_tokens": 50}, {"prompt": [5] * 60}, {"prompt": [5]}),
     ],
 )
-def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, asked, stream):
+def test_queue_full_returns_retry_after(make_server, run_live, error, limit, held, asked, stream):
     server = make_server(ServerConfig(served_model_name=["tiny"], **limit))
     port = run_live(server)
     server.client.delay = GUARD  # they hold their places until the client leaves
@@ -107,7 +107,7 @@ def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, 
 
 
 @pytest.mark.exhaustive
-def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
+def test_slow_reader_delays_only_itself(server, live, ask):
     """A real engine merges events; the script must not be asked for more."""
     server.client.endless = True
     server.client.max_model_len = 10**9
@@ -131,7 +131,7 @@ def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
     until(lambda: not server.client.running)
 
 
-def test_client_that_never_reads_loses_its_place(server, live, ask, monkeypatch):
+def test_client_that_never_reads_is_disconnected(server, live, ask, monkeypatch):
     monkeypatch.setattr(http_protocol, "UNREAD_SECONDS", 0.3)
     server.client.endless = True
     server.client.max_model_len = 10**9
@@ -156,12 +156,12 @@ def test_tokens_arrive_one_by_one(server, live):
         assert list(lines)[-1] == "data: [DONE]"
 
 
-def test_body_far_above_the_limit_gets_an_answer(live):
+def test_oversized_body_gets_a_reply(live):
     connection = send(live, {"prompt": "a" * (20 * 2**20)})
     assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_client_that_leaves_while_it_sends(server, live, ask):
+def test_disconnect_during_request_body(server, live, ask):
     connection = socket.create_connection(("127.0.0.1", live))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(head + b"Content-Length: 99\r\n\r\n{")
@@ -192,9 +192,7 @@ def others_are_answered(live):
     thread.join()
 
 
-def test_encoding_a_prompt_does_not_hold_up_the_others(
-    server, ask, others_are_answered, monkeypatch
-):
+def test_encoding_a_prompt_does_not_delay_others(server, ask, others_are_answered, monkeypatch):
     original = server.tokenizer.encode
 
     def slow(*arguments):
@@ -206,7 +204,7 @@ def test_encoding_a_prompt_does_not_hold_up_the_others(
 
 
 @pytest.mark.parametrize(("length", "is_in_thread"), [(0, False), (SHORT_BYTES, True)])
-def test_a_short_body_is_prepared_without_a_thread(server, ask, monkeypatch, length, is_in_thread):
+def test_short_body_is_prepared_without_a_thread(server, ask, monkeypatch, length, is_in_thread):
     original, threads = server.tokenizer.encode, []
 
     def watched(*arguments):
@@ -218,9 +216,7 @@ def test_a_short_body_is_prepared_without_a_thread(server, ask, monkeypatch, len
     assert threads[0].startswith("preparation") == is_in_thread
 
 
-def test_writing_many_logprobs_does_not_hold_up_the_others(
-    server, ask, others_are_answered, monkeypatch
-):
+def test_writing_many_logprobs_does_not_delay_others(server, ask, others_are_answered, monkeypatch):
     original = completions.completion_logprobs
 
     def slow(*arguments, **options):

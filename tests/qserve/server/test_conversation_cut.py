@@ -33,12 +33,12 @@ def roles(letters):
         ("", []),
     ],
 )
-def test_what_belongs_together_goes_together(letters, groups):
+def test_related_messages_are_removed_together(letters, groups):
     assert can_go(roles(letters)) == groups
 
 
 @pytest.mark.parametrize("num_users", [1, 2, 7, 60])
-def test_no_more_goes_than_must(num_users):
+def test_only_necessary_messages_are_removed(num_users):
     messages = [SimpleNamespace(role=role, at=at) for at, role in enumerate(roles("ua" * 60))]
     messages = messages[: 2 * num_users - 1]
     for limit in range(1, len(messages) + 2, 3):
@@ -66,7 +66,7 @@ def ask(server, items, **fields):
     return server.post("/v1/responses", {"input": items, "truncation": "auto", **fields})
 
 
-def test_the_beginning_goes_and_the_rest_is_as_it_was(server):
+def test_oldest_messages_are_removed_and_rest_unchanged(server):
     said = conversation(12)
     fields = {"instructions": "Be brief.", "max_output_tokens": 40}
     reply = ask(server, said, **fields)
@@ -85,7 +85,7 @@ def test_the_beginning_goes_and_the_rest_is_as_it_was(server):
     assert reply.json()["usage"]["input_tokens"] == len(prompt)
 
 
-def test_room_for_the_answer_decides_what_goes(server):
+def test_truncation_leaves_space_for_output(server):
     for limit in (None, 20, 200):
         assert ask(server, conversation(12), max_output_tokens=limit).status_code == 200
     none, few, many = (request[1] for request in server.client.requests)
@@ -93,7 +93,7 @@ def test_room_for_the_answer_decides_what_goes(server):
     assert CONTEXT - 80 < len(none) < CONTEXT and len(many) + 200 <= CONTEXT
 
 
-def test_what_fits_is_left_alone(server):
+def test_fitting_conversation_is_unchanged(server):
     said = conversation(1)
     assert ask(server, said, max_output_tokens=10).status_code == 200
     assert server.client.requests[0][1] == server.tokenizer.encode_chat(said)
@@ -108,7 +108,7 @@ def test_disabled_is_an_error_beyond_the_context(server, error, truncation):
     assert short.json()["truncation"] == "disabled"
 
 
-def test_what_must_stay_does_not_fit(server, error):
+def test_untruncatable_conversation_is_refused(server, error):
     last = {"role": "user", "content": LONG * 12}
     found = error(ask(server, [*conversation(2), last]), 400)
     assert "maximum context length is 256" in found["message"]
@@ -120,7 +120,7 @@ def test_what_must_stay_does_not_fit(server, error):
     assert params.max_tokens == CONTEXT - len(prompt)
 
 
-def test_an_old_call_goes_with_its_output(make_server):
+def test_tool_call_is_removed_with_its_output(make_server):
     config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
     server = make_server(config)
     asked = {"role": "user", "content": "Compare the weather."}
@@ -138,7 +138,7 @@ def test_an_old_call_goes_with_its_output(make_server):
     assert kept == list(range(kept[0], 10)) and len(server.client.requests[0][1]) + 20 <= CONTEXT
 
 
-def test_a_long_conversation_is_not_encoded_message_by_message(server, monkeypatch):
+def test_long_conversation_is_not_encoded_message_by_message(server, monkeypatch):
     calls = []
     render = type(server.tokenizer).chat_prompt
 
@@ -159,5 +159,5 @@ def test_a_long_conversation_is_not_encoded_message_by_message(server, monkeypat
         ({"truncate_prompt_tokens": 5}, "truncation"),
     ],
 )
-def test_wrong_values(server, error, fields, param):
+def test_invalid_truncation_values_are_refused(server, error, fields, param):
     assert error(ask(server, conversation(1), **fields), 400)["param"] == param

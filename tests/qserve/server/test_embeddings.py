@@ -31,11 +31,11 @@ class PoolingClient(ScriptedClient):
         self.events = {}
 
     async def generate(
-        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+        self, request_id, prompt_token_ids, params, watch, client, *, group, options
     ):
-        self.handlings.append(handling)
+        self.request_options.append(options)
         try:
-            self.engine.add_request(request_id, prompt_token_ids, params, handling=handling)
+            self.engine.add_request(request_id, prompt_token_ids, params, options=options)
         except InputError as error:
             raise RefusedError(error.subject, error.problem, error.remedy) from error
         while request_id not in self.events:
@@ -153,7 +153,7 @@ def test_long_inputs_are_refused_or_cut(embedder, error):
         ({}, "input"),
     ],
 )
-def test_inputs_that_are_refused(embedder, error, fields, param):
+def test_invalid_embedding_inputs_are_refused(embedder, error, fields, param):
     assert error(embedder[0].post("/v1/embeddings", fields), 400)["param"] == param
 
 
@@ -175,7 +175,7 @@ def test_inputs_that_are_refused(embedder, error, fields, param):
         ("output_dtype", "int8", "float"),
     ],
 )
-def test_fields_of_other_apis_that_change_vectors_are_refused(
+def test_fields_of_other_apis_that_change_embeddings_are_refused(
     embedder, error, field, refused, neutral
 ):
     server, _ = embedder
@@ -184,7 +184,7 @@ def test_fields_of_other_apis_that_change_vectors_are_refused(
     assert server.post("/v1/embeddings", {"input": "a", field: neutral}).status_code == 200
 
 
-def test_pooling_of_each_token(embedder):
+def test_token_embeddings(embedder):
     server, llm = embedder
     reply = server.post("/pooling", {"input": TEXTS[0], "task": "token_embed"}).json()
     (want,) = llm.encode(TEXTS[0], use_tqdm=False)
@@ -199,7 +199,7 @@ def test_pooling_of_each_token(embedder):
         assert message.startswith("request: asks for class scores, but this model's checkpoint")
 
 
-def test_messages_are_the_chats_tokens(embedder):
+def test_messages_equal_chat_tokens(embedder):
     server, llm = embedder
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
     ids = llm.get_tokenizer().encode_chat(messages, add_generation_prompt=False)
@@ -211,7 +211,7 @@ def test_messages_are_the_chats_tokens(embedder):
     assert longer["usage"]["prompt_tokens"] > len(ids)
 
 
-def test_coheres_route(embedder, expected):
+def test_cohere_route(embedder, expected):
     server, llm = embedder
     kinds = ["float", "base64", "binary", "ubinary"]
     body = {"model": "tiny", "texts": TEXTS, "input_type": "classification"}
@@ -232,7 +232,7 @@ def test_coheres_route(embedder, expected):
     assert reply.json()["meta"]["billed_units"] == {"input_tokens": count}
 
 
-def test_coheres_inputs_prompts_and_lengths(embedder):
+def test_cohere_inputs_prompts_and_lengths(embedder):
     server, llm = embedder
 
     def vectors(**body):
@@ -254,13 +254,13 @@ def test_coheres_inputs_prompts_and_lengths(embedder):
     assert vectors(texts=[TEXTS[1]], max_tokens=5, truncate="START") == [embedded(tokens[-5:])]
 
 
-def test_classify_tells_labels(make):
+def test_classify_returns_labels(make):
     """The engine of a classifier is test_pooling.py's; here its logits are a script."""
     server, _ = make({}, id2label={"0": "bad", "1": "good", "10": "odd"})
     logits = np.array([0.5, 2.0, -1.0], "<f4")
 
-    async def generate(request_id, prompt, params, watch, client, *, group, handling):
-        assert handling.pooling.kind == "labels"
+    async def generate(request_id, prompt, params, watch, client, *, group, options):
+        assert options.pooling.kind == "labels"
         yield TokenEvent(
             request_id=request_id, token_ids=(), finish_reason="stop", pooled=logits.tobytes()
         )
@@ -279,13 +279,13 @@ def test_classify_tells_labels(make):
 @pytest.mark.parametrize(
     "names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
 )
-def test_sides_of_a_score_have_other_names(embedder, names):
+def test_score_field_aliases(embedder, names):
     server, _ = embedder
     want = server.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()["data"]
     assert server.post("/score", {names[0]: TEXTS[0], names[1]: TEXTS}).json()["data"] == want
 
 
-def test_documents_are_cut_to_their_limit(embedder):
+def test_documents_are_truncated_to_limit(embedder):
     server, llm = embedder
     tokenizer = llm.get_tokenizer()
     short = tokenizer.decode(tokenizer.encode(TEXTS[1], False)[:4])
@@ -369,5 +369,5 @@ def test_reranker_answers_with_probabilities(make, error):
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
-def test_pairs_that_are_refused(embedder, error, path, body, param):
+def test_invalid_score_pairs_are_refused(embedder, error, path, body, param):
     assert error(embedder[0].post(path, body), 400)["param"] == param

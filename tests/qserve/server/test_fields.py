@@ -12,7 +12,7 @@ from qserve.server.requests.job import Arrival
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_usage_grows_with_each_chunk(server, chunks, route):
+def test_continuous_usage_grows_with_each_chunk(server, chunks, route):
     call = getattr(server, route)
     options = {"include_usage": True, "continuous_usage_stats": True}
     *parts, last = chunks(call(stream=True, stream_options=options, n=2, max_tokens=4))
@@ -25,7 +25,7 @@ def test_usage_grows_with_each_chunk(server, chunks, route):
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_usage_that_grows_needs_no_usage_at_the_end(server, chunks):
+def test_continuous_usage_works_without_final_usage(server, chunks):
     options = {"continuous_usage_stats": True}
     streamed = chunks(server.chat(stream=True, stream_options=options, max_tokens=3))
     assert [c["usage"]["completion_tokens"] for c in streamed] == [0, 1, 2, 3]
@@ -68,12 +68,12 @@ def test_text_that_is_too_long_is_cut_and_not_refused(server):
 
 
 @pytest.mark.parametrize("value", [0, -2, 256, "5"])
-def test_cut_out_of_range(server, error, value):
+def test_truncation_out_of_range_is_refused(server, error, value):
     body = error(server.complete(truncate_prompt_tokens=value), 400)
     assert body["param"] == "truncate_prompt_tokens"
 
 
-def test_the_last_of_many_stop_strings_stops(server):
+def test_last_of_many_stop_strings_stops(server):
     stop = [f"<{index}>" for index in range(31)] + ["general"]
     for call in (server.complete, server.chat):
         choice = call(stop=stop).json()["choices"][0]
@@ -120,7 +120,7 @@ def test_chat_can_have_the_tokenizers_own_special_tokens(server, monkeypatch):
     assert without == same and with_them == [7, *without, 8, 9]
 
 
-def test_special_affixes_are_what_encode_adds(tokenizer):
+def test_special_affixes_equal_encode(tokenizer):
     before, after = tokenizer.special_affixes
     assert [*before, *tokenizer.encode("a b", False), *after] == tokenizer.encode("a b", True)
 
@@ -152,7 +152,7 @@ def test_request_is_named_by_its_header_its_body_or_the_server(server, route):
 MESSAGE = {"role": "user", "content": "a"}
 
 
-def test_name_that_is_none_goes_nowhere(server, error):
+def test_invalid_request_id_is_not_used(server, error):
     for name in ("", "x" * 129, "a b", "a\tb", "h\u00e4"):
         headers = {"x-request-id": name.encode("latin-1")}
         reply = server.get("/health", headers=headers)
@@ -172,7 +172,7 @@ def test_errors_and_streams_are_named_too(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_fields_that_change_nothing_are_named(server, caplog, route, stream):
+def test_fields_without_effect_are_reported(server, caplog, route, stream):
     caplog.set_level(logging.INFO)
     call = getattr(server, route)
     assert "x-ignored-fields" not in call(stream=stream).headers
@@ -184,7 +184,7 @@ def test_fields_that_change_nothing_are_named(server, caplog, route, stream):
     assert "cache_me" in caplog.text
 
 
-def test_ignored_fields_inside_of_others_are_named(server):
+def test_nested_ignored_fields_are_reported(server):
     options = {"include_usage": True, "include_obfuscation": False}
     messages = [{**MESSAGE, "refusal": "x"}, {**MESSAGE, "refusal": "y"}]
     reply = server.chat(stream=True, stream_options=options, messages=messages)
@@ -201,7 +201,7 @@ def test_names_of_ignored_fields_cannot_break_a_header(server):
     assert len(json.dumps(dict(many.headers))) < 1000
 
 
-def test_priority_is_named_where_the_policy_does_not_look_at_it(server):
+def test_priority_is_reported_if_policy_ignores_it(server):
     assert "x-ignored-fields" not in server.complete(priority=3).headers
     object.__setattr__(server.app.state.service, "priority_counts", False)
     assert server.complete(priority=3).headers["x-ignored-fields"] == "priority"
@@ -248,7 +248,7 @@ def test_integers_may_be_written_as_floats(server, number):
         ('{"prompt": "1.0",', None),
     ],
 )
-def test_other_numbers_are_no_integers(server, error, body, param):
+def test_non_integer_numbers_are_refused(server, error, body, param):
     assert error(server.request("POST", "/v1/completions", content=body), 400)["param"] == param
 
 

@@ -23,7 +23,7 @@ def status(server, path=COMPLETIONS, content=BODY, **headers) -> int:
         *("workstation.local:8000", "qserve.ml.svc.cluster.local", "host.docker.internal:8000"),
     ],
 )
-def test_hosts_that_no_site_can_have(server, host):
+def test_hosts_without_a_site_are_accepted(server, host):
     assert status(server, Host=host) == 200
 
 
@@ -34,7 +34,7 @@ def test_hosts_that_no_site_can_have(server, host):
         *("local.example", "evil.example@localhost", "localhost:80.evil.example", "a.internal.com"),
     ],
 )
-def test_host_of_a_site_that_points_here_is_refused(server, error, host):
+def test_dns_rebinding_host_is_refused(server, error, host):
     """Its pages would be of the server's own origin, as far as the browser knows."""
     origin = f"http://{host}"
     reply = server.request("POST", COMPLETIONS, content=BODY, headers={"Host": host})
@@ -45,7 +45,7 @@ def test_host_of_a_site_that_points_here_is_refused(server, error, host):
     assert not server.client.requests
 
 
-def test_hosts_that_the_operator_names(make_server, monkeypatch):
+def test_allowed_hosts_are_accepted(make_server, monkeypatch):
     monkeypatch.setattr(foreign_pages.socket, "gethostname", lambda: "Node7.example.org")
     given = {"host": "front.example.net", "allowed_hosts": ["LLM.example.com", "*.example.io"]}
     server = make_server(ServerConfig(**given))
@@ -89,17 +89,17 @@ def test_pages_of_other_origins_are_refused(server, error, origin, kind):
         ("workstation.local", "https://workstation.local"),  # a proxy speaks HTTPS
     ],
 )
-def test_own_page_may(server, host, origin):
+def test_own_page_is_accepted(server, host, origin):
     assert status(server, Host=host, Origin=origin) == 200
 
 
-def test_own_page_may_behind_a_proxy_that_changes_the_host(server):
+def test_own_page_behind_host_changing_proxy_is_accepted(server):
     names = {"Host": "127.0.0.1:8000", "Origin": "https://llm.example.com"}
     assert status(server, Sec_Fetch_Site="same-origin", **names) == 200
     assert status(server, Sec_Fetch_Site="cross-site", **names) == 403
 
 
-def test_pages_that_the_operator_names_may(make_server):
+def test_allowed_origins_are_accepted(make_server):
     server = make_server(ServerConfig(allowed_origins=["https://a.example"]))
     assert status(server, Host="localhost", Origin="https://a.example") == 200
     assert status(server, Host="localhost", Origin="https://b.example") == 403
@@ -112,7 +112,7 @@ def test_pages_that_the_operator_names_may(make_server):
     assert status(server, Host="localhost", Origin="https://b.example") == 200
 
 
-def test_with_keys_the_key_decides(make_server):
+def test_key_overrides_origin_check(make_server):
     server = make_server(ServerConfig(api_key=["k"]))
     names = {"Host": "llm.example.com", "Origin": "https://chat.example"}
     assert status(server, **names) == 401
@@ -122,7 +122,7 @@ def test_with_keys_the_key_decides(make_server):
 @pytest.mark.parametrize(
     "kind", ["", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded"]
 )
-def test_body_needs_the_type_of_json(server, error, kind):
+def test_body_requires_json_content_type(server, error, kind):
     """A Blob without a type has none."""
     headers = {"Content-Type": kind}
     reply = server.request("POST", COMPLETIONS, content=BODY, headers=headers)

@@ -28,7 +28,7 @@ def api(running):
     return Api(running.url, KEY)
 
 
-def test_31_clients_that_leave(api):
+def test_31_disconnects(api):
     fields = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}
     with api.http.stream("POST", "/v1/completions", json=fields) as reply:
         lines = reply.iter_lines()  # kept: a dropped one hangs up
@@ -53,7 +53,7 @@ def test_31_clients_that_leave(api):
     api.until_idle()
 
 
-def test_32_slow_reader_holds_up_nobody(api):
+def test_32_slow_reader_delays_no_one(api):
     body = json.dumps({"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     head += "Content-Type: application/json\r\n"
@@ -67,7 +67,7 @@ def test_32_slow_reader_holds_up_nobody(api):
     api.until_idle()
 
 
-def test_33_queue_that_is_full(api):
+def test_33_full_queue(api):
     most = NUM_SEQS + NUM_QUEUED
     # Too long for the buffers of a connection that is not read: it lasts until the client leaves.
     fields = {"max_tokens": 200, "ignore_eos": True, "logprobs": 20}
@@ -86,7 +86,7 @@ def test_33_queue_that_is_full(api):
 
 
 @pytest.mark.parametrize("header", [None, "", f"bearer {KEY}", f"Bearer  {KEY}", "Bearer x", KEY])
-def test_35_key_guards_all_but_probes(api, header):
+def test_35_key_required_except_probes(api, header):
     described = api.http.get("/openapi.json").json()["paths"]
     headers = {} if header is None else {"Authorization": header}
     with httpx.Client(base_url=api.http.base_url) as client:
@@ -112,7 +112,7 @@ def test_36_other_origins(api):
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_37_prefix_that_was_there(api):
+def test_37_prefix_cache_hit(api):
     prompt = list(range(1000, 1000 + 2 * PAGE + 3))
 
     def ask(**fields):
@@ -126,7 +126,7 @@ def test_37_prefix_that_was_there(api):
 
 
 @pytest.mark.exhaustive
-def test_38_pages_that_run_out(api):
+def test_38_out_of_kv_pages(api):
     prompts = [[100 + n] * 8 for n in range(NUM_SEQS)]
     fields = {"max_tokens": 100, "ignore_eos": True}
     alone = [api.text(prompt=prompts[n], **fields) for n in (0, NUM_SEQS - 1)]
@@ -137,7 +137,7 @@ def test_38_pages_that_run_out(api):
     assert [choices[0]["text"], choices[-1]["text"]] == alone
 
 
-def test_40_row_without_probabilities(server, error):
+def test_40_nan_logits(server, error):
     """The scripted engine fails one request as the real one does for NaN logits."""
     server.client.fails_at = 0
     reply = server.complete()
@@ -149,7 +149,7 @@ def test_40_row_without_probabilities(server, error):
 
 
 @pytest.mark.exhaustive  # a second start of the engine; test_serve.py has it with a scripted one
-def test_39_engine_that_dies(api, running):
+def test_39_engine_death(api, running):
     fields = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 8}
     with api.http.stream("POST", "/v1/completions", json=fields) as reply:
         lines = reply.iter_lines()
@@ -166,7 +166,7 @@ def test_39_engine_that_dies(api, running):
 
 
 @pytest.mark.exhaustive
-def test_34_end_in_good_order(api, running):
+def test_34_graceful_shutdown(api, running):
     before = children(running.process.pid)
     replies = []
     fields = {"max_tokens": 100, "ignore_eos": True}

@@ -38,5 +38,5 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         (POST + b"X-Content-Length: 99\r\n\r\n", True),
     ],
 )
-def test_whole_requests_are_known(is_complete, data, complete):
+def test_complete_requests_are_recognized(is_complete, data, complete):
     assert is_complete(data) is complete

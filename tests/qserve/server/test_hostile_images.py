@@ -267,7 +267,7 @@ def test_hostile_requests(served, error, name):
     check_refused(server, processor, error, ask(server, *fields.pop("parts"), **fields), words)
 
 
-def test_good_images_of_each_source(served, web, files):
+def test_valid_images_of_each_source(served, web, files):
     """The controls of the cases above: every source and limit lets a good image pass."""
     server, processor = served
     urls = [

@@ -198,7 +198,7 @@ def test_hostile_requests(served, error, name):
     check_refused(server, processor, error, ask(server, *parts, **fields), words)
 
 
-def test_a_slow_video_is_refused_in_time(served, error, monkeypatch):
+def test_slow_video_is_refused_in_time(served, error, monkeypatch):
     server, processor = served
     now = iter(range(0, 10**6, 5))
     monkeypatch.setattr("qserve.multimodal.decode_video.time.monotonic", lambda: next(now))
@@ -206,7 +206,7 @@ def test_a_slow_video_is_refused_in_time(served, error, monkeypatch):
     check_refused(server, processor, error, reply, "takes more than 20 s to decode")
 
 
-def test_good_videos(served):
+def test_valid_videos(served):
     """The controls of the cases above."""
     server, processor = served
     for kind in ("video/mp4", "image/gif", "application/octet-stream"):
@@ -217,14 +217,14 @@ def test_good_videos(served):
     assert [video.num_frames for video in processor.videos] == [4] * 7
 
 
-def test_good_video_files(served):
+def test_valid_video_files(served):
     server, processor = served
     assert ask(server, part(data_url(video_file(ramp(30)), "video/mp4"))).status_code == 200
     assert ask(server, part(data_url(jpegs((64, 48), (90, 90)), "video/x-matroska"))).is_success
     assert [(each.num_frames, each.width) for each in processor.videos] == [(30, 64), (2, 64)]
 
 
-def test_the_limits_of_the_server_reach_the_processor(tokenizer, monkeypatch):
+def test_limits_of_the_server_reach_the_processor(tokenizer, monkeypatch):
     made = []
     monkeypatch.setattr(
         "qserve.multimodal.processor.MediaProcessor", lambda *arguments: made.append(arguments)

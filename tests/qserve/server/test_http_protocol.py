@@ -63,14 +63,14 @@ def status_of(port: int) -> bytes:
         (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     ],
 )
-def test_bytes_that_are_no_request_get_the_envelope(server, live, data, status):
+def test_invalid_request_bytes_get_error_body(server, live, data, status):
     with connect(live, data) as connection:
         envelope(read_all(connection), status)
     assert status_of(live) == b"200"
 
 
 @pytest.mark.parametrize("first", [b"Content-Length: 15\r\n", b"Transfer-Encoding: chunked\r\n"])
-def test_two_statements_of_the_length_are_refused_and_the_connection_ends(server, live, first):
+def test_conflicting_lengths_are_refused_and_connection_closed(server, live, first):
     second = b"Content-Length: 15\r\nTransfer-Encoding: chunked\r\n".replace(first, b"")
     data = POST + first + second + b'\r\nf\r\n{"prompt": "a"}\r\n0\r\n\r\n'
     with connect(live, data + GET) as connection:
@@ -79,7 +79,7 @@ def test_two_statements_of_the_length_are_refused_and_the_connection_ends(server
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-def test_offered_protocols_are_passed_over_in_silence(live, caplog, protocol):
+def test_upgrade_headers_are_ignored(live, caplog, protocol):
     offer = b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n\r\n"
     with connect(live, GET.removesuffix(b"\r\n") + offer) as connection:
         assert read_all(connection).startswith(b"HTTP/1.1 200")
@@ -92,7 +92,7 @@ def test_chunks_of_a_few_bytes_are_refused(server, live):
         assert "larger chunks" in envelope(read_all(connection), 400)["message"]
 
 
-def test_nothing_is_written_into_an_answer_that_has_begun(server, run_live):
+def test_error_is_not_written_into_started_response(server, run_live):
     """Bytes after a request that look like a chunked body end only that request's stream."""
     ended = threading.Event()
 
@@ -115,7 +115,7 @@ def test_nothing_is_written_into_an_answer_that_has_begun(server, run_live):
     assert answer.count(b"HTTP/1.1") == 1
 
 
-def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(server, run_live, monkeypatch):
+def test_chunks_are_sent_without_waiting_for_ack(server, run_live, monkeypatch):
     """Else the first tokens of a stream come 40 ms late, from a connection's second request on."""
     options = []
 
@@ -154,7 +154,7 @@ def test_silent_connection_is_closed(server, live, monkeypatch, sent):
         assert answer == b""
 
 
-def test_connection_that_says_a_byte_now_and_then_is_closed(server, live, monkeypatch):
+def test_slow_header_connection_is_closed(server, live, monkeypatch):
     monkeypatch.setattr(http_protocol, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.1)
     with connect(live) as connection, pytest.raises(ConnectionError):
@@ -164,14 +164,14 @@ def test_connection_that_says_a_byte_now_and_then_is_closed(server, live, monkey
             time.sleep(0.05)
 
 
-def test_body_that_does_not_come_is_given_up(server, live, monkeypatch):
+def test_missing_body_times_out(server, live, monkeypatch):
     monkeypatch.setattr("qserve.server.http.body.BODY_SECONDS", 0.2)
     with connect(live, POST + b"Connection: close\r\nContent-Length: 99\r\n\r\n{") as connection:
         envelope(read_all(connection), 408)
     assert server.app.state.service.bodies.held == 0
 
 
-def test_at_the_limit_the_longest_silent_connection_makes_room(server, run_live):
+def test_connection_limit_closes_longest_idle(server, run_live):
     port = run_live(server, limit=4)
     idle = [connect(port, b"GET /") for _ in range(4)]
     half = connect(port, POST + b"Content-Length: 99\r\n\r\n{")  # the first idle one goes
@@ -184,7 +184,7 @@ def test_at_the_limit_the_longest_silent_connection_makes_room(server, run_live)
     assert status_of(port) == b"200"
 
 
-def test_beyond_the_limit_there_is_a_503_while_all_connections_work(server, run_live):
+def test_connection_limit_with_busy_connections_returns_503(server, run_live):
     port = run_live(server, limit=3)
     server.client.endless, server.client.delay = True, 0.01
     body = b'{"prompt": "a", "stream": true, "max_tokens": 250, "ignore_eos": true}'
@@ -216,7 +216,7 @@ def completion(**fields) -> bytes:
     return POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def test_reset_connections_cost_no_request(server, run_live):
+def test_reset_connections_start_no_request(server, run_live):
     """A client that sends and resets leaves bytes that can be read, but waits for no answer."""
     gate, entered = threading.Event(), threading.Event()
 
@@ -261,7 +261,7 @@ def test_all_requests_of_a_half_closed_client_are_answered(server, live):
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_client_that_closes_after_its_request_is_noticed(server, live, version, monkeypatch):
+def test_close_after_request_is_detected(server, live, version, monkeypatch):
     """Its end looks like a half-closed one. Its request would take 20 s."""
     monkeypatch.setattr(http_protocol, "HALF_CLOSED_SECONDS", 0.1)
     server.client.endless, server.client.delay = True, 0.1
@@ -292,7 +292,7 @@ def test_absolute_targets_are_read(server, live, target, status):
         assert read_all(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_connections_leave_descriptors_for_the_rest():
+def test_connections_leave_spare_file_descriptors():
     assert max_connections(None, 1024) == 1024 - 64 - 32
     assert max_connections(100, 1024) == 100
     assert max_connections(5000, 1024) == 1024 - 64 - 32

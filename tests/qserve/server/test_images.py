@@ -162,8 +162,8 @@ def test_images_of_each_route(served, tokenizer, name):
     assert reply.status_code == 200, reply.text
     assert [image.width for image in processor.images] == list(widths)
     ((_, prompt, _),) = server.client.requests
-    (handling,) = server.client.handlings
-    assert [item.offset for item in handling.media] == [
+    (options,) = server.client.request_options
+    assert [item.offset for item in options.media] == [
         at for at, token in enumerate(prompt) if token == tokenizer.image
     ][::3]
     shown = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -184,12 +184,12 @@ def test_counts_include_the_tokens_of_images(served):
     assert server.chat(messages=[user(text("x"))]).json()["usage"]["prompt_tokens"] == found - 3
 
 
-def test_digests_are_those_of_the_files(served):
+def test_image_digests_are_of_files(served):
     """Equal files share pages, and files with equal pixels alone do not."""
     server, _ = served
     other = data_url(image_file(size=(11, 8), compress_level=0))
     server.chat(messages=[user(chat_image(A), chat_image(A), chat_image(other))])
-    first, second, third = (item.digest for item in server.client.handlings[0].media)
+    first, second, third = (item.digest for item in server.client.request_options[0].media)
     assert first == second != third
 
 
@@ -197,11 +197,11 @@ def test_choices_share_their_images(served):
     server, processor = served
     reply = server.chat(messages=[user(chat_image(A))], n=3, temperature=1)
     assert len(reply.json()["choices"]) == 3
-    assert len(server.client.handlings) == 3 and len(processor.images) == 1
-    assert all(handling.media for handling in server.client.handlings)
+    assert len(server.client.request_options) == 3 and len(processor.images) == 1
+    assert all(options.media for options in server.client.request_options)
 
 
-def test_detail_is_named_as_ignored(served):
+def test_detail_is_reported_as_ignored(served):
     server, _ = served
     part = chat_image(A)
     part["image_url"]["detail"] = "high"
@@ -211,7 +211,7 @@ def test_detail_is_named_as_ignored(served):
     assert server.post("/v1/responses", body).headers["x-ignored-fields"] == "input.content.detail"
 
 
-def test_a_conversation_that_is_cut_reads_each_image_once(served, monkeypatch):
+def test_truncated_conversation_reads_each_image_once(served, monkeypatch):
     server, processor = served
     read = []
 
@@ -231,11 +231,11 @@ def test_a_conversation_that_is_cut_reads_each_image_once(served, monkeypatch):
     reply = server.post("/v1/responses", {"input": turns[:-1], "truncation": "auto"})
     assert reply.status_code == 200, reply.text
     assert sorted(read) == [f"data:{number}" for number in range(4)]
-    (handling,) = server.client.handlings
-    assert 0 < len(handling.media) < 4 and processor.images[-1].width == 4
+    (options,) = server.client.request_options
+    assert 0 < len(options.media) < 4 and processor.images[-1].width == 4
 
 
-def test_a_template_that_reads_parts_only(served, tokenizer, monkeypatch):
+def test_template_that_reads_parts_only(served, tokenizer, monkeypatch):
     """All texts become parts, those of messages without images, too."""
     server, _ = served
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", PARTS_ONLY)
@@ -264,7 +264,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_a_text_model_refuses_images(make_server, path):
+def test_text_model_refuses_images(make_server, path):
     class Engine:
         media_kinds = ()
         no_vision = ""
@@ -286,7 +286,7 @@ def test_a_text_model_refuses_images(make_server, path):
     assert not server.client.requests
 
 
-def test_text_of_a_library_is_not_told(served, error):
+def test_library_error_text_is_not_exposed(served, error):
     server, processor = served
 
     def prepare(*arguments):
@@ -302,7 +302,7 @@ def test_text_of_a_library_is_not_told(served, error):
     assert message.startswith("image: cannot be processed for this model")
 
 
-def test_more_pixels_than_a_message_to_the_engine_holds(served, error, monkeypatch):
+def test_pixels_beyond_engine_message_size_are_refused(served, error, monkeypatch):
     server, processor = served
     monkeypatch.setattr(reader, "MAX_FEATURE_BYTES", -1)
     message = error(server.chat(messages=[user(chat_image(A))]), 400)["message"]
@@ -366,7 +366,7 @@ def test_bodies_with_images_go_to_processes_of_their_own(server):
     asyncio.run(scenario())
 
 
-def test_a_type_that_is_written_with_escapes(make_server, tokenizer, error):
+def test_escaped_part_type_is_refused(make_server, tokenizer, error):
     """Another process would read the image, so it is refused instead."""
     server = make_server(ServerConfig(), media=MediaAccess(None, IN_OTHER_PROCESSES))
     body = json.dumps({"messages": [user(chat_image(A))]}).replace(
@@ -377,7 +377,7 @@ def test_a_type_that_is_written_with_escapes(make_server, tokenizer, error):
     assert "written without escapes" in error(reply, 400)["message"]
 
 
-def test_the_size_of_images_is_kept(served):
+def test_image_keeps_its_size(served):
     server, processor = served
     server.chat(messages=[user(chat_image(C))])
     (image,) = processor.images
@@ -391,7 +391,7 @@ def test_images_are_not_embedded(served, error):
     assert not processor.images
 
 
-def test_a_stored_response_keeps_its_images(make_server, tokenizer, monkeypatch, tmp_path):
+def test_stored_response_keeps_its_images(make_server, tokenizer, monkeypatch, tmp_path):
     processor = FakeProcessor(tokenizer.image)
     monkeypatch.setattr(MediaReader, "load", lambda reader: processor)
     config = ServerConfig(served_model_name=["tiny"], response_store=str(tmp_path / "store.db"))

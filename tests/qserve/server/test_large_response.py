@@ -27,13 +27,13 @@ VALUES = st.recursive(
 @pytest.mark.exhaustive
 @given(VALUES)
 @settings(max_examples=100, deadline=None)
-def test_pieces_are_the_whole(value):
+def test_pieces_concatenate_to_whole_json(value):
     assert b"".join(json_pieces(value)) == msgspec.json.encode(value)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (5,), (300, 70), (2, 9000)])
-def test_arrays_are_lists(shape):
+def test_arrays_are_encoded_as_lists(shape):
     values = np.random.default_rng(0).standard_normal(shape).astype("<f4")
     found = json.loads(b"".join(json_pieces({"a": [values], 5: 1})))
     assert found == {"a": [values.tolist()], "5": 1}
@@ -74,7 +74,7 @@ def test_pieces_are_written_as_the_client_reads():
     assert [each["more_body"] for each in bodies] == [True] * (len(bodies) - 1) + [False]
 
 
-def test_tokens_of_an_answer_are_bounded(server, error, monkeypatch):
+def test_tokens_of_a_reply_are_bounded(server, error, monkeypatch):
     monkeypatch.setattr(tokenize, "MAX_TOKENS", 4)
     fine = server.post("/tokenize", {"prompt": "Once", "return_token_strs": True}).json()
     assert len(fine["token_strs"]) == fine["count"] <= 4
@@ -85,7 +85,7 @@ def test_tokens_of_an_answer_are_bounded(server, error, monkeypatch):
     assert server.post("/detokenize", {"tokens": [5] * 4}).status_code == 200
 
 
-def test_numbers_of_an_answer_are_bounded(monkeypatch):
+def test_numbers_of_a_reply_are_bounded(monkeypatch):
     monkeypatch.setattr(pooling_replies, "MAX_NUMBERS", 3)
     outputs = [SimpleNamespace(pooled=b"\0" * 16)]
     for encoding in ("float", "base64"):

@@ -113,7 +113,7 @@ values = st.recursive(
 
 
 @given(value=values, cuts=st.lists(st.integers(0, 200), max_size=6), ascii_only=st.booleans())
-def test_scan_counts_what_is_outside_of_texts_however_it_is_cut(value, cuts, ascii_only):
+def test_scan_counts_outside_strings_for_any_chunking(value, cuts, ascii_only):
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
     assert counted(data, cuts) == expected(value)
 
@@ -165,7 +165,7 @@ def test_crowd_of_one_client_leaves_room_for_another(make_server, error):
     assert admission.held == (0, 0)
 
 
-def test_bodies_beyond_the_memory_for_them_are_told_to_come_again(make_server, error):
+def test_body_memory_limit_returns_retry_after(make_server, error):
     server = make_server(ServerConfig(served_model_name=["tiny"], max_body_bytes=1000))
     bodies = server.app.state.service.bodies
     hold = bodies.take("somebody", 32 * 1000)
@@ -179,7 +179,7 @@ def test_bodies_beyond_the_memory_for_them_are_told_to_come_again(make_server, e
     assert bodies.held == 0
 
 
-def test_clients_take_turns():
+def test_clients_alternate():
     async def scenario() -> list[str]:
         turns, order = Turns(1), []
 
@@ -219,7 +219,7 @@ def test_one_client_never_holds_the_last_place():
     asyncio.run(scenario())
 
 
-def test_turn_of_a_client_that_leaves_at_that_moment_is_handed_on():
+def test_turn_of_disconnecting_client_is_passed_on():
     async def scenario() -> None:
         turns = Turns(1)
         await turns.take("a")
@@ -235,7 +235,7 @@ def test_turn_of_a_client_that_leaves_at_that_moment_is_handed_on():
     asyncio.run(scenario())
 
 
-def test_client_is_told_to_the_engine_and_is_no_address(server):
+def test_engine_receives_client_id_not_address(server):
     server.complete()
     server.chat(n=2)
     (name,) = set(server.client.clients)
@@ -254,13 +254,13 @@ def test_client_is_told_to_the_engine_and_is_no_address(server):
         ("bad\udcff", "other", False),
     ],
 )
-def test_network_of_an_address_is_one_client(one, other, same):
+def test_ipv6_network_is_one_client(one, other, same):
     keys = [client_key({"client": (host, port)}) for host, port in ((one, 1), (other, 2))]
     assert (keys[0] == keys[1]) == same
     assert client_key({}) == client_key({"client": None})
 
 
-def test_failure_of_the_model_is_not_to_be_repeated(server, error):
+def test_model_failure_is_not_retryable(server, error):
     server.client.fails_at = 0
     reply = server.complete()
     assert "would again" in error(reply, 500)["message"]

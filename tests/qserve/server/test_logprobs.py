@@ -36,7 +36,7 @@ def test_minus_infinity_is_a_number_in_json(server):
 
 
 @pytest.mark.parametrize("text", ["\U0001f995", "a \u65e5\u672c, \u00e9t\u00e9", "real \ufffd"])
-def test_parts_of_characters_have_their_bytes(server, text):
+def test_partial_characters_have_their_bytes(server, text):
     """On every route the bytes of all tokens make the text; no part has the name of another."""
     server.client.text = text
     whole = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
@@ -64,7 +64,7 @@ def test_completion_logprobs(server, asked, entries):
         assert logprob == top[text] == -1.25 and len(top) == entries
 
 
-def test_alternatives_that_look_alike(tokenizer):
+def test_alternatives_with_equal_text(tokenizer):
     """Parts of characters have one text, and still a name each."""
     one, two, three = (tokenizer.encode(c)[0] for c in "\U0001f995\u65e5\u00ff")
     assert {tokenizer.token_text(token) for token in (one, two, three)} == {"\ufffd"}
@@ -94,7 +94,7 @@ def test_tokens_with_the_same_bytes_are_two_entries():
 @pytest.mark.parametrize(
     ("text", "stop"), [(TEXT, None), (TEXT, "eral re"), ("a \U0001f995 b", None)]
 )
-def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, text, stop):
+def test_streamed_completion_logprobs_equal_whole(server, chunks, text, stop):
     """Offsets too, also where a stop string, or half a character, holds text back."""
     server.client.text = text
     fields = {"logprobs": 1, "max_tokens": 100, "stop": stop}
@@ -121,7 +121,7 @@ def test_offsets_index_the_text_also_across_split_characters(server, text):
     assert "\U0001f995" not in text or offsets.count(2) > 1
 
 
-def test_answer_without_visible_tokens_has_empty_lists(server):
+def test_reply_without_visible_tokens_has_empty_lists(server):
     """Clients that asked read the lists without a look."""
     server.client.text = ""
     (chat,) = server.chat(logprobs=True).json()["choices"]
@@ -153,7 +153,7 @@ def test_chat_logprobs_without_alternatives(server):
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
-def test_streamed_chat_logprobs_are_those_of_the_whole(server, chunks):
+def test_streamed_chat_logprobs_equal_whole(server, chunks):
     fields = {"logprobs": True, "top_logprobs": 1, "n": 2}
     whole = server.chat(**fields).json()["choices"]
     streamed = {0: [], 1: []}
@@ -164,7 +164,7 @@ def test_streamed_chat_logprobs_are_those_of_the_whole(server, chunks):
     assert all(streamed[c["index"]] == c["logprobs"]["content"] for c in whole)
 
 
-def test_nobody_asks(server):
+def test_logprobs_not_requested(server):
     for fields in ({}, {"logprobs": False}, {"logprobs": None}):
         assert server.chat(**fields).json()["choices"][0]["logprobs"] is None
         assert server.complete(**fields).json()["choices"][0]["logprobs"] is None
@@ -199,11 +199,11 @@ def test_nobody_asks(server):
         ("complete", {"logit_bias": [5]}, "logit_bias"),
     ],
 )
-def test_out_of_range(server, error, route, fields, param):
+def test_logprobs_out_of_range_are_refused(server, error, route, fields, param):
     assert error(getattr(server, route)(**fields), 400)["param"] == param
 
 
-def test_a_bias_whose_key_is_no_token(server, error):
+def test_logit_bias_with_invalid_token_is_refused(server, error):
     assert error(server.complete(logit_bias={"x": 1}), 400)["param"].startswith("logit_bias")
 
 
@@ -221,7 +221,7 @@ PROMPT = "Once upon a time, \u00e9t\u00e9 \U0001f995"
 
 @pytest.mark.parametrize("asked", [0, 2])
 @pytest.mark.parametrize("max_tokens", [0, 1, 100])
-def test_echo_with_logprobs_tells_of_the_prompt(server, chunks, asked, max_tokens):
+def test_echo_with_logprobs_includes_prompt(server, chunks, asked, max_tokens):
     """As lm_eval reads them; streamed and whole alike."""
     prompt = server.tokenizer.encode(PROMPT)
     fields = {"prompt": PROMPT, "echo": True, "logprobs": asked, "max_tokens": max_tokens, "n": 2}
@@ -278,7 +278,7 @@ def test_echo_of_no_tokens_needs_no_logprobs(server):
     assert "prompt_logprobs" not in choice
 
 
-def test_prompt_logprobs_are_vllms(server):
+def test_prompt_logprobs_equal_vllm_format(server):
     prompt = server.tokenizer.encode("Once upon a time")
     fields = {"prompt": prompt, "prompt_logprobs": 1, "max_tokens": 1}
     (choice,) = server.complete(**fields).json()["choices"]

@@ -67,7 +67,7 @@ def scripted(make_server, adapters):
     return server
 
 
-def test_a_name_chooses_an_adapter(scripted, error):
+def test_model_name_selects_adapter(scripted, error):
     for name in ("tiny", "a", "b"):
         for path, more in (
             ("/v1/completions", {"prompt": "Once"}),
@@ -76,16 +76,16 @@ def test_a_name_chooses_an_adapter(scripted, error):
             ("/pooling", {"input": "Hi"}),
         ):
             scripted.ask(path, model=name, **more)
-            lora = scripted.client.handlings[-1].lora
+            lora = scripted.client.request_options[-1].lora
             assert (lora and lora.lora_name) == (None if name == "tiny" else name), path
         assert scripted.ask("/v1/completions", model=name, prompt="x").json()["model"] == name
-    assert scripted.client.handlings[-1].lora.lora_path == "/at/b"
+    assert scripted.client.request_options[-1].lora.lora_path == "/at/b"
     reply = scripted.ask("/v1/completions", model="c", prompt="x")
     assert "this server serves 'tiny', 'a', 'b'" in error(reply, 404)["message"]
     assert scripted.ask("/tokenize", model="a", prompt="x").status_code == 200
 
 
-def test_the_fingerprint_is_of_the_adapter_s_weights(scripted):
+def test_fingerprint_includes_adapter_weights(scripted):
     def fingerprint(name, **digests):
         scripted.client.state = EngineState(fingerprint="qs_base", adapters=digests)
         return scripted.ask("/v1/completions", model=name, prompt="x").json()["system_fingerprint"]
@@ -108,13 +108,13 @@ def test_load_and_unload(scripted, adapters, error):
     assert scripted.ask(LOAD, lora_name="x", lora_path="sql").status_code == 200
     assert scripted.engine.loaded == {"x": str(adapters / "sql")}
     scripted.ask("/v1/completions", model="x", prompt="x")
-    first = scripted.client.handlings[-1].lora
+    first = scripted.client.request_options[-1].lora
     reply = scripted.ask(LOAD, lora_name="x", lora_path="poems")
     assert "is loaded already" in error(reply, 400)["message"]
     in_place = {"lora_name": "x", "lora_path": "poems", "load_inplace": True}
     assert scripted.ask(LOAD, **in_place).status_code == 200
     scripted.ask("/v1/completions", model="x", prompt="x")
-    second = scripted.client.handlings[-1].lora
+    second = scripted.client.request_options[-1].lora
     assert second.lora_path == str(adapters / "poems") and second.lora_int_id != first.lora_int_id
     assert scripted.ask(UNLOAD, lora_name="x").status_code == 200
     assert scripted.engine.loaded == {}
@@ -135,14 +135,14 @@ def test_load_and_unload(scripted, adapters, error):
         ("late", 400, "late: expected something else"),
     ],
 )
-def test_what_cannot_be_loaded(scripted, adapters, error, path, status, says):
+def test_invalid_adapters_are_refused(scripted, adapters, error, path, status, says):
     found = error(scripted.ask(LOAD, lora_name="y", lora_path=path), status)
     assert says in found["message"] and str(adapters) not in found["message"]
     assert not found["message"].startswith("/")
     assert "y" not in scripted.engine.loaded
 
 
-def test_links_lead_nowhere_else(adapters):
+def test_links_outside_the_folder_are_refused(adapters):
     served = ServedAdapters(folder=str(adapters / "outside" / "served"))
     with pytest.raises(InputError, match="no such adapter"):
         served.path_of("link")
@@ -200,7 +200,7 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
     assert sent == [answer, Done(number=8, problem="bad: is no adapter")]
 
 
-def test_metrics_do_not_pile_up_names():
+def test_metrics_labels_of_adapters_are_bounded():
     metrics = Metrics("tiny")
     metrics.describe_adapters(4)
     for name in ("a", "b", "c"):
@@ -241,7 +241,7 @@ def test_json_names_an_adapter_too():
 @pytest.mark.parametrize(
     "ranks", [(), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")]
 )
-def test_a_server_with_its_processes(ranks, docs_5m, adapters, start_server):
+def test_lora_server_with_processes(ranks, docs_5m, adapters, start_server):
     """Model, worker and engine process: names choose, adapters come and go."""
     server = start_server(
         docs_5m,

@@ -47,7 +47,7 @@ def shown(blocks):
         ([], [""]),
     ],
 )
-def test_blocks_are_alike_whole_and_streamed(pieces, expected):
+def test_streamed_blocks_equal_whole(pieces, expected):
     done, streamed, num_calls = blocks_of(pieces)
     assert shown(done) == shown(streamed) == expected and done == streamed
     assert num_calls == sum(isinstance(each, dict) for each in expected)
@@ -56,7 +56,7 @@ def test_blocks_are_alike_whole_and_streamed(pieces, expected):
 @pytest.mark.parametrize(
     ("revokes", "expected"), [(True, ["Hm ", "<tool_call>{?"]), (False, ["Hm ", {}])]
 )
-def test_a_broken_call_becomes_text_where_it_can_be_revoked(revokes, expected):
+def test_broken_call_becomes_text_if_not_yet_sent(revokes, expected):
     pieces = [Piece(CONTENT, "Hm "), *call(['{"a": ']), Piece(BROKEN, "<tool_call>{?")]
     blocks = ContentBlocks(parsing=ParseSettings(tool_parser="hermes"), revokes=revokes)
     events = [event for piece in pieces for event in blocks.take(piece)] + [*blocks.end()]
@@ -70,7 +70,7 @@ def test_a_broken_call_becomes_text_where_it_can_be_revoked(revokes, expected):
     ("arguments", "expected"),
     [('{"a": 1, "b": "x', {"a": 1}), ('{"a": [1, {"c', {"a": [1, {}]}), ("", {}), ("[1", {})],
 )
-def test_arguments_that_were_cut(arguments, expected):
+def test_truncated_arguments(arguments, expected):
     blocks = ContentBlocks(parsing=ParseSettings(tool_parser="hermes"))
     for piece in call([arguments] if arguments else []):
         for _ in blocks.take(piece):

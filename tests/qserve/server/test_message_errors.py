@@ -22,14 +22,14 @@ from tests.qserve.server.test_messages import INVALID, result, text, turn, use
         ({"breaks_at": 0}, 500, "api_error"),
     ],
 )
-def test_failures_of_the_engine(server, stream, broken, status, kind):
+def test_engine_failures(server, stream, broken, status, kind):
     for name, value in broken.items():
         setattr(server.client, name, value)
     found = refused(ask(server, stream=stream), status, kind)
     assert "0xdeadbeef" not in found
 
 
-def test_a_stream_that_fails_ends_with_an_error_event(server):
+def test_stream_that_fails_ends_with_an_error_event(server):
     server.client.fails_at = 2
     last = events_of(ask(server, stream=True))[-1]
     assert last["type"] == "error" and last["error"]["type"] == "api_error"
@@ -86,13 +86,13 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
         ({"messages": [turn("user", "word " * 3000)]}, "prompt is too long: 30"),
     ],
 )
-def test_requests_that_are_refused(server, fields, words):
+def test_invalid_requests_are_refused(server, fields, words):
     body = {name: value for name, value in (BASE | fields).items() if value is not None}
     assert words in refused(server.post("/v1/messages", body), 400, INVALID)
     assert not server.client.requests
 
 
-def test_a_refused_schema_names_the_tool_of_the_body(server):
+def test_refused_schema_names_the_tool_of_the_body(server):
     """A tool that the server skips counts, too."""
     bad = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"$ref": "#/x"}}}}
     tools = [{"type": "web_search_20250305", "name": "w"}, bad]
@@ -117,7 +117,7 @@ def test_errors_of_the_server(make_server):
     assert server.request("HEAD", "/").status_code == 200
 
 
-def test_a_stopping_server_is_overloaded(make_server):
+def test_stopping_server_returns_overloaded(make_server):
     server = make_server(ServerConfig(served_model_name=["tiny"]), is_stopping=lambda: True)
     reply = ask(server)
     refused(reply, 529, "overloaded_error")

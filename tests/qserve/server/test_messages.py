@@ -76,7 +76,7 @@ def result(content, call_id="toolu_1", **fields):
     return {"type": "tool_result", "tool_use_id": call_id, "content": content, **fields}
 
 
-def test_a_message_has_every_field(server):
+def test_message_has_every_field(server):
     server.client.num_cached = 5
     found = message(ask(server, headers={"x-request-id": "abc"}))
     num_prompt = len(server.client.requests[0][1])
@@ -114,13 +114,13 @@ def test_parameters_reach_the_engine(server):
         ({}, "end_turn", None),
     ],
 )
-def test_reasons_to_stop(server, stream, fields, reason, sequence):
+def test_stop_reasons(server, stream, fields, reason, sequence):
     reply = ask(server, stream=stream, **fields)
     found = message_of(events_of(reply)) if stream else message(reply)
     assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
 
 
-def test_a_limit_beyond_the_context_is_no_error(server):
+def test_max_tokens_beyond_context_is_accepted(server):
     """Claude Code asks for 32,000 tokens of any model."""
     server.client.endless = True
     found = message(ask(server, max_tokens=32_000))
@@ -129,14 +129,14 @@ def test_a_limit_beyond_the_context_is_no_error(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_fill_the_cache(server, stream):
+def test_zero_max_tokens_fills_cache(server, stream):
     reply = ask(server, max_tokens=0, stream=stream)
     found = message_of(events_of(reply)) if stream else message(reply)
     assert (found["content"], found["stop_reason"]) == ([], "max_tokens")
     assert found["usage"]["output_tokens"] == 0 and len(server.client.requests) == 1
 
 
-def test_what_the_model_reads_of_a_conversation(read):
+def test_conversation_renders_to_prompt(read):
     found = read(
         system=[text("x-anthropic-billing-header: cc_version=1; cch=ab;"), text("S1"), text("S2")],
         messages=[
@@ -185,7 +185,7 @@ def test_what_the_model_reads_of_a_conversation(read):
         ),
     ],
 )
-def test_results_of_tools(read, fields, expected):
+def test_tool_results(read, fields, expected):
     outcome = {"type": "tool_result", "tool_use_id": "toolu_1", **fields}
     history = [turn("user", "A"), turn("assistant", use()), turn("user", outcome)]
     assert expected in read(messages=history)
@@ -213,11 +213,11 @@ def test_later_system_turns_stay_where_the_template_renders_them(read):
         ({"chat_template_kwargs": {"enable_thinking": False}}, "False,"),
     ],
 )
-def test_thinking_is_a_setting_of_the_template(read, fields, expected):
+def test_thinking_sets_template_setting(read, fields, expected):
     assert read(**fields) == f"<user>|Hi{expected}"
 
 
-def test_an_answer_continues_the_last_message(server):
+def test_assistant_prefill_is_continued(server):
     history = [turn("user", "Hi"), turn("assistant", "Hello")]
     message(ask(server, messages=history))
     prompt = server.client.requests[0][1]
@@ -229,7 +229,7 @@ def test_an_answer_continues_the_last_message(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_and_text(hermes, stream):
+def test_tool_calls_and_text(hermes, stream):
     hermes.client.text = f"Let me look.\n{CALL}\n\n{CALL}\n"
     reply = ask(hermes, tools=[WEATHER, NOW], stream=stream)
     found = message_of(events_of(reply)) if stream else message(reply)
@@ -250,7 +250,7 @@ def test_calls_and_text(hermes, stream):
         ({"type": "tool", "name": "get_weather"}, '{"city": "x"}', ["get_weather"]),
     ],
 )
-def test_forced_calls(server, stream, choice, script, names):
+def test_forced_tool_calls(server, stream, choice, script, names):
     server.client.text = script
     reply = ask(server, tools=[WEATHER, NOW], tool_choice=choice, stream=stream)
     found = message_of(events_of(reply)) if stream else message(reply)
@@ -260,7 +260,7 @@ def test_forced_calls(server, stream, choice, script, names):
     jsonschema.validate(json.loads(script), schema)
 
 
-def test_one_call_where_parallel_ones_are_disabled(hermes):
+def test_disabled_parallel_calls_give_one_call(hermes):
     hermes.client.text = CALL + CALL
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert len(message(ask(hermes, tools=[WEATHER], tool_choice=choice))["content"]) == 1
@@ -270,7 +270,7 @@ def test_one_call_where_parallel_ones_are_disabled(hermes):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_cut_by_the_limit_has_its_complete_values(hermes, stream):
+def test_call_cut_by_the_limit_has_its_complete_values(hermes, stream):
     hermes.client.text = CALL
     count = len(hermes.tokenizer.encode(CALL[: CALL.index("Oslo")]))
     reply = ask(hermes, tools=[WEATHER], max_tokens=count, stream=stream)
@@ -298,7 +298,7 @@ def test_thinking_is_a_block(make_server, stream, display):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", ["", "\n", "Only thoughts"])
-def test_an_answer_has_a_text_block(make_server, stream, script):
+def test_reply_has_a_text_block(make_server, stream, script):
     server = make_server(ServerConfig(served_model_name=["tiny"], reasoning_parser="deepseek_r1"))
     server.client.text = script
     reply = ask(server, stream=stream)
@@ -307,7 +307,7 @@ def test_an_answer_has_a_text_block(make_server, stream, script):
     assert len(found["content"]) == 1 + (script == "Only thoughts")
 
 
-def test_a_schema_for_the_answer(server):
+def test_reply_follows_output_schema(server):
     form = {"type": "json_schema", "schema": WEATHER["input_schema"]}
     for fields in ({"output_config": {"format": form}}, {"output_format": form}):
         message(ask(server, **fields))
@@ -315,7 +315,7 @@ def test_a_schema_for_the_answer(server):
         assert json.loads(asked.json) == WEATHER["input_schema"]
 
 
-def test_fields_without_effect_are_accepted_and_named(hermes):
+def test_fields_without_effect_are_accepted_and_reported(hermes):
     fields = {
         "betas_of_tomorrow": 1,
         "context_management": {"edits": []},
@@ -333,7 +333,7 @@ def test_fields_without_effect_are_accepted_and_named(hermes):
     assert not {"metadata", "context_management", "service_tier"} & {*ignored}
 
 
-def test_tokens_are_counted_as_the_prompt_has_them(hermes):
+def test_count_tokens_equals_prompt_tokens(hermes):
     fields = {"system": [text("S")], "tools": [WEATHER], "thinking": {"type": "adaptive"}}
     body = {name: value for name, value in BASE.items() if name != "max_tokens"}
     reply = hermes.post("/v1/messages/count_tokens", body | fields)
@@ -342,7 +342,7 @@ def test_tokens_are_counted_as_the_prompt_has_them(hermes):
     assert reply.json() == {"input_tokens": len(hermes.client.requests[0][1])}
 
 
-def test_a_stream_begins_and_pings_before_the_first_token(server, monkeypatch, run_live):
+def test_stream_begins_and_pings_before_the_first_token(server, monkeypatch, run_live):
     """Clients that reach the server through a gateway give up on a silent connection."""
     monkeypatch.setattr(anthropic_reply, "START_SECONDS", 0.02)
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.02)
@@ -356,7 +356,7 @@ def test_a_stream_begins_and_pings_before_the_first_token(server, monkeypatch, r
     assert found["usage"]["output_tokens"] == 2 and found["content"][0]["text"]
 
 
-def test_a_client_that_leaves_early_ends_the_request(server, monkeypatch):
+def test_early_disconnect_aborts_request(server, monkeypatch):
     """Before the first token, where the stream has begun with nothing but pings."""
     monkeypatch.setattr(anthropic_reply, "START_SECONDS", 0.02)
     server.client.delay = 30.0
@@ -389,7 +389,7 @@ def test_a_client_that_leaves_early_ends_the_request(server, monkeypatch):
     assert not server.client.running and len(server.client.aborted) == 1
 
 
-def test_models_in_both_forms(make_server):
+def test_models_in_openai_and_anthropic_forms(make_server):
     server = make_server(ServerConfig(served_model_name=["claude-local", "tiny"]))
     assert server.get("/v1/models").json()["object"] == "list"
     version = {"anthropic-version": "2023-06-01"}

@@ -39,7 +39,7 @@ def client(served, anthropic):
         yield client
 
 
-def test_a_message_and_its_tokens(served, client):
+def test_message_and_its_tokens(served, client):
     server, _ = served
     found = client.messages.create(**ASKED, system="Be brief.", stop_sequences=["general"])
     assert found.content[0].text == "Hello there, " and found.stop_reason == "stop_sequence"
@@ -52,7 +52,7 @@ def test_a_message_and_its_tokens(served, client):
 
 
 @pytest.mark.parametrize("of_beta", [False, True])
-def test_a_stream_with_its_helpers(served, client, of_beta):
+def test_stream_with_its_helpers(served, client, of_beta):
     served[0].client.text = f"Let me look.\n{CALL}\n{CALL}"
     messages = client.beta.messages if of_beta else client.messages
     betas = {"betas": ["interleaved-thinking-2025-05-14"]} if of_beta else {}
@@ -67,7 +67,7 @@ def test_a_stream_with_its_helpers(served, client, of_beta):
         assert "".join(stream.text_stream) == said.text
 
 
-def test_the_tool_runner_calls_until_there_is_an_answer(served, client, anthropic):
+def test_tool_runner_calls_until_there_is_an_answer(served, client, anthropic):
     server, _ = served
     server.client.text = CALL
 
@@ -88,7 +88,7 @@ def test_the_tool_runner_calls_until_there_is_an_answer(served, client, anthropi
     assert "snow in Oslo" in prompt
 
 
-def test_a_parsed_answer(served, client):
+def test_parsed_answer(served, client):
     class City(pydantic.BaseModel):
         name: str
 
@@ -148,13 +148,13 @@ def test_errors_of_the_server(make_server, run_live, served, anthropic):
             client.messages.create(**ASKED)
 
 
-def test_an_error_in_a_stream_is_raised(served, client, anthropic):
+def test_error_in_a_stream_is_raised(served, client, anthropic):
     served[0].client.fails_at = 3
     with pytest.raises(anthropic.APIStatusError), client.messages.stream(**ASKED) as stream:
         list(stream.text_stream)
 
 
-def test_the_requests_of_claude_code(served):
+def test_requests_of_claude_code(served):
     """Probe, models, a title, parallel counts, many tools, a cancelled stream, results."""
     server, url = served
     headers = {

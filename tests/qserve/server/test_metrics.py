@@ -110,7 +110,7 @@ def test_stop_string_is_a_stop_and_its_tokens_count(server, read):
     assert len(server.client.aborted) == 1  # in the engine, where it is no stop
 
 
-def test_times_are_those_of_the_tokens(server, read):
+def test_latencies_equal_token_times(server, read):
     server.client.delay = 0.03
     started = time.perf_counter()
     server.complete(max_tokens=5)
@@ -142,7 +142,7 @@ def test_tokens_of_one_event_share_its_time(monkeypatch):
     assert ended(samples) == {"abort": 1}
 
 
-def test_output_left_after_its_end_is_no_abort(server, read):
+def test_disconnect_after_last_chunk_is_not_an_abort(server, read):
     """The last chunk has been made, and the client goes without it."""
 
     async def leave_at_the_end() -> None:
@@ -164,7 +164,7 @@ def test_output_left_after_its_end_is_no_abort(server, read):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("early", [False, True])  # before the first token
-def test_client_that_leaves_is_counted_once_for_each_output(server, live, n, stream, early):
+def test_disconnect_is_counted_once_per_output(server, live, n, stream, early):
     server.client.endless, server.client.delay = True, 60 if early else 0.01
     body = json.dumps({"prompt": [5] * 4, "stream": stream, "n": n, "max_tokens": 250}).encode()
     lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
@@ -258,7 +258,7 @@ def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
     assert 'http_requests_total{handler="none",method="GET",status="4xx"} 2.0' in text
 
 
-def test_text_of_clients_reaches_no_label(server, read):
+def test_client_text_is_not_a_label(server, read):
     secret = "sesame"
     before = set(read())
     for path in (f"/{secret}", f"/v1/models/{secret}", f"/v1/{secret}?{secret}=1"):
@@ -333,20 +333,20 @@ def test_reports_of_the_engine_are_shown():
 
 
 @pytest.mark.parametrize("name", ['a"b\\c\nd', "modèle/世界", "folder\udcff"])
-def test_any_name_of_a_model_can_be_written(name):
+def test_any_model_name_is_escaped(name):
     families = text_string_to_metric_families(Metrics(name).page().decode())
     names = {sample.labels.get("model_name", "") for f in families for sample in f.samples}
     assert names - {""} == {name.replace("\udcff", "?")}
 
 
-def test_two_servers_in_one_process_count_apart(make_server):
+def test_two_servers_in_one_process_count_separately(make_server):
     first, second = (make_server(ServerConfig(served_model_name=["tiny"])) for _ in range(2))
     first.complete(max_tokens=2)
     assert parse(first.get("/metrics").text)["generation_tokens_total"] == 2
     assert parse(second.get("/metrics").text)["generation_tokens_total"] == 0
 
 
-def test_request_that_is_no_http_request_harms_no_metrics(live):
+def test_invalid_http_request_does_not_break_metrics(live):
     with socket.create_connection(("127.0.0.1", live)) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
@@ -366,7 +366,7 @@ def test_every_metric_of_the_page_is_documented(server):
     assert told == found | of_engines
 
 
-def test_times_and_sizes_of_requests_are_those_of_vllms_dashboard(server, read):
+def test_latency_and_size_metrics_equal_vllm_dashboard(server, read):
     server.complete(prompt=[5] * 30, max_tokens=4)
     server.complete(prompt=[5] * 3, n=2, max_tokens=2)
     server.complete(prompt=[5], max_tokens=1)
@@ -409,7 +409,7 @@ def test_cached_tokens_and_preemptions_are_counted():
     assert samples["inter_token_latency_seconds_count"] == 2
 
 
-def test_parts_of_a_request_add_up():
+def test_request_phases_sum_to_total():
     """1 s in the queue, 2 s of prompt, 3 s of 4 tokens; the server had it 0.5 s before."""
     metrics = Metrics("m")
     meter = metrics.output(arrived=100.0, num_prompt_tokens=9, max_tokens=None)
@@ -426,7 +426,7 @@ def test_parts_of_a_request_add_up():
     assert samples["e2e_request_latency_seconds_sum"] == 6.5
 
 
-def test_refused_requests_are_counted_by_what_was_too_much(make_server):
+def test_refusals_are_counted_by_limit(make_server):
     limits = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 100}
     server = make_server(ServerConfig(served_model_name=["tiny"], **limits))
     with server.app.state.service.admission.admit("c", 1, 80):

@@ -13,7 +13,7 @@ process_x 2.5
 """
 
 
-def test_pages_of_metrics_are_one_with_a_label_for_each_server():
+def test_metrics_of_servers_are_merged_with_a_label():
     assert join_pages({"7/m": PAGE, "8/m": PAGE}, "replica") == (
         "# HELP q:running Outputs.\n# TYPE q:running gauge\n"
         'q:running{replica="7/m",model_name="a {b} c"} 1.0\n'
@@ -25,7 +25,7 @@ def test_pages_of_metrics_are_one_with_a_label_for_each_server():
     assert join_pages({}, "replica") == ""
 
 
-def test_a_joined_page_is_one_that_prometheus_reads():
+def test_merged_page_parses_in_prometheus():
     families = list(
         text_string_to_metric_families(join_pages({"7/m": PAGE, "8/m": PAGE}, "replica"))
     )
@@ -37,7 +37,7 @@ def test_metrics_of_the_process_appear_once():
     assert [line for line in page.splitlines() if line.startswith("process_x")] == ["process_x 2.5"]
 
 
-def test_samples_that_have_the_label_keep_theirs():
+def test_existing_labels_are_kept():
     page = join_pages({"a": PAGE, 'b"': PAGE}, "model_name")
     assert page.count('q:running{model_name="a {b} c"} 1.0') == 2
     values = [

@@ -64,7 +64,7 @@ def test_requests_of_the_awake_model_start_at_once():
 
 
 @pytest.mark.parametrize(("seconds", "order"), [(0.0, "waits"), (5.0, "starts")])
-def test_the_awake_model_takes_new_requests_for_a_time_only(seconds, order):
+def test_awake_model_accepts_requests_for_limited_time(seconds, order):
     async def scenario():
         device, now = Device(2), [0.0]
         turns = ModelTurns(device.clients, seconds, clock=lambda: now[0])
@@ -92,7 +92,7 @@ def test_the_awake_model_takes_new_requests_for_a_time_only(seconds, order):
 
 
 @pytest.mark.parametrize("problem", ["no memory", "dies"])
-def test_a_model_that_does_not_wake_up_fails_its_requests_alone(problem):
+def test_failed_wake_fails_only_its_requests(problem):
     async def scenario():
         device = Device(3)
         turns = ModelTurns(device.clients, 0.0)
@@ -108,7 +108,7 @@ def test_a_model_that_does_not_wake_up_fails_its_requests_alone(problem):
     asyncio.run(scenario())
 
 
-def test_a_model_that_does_not_fall_asleep_goes_on():
+def test_failed_sleep_keeps_model_serving():
     async def scenario():
         device = Device(2)
         turns = ModelTurns(device.clients, 0.0)

@@ -60,12 +60,12 @@ def named(text: str, prefix: str) -> set[str]:
 
 
 @pytest.mark.parametrize("prefix", ["qserve", "vllm"])
-def test_dashboard_names_metrics_that_there_are(maker, prefix):
+def test_dashboard_metrics_exist(maker, prefix):
     found = named(json.dumps(maker.dashboard(prefix)), prefix)
     assert len(found) > 20 and found <= names_of(prefix)
 
 
-def test_every_panel_of_vllms_dashboards_has_its_metric(make_server):
+def test_vllm_dashboard_metrics_exist(make_server):
     server = make_server(ServerConfig(served_model_name=["tiny"], metrics_prefix="vllm"))
     server.complete(prompt=[5] * 9, max_tokens=4)
     server.get("/metrics")
@@ -96,7 +96,7 @@ class RecordedSpan:
         self.has_ended = True
 
 
-def test_the_latencies_of_a_span_add_up(monkeypatch):
+def test_span_latencies_sum_to_total(monkeypatch):
     """1 s in the queue, 2 s of prompt, 3 s of 4 tokens, and 1 s until the reply has been read."""
     clock = iter([103.0, 105.0, 106.0, 107.0])
     monkeypatch.setattr(tracing.time, "perf_counter", lambda: next(clock))
@@ -118,7 +118,7 @@ def test_the_latencies_of_a_span_add_up(monkeypatch):
     }
 
 
-def test_a_request_tells_its_span_how_long_it_waited(server, monkeypatch):
+def test_span_has_queue_time(server, monkeypatch):
     told = []
     take = tracing.RequestSpan.take
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def test_a_request_tells_its_span_how_long_it_waited(server, monkeypatch):
     assert len(told) == 3 and set(told) == {0.25}
 
 
-def test_events_that_merge_keep_what_metrics_and_spans_read():
+def test_merged_events_keep_metric_and_span_fields():
     later = RequestFacts(queue_seconds=0.5, num_preemptions=2)
 
     async def merged() -> TokenEvent:
@@ -151,11 +151,11 @@ def test_events_that_merge_keep_what_metrics_and_spans_read():
     assert (found.token_ids, found.facts) == ((5, 6), later)
 
 
-def test_dashboard_in_the_folder_is_what_the_program_writes(maker):
+def test_dashboard_file_equals_generated(maker):
     assert json.loads((FOLDER / "grafana.json").read_text()) == maker.dashboard("qserve")
 
 
-def test_queries_have_as_many_brackets_open_as_closed(maker):
+def test_queries_have_balanced_brackets(maker):
     rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
     queries = [rule["expr"] for rule in rules]
     queries += [t["expr"] for p in maker.dashboard("qserve")["panels"] for t in p["targets"]]
@@ -164,7 +164,7 @@ def test_queries_have_as_many_brackets_open_as_closed(maker):
             assert query.count(pair[0]) == query.count(pair[1]), query
 
 
-def test_alerts_name_metrics_that_there_are():
+def test_alert_metrics_exist():
     text = (FOLDER / "alerts.yaml").read_text()
     found = named(text, "qserve")
     assert len(found) > 6 and found <= names_of("qserve")

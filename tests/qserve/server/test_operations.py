@@ -28,7 +28,7 @@ COMPLETIONS = "/v1/completions"
 MODEL = "examples/models/docs-5m"
 
 
-def test_requests_beyond_the_rate_get_a_429(make_server, error):
+def test_requests_beyond_rate_get_429(make_server, error):
     server = make_server(ServerConfig(max_requests_per_minute=2, api_key=["a", "b"]))
     body = {"prompt": "x", "max_tokens": 1}
 
@@ -67,7 +67,7 @@ def test_bucket_fills_evenly_and_clients_are_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_header", [False, True])
-def test_answer_beyond_its_deadline_is_a_408(make_server, error, stream, by_header):
+def test_reply_beyond_deadline_is_408(make_server, error, stream, by_header):
     server = make_server(ServerConfig(request_timeout=60.0 if by_header else 0.05))
     server.client.delay = 30.0
     headers = {"x-request-timeout": "0.05"} if by_header else {}
@@ -87,7 +87,7 @@ def test_stream_beyond_its_deadline_ends_with_an_error(make_server, chunks):
     assert not server.client.running
 
 
-def test_deadline_that_is_none_is_refused(server, error):
+def test_invalid_deadline_is_refused(server, error):
     for text in ("0", "-1", "nan", "inf", "soon", ""):
         headers = {"x-request-timeout": text}
         body = error(server.post(COMPLETIONS, {"prompt": "a"}, headers=headers), 400)
@@ -103,7 +103,7 @@ PREFLIGHT = {
 }
 
 
-def test_cors_is_off_unless_asked_for(server, error):
+def test_cors_is_off_by_default(server, error):
     refused = server.request("OPTIONS", COMPLETIONS, headers=PREFLIGHT)
     error(refused, 403)
     reply = server.get("/health", headers={"Origin": "https://a.example"})
@@ -127,7 +127,7 @@ def test_cors_of_one_origin(make_server):
     assert refused.headers["access-control-allow-origin"] == "https://a.example"
 
 
-def test_path_of_a_proxy(make_server, error):
+def test_proxy_path_prefix(make_server, error):
     """With the prefix, as some proxies send it, and without, as others do."""
     server = make_server(ServerConfig(root_path="/llm", api_key=["k"]))
     key = {"Authorization": "Bearer k"}
@@ -146,7 +146,7 @@ def test_path_of_a_proxy(make_server, error):
 
 
 @pytest.mark.parametrize("is_stripped", [False, True])
-def test_a_server_behind_a_proxy(make_server, run_live, is_stripped):
+def test_server_behind_a_proxy(make_server, run_live, is_stripped):
     """Over HTTP, under the prefix alone, as a proxy hands it on; nothing of it is deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -238,7 +238,7 @@ def test_https(make_server, run_on, certificate):
         assert client.post(COMPLETIONS, content=b"x" * 2**24).status_code == 413
 
 
-def test_clients_without_a_certificate_are_not_answered(make_server, run_on, certificate):
+def test_clients_without_certificate_are_refused(make_server, run_on, certificate):
     config = ServerConfig(
         port=0,
         ssl_certfile=certificate[0],
@@ -253,7 +253,7 @@ def test_clients_without_a_certificate_are_not_answered(make_server, run_on, cer
     assert httpx.get(f"{url}/health", verify=trust).status_code == 200
 
 
-def test_certificates_that_cannot_be_used_are_named(tmp_path, certificate):
+def test_unusable_certificates_are_refused(tmp_path, certificate):
     broken = tmp_path / "broken.pem"
     broken.write_text("nothing")
     for options in (
@@ -267,7 +267,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path, certificate):
             listener.check_tls(ServerConfig(**options))
 
 
-def test_port_of_a_server_that_still_loads_is_taken():
+def test_port_is_bound_during_model_load():
     """The second server learns it before it loads its model, not when it starts to listen."""
     with listener.bind(ServerConfig(port=0)) as first:
         with pytest.raises(InputError, match="cannot listen on this address"):
@@ -278,7 +278,7 @@ def test_port_of_a_server_that_still_loads_is_taken():
             listener.bind(ServerConfig(port=first.getsockname()[1]))
 
 
-def test_port_with_old_connections_is_free(make_server, run_on):
+def test_port_with_time_wait_connections_is_usable(make_server, run_on):
     with listener.bind(ServerConfig(port=0)) as first:
         port = first.getsockname()[1]
         listener.allow_restart(first)
@@ -360,7 +360,7 @@ def test_log_lines_as_json(root_logger, capsys):
     assert entry["time"].endswith("Z") and "T" in entry["time"]
 
 
-def test_children_write_lines_of_the_same_kind(root_logger, capsys):
+def test_child_processes_use_same_log_format(root_logger, capsys):
     import argparse
 
     parser = argparse.ArgumentParser()

@@ -41,7 +41,7 @@ def test_conversation_with_parameters(server, live):
     assert (params.temperature, params.max_tokens) == (0.5, 100)
 
 
-def test_reasoning_is_shown_and_not_said_again(make_server, run_live):
+def test_reasoning_is_shown_and_not_resent(make_server, run_live):
     config = ServerConfig(reasoning_parser="deepseek_r1", served_model_name=["tiny"])
     server = make_server(config)
     server.client.text = "<think>It may be so.</think>It is so."
@@ -54,7 +54,7 @@ def test_reasoning_is_shown_and_not_said_again(make_server, run_live):
     assert prompt == server.tokenizer.render_chat([{"role": r, "content": c} for r, c in said])
 
 
-def test_errors_are_shown_and_not_said_again(server, live):
+def test_errors_are_shown_and_not_resent(server, live):
     server.client.fails_at = 2
     shown = run(live, "--max_tokens=9", "one")
     kinds = [turn["kind"] for turn in shown["turns"]]
@@ -65,7 +65,7 @@ def test_errors_are_shown_and_not_said_again(server, live):
     assert "temperature" in shown["turns"][1]["text"] and shown["messages"] == []
 
 
-def test_key_is_asked_for(make_server, run_live):
+def test_page_prompts_for_key(make_server, run_live):
     port = run_live(make_server(ServerConfig(api_key=["k"], served_model_name=["tiny"])))
     assert "Authorization" in run(port)["status"]
     shown = run(port, "--key=k", "one")

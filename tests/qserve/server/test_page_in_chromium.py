@@ -42,7 +42,7 @@ def is_in_view(chromium, element):
     )
 
 
-def test_a_chat_is_typed_streamed_and_counted(server, live, chromium):
+def test_chat_is_typed_streamed_and_counted(server, live, chromium):
     server.client.text = TEXT * 3
     chromium.problems.clear()
     chromium.set_size(1000, 600)
@@ -62,7 +62,7 @@ def test_a_chat_is_typed_streamed_and_counted(server, live, chromium):
     assert chromium.problems == []
 
 
-def test_reasoning_stands_before_the_answer(make_server, run_live, chromium):
+def test_reasoning_is_shown_before_the_answer(make_server, run_live, chromium):
     config = ServerConfig(reasoning_parser="deepseek_r1", served_model_name=["tiny"])
     server = make_server(config)
     server.client.text = f"<think>{TEXT}</think>It is a set of methods."
@@ -82,7 +82,7 @@ def test_reasoning_stands_before_the_answer(make_server, run_live, chromium):
     assert chromium.problems == []
 
 
-def test_an_error_on_a_narrow_dark_screen(server, live, chromium):
+def test_error_on_a_narrow_dark_screen(server, live, chromium):
     chromium.set_size(360, 640)
     chromium.set_dark()
     chromium.open(f"http://127.0.0.1:{live}/")
@@ -97,7 +97,7 @@ def test_an_error_on_a_narrow_dark_screen(server, live, chromium):
         assert is_in_view(chromium, f"document.getElementById('{name}')"), name
 
 
-def test_the_list_of_routes(live, chromium):
+def test_list_of_routes(live, chromium):
     chromium.problems.clear()
     chromium.set_size(1000, 700)
     chromium.open(f"http://127.0.0.1:{live}/docs")

@@ -138,12 +138,12 @@ def asked_of_the_engine(server, route, body):
     return server.client.requests[0][2]
 
 
-def test_every_parameter_has_a_row():
+def test_every_parameter_is_in_the_table():
     assert {field.name for field in fields(SamplingParams)} == {*BY_NAME} | NOT_OF_REQUESTS
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_defaults(server, route):
+def test_defaults_are_equal_on_every_route(server, route):
     """But of the length: a completion's is OpenAI's, a chat has all the room."""
     found = asked_of_the_engine(server, route, {})
     nulls = asked_of_the_engine(server, route, dict.fromkeys(BY_NAME))
@@ -156,7 +156,7 @@ def test_defaults(server, route):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_good_values(server, name):
+def test_valid_values_are_equal_on_every_route(server, name):
     row = BY_NAME[name]
     for value in row.good:
         python = SamplingParams(**dict(row.python) | {name: value})
@@ -168,7 +168,7 @@ def test_good_values(server, name):
                 assert len(server.client.requests) == python.n
 
 
-def test_what_python_alone_can_give():
+def test_values_only_python_accepts():
     """Other lists and numbers than JSON has."""
     found = SamplingParams(
         top_k=np.int64(5),
@@ -190,7 +190,7 @@ def test_what_python_alone_can_give():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_bad_values(server, error, name):
+def test_invalid_values_are_refused_equally(server, error, name):
     """Every route refuses a bad value of a field with the same text."""
     row = BY_NAME[name]
     for value in row.bad:
@@ -209,7 +209,7 @@ def test_bad_values(server, error, name):
 
 
 @pytest.mark.parametrize("name", [name for name, row in BY_NAME.items() if row.server_limits])
-def test_limits_of_the_server_alone(server, error, name):
+def test_server_only_limits(server, error, name):
     row = BY_NAME[name]
     for value in row.server_limits:
         SamplingParams(**{name: value})
@@ -219,7 +219,7 @@ def test_limits_of_the_server_alone(server, error, name):
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, 1e999])
-def test_temperatures_that_nobody_may_give(server, error, value):
+def test_invalid_temperatures_are_refused(server, error, value):
     with pytest.raises(ParameterError, match="temperature"):
         SamplingParams(temperature=value)
     for route in ROUTES:

@@ -99,7 +99,7 @@ def examples() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "local", FLATTENED])
-def test_tensors_are_those_that_were_sent(kind):
+def test_tensors_round_trip(kind):
     tensors = examples()
     if kind == FLATTENED:
         del tensors["rows"]
@@ -132,7 +132,7 @@ class OnGpu:
 
 
 @pytest.mark.parametrize("device", [1, "GPU-7"])
-def test_handles_of_a_gpu_are_described(device):
+def test_gpu_handles_are_described(device):
     given = OnGpu(torch.bfloat16, (4, 6), (1, 4), 8, device)
     (found,) = tensors_of(message([("a", given)]), None)
     memory = commands.CudaMemory(
@@ -161,7 +161,7 @@ class Runs:
         return os.system, ("touch it-ran",)
 
 
-def test_nothing_of_a_message_is_run(tmp_path, monkeypatch):
+def test_pickled_code_is_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="names posix.system, which is not accepted"):
         tensors_of(message([("a", Runs())]), None)
@@ -171,7 +171,7 @@ def test_nothing_of_a_message_is_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_records_are_what_was_pickled(protocol):
+def test_records_round_trip(protocol):
     plain = [1, -7, 2**40, 1.5, True, None, "text", b"bytes", (), (1,), {"a": [2, {}]}, "x" * 300]
     plain += [b"y" * 300, list(range(2000)), plain[6], (1, 2, 3, 4)]
     data = pickle.dumps(plain, protocol)
@@ -183,7 +183,7 @@ def test_records_are_what_was_pickled(protocol):
     assert isinstance(path, Made) and path.by.name in ("PosixPath", "_reconstructor")
 
 
-def test_damaged_bytes_are_one_error():
+def test_damaged_bytes_raise_one_error():
     data = pickled(list(examples().items()))
     for end in range(0, len(data), 7):
         with pytest.raises(PickleError):
@@ -213,7 +213,7 @@ def test_lists_too_deep_to_print_are_refused():
         tensors_of(base64.b64encode(deep).decode(), None)
 
 
-def test_wrong_messages_are_named():
+def test_invalid_messages_are_refused():
     whole = torch.arange(12, dtype=torch.uint8)
     odd = [FlattenedTensorMetadata("b", torch.Size((2,)), torch.float32, 3, 11, 8)]
     for data, load_format, problem in (

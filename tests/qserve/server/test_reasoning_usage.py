@@ -50,7 +50,7 @@ def test_tokens_of_reasoning_are_counted(make_server, chunks, parser, text):
     assert found == expected
 
 
-def test_what_is_cut_in_its_thoughts_is_all_reasoning(make_server, chunks):
+def test_truncated_reasoning_counts_as_reasoning(make_server, chunks):
     server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
     server.client.text = THOUGHT * 5
     assert counts(server, chunks, max_tokens=7) == 7
@@ -82,14 +82,14 @@ def test_include_reasoning_has_no_effect_without_a_parser(server):
     assert reply.headers["x-ignored-fields"] == "include_reasoning"
 
 
-def test_outputs_add_up(make_server):
+def test_reasoning_tokens_sum_over_outputs(make_server):
     server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
     server.client.text = f"{THOUGHT}</think>{ANSWER}"
     one, two = (server.chat(n=n).json()["usage"]["completion_tokens_details"] for n in (1, 2))
     assert two["reasoning_tokens"] == 2 * one["reasoning_tokens"] > 0
 
 
-def test_reasoning_comes_back_under_either_name(server, monkeypatch):
+def test_reasoning_is_accepted_under_both_names(server, monkeypatch):
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
     monkeypatch.setattr(server.tokenizer._tokenizer, "chat_template", template)
     for fields in ({"reasoning": "Hm."}, {"reasoning_content": "Hm."}):

@@ -49,19 +49,19 @@ def nothing_left_running(server):
         b"{}",
     ],
 )
-def test_body_that_is_no_request(server, error, path, body):
+def test_invalid_bodies_are_refused(server, error, path, body):
     headers = {"content-type": "application/json"}
     error(server.request("POST", path, content=body, headers=headers), 400)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "x"])
-def test_other_content_type(server, error, kind):
+def test_other_content_type_is_refused(server, error, kind):
     headers = {"content-type": kind}
     error(server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers), 415)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity"])
-def test_compressed_body_is_named_and_not_called_broken_json(server, error, encoding):
+def test_compressed_body_is_refused_as_compressed(server, error, encoding):
     headers = {"content-encoding": encoding}
     reply = server.request("POST", COMPLETIONS, content=b"\x1f\x8b\x08", headers=headers)
     assert encoding in error(reply, 415)["message"]
@@ -70,7 +70,7 @@ def test_compressed_body_is_named_and_not_called_broken_json(server, error, enco
     assert reply.status_code == 200
 
 
-def test_json_with_a_charset_or_without_a_type_is_json(server):
+def test_json_with_charset_or_without_content_type_is_accepted(server):
     for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {}):
         reply = server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers)
         assert reply.status_code == 200
@@ -112,7 +112,7 @@ def test_json_with_a_charset_or_without_a_type_is_json(server):
         ("ignore_eos", 1),
     ],
 )
-def test_field_out_of_range_or_type_is_named(server, error, field, value):
+def test_invalid_field_error_names_field(server, error, field, value):
     for call in (server.complete, server.chat):
         body = error(call(**{field: value}), 400)
         assert body["param"].split(".")[0] == field
@@ -128,12 +128,12 @@ def test_field_out_of_range_or_type_is_named(server, error, field, value):
         ({"role": "b" * 10**6, "content": "a"}, "assistant, tool, found 'bbb"),
     ],
 )
-def test_wrong_value_in_a_message_is_shown(server, error, message, text):
+def test_invalid_value_is_shown_in_error(server, error, message, text):
     found = error(server.post("/v1/chat/completions", {"messages": [message]}), 400)
     assert text in found["message"] and len(found["message"]) < 1000
 
 
-def test_a_value_of_a_fixed_set_is_refused_in_our_words(server, error):
+def test_invalid_choice_error_lists_choices(server, error):
     found = error(server.complete(truncation_side="middle"), 400)
     assert found["message"] == "truncation_side: expected 'left' or 'right', found 'middle'"
     tool = {"type": "web_search", "function": {"name": "f"}}
@@ -142,14 +142,14 @@ def test_a_value_of_a_fixed_set_is_refused_in_our_words(server, error):
 
 
 @pytest.mark.parametrize("value", [0, -1, "5"])
-def test_max_completion_tokens_is_named_and_not_max_tokens(server, error, value):
+def test_error_names_max_completion_tokens_if_given(server, error, value):
     for call in (server.complete, server.chat):
         body = error(call(max_completion_tokens=value, max_tokens=5), 400)
         assert body["param"] == "max_completion_tokens"
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_not_finite(server, error, literal):
+def test_nonfinite_numbers_are_refused(server, error, literal):
     body = b'{"prompt": "a", "temperature": ' + literal.encode() + b"}"
     headers = {"content-type": "application/json"}
     reply = server.request("POST", COMPLETIONS, content=body, headers=headers)
@@ -174,7 +174,7 @@ def test_numbers_that_are_not_finite(server, error, literal):
         {},
     ],
 )
-def test_empty_or_mixed_prompts(server, error, prompt):
+def test_empty_or_mixed_prompts_are_refused(server, error, prompt):
     assert error(server.complete(prompt=prompt), 400)["param"] == "prompt"
 
 
@@ -186,7 +186,7 @@ def test_token_id_outside_the_vocabulary(server, error, token):
         assert "8191" in body["message"]
 
 
-def test_lists_of_many_prompts_are_refused_before_any_work(server, error):
+def test_too_many_prompts_are_refused_early(server, error):
     for count in (10**6, 1025):
         body = error(server.complete(prompt=["a"] * count), 400)
         assert body["param"] == "prompt" and str(count) in body["message"]
@@ -194,7 +194,7 @@ def test_lists_of_many_prompts_are_refused_before_any_work(server, error):
     assert not server.client.requests
 
 
-def test_many_wrong_items_give_one_small_error(server, error):
+def test_many_invalid_items_give_one_short_error(server, error):
     error(server.complete(stop_token_ids=["x" * 100] * 50_000), 400)
     error(server.complete(stop=[5] * 50_000), 400)
     error(server.chat(messages=[{"role": 5}] * 50_000), 400)
@@ -230,7 +230,7 @@ def test_megabytes_of_text_are_refused_before_tokenizing(server, error, monkeypa
     monkeypatch.undo()
 
 
-def test_body_above_the_limit(make_server, error):
+def test_body_above_limit_is_refused(make_server, error):
     server = make_server(ServerConfig(served_model_name=["tiny"], max_body_bytes=1000))
     assert server.complete(user="a" * 800).status_code == 200
     exact = b'{"prompt": "a"}'.ljust(1000)
@@ -242,7 +242,7 @@ def test_body_above_the_limit(make_server, error):
         assert "1000" in error(server.complete(prompt="a" * size), 413)["message"]
 
 
-def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, error):
+def test_unknown_model_is_refused_and_missing_model_is_default(server, error):
     for call in (server.complete, server.chat):
         body = error(call(model="gpt-9"), 404)
         assert "gpt-9" in body["message"] and body["param"] == "model"
@@ -287,7 +287,7 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("unknown_field", None, {"anything": [1]}),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(server, error, field, refused, neutral):
+def test_unsupported_fields_are_refused_by_name(server, error, field, refused, neutral):
     for call in (server.complete, server.chat):
         if refused is not None:
             body = error(call(**{field: refused}), 400)
@@ -296,12 +296,12 @@ def test_what_is_not_supported_is_refused_by_name(server, error, field, refused,
         assert call(**{field: None}).status_code == 200
 
 
-def test_best_of_n_is_all_of_n(server):
+def test_best_of_equal_to_n_is_accepted(server):
     reply = server.complete(n=2, best_of=2)
     assert reply.status_code == 200 and len(reply.json()["choices"]) == 2
 
 
-def test_what_is_not_supported_on_one_route(server, error):
+def test_fields_unsupported_on_one_route_are_refused(server, error):
     assert error(server.complete(suffix="x"), 400)["param"] == "suffix"
     assert server.complete(suffix="").status_code == 200
     for field, value in {
@@ -332,11 +332,11 @@ def test_what_is_not_supported_on_one_route(server, error):
         ("complete", "top_logprobs", 2, "logprobs: N"),
     ],
 )
-def test_what_is_refused_says_what_to_use(server, error, route, field, value, hint):
+def test_refusal_names_alternative(server, error, route, field, value, hint):
     assert hint in error(getattr(server, route)(**{field: value}), 400)["message"]
 
 
-def test_every_refusal_says_what_to_do():
+def test_every_refusal_has_a_remedy():
     for table in unsupported.TABLES.values():
         assert not table.keys() - unsupported.HINTS.keys()
     assert not unsupported.POOLING.keys() - unsupported.POOLING_HINTS.keys()
@@ -380,22 +380,22 @@ def test_function_call_of_a_message_is_no_tool_choice(server, error):
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call"),
     ],
 )
-def test_messages_that_are_no_conversation(server, error, messages, param):
+def test_invalid_conversations_are_refused(server, error, messages, param):
     assert error(server.chat(messages=messages), 400)["param"] == param
 
 
 @pytest.mark.parametrize("content", [None, 5, {"type": "text", "text": "a"}])
-def test_content_that_is_no_text_says_what_it_may_be(server, error, content):
+def test_invalid_content_error_lists_accepted_types(server, error, content):
     messages = [{"role": "user", "content": content}]
     body = error(server.chat(messages=messages), 400)
     assert body["message"].startswith("messages.0.content: expected text, or a list of parts")
 
 
-def test_both_ways_to_end_a_conversation(server, error):
+def test_conflicting_conversation_endings_are_refused(server, error):
     error(server.chat(continue_final_message=True, add_generation_prompt=True), 400)
 
 
-def test_template_that_refuses_is_a_400(server, error, monkeypatch):
+def test_template_exception_is_a_400(server, error, monkeypatch):
     backend = server.tokenizer._tokenizer
     monkeypatch.setattr(backend, "chat_template", "{{ raise_exception('no such role') }}")
     assert "no such role" in error(server.chat(), 400)["message"]
@@ -403,7 +403,7 @@ def test_template_that_refuses_is_a_400(server, error, monkeypatch):
     assert "chat template" in error(server.chat(), 400)["message"]
 
 
-def test_settings_of_the_chat_template(server, error, monkeypatch):
+def test_chat_template_settings(server, error, monkeypatch):
     """Names in the template are handed on, unknown ones ignored, the server's own refused."""
     template = "a{% if enable_thinking is defined and not enable_thinking %}b{% endif %}{{ level }}"
     monkeypatch.setattr(server.tokenizer._tokenizer, "chat_template", template)
@@ -431,12 +431,12 @@ def test_settings_of_the_chat_template(server, error, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["a\x00b", "\x00", "\u2028\ufeff\u202e", "\ufffd", "<|im_end|>"])
-def test_strange_text_is_text(server, text):
+def test_unusual_text_is_accepted(server, text):
     assert server.complete(prompt=text).status_code == 200
     assert server.chat(messages=[{"role": "user", "content": text}]).status_code == 200
 
 
-def test_unusable_defaults_of_the_model_stop_the_start(tmp_path, server, tokenizer, monkeypatch):
+def test_invalid_generation_config_stops_start(tmp_path, server, tokenizer, monkeypatch):
     path = tmp_path / "generation_config.json"
     for text in ('{"temperature": -1}', '{"temperature": "x"}', "[]", "{", "\udc80"):
         path.write_bytes(text.encode(errors="surrogateescape"))
@@ -476,14 +476,14 @@ def test_failure_in_mid_stream_is_an_event_and_then_done(server, chunks, how, co
     assert not server.client.running
 
 
-def test_dead_engine_is_a_503_at_once(server, error):
+def test_dead_engine_returns_503_immediately(server, error):
     server.client.is_alive = False
     error(server.complete(), 503)
     error(server.chat(stream=True), 503)
     assert server.get("/v1/models").status_code == 200
 
 
-def test_unexpected_failure_says_nothing_of_itself(server, error, monkeypatch):
+def test_unexpected_error_text_is_not_exposed(server, error, monkeypatch):
     def explode(*arguments):
         raise RuntimeError("secret detail")
 
@@ -491,10 +491,10 @@ def test_unexpected_failure_says_nothing_of_itself(server, error, monkeypatch):
     assert error(server.chat(), 500)["message"] == "Internal server error."
 
 
-def test_message_that_utf8_cannot_hold_is_still_sent():
+def test_error_message_with_surrogates_is_sent():
     assert b"folder ? is gone" in ApiError(500, "folder \udcff is gone").response.body
 
 
-def test_app_is_built_without_running_anything(tokenizer):
+def test_app_can_be_built_without_running(tokenizer):
     app = build_app(None, tokenizer, ServerConfig(), max_num_seqs=1)
     assert app.state.service.tokenizer is tokenizer

@@ -30,7 +30,7 @@ def test_models_by_list_and_by_name(server, error):
     assert error(server.get("/v1/models/other"), 404)["param"] == "model"
 
 
-def test_model_is_called_by_its_folder_unless_named(make_server, docs_5m):
+def test_model_name_defaults_to_folder(make_server, docs_5m):
     from qserve.config import ServerConfig
 
     server = make_server(ServerConfig())
@@ -73,7 +73,7 @@ def test_chat(server):
     assert reply["usage"]["completion_tokens"] == len(server.tokenizer.encode(TEXT)) + 1
 
 
-def test_completion_stream_says_what_the_whole_reply_says(server, chunks):
+def test_completion_stream_equals_whole_reply(server, chunks):
     whole = server.complete(max_tokens=100).json()
     streamed = chunks(server.complete(max_tokens=100, stream=True))
     assert "".join(c["choices"][0]["text"] for c in streamed) == whole["choices"][0]["text"] == TEXT
@@ -86,7 +86,7 @@ def test_completion_stream_says_what_the_whole_reply_says(server, chunks):
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_the_engines_fingerprint(server, chunks, route):
+def test_system_fingerprint_equals_engine_fingerprint(server, chunks, route):
     """As it is when the reply begins: an update of the weights changes it."""
     call = getattr(server, route)
     assert call(max_tokens=2).json()["system_fingerprint"] == "qs_scripted"
@@ -97,7 +97,7 @@ def test_the_engines_fingerprint(server, chunks, route):
     assert call(max_tokens=2).json()["system_fingerprint"] is None
 
 
-def test_chat_stream_opens_with_the_role(server, chunks):
+def test_chat_stream_starts_with_role(server, chunks):
     streamed = chunks(server.chat(stream=True))
     first, *others = [c["choices"][0] for c in streamed]
     assert first["delta"] == {"role": "assistant", "content": ""}
@@ -110,7 +110,7 @@ def test_chat_stream_opens_with_the_role(server, chunks):
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_stream_ends_with_usage_when_asked(server, chunks, route):
+def test_stream_ends_with_usage_on_request(server, chunks, route):
     call = getattr(server, route)
     options = {"include_usage": True}
     *parts, last = chunks(call(stream=True, stream_options=options, n=2, max_tokens=4))
@@ -218,7 +218,7 @@ def test_stop_token_is_the_stop_reason(server):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", comma)
 
 
-def test_split_characters_stream_whole(server, chunks):
+def test_split_characters_are_streamed_whole(server, chunks):
     server.client.text = "日本 😀 e\u0301"
     streamed = chunks(server.chat(stream=True))
     parts = [c["choices"][0]["delta"].get("content", "") for c in streamed]
@@ -226,7 +226,7 @@ def test_split_characters_stream_whole(server, chunks):
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_each_token_has_a_chunk_also_where_its_text_is_held_back(server, chunks, route):
+def test_every_token_has_a_chunk_even_if_text_is_held(server, chunks, route):
     """Clients count chunks as tokens and time them: vLLM sends one for each, too."""
     server.client.text = "x" * 50
     streamed = chunks(getattr(server, route)(stop="x" * 60, stream=True, max_tokens=200))
@@ -241,14 +241,14 @@ def test_each_token_has_a_chunk_also_where_its_text_is_held_back(server, chunks,
     assert "".join(texts) == "x" * 50 and texts[0] == ""
 
 
-def test_parts_of_text_are_joined(server):
+def test_text_parts_are_joined(server):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert server.chat(messages=[{"role": "user", "content": parts}]).status_code == 200
     prompt = server.tokenizer.decode(server.client.requests[0][1], False)
     assert prompt == "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_name_of_a_speaker_reaches_the_template(server, monkeypatch):
+def test_speaker_name_reaches_template(server, monkeypatch):
     seen = []
     render = type(server.tokenizer).render_chat
 
@@ -270,7 +270,7 @@ def test_final_message_can_be_continued(server):
     assert first.endswith("assistant\nDear") and second.endswith("Dear<|im_end|>\n")
 
 
-def test_lengths_default_and_clamp_to_the_room(server):
+def test_max_tokens_defaults_and_clamps_to_context(server):
     prompt = len(server.tokenizer.encode("Once"))
     room = server.client.max_model_len - prompt
     limit = server.client.max_model_len
@@ -317,7 +317,7 @@ def test_all_sampling_fields_reach_the_engine(server):
     assert {name: getattr(params, name) for name in fields} == fields
 
 
-def test_models_own_defaults_stand_between_request_and_openai(tokenizer, tmp_path, server):
+def test_model_defaults_rank_between_request_and_openai_defaults(tokenizer, tmp_path, server):
     from qserve.params.generation_defaults import load_defaults
 
     path = tmp_path / "generation_config.json"
@@ -337,7 +337,7 @@ def test_ids_are_unique(server):
     assert len(ids) == 5
 
 
-def test_stop_string_ends_the_engines_work_before_anybody_reads_so(server):
+def test_stop_string_aborts_engine_request_before_client_reads(server):
     server.client.endless = True
     service = server.app.state.service
     body = b'{"prompt": "a", "stop": "there", "max_tokens": 200}'

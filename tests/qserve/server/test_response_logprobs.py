@@ -35,7 +35,7 @@ def texts(logprobs):
     return [each["token"] for each in logprobs]
 
 
-def test_each_token_of_the_message_is_told(server):
+def test_every_message_token_has_logprobs(server):
     reply = ask(server, **ASKED).json()
     Response.model_validate(reply, strict=True)
     (part,) = reply["output"][0]["content"]
@@ -49,14 +49,14 @@ def test_each_token_of_the_message_is_told(server):
     assert params.logprobs == 2
 
 
-def test_without_a_number_the_chosen_token_alone_is_told(server):
+def test_default_logprobs_have_only_chosen_token(server):
     reply = ask(server, include=[LOGPROBS]).json()
     assert all(not each["top_logprobs"] for each in reply["output"][0]["content"][0]["logprobs"])
     assert ask(server, top_logprobs=0).json()["output"][0]["content"][0]["logprobs"] == []
     assert server.client.requests[1][2].logprobs is None
 
 
-def test_events_tell_what_the_whole_tells(server):
+def test_event_logprobs_equal_whole_response(server):
     server.client.text = "Grüße, 世界!"  # tokens that are parts of a character
     found = events_of(ask(server, stream=True, **ASKED))
     whole = ask(server, **ASKED).json()["output"][0]["content"][0]
@@ -83,7 +83,7 @@ def test_events_tell_what_the_whole_tells(server):
         (f"<think>Hm.</think>{CALL}", ""),
     ],
 )
-def test_tokens_of_reasoning_and_calls_are_no_messages(make_server, stream, text, content):
+def test_reasoning_and_call_tokens_have_no_logprobs(make_server, stream, text, content):
     config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     server = make_server(ServerConfig(reasoning_parser="deepseek_r1", **config))
     if "<think>" not in text:
@@ -103,7 +103,7 @@ def test_tokens_of_reasoning_and_calls_are_no_messages(make_server, stream, text
     assert len(joined) - len(content) < len(texts(told)[0]) + len(texts(told)[-1])
 
 
-def test_the_same_words_in_reasoning_are_not_the_answers(tokenizer):
+def test_equal_words_in_reasoning_are_excluded(tokenizer):
     """Each token is known by its place here, not by its text."""
     text = "Yes, it is.</think>Yes, it is."
     settings = ParseSettings(reasoning_parser="deepseek_r1")
@@ -117,7 +117,7 @@ def test_the_same_words_in_reasoning_are_not_the_answers(tokenizer):
     assert told == [*range(len(ids) - count, len(ids))]
 
 
-def test_tokens_that_are_held_back_are_told_with_the_end(server):
+def test_held_back_token_logprobs_are_sent_at_end(server):
     server.client.text = "One stop, two st"
     fields = {"stop": "stopping", **ASKED}
     whole = ask(server, **fields).json()["output"][0]["content"][0]
@@ -126,7 +126,7 @@ def test_tokens_that_are_held_back_are_told_with_the_end(server):
     assert "".join(texts(whole["logprobs"])) == whole["text"]
 
 
-def test_openais_client_reads_them(server, run_live):
+def test_openai_client_reads_logprobs(server, run_live):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{run_live(server)}/v1", api_key="-")
     with client.responses.stream(model="tiny", input="Hi", **ASKED) as stream:
         deltas = [each for each in stream if each.type == "response.output_text.delta"]
@@ -136,7 +136,7 @@ def test_openais_client_reads_them(server, run_live):
     assert [each.logprobs[0].token for each in deltas if each.logprobs] == [t.token for t in told]
 
 
-def test_what_else_can_be_included_is_named(server, error):
+def test_unsupported_include_values_are_reported(server, error):
     include = ["reasoning.encrypted_content", "file_search_call.results", LOGPROBS]
     reply = ask(server, include=include)
     assert reply.headers["x-ignored-fields"] == (
@@ -157,7 +157,7 @@ def test_what_else_can_be_included_is_named(server, error):
     assert LOGPROBS in found["message"]
 
 
-def test_every_value_that_openai_knows_is_known():
+def test_every_openai_include_value_is_known():
     from typing import get_args
 
     from openai.types.responses import ResponseIncludable

@@ -62,7 +62,7 @@ def chat_of(server, *texts):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_continues_another(server, stream):
+def test_previous_response_is_continued(server, stream):
     text = server.client.text
     first = create(server, "one", stream=stream, instructions="Not carried over.")
     second = create(server, "two", stream=stream, previous_response_id=first["id"])
@@ -139,7 +139,7 @@ def test_conversations(server):
     assert server.get(path).status_code == server.get(f"{path}/items").status_code == 404
 
 
-def test_an_item_that_is_deleted_frees_the_bytes_that_it_took(stored, tmp_path):
+def test_deleted_item_frees_its_bytes(stored, tmp_path):
     server = stored()
     path = f"{CONVERSATIONS}/{server.post(CONVERSATIONS, {}).json()['id']}"
 
@@ -154,7 +154,7 @@ def test_an_item_that_is_deleted_frees_the_bytes_that_it_took(stored, tmp_path):
     assert num_bytes() == before
 
 
-def test_a_client_reaches_only_its_own(server):
+def test_client_reads_only_its_own_responses(server):
     first = create(server, "secret", headers=ALICE)
     made = server.post(CONVERSATIONS, {}, headers=ALICE).json()
     for path in (f"{RESPONSES}/{first['id']}", f"{CONVERSATIONS}/{made['id']}"):
@@ -168,7 +168,7 @@ def test_a_client_reaches_only_its_own(server):
     assert len(server.client.requests) == 1
 
 
-def test_what_is_not_kept(server):
+def test_unstored_responses(server):
     first = create(server, "one", store=False)
     assert not first["store"]
     assert server.get(f"{RESPONSES}/{first['id']}").status_code == 404
@@ -180,7 +180,7 @@ def test_what_is_not_kept(server):
     assert reply.status_code == 404 and second["id"] in reply.json()["error"]["message"]
 
 
-def test_the_store_survives_a_restart(stored):
+def test_store_survives_a_restart(stored):
     first = create(stored(), "one")
     again = stored()
     assert again.get(f"{RESPONSES}/{first['id']}").json() == first
@@ -193,7 +193,7 @@ def test_only_the_owner_can_read_the_file(stored, tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_the_least_recently_used_of_the_largest_client_go_first(stored):
+def test_eviction_takes_lru_of_largest_client(stored):
     server = stored(response_store_bytes=21_000)
     kept = create(server, "bob's", headers=BOB)
     first = create(server, "a" * 100, headers=ALICE)
@@ -225,7 +225,7 @@ def test_records_expire(stored, monkeypatch):
     assert (second["id"],) not in rows and (first["id"],) in rows
 
 
-def test_one_response_larger_than_the_store(stored):
+def test_response_larger_than_store_is_not_kept(stored):
     server = stored(response_store_bytes=2**12)
     reply = server.post(RESPONSES, {"input": "Hi", "metadata": {"a": "b" * 5000}})
     assert reply.status_code == 200 and reply.json()["store"] is False
@@ -233,7 +233,7 @@ def test_one_response_larger_than_the_store(stored):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_disk_costs_no_answer(stored, stream):
+def test_full_disk_does_not_fail_responses(stored, stream):
     server = stored()
     database = server.app.state.service.store._database
     (pages,) = database.row("PRAGMA page_count")
@@ -248,7 +248,7 @@ def test_a_full_disk_costs_no_answer(stored, stream):
     assert create(server, "again")["store"]
 
 
-def test_a_conversation_continues_although_the_file_cannot_be_written(stored):
+def test_conversation_continues_if_store_is_unwritable(stored):
     server = stored()
     first = create(server, "one")
     server.app.state.service.store._database.row("PRAGMA query_only = ON")
@@ -256,7 +256,7 @@ def test_a_conversation_continues_although_the_file_cannot_be_written(stored):
     assert "one" in prompt(server) and second["store"] is False
 
 
-def test_a_file_that_breaks_while_the_server_runs(stored, tmp_path):
+def test_damaged_store_file_while_running(stored, tmp_path):
     server = stored()
     first = create(server, "one")
     path = tmp_path / "store.db"
@@ -272,7 +272,7 @@ def test_a_file_that_breaks_while_the_server_runs(stored, tmp_path):
     assert "damaged" in reply.headers["x-warnings"]
 
 
-def test_files_that_cannot_be_used(tmp_path):
+def test_unusable_store_files_are_refused(tmp_path):
     bounds = Bounds(num_bytes=2**20, seconds=100.0)
     garbage, foreign = tmp_path / "garbage", tmp_path / "foreign.db"
     garbage.write_bytes(b"no database" * 1000)
@@ -313,7 +313,7 @@ def test_without_a_store_nothing_is_kept(make_server, error):
         ({"input": [{"role": "user"}]}, 400, "input.0.content"),
     ],
 )
-def test_requests_that_are_refused(server, error, fields, status, param):
+def test_invalid_store_requests_are_refused(server, error, fields, status, param):
     reply = server.post(RESPONSES, {"input": "x", **fields})
     assert error(reply, status)["param"] == param
 
@@ -335,11 +335,11 @@ def test_errors_name_the_items_of_the_body(server, error):
         (f"{CONVERSATIONS}/conv_x", {"metadata": 1}),
     ],
 )
-def test_bodies_of_conversations_that_are_refused(server, error, path, body):
+def test_invalid_conversation_bodies_are_refused(server, error, path, body):
     error(server.post(path, body), 400)
 
 
-def test_openais_client(server, run_live):
+def test_openai_client_stores_and_reads(server, run_live):
     base = f"http://127.0.0.1:{run_live(server)}/v1"
     with openai.OpenAI(base_url=base, api_key="-", max_retries=0) as client:
         first = client.responses.create(model="tiny", input="one")

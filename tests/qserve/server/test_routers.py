@@ -73,7 +73,7 @@ def extractor():
     return config, found["parameters"]
 
 
-def test_llm_d_finds_the_metrics_that_its_configuration_names(samples):
+def test_llm_d_configured_metrics_exist(samples):
     _, parameters = extractor()
     (engine,) = parameters["engineConfigs"]
     page = samples("qserve")
@@ -85,7 +85,7 @@ def test_llm_d_finds_the_metrics_that_its_configuration_names(samples):
     assert labels[engine["cacheNumBlocksLabelName"]] == "100"
 
 
-def test_llm_d_knows_pods_by_a_label_that_the_manifests_give():
+def test_llm_d_pod_label_is_in_manifests():
     config, parameters = extractor()
     (deployment,) = yaml.safe_load_all(
         (DEPLOY / "kubernetes" / "base" / "deployment.yaml").read_text()
@@ -101,7 +101,7 @@ def test_llm_d_knows_pods_by_a_label_that_the_manifests_give():
     assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
 
 
-def test_an_llm_d_without_configuration_takes_vllm_names(samples):
+def test_llm_d_default_metrics_are_vllm_names(samples):
     page = samples("vllm")
     names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
     assert [page[f"vllm:{name}"].value for name in names] == [2, 3, 0.25]
@@ -109,7 +109,7 @@ def test_an_llm_d_without_configuration_takes_vllm_names(samples):
     assert labels["block_size"] == "16" and labels["num_gpu_blocks"] == "100"
 
 
-def test_the_production_stack_finds_its_names(samples):
+def test_production_stack_metrics_exist(samples):
     page = samples("vllm")
     found = {
         name: page[f"vllm:{name}"].value
@@ -125,7 +125,7 @@ def test_the_production_stack_finds_its_names(samples):
     assert "qserve:gpu_cache_usage_perc" not in samples("qserve")
 
 
-def test_the_production_stack_looks_for_the_label_that_the_manifests_give():
+def test_production_stack_label_is_in_manifests():
     (router,) = yaml.safe_load_all((DEPLOY / "production-stack" / "router.yaml").read_text())
     arguments = router["spec"]["template"]["spec"]["containers"][0]["args"]
     (selector,) = [each.partition("=")[2] for each in arguments if "label-selector" in each]
@@ -137,7 +137,7 @@ def test_the_production_stack_looks_for_the_label_that_the_manifests_give():
 
 
 @pytest.mark.parametrize("router", PROBED)
-def test_routes_that_are_probed_answer(router, server):
+def test_probed_routes_answer(router, server):
     for path in PROBED[router]:
         assert server.get(path).status_code == 200, path
     cards = server.get("/v1/models").json()["data"]
@@ -145,17 +145,17 @@ def test_routes_that_are_probed_answer(router, server):
 
 
 @pytest.mark.parametrize("path", MAY_LACK)
-def test_routes_that_are_not_there_say_so(path, server):
+def test_missing_routes_return_404(path, server):
     assert server.get(path).status_code == 404
 
 
-def test_a_request_to_render_is_a_404_that_routers_take_as_no(server):
+def test_render_route_returns_404(server):
     body = {"prompt": "Once", "model": "tiny"}
     assert server.post("/v1/completions/render", body).status_code == 404
 
 
 @pytest.mark.parametrize("router", ADDED)
-def test_fields_that_a_router_adds_are_accepted(router, server):
+def test_router_fields_are_accepted(router, server):
     headers = {"X-Session-ID": "7", "X-Request-Id": "named-by-the-router"}
     messages = [{"role": "user", "content": "Hi"}]
     for path, body in (
@@ -168,21 +168,21 @@ def test_fields_that_a_router_adds_are_accepted(router, server):
         assert reply.headers["x-request-id"] == "named-by-the-router"
 
 
-def test_a_disaggregating_proxy_may_say_where_pages_are(server):
+def test_kv_transfer_params_of_proxies_are_accepted(server):
     """Ours are found by their keys; what NIXL's proxies add is listed as ignored."""
     reply = server.complete(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     assert reply.status_code == 200
     assert "kv_transfer_params" in reply.headers["x-ignored-fields"]
 
 
-def test_a_full_or_dead_server_answers_what_routers_try_again_after(server):
+def test_full_or_dead_server_returns_retryable_status(server):
     server.client.is_alive = False
     for path in ("/health", "/ready"):
         assert server.get(path).status_code == 503
     assert server.complete().status_code == 503
 
 
-def test_the_script_of_the_sglang_router_has_its_flags():
+def test_sglang_router_script_flags_exist():
     text = (DEPLOY / "sglang-router" / "start.sh").read_text()
     for flag in ("--worker-urls", "--policy cache_aware", "--balance-abs-threshold"):
         assert flag in text

@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize("text", ["plain text", "日本 \U0001f600 e\u0301", "a\x00\n\t\u2028", ""])
-def test_tokens_make_the_round_trip(server, text):
+def test_tokenize_and_detokenize_round_trip(server, text):
     found = server.post("/tokenize", {"prompt": text}).json()
     assert found["tokens"] == server.tokenizer.encode(text) and found["token_strs"] is None
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 256)
@@ -24,7 +24,7 @@ def test_tokens_make_the_round_trip(server, text):
     assert back == {"prompt": text}
 
 
-def test_tokens_of_a_chat_are_those_that_the_chat_is_charged(server):
+def test_tokenized_chat_equals_usage(server):
     found = server.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json()
     assert found["count"] == server.chat().json()["usage"]["prompt_tokens"]
     assert found["token_strs"][0] == "<|im_start|>" and len(found["token_strs"]) == found["count"]
@@ -52,7 +52,7 @@ def test_text_beyond_the_context_is_counted(server):
         ("/detokenize", {"tokens": ["a"] * 1000}, "tokens.0"),
     ],
 )
-def test_tokens_of_what_is_none(server, error, path, body, param):
+def test_invalid_tokenize_requests_are_refused(server, error, path, body, param):
     assert error(server.post(path, body), 400)["param"] == param
 
 
@@ -75,19 +75,19 @@ def test_version_load_and_probes(server):
         assert server.get(path).status_code == 503
 
 
-def test_load_counts_outputs_under_way(server):
+def test_load_counts_running_outputs(server):
     with server.app.state.service.admission.admit("c", 3, 10):
         assert server.get("/load").json() == {"server_load": 3}
 
 
-def test_stopping_server_is_not_ready_and_still_healthy(server, error):
+def test_stopping_server_is_healthy_but_not_ready(server, error):
     object.__setattr__(server.app.state.service, "is_stopping", lambda: True)
     assert "stopping" in error(server.get("/ready"), 503)["message"]
     assert server.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("path", sorted(path for path, method in ROUTES if method == "get"))
-def test_head_is_get_without_a_body(server, path):
+def test_head_equals_get_without_body(server, path):
     path = path.replace("{name}", "tiny")
     expected = 404 if "{id}" in path else 200  # without --response-store
     found = server.request("HEAD", path).status_code, server.get(path).status_code
@@ -102,7 +102,7 @@ def test_head_is_get_without_a_body(server, path):
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ],
 )
-def test_routes_of_other_models_say_why_not(server, error, path, body):
+def test_routes_for_other_model_types_are_refused_with_reason(server, error, path, body):
     body = error(server.post(path, {**body, "model": "tiny"}), 404)
     assert "modules.json" in body["message"]
 
@@ -214,12 +214,12 @@ def test_failing_stream_of_a_response_ends_with_an_error(server):
         ({"n": 2}, "n"),
     ],
 )
-def test_response_that_is_refused(server, error, fields, param):
+def test_invalid_responses_are_refused(server, error, fields, param):
     assert error(responses(server, **fields), 400)["param"].startswith(param)
     assert not server.client.requests
 
 
-def test_fields_of_a_response_that_change_nothing_are_named(server):
+def test_response_fields_without_effect_are_reported(server):
     items = [{"role": "user", "content": "a", "id": "msg-1", "status": "completed", "odd": 1}]
     fields = {"store": True, "parallel_tool_calls": True, "user": "u", "nobody": 1}
     reply = responses(server, input=items, **fields)
@@ -229,7 +229,7 @@ def test_fields_of_a_response_that_change_nothing_are_named(server):
     assert "x-ignored-fields" not in responses(server, store=False, tools=[], top_k=3).headers
 
 
-def test_description_names_every_route_and_nothing_else(server):
+def test_openapi_lists_exactly_the_routes(server):
     known = {
         (route.path.replace(":path", ""), method.lower())
         for topic in (*TOPICS, *OPERATOR_TOPICS)
@@ -241,7 +241,7 @@ def test_description_names_every_route_and_nothing_else(server):
     assert server.get("/openapi.json").json() == document(256, 8192)
 
 
-def test_description_is_whole():
+def test_openapi_is_complete():
     text = json.dumps(document(256, 8192))
     names = set(re.findall(r'"#/components/schemas/(\w+)"', text))
     assert names == set(document(256, 8192)["components"]["schemas"])
@@ -254,7 +254,7 @@ def test_description_is_whole():
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_pages_load_nothing_from_elsewhere(server, path):
+def test_pages_load_no_external_resources(server, path):
     reply = server.get(path)
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     policy = reply.headers["content-security-policy"]
@@ -264,7 +264,7 @@ def test_pages_load_nothing_from_elsewhere(server, path):
     assert " on" + "click=" not in reply.text and " style=" not in reply.text
 
 
-def test_the_description_says_that_a_salt_is_no_empty_text():
+def test_openapi_requires_nonempty_salt():
     """Clients that make bodies of the schema would be refused."""
     models = document(256, 8192)["components"]["schemas"].values()
     salts = [each["properties"]["cache_salt"] for each in models if "cache_salt" in str(each)]

@@ -112,7 +112,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.exhaustive
-def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp_path):
+def test_sigterm_finishes_running_requests_and_leaves_no_process(start, tmp_path):
     process = start()
     url = url_of(process)
     assert httpx.get(f"{url}/health").status_code == 200
@@ -155,7 +155,7 @@ def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_second_signal_drops_what_runs(start, tmp_path):
+def test_second_signal_aborts_running_requests(start, tmp_path):
     process = start(grace=1000)  # which the test would not wait for
     url = url_of(process)
     body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "stream": True}
@@ -170,7 +170,7 @@ def test_second_signal_drops_what_runs(start, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
+def test_requests_beyond_shutdown_timeout_end_with_error(start, tmp_path):
     process = start(grace=0.5)
     url = url_of(process)
     body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "n": 2}
@@ -198,7 +198,7 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
+def test_shutdown_closes_connection_with_partial_body(start, tmp_path):
     process = start(grace=0.3)
     address = httpx.URL(url_of(process))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -247,7 +247,7 @@ def test_stopped_engine_fails_the_requests_and_ends_the_server(start, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(start, tmp_path):
+def test_dead_engine_restarts_and_clients_get_retry_after(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
     body = {"prompt": [PROCESS_DIES], "max_tokens": 50}
@@ -266,7 +266,7 @@ def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(sta
 
 
 @pytest.mark.exhaustive
-def test_engine_out_of_memory_under_a_real_limit_ends_and_comes_back(start, tmp_path):
+def test_engine_killed_by_memory_limit_restarts(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
     first = engine_pid(tmp_path)
@@ -305,7 +305,7 @@ def test_signal_while_the_engine_is_started_again_stops_everything(start, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_idle_connections_leave_room_for_others(start):
+def test_idle_connections_do_not_block_others(start):
     """More connections than descriptors: the server answers, and its log stays short."""
     process = start(descriptors=200)
     address = httpx.URL(url_of(process))
@@ -375,7 +375,7 @@ def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
         ({"max_model_len": 1}, "error: unusable/config.json: no such architecture"),
     ],
 )
-def test_model_that_cannot_be_loaded_is_one_line(start, options, words):
+def test_unloadable_model_prints_one_line(start, options, words):
     process = start(**options)
     assert process.wait(GUARD) == 1
     out, err = process.communicate()
@@ -384,7 +384,7 @@ def test_model_that_cannot_be_loaded_is_one_line(start, options, words):
 
 
 @pytest.mark.exhaustive
-def test_port_in_use_is_one_line_at_once(start, tmp_path):
+def test_port_in_use_prints_one_line_immediately(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         process = start(port=other.getsockname()[1])
         assert process.wait(GUARD) == 1
@@ -420,7 +420,7 @@ def test_ipv6_address_is_printed_in_brackets(start):
 
 
 @pytest.mark.exhaustive
-def test_no_process_for_texts_loads_torch(start, tmp_path, docs_5m, monkeypatch):
+def test_text_processes_do_not_load_torch(start, tmp_path, docs_5m, monkeypatch):
     """If the tokenizer is recorded: neither the server nor its workers, which render a chat."""
     monkeypatch.setenv("HOME", str(tmp_path))
     write_record(record_path(docs_5m), docs_5m, AutoTokenizer.from_pretrained(docs_5m))

@@ -55,7 +55,7 @@ def text_of(reply):
     return reply.json()["choices"][0]["text"]
 
 
-def test_the_field_model_decides(models):
+def test_model_field_selects_engine(models):
     for name, model in (("a", "a"), ("b", "b"), ("b", "b-2")):
         assert text_of(models.complete(model=model)) == f"This is {name}."
     chat = models.chat(model="b").json()
@@ -67,7 +67,7 @@ def test_the_field_model_decides(models):
     assert [len(client.requests) for client in models.clients.values()] == [1, 4]
 
 
-def test_what_names_no_model_is_refused(models, error):
+def test_unknown_model_is_refused(models, error):
     found = error(models.complete(), 400)
     assert found["message"] == "model: expected one of 'a', 'b', found none."
     found = error(models.complete(model="c"), 404)
@@ -93,7 +93,7 @@ def test_bodies_are_bounded_before_a_model_is_known(tokenizer, error):
     )
 
 
-def test_operators_name_the_model_in_the_query(models, tokenizer, error):
+def test_admin_requests_select_model_by_query(models, tokenizer, error):
     found = error(models.request("POST", "/reset_prefix_cache"), 400)
     expected = "This server has several models: add ?model=a or ?model=b to the URL."
     assert found["message"] == expected
@@ -129,7 +129,7 @@ def test_keys_are_checked_first(tokenizer, error):
     assert text_of(models.post("/v1/completions", body, headers=headers)) == "This is b."
 
 
-def test_a_request_wakes_its_model(tokenizer):
+def test_request_wakes_its_model(tokenizer):
     models = Models(tokenizer, turns=True, enable_cache_reset=True)
     assert [text_of(models.complete(model=name)) for name in "aab"] == [
         *("This is a.", "This is a.", "This is b.")
@@ -146,7 +146,7 @@ def test_a_request_wakes_its_model(tokenizer):
     assert models.turns._num_running == 0
 
 
-def test_a_client_that_leaves_while_it_waits_changes_nothing(tokenizer, run_live):
+def test_disconnect_while_waiting_for_model(tokenizer, run_live):
     models = Models(tokenizer, turns=True)
     models.clients["a"].gate = threading.Semaphore(0)
     url = f"http://127.0.0.1:{run_live(models)}/v1/completions"
@@ -185,7 +185,7 @@ def test_each_model_has_its_own_settings(tmp_path):
     assert [each.server.served_model_name for each in found] == [["x"], ["why", "Y"], ["z"]]
 
 
-def test_memory_is_split(tmp_path):
+def test_memory_fraction_is_split_over_engines(tmp_path):
     """An engine counts the memory of those before it as used, so its limit includes theirs."""
     shares = [each.engine.gpu_memory_utilization for each in configs(tmp_path)]
     assert shares == pytest.approx([0.3, 0.6, 0.9])
@@ -216,14 +216,14 @@ def test_memory_is_split(tmp_path):
         ("y: {gpu_memory_utilization: 0.4}", {"memory_sharing": "sleep"}, "the same for all"),
     ],
 )
-def test_settings_that_are_refused(tmp_path, text, settings, words):
+def test_invalid_settings_are_refused(tmp_path, text, settings, words):
     with pytest.raises(InputError, match=words):
         configs(tmp_path, text, **settings)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["sleep", "split"])
-def test_the_command_serves_two_models(docs_5m, quantized_5m, sharing, tmp_path):
+def test_command_serves_two_models(docs_5m, quantized_5m, sharing, tmp_path):
     """Interleaved requests get the texts of engines that serve each model alone."""
     folders = [str(docs_5m), str(quantized_5m)]
     command = [sys.executable, "-m", "qserve", "serve", *folders, "--memory-sharing", sharing]

@@ -17,7 +17,7 @@ def form_of(server):
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
-def test_a_schema(server, route):
+def test_json_schema_response_format(server, route):
     named = {"name": "answer", "strict": True, "schema": SCHEMA}
     asked = {"type": "json_schema", "json_schema": named}
     assert getattr(server, route)(response_format=asked).status_code == 200
@@ -33,7 +33,7 @@ def test_a_schema(server, route):
         ({"type": "json_object", "schema": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
     ],
 )
-def test_other_types(server, asked, form):
+def test_other_response_formats(server, asked, form):
     assert server.chat(response_format=asked).status_code == 200
     assert form_of(server) == form
 
@@ -45,7 +45,7 @@ PLACE = "#/properties/a??"
 
 @pytest.mark.parametrize("is_strict", [False, True])
 @pytest.mark.parametrize("route", ["complete", "chat", "responses", "tools"])
-def test_what_is_not_enforced_is_a_warning_or_refused(make_server, error, is_strict, route):
+def test_unenforced_keyword_is_warned_or_refused(make_server, error, is_strict, route):
     server = make_server(ServerConfig(structured_output_strict=is_strict))
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE}}
     if route == "responses":
@@ -67,7 +67,7 @@ def test_what_is_not_enforced_is_a_warning_or_refused(make_server, error, is_str
     assert reply.headers["x-warnings"] == f"{param}: {reason}"
 
 
-def test_what_is_enforced_is_no_warning(make_server):
+def test_enforced_schema_gives_no_warning(make_server):
     server = make_server(ServerConfig(structured_output_strict=True))
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
     named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -75,14 +75,14 @@ def test_what_is_enforced_is_no_warning(make_server):
     assert reply.status_code == 200 and "x-warnings" not in reply.headers
 
 
-def test_vllms_field(server):
+def test_vllm_structured_outputs_field(server):
     asked = {"regex": "a+", "choice": None}
     assert server.complete(structured_outputs=asked, n=2).status_code == 200
     forms = {request[2].structured_outputs for request in server.client.requests}
     assert forms == {StructuredOutputsParams(regex="a+")}
 
 
-def test_responses_write_it_in_text(server):
+def test_responses_text_format(server):
     text = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
     reply = server.post("/v1/responses", {"input": "Hi", "text": text})
     assert reply.status_code == 200 and reply.json()["text"] == text
@@ -116,7 +116,7 @@ def test_responses_write_it_in_text(server):
         ({"structured_outputs": {"nothing": 1}}, "structured_outputs.nothing"),
     ],
 )
-def test_what_cannot_be_is_a_400(server, error, fields, param):
+def test_invalid_schema_is_a_400(server, error, fields, param):
     assert error(server.chat(**fields), 400)["param"] == param
     assert not server.client.requests
 

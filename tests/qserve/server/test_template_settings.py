@@ -51,7 +51,7 @@ def ask(server, route, effort, **fields):
         (EFFORT + SWITCH, "low", {"enable_thinking": False}, "[low][False]"),
     ],
 )
-def test_the_template_is_told(templated, route, template, effort, kwargs, text):
+def test_template_receives_settings(templated, route, template, effort, kwargs, text):
     fields = {"chat_template_kwargs": kwargs} if kwargs else {}
     found, ignored, reply = ask(templated(template), route, effort, **fields)
     assert found == f"{text}Hi" and not ignored
@@ -62,7 +62,7 @@ def test_the_template_is_told(templated, route, template, effort, kwargs, text):
 @pytest.mark.parametrize(
     ("route", "name"), [("chat", "reasoning_effort"), ("responses", "reasoning.effort")]
 )
-def test_what_the_template_does_not_read_is_named(templated, route, name):
+def test_unused_template_settings_are_reported(templated, route, name):
     kwargs = {"enable_thinking": False, "thinking": True}
     found, ignored, _ = ask(templated(""), route, "high", chat_template_kwargs=kwargs)
     assert found == "Hi"
@@ -73,13 +73,13 @@ def test_what_the_template_does_not_read_is_named(templated, route, name):
     assert (found, ignored) == ("[False]Hi", name)
 
 
-def test_further_fields_of_reasoning_are_named(templated):
+def test_unused_reasoning_fields_are_reported(templated):
     reasoning = {"effort": "low", "summary": "auto", "generate_summary": None}
     reply = templated(EFFORT).post("/v1/responses", {"input": "Hi", "reasoning": reasoning})
     assert reply.headers["x-ignored-fields"] == "reasoning.summary"
 
 
-def test_what_is_no_effort_is_refused(templated, error):
+def test_invalid_reasoning_effort_is_refused(templated, error):
     server = templated(EFFORT)
     assert error(server.chat(reasoning_effort="huge"), 400)["param"] == "reasoning_effort"
     differ = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
@@ -92,14 +92,14 @@ def test_what_is_no_effort_is_refused(templated, error):
         assert error(server.post("/v1/responses", {"input": "Hi", **fields}), 400)["param"] == param
 
 
-def test_tokens_are_those_of_the_chat(templated):
+def test_tokenize_uses_chat_template_settings(templated):
     server = templated(EFFORT)
     fields = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "high"}
     found = server.post("/tokenize", fields).json()["tokens"]
     assert found == server.tokenizer.encode("[high]Hi", False)
 
 
-def test_efforts_are_openais():
+def test_reasoning_efforts_equal_openai():
     from typing import get_args
 
     from openai.types.shared import ReasoningEffort

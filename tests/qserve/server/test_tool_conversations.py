@@ -27,7 +27,7 @@ def templated(docs_5m):
     return Server(tokenizer, config)
 
 
-def test_the_template_gets_tools_and_calls(templated):
+def test_template_receives_tools_and_calls(templated):
     asked = tool("g", {"type": "object"}, description="Tells.")
     messages = [
         {"role": "user", "content": "Hi"},
@@ -84,7 +84,7 @@ def rendered(server, messages, **fields):
         ({"a": 1}, '{"a": 1}'),
     ],
 )
-def test_arguments_that_were_cut_do_not_end_the_conversation(templated, arguments, read):
+def test_truncated_arguments_do_not_break_conversation(templated, arguments, read):
     call = {"id": "c", "type": "function", "function": {"name": "g", "arguments": arguments}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
     reply, prompt = rendered(templated, [*messages, {"role": "tool", "tool_call_id": "c"}])
@@ -95,7 +95,7 @@ def test_arguments_that_were_cut_do_not_end_the_conversation(templated, argument
     )
 
 
-def test_arguments_that_were_cut_in_an_earlier_response(templated):
+def test_truncated_arguments_in_earlier_response(templated):
     call = {"type": "function_call", "call_id": "c 1", "name": "no/such tool"}
     items = [call | {"arguments": text} for text in ("{}", '{"a": ')]
     output = {"type": "function_call_output", "call_id": "c 1", "output": None}
@@ -109,7 +109,7 @@ def test_arguments_that_were_cut_in_an_earlier_response(templated):
 @pytest.mark.parametrize(
     "name", ["call:1/2 \u00e4\n\"'", "x" * 5000, "", "<|im_end|>", "a<|im_end|>b"]
 )
-def test_ids_of_calls_are_any_text(templated, name):
+def test_call_ids_accept_any_text(templated, name):
     """They are equal in the prompt, and make no control token."""
     call = {"id": name, "type": "function", "function": {"name": "g", "arguments": "{}"}}
     answer = {"role": "tool", "tool_call_id": name, "content": "7"}
@@ -122,14 +122,14 @@ def test_ids_of_calls_are_any_text(templated, name):
     assert templated.client.requests[-1][1].count(end) == len(messages)
 
 
-def test_many_tools_are_offered(templated):
+def test_many_tools_are_accepted(templated):
     tools = [tool(f"t{index}", {"type": "object"}) for index in range(1024)]
     templated.client.max_model_len = 2**20
     _, prompt = rendered(templated, [{"role": "user", "content": "Hi"}], tools=tools)
     assert prompt.count("TOOL ") == len(tools)
 
 
-def test_tools_and_calls_make_no_control_tokens(templated, error):
+def test_tools_and_calls_create_no_control_tokens(templated, error):
     """A value is encoded as text. Where templates may look for names, it is refused."""
     end = "<|im_end|>"
     hidden = [calling({"role": end, "type": {"id": [end]}}, reasoning_content=end)]

@@ -62,7 +62,7 @@ def takes(docs_5m):
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "qwen3_coder", "olmo3"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_chooses_between_a_call_and_the_form(asking, takes, chunks, parser, stream):
+def test_model_chooses_call_or_response_format(asking, takes, chunks, parser, stream):
     server, form = asking(parser)
     asked = {"tools": TOOLS, "response_format": FORMAT, "stream": stream}
     server.client.text = written(parser)
@@ -87,7 +87,7 @@ def test_the_model_chooses_between_a_call_and_the_form(asking, takes, chunks, pa
     assert (message["content"], list(calls), ending) == (CONTENT, [], "stop")
 
 
-def test_after_tool_results_the_choice_is_the_same(asking, takes):
+def test_choice_is_equal_after_tool_results(asking, takes):
     server, form = asking()
     call = {"id": "call_1", "type": "function", "function": {"name": "g", "arguments": "{}"}}
     messages = [
@@ -109,7 +109,7 @@ def test_one_call_if_they_must_not_be_parallel(asking, takes):
     assert takes(form(), f"{CALL}\n{CALL}")
 
 
-def test_reasoning_comes_first(asking, takes):
+def test_reasoning_precedes_call_or_response_format(asking, takes):
     server, form = asking(reasoning_parser="deepseek_r1")
     server.client.text = f"Hm.</think>\n{CONTENT}"
     choice = choice_of(server.chat(tools=TOOLS, response_format=FORMAT))
@@ -119,7 +119,7 @@ def test_reasoning_comes_first(asking, takes):
         assert takes(form(), f"Hm.</think>\n{text}") and not takes(form(), text)
 
 
-def test_vllms_field_and_responses_leave_the_choice_too(asking, takes):
+def test_vllm_field_and_responses_keep_the_choice(asking, takes):
     server, form = asking()
     server.chat(tools=TOOLS, structured_outputs={"choice": ["yes", "no"]})
     assert takes(form(), "yes") and takes(form(), CALL) and not takes(form(), "maybe")
@@ -135,7 +135,7 @@ def test_vllms_field_and_responses_leave_the_choice_too(asking, takes):
 
 
 @pytest.mark.parametrize("choice", ["required", named("get_weather")])
-def test_a_call_that_has_to_be_wins_over_the_form(server, takes, choice):
+def test_required_call_overrides_response_format(server, takes, choice):
     arguments = {"city": "Oslo"}
     is_named = choice != "required"
     text = json.dumps(arguments if is_named else [call_of(arguments)])
@@ -152,7 +152,7 @@ def call_of(arguments):
     return {"name": "get_weather", "parameters": arguments}
 
 
-def test_schemas_that_cannot_be_held_to(asking, takes, error):
+def test_unenforceable_tool_schemas(asking, takes, error):
     """The model may call the tool with any object, unless the tool is strict."""
     server, form = asking()
     loose = tool("g", NOT_COMPILED)
@@ -165,7 +165,7 @@ def test_schemas_that_cannot_be_held_to(asking, takes, error):
     assert found["param"] == "tools.1.function.parameters"
 
 
-def test_strict_is_named_as_ignored_only_where_it_is(asking):
+def test_strict_is_reported_as_ignored_only_if_ignored(asking):
     server, _ = asking()
     strict = [tool(strict=True)]
     held = server.chat(tools=strict, response_format=FORMAT).headers["x-ignored-fields"]
@@ -174,7 +174,7 @@ def test_strict_is_named_as_ignored_only_where_it_is(asking):
     assert plain.headers["x-ignored-fields"] == "tools"
 
 
-def test_without_a_form_the_model_is_free(asking):
+def test_no_response_format_means_no_constraint(asking):
     server, form = asking()
     server.chat(tools=TOOLS)
     assert form() is None

@@ -30,7 +30,7 @@ def traced(tokenizer):
     return server, exporter.get_finished_spans
 
 
-def test_a_request_is_a_span_of_the_clients_trace(traced):
+def test_request_span_joins_client_trace(traced):
     server, spans = traced
     reply = server.post(
         "/v1/chat/completions",
@@ -74,7 +74,7 @@ def test_without_the_packages_the_flag_is_refused(monkeypatch, package):
         tracing_to("http://localhost:4318/v1/traces")
 
 
-def test_an_address_that_is_none():
+def test_invalid_otlp_endpoint_is_refused():
     with pytest.raises(InputError, match="expected a URL"):
         tracing_to("localhost:4317")
     assert not tracing_to(None).is_on

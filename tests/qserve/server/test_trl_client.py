@@ -19,7 +19,7 @@ def connected(make_server, run_live, monkeypatch):
     return server, client
 
 
-def test_prompts_and_completions_are_those_of_the_engine(connected):
+def test_prompts_and_completions_equal_engine(connected):
     server, client = connected
     assert client.model == "tiny"
     script = [*server.tokenizer.encode(server.client.text), 2]
@@ -32,7 +32,7 @@ def test_prompts_and_completions_are_those_of_the_engine(connected):
     assert client.generate(prompts, logprobs=None, max_tokens=99)["logprobs"] is None
 
 
-def test_chats_have_their_prompts(connected):
+def test_chat_prompts_are_returned(connected):
     server, client = connected
     script = [*server.tokenizer.encode(server.client.text), 2]
     found = client.chat([HI, HI], n=2, max_tokens=99, logprobs=1)

@@ -53,7 +53,7 @@ def messages(text: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("text", "words"), [("memory", "too much memory"), ("calls", "too many nested calls")]
 )
-def test_template_without_end_is_a_refusal(hostile, text, words):
+def test_endless_template_is_refused(hostile, text, words):
     tokenizer = Tokenizer(hostile)
     with pytest.raises(TextError, match=f"template needs {words}"):
         tokenizer.render_chat(messages(text))
@@ -74,7 +74,7 @@ def facts() -> Setup:
 
 
 @pytest.mark.exhaustive
-def test_process_that_ended_or_hangs_harms_one_body_at_most(docs_5m, monkeypatch):
+def test_dead_or_hanging_worker_fails_at_most_one_body(docs_5m, monkeypatch):
     asked = ("tokenize", b'{"prompt": "a b"}', Arrival(time=0.0), {})
 
     async def scenario():
@@ -100,7 +100,7 @@ def test_process_that_ended_or_hangs_harms_one_body_at_most(docs_5m, monkeypatch
 
 
 @pytest.mark.exhaustive
-def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
+def test_looping_template_ends_only_its_process(hostile, monkeypatch):
     monkeypatch.setattr(module, "CPU_SECONDS", 0.5)
     load = LoadTokenizer(folder=str(hostile))
 
@@ -154,7 +154,7 @@ REQUIRED = {"tool_choice": "required"}
         ("messages", {"max_tokens": 10**30}),
     ],
 )
-def test_integers_beyond_64_bits_reach_the_server(tokenizer, route, fields):
+def test_integers_beyond_64_bits_round_trip(tokenizer, route, fields):
     """Limits of 256-bit integers in a tool's schema, which MessagePack cannot hold."""
     model = ServedModel(
         names=("m",), tokenizer=tokenizer, defaults={}, max_model_len=256, vocab_size=8192
@@ -165,7 +165,7 @@ def test_integers_beyond_64_bits_reach_the_server(tokenizer, route, fields):
     assert decode(encode(made)[4:], FromWorker) == made
 
 
-def test_chats_are_rendered_in_a_process_that_can_be_killed(make_server, error):
+def test_chats_are_rendered_in_killable_process(make_server, error):
     """And large bodies in another, so that they do not delay chats."""
 
     class Watched:

@@ -49,7 +49,7 @@ WRONG = {
     "the context is not normed": {"no_context_norm": True},
     "rows see no later ones": {"is_causal": True},
     "the newest token predicts the first draft": {"first": 0},
-    "the block stands one position early": {"position_shift": -1},
+    "block one position early": {"position_shift": -1},
     "the context ends one row early": {"context_shift": -1},
 }
 
@@ -183,7 +183,7 @@ def test_head_follows_the_equations(case, target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 4, 7])
-def test_rows_that_attention_computes_as_one(most, target, ids, tmp_path, monkeypatch):
+def test_grouped_attention_rows(most, target, ids, tmp_path, monkeypatch):
     """4 rows of 2 query heads for each KV head: one row at a time, two at a time."""
     write_head(tmp_path, DFLASH, extra=NORMS)
     expected = drafted(target, tmp_path, ids)
@@ -193,7 +193,7 @@ def test_rows_that_attention_computes_as_one(most, target, ids, tmp_path, monkey
 
 
 @pytest.mark.parametrize("reading", WRONG)
-def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
+def test_wrong_equations_fail_comparison(reading, target, ids, tmp_path):
     made = write_head(tmp_path, DFLASH, extra=NORMS)
     arguments = (made, DFLASH, states_of(target, ids), ids, target.embedding.weight)
     wrong = reference(*arguments, made["lm_head.weight"], **WRONG[reading])
@@ -201,7 +201,7 @@ def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
-def test_verified_rows_replace_what_drafts_wrote(config, target, ids, tmp_path):
+def test_verified_rows_overwrite_draft_keys(config, target, ids, tmp_path):
     write_head(tmp_path, config, extra=NORMS)
     once = Text(target, opened(tmp_path, target))
     _, expected = once.step(ids, 0, S, num_drafts=K, last=S - 1)
@@ -215,7 +215,7 @@ def test_verified_rows_replace_what_drafts_wrote(config, target, ids, tmp_path):
     "case",
     ["dflash of speculators", "some layers slide", "recurrent", "an embedding of mask tokens"],
 )
-def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
+def test_training_block_equals_engine_drafts(case, target, ids, tmp_path):
     """A block of training, whose tokens are the text's, drafts as the engine after them."""
     config, how = CASES[case]
     made = write_head(tmp_path, config, **{**how, "extra": (*NORMS, *how.get("extra", ()))})
@@ -241,7 +241,7 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_heads_that_do_not_fit_are_refused(target, tmp_path):
+def test_incompatible_heads_are_refused(target, tmp_path):
     write_head(tmp_path / "wide", {**DFLASH, "target_hidden_size": 80})
     with pytest.raises(CheckpointError, match="target_hidden_size: expected 64 .* found 80"):
         opened(tmp_path / "wide", target)

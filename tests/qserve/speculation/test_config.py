@@ -47,22 +47,22 @@ def parse(**keys):
         ),
     ],
 )
-def test_what_is_wrong_is_named(keys, message):
+def test_invalid_speculative_settings_are_refused_by_name(keys, message):
     with pytest.raises(InputError, match=message):
         parse(**keys)
 
 
-def test_mtp_is_the_models_own_or_another_folders():
+def test_mtp_from_model_or_separate_folder():
     assert parse(method="mtp").model is None
     assert parse(method="mtp", model="x").model == "x"
 
 
-def test_one_end_of_the_lookup_stands_for_both():
+def test_one_lookup_limit_sets_both():
     config = parse(method="ngram", prompt_lookup_max=3)
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 3)
 
 
-def test_a_length_stands_for_shares_that_give_it():
+def test_acceptance_length_gives_acceptance_rates():
     config = parse(
         method="ngram",
         num_speculative_tokens=5,
@@ -84,13 +84,13 @@ def test_a_length_stands_for_shares_that_give_it():
         ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
     ],
 )
-def test_the_folder_says_the_method(tmp_path, values, method):
+def test_method_is_detected_from_folder(tmp_path, values, method):
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert guess_method(str(tmp_path)) == method
     assert parse(model=str(tmp_path)).method == method
 
 
-def test_the_engines_flags():
+def test_speculative_flags_equal_config():
     text = '{"method": "ngram"}'
     config = EngineConfig(model="x", speculative_config=text, spec_acceptance="rejection")
     assert config.speculation.acceptance == "rejection"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.speculation import drafter as drafters
 from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 from tests.qserve.speculation.drafters import ERRING, Oracle
@@ -70,8 +70,8 @@ def run(engine, crowd, seed, aborts=()):
             break
         for _ in range(min(len(waiting), rng.choice([0, 1, 1, 4]))):
             name, prompt, params, client, group = waiting.pop(0)
-            handling = Handling(priority=len(name) % 3)
-            engine.add_request(name, prompt, params, client=client, group=group, handling=handling)
+            options = RequestOptions(priority=len(name) % 3)
+            engine.add_request(name, prompt, params, client=client, group=group, options=options)
             found[name] = [], None, [], None
             if left.get(name) == -1:
                 engine.abort(name)
@@ -118,7 +118,7 @@ def assert_same(name, got, want):
     "seed",
     [seed if seed == 3 else pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(16)],
 )
-def test_their_texts_are_those_without_drafts(docs_5m, monkeypatch, seed, tmp_path):
+def test_many_requests_have_same_texts_as_without_drafts(docs_5m, monkeypatch, seed, tmp_path):
     rng = random.Random(seed)
     kind, settings = DRAFTERS[seed % len(DRAFTERS)], ENGINES[seed % len(ENGINES)]
     crowd = make_crowd(rng, 10)

@@ -33,13 +33,13 @@ def share(counts, chosen):
     return counts[500:].count(chosen) / len(counts[500:])
 
 
-def test_drafts_that_cost_little_and_pass_are_many():
+def test_cheap_accepted_drafts_increase_depth():
     counts = simulate(make(), 1, lambda k: (1.81 + 0.1 * k) * MS, passes=90)
     assert share(counts, 5) > 0.9
 
 
 @pytest.mark.parametrize("num_requests", [16, 64])
-def test_where_rows_cost_more_than_they_bring_there_are_none(num_requests):
+def test_expensive_rows_disable_drafts(num_requests):
     counts = simulate(make(), num_requests, lambda k: (3 + 3 * k) * MS, passes=60)
     assert share(counts, 0) > 0.95
     # what trials cost: the share of time beyond that without drafts, less what they bring
@@ -47,19 +47,19 @@ def test_where_rows_cost_more_than_they_bring_there_are_none(num_requests):
     assert spent < 1.03 * 3 * len(counts[500:])
 
 
-def test_drafts_that_never_pass_are_given_up():
+def test_rejected_drafts_disable_speculation():
     counts = simulate(make(), 1, lambda k: (1.81 + 0.1 * k) * MS, passes=0)
     assert share(counts, 0) > 0.95
 
 
-def test_a_change_is_noticed():
+def test_depth_adapts_to_changed_acceptance():
     depth = make()
     simulate(depth, 1, lambda k: (2 + 3 * k) * MS, passes=50)
     counts = simulate(depth, 1, lambda k: (2 + 0.1 * k) * MS, passes=90, steps=30 * TRIALS_EVERY)
     assert counts[-TRIALS_EVERY // 2 :].count(5) > TRIALS_EVERY // 2 - 2 * TRIAL_STEPS
 
 
-def test_steps_that_were_held_up_do_not_count():
+def test_delayed_steps_are_not_measured():
     """The first two with 3 drafts capture graphs; one without drafts follows one that was late."""
     num_seen = {}
 
@@ -74,13 +74,13 @@ def test_steps_that_were_held_up_do_not_count():
     assert best == 3 and counts[-200:].count(best) == 200
 
 
-def test_rows_of_a_step_are_bounded():
+def test_verify_rows_of_a_step_are_bounded():
     depth = make(adaptive=False)
     assert [depth.choose(n).num_drafts for n in (1, 42, 43, 129)] == [5, 5, 0, 0]
     assert [make().choose(n).num_drafts for n in (42, 43, 64, 65, 128, 129)] == [5, 3, 3, 1, 1, 0]
 
 
-def test_a_table_is_followed():
+def test_depth_table_is_used():
     depth = make(num_speculative_tokens_per_batch_size=((1, 4, 5), (5, 16, 2), (17, 99, 0)))
     found = [depth.choose(n) for n in (1, 4, 5, 16, 17, 500)]
     assert [choice.num_drafts for choice in found] == [5, 5, 2, 2, 0, 0]
@@ -97,7 +97,7 @@ def milliseconds(size, rows, drafts, of_row=0.0235):
 @pytest.mark.parametrize(
     ("num_requests", "least"), [(1, 1.9), (8, 1.6), (32, 1.1), (64, 0.98), (96, 0.98), (256, 0.98)]
 )
-def test_drafts_cost_nothing_where_they_bring_little(num_requests, least):
+def test_depth_is_mostly_zero_if_gain_is_small(num_requests, least):
     """Requests that came together end one by one, the last in steps that hold few."""
     for seed in range(6):
         depth = Depth(SpeculativeConfig(method="ngram", num_speculative_tokens=3))

@@ -19,7 +19,7 @@ def ngram(low, high):
     )
 
 
-def test_the_longest_suffix_wins_and_of_its_places_the_earliest():
+def test_ngram_uses_longest_suffix_and_earliest_match():
     drafter = ngram(1, 3)
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3, 70, 8, 1, 2, 3]
     assert drafter.propose("a", tokens, 2) == [50, 9]
@@ -29,7 +29,7 @@ def test_the_longest_suffix_wins_and_of_its_places_the_earliest():
     assert drafter.propose("c", [1, 2, 3, 4], 2) == []
 
 
-def test_it_follows_the_sequence_as_it_grows():
+def test_ngram_index_follows_growing_sequence():
     drafter, tokens = ngram(2, 4), [4, 5, 6, 7]
     assert drafter.propose("a", tokens, 3) == []
     tokens += [9, 5, 6]
@@ -42,19 +42,19 @@ def suffix(**settings):
     return SuffixDrafter(SpeculativeConfig(method="suffix", **settings))
 
 
-def test_the_most_frequent_continuation_is_followed():
+def test_most_frequent_continuation_is_followed():
     drafter = suffix()
     tokens = [1, 2, 3, 7, 9, 9, 1, 2, 3, 8, 6, 9, 1, 2, 3, 8, 6, 5, 1, 2, 3]
     assert drafter.propose("a", tokens, 3) == [8, 6, 9]
 
 
-def test_unsure_drafts_are_left_out():
+def test_low_confidence_drafts_are_dropped():
     tokens = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]
     assert suffix().propose("a", tokens, 3)
     assert suffix(suffix_decoding_min_token_prob=0.8).propose("a", tokens, 3) == []
 
 
-def test_past_outputs_are_remembered_and_then_forgotten():
+def test_past_outputs_are_cached_with_limit():
     drafter = suffix(suffix_decoding_max_cached_requests=2)
     drafter.finish("a", [1, 2, 30, 31, 32, 33, 34], 2)
     assert drafter.propose("b", [5, 30, 31, 32], 2) == [33, 34]
@@ -63,7 +63,7 @@ def test_past_outputs_are_remembered_and_then_forgotten():
     assert drafter.propose("b", [5, 30, 31, 32], 2) == []
 
 
-def test_a_token_that_is_everywhere_costs_no_more():
+def test_frequent_token_lookup_cost_is_bounded():
     drafter = suffix()
     tokens = [7] * 5000
     drafter.propose("a", tokens, 4)
@@ -71,7 +71,7 @@ def test_a_token_that_is_everywhere_costs_no_more():
     assert max(map(len, places.values())) == MAX_OCCURRENCES
 
 
-def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
+def test_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(docs_5m, folder)
     path = folder / "tokenizer.json"
@@ -90,7 +90,7 @@ def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_no_draft_behind_a_prompt_is_lost_at_the_end_of_a_page(docs_5m, steps_in_flight):
+def test_drafts_after_prompt_ending_at_page_boundary(docs_5m, steps_in_flight):
     """The model drafts for itself, so that all drafts are accepted if it sees all keys."""
     count, page_size = 5, 16
     config = {"method": "draft_model", "model": str(docs_5m), "adaptive": False}

@@ -11,7 +11,7 @@ K, V = 3, 50
 
 
 @pytest.mark.parametrize("rejection", [False, True])
-def test_drawn_together_or_one_by_one(rejection):
+def test_verify_draws_equal_single_draws(rejection):
     logits_KDV = torch.randn(K, 2, V, generator=torch.Generator().manual_seed(1))
     rows = [SampleRow(temperature=0.0), SampleRow(temperature=1.0, seed=7, position=4)]
     words_DP = torch.tensor([(*pack_row(row), 0, 0) for row in rows])

@@ -45,7 +45,7 @@ WRONG = {
     "the post-norm state recurs": {"post_norm": True},
     "tokens are not shifted": {"token_shift": 0},
     "no norm of the state": {"no_hidden_norm": True},
-    "drafts stand one position early": {"same_position": True},
+    "drafts one position early": {"same_position": True},
 }
 
 
@@ -186,14 +186,14 @@ def test_head_follows_the_equations(case, target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("reading", WRONG)
-def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
+def test_wrong_equations_fail_comparison(reading, target, ids, tmp_path):
     made = write_head(tmp_path, EAGLE3)
     arguments = (made, EAGLE3, states_of(target, ids), ids, target.embedding.weight)
     found = drafted(target, tmp_path, ids)
     wrong = reference(*arguments, made["lm_head.weight"], **WRONG[reading])
     # the first pass uses no recurrent state, and all of its rows are in position
     rows = slice(1, None) if reading in ("the post-norm state recurs",) else slice(None)
-    if reading == "drafts stand one position early":
+    if reading == "drafts one position early":
         rows = slice(1, None)
     assert (found[rows] - wrong[rows]).abs().max() > 0.05
 
@@ -210,7 +210,7 @@ def test_aux_states_are_residuals_between_layers(target, ids):
     torch.testing.assert_close(seen[0], last)
 
 
-def test_verified_rows_replace_what_drafts_wrote(target, ids, tmp_path):
+def test_verified_rows_overwrite_draft_keys(target, ids, tmp_path):
     """Drafts of a step write keys of the head's own states; the next step rewrites them."""
     write_head(tmp_path, EAGLE3)
     once = Text(target, eagle3.build(context_of(tmp_path, target)))
@@ -222,7 +222,7 @@ def test_verified_rows_replace_what_drafts_wrote(target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["original", "post-norm recurs", "three layers", "biases"])
-def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
+def test_training_chain_equals_engine_drafts(case, target, ids, tmp_path):
     """Step j of the training-time test is draft j after a chain of true tokens."""
     config, how = CASES[case]
     made = write_head(tmp_path, config, **how)

@@ -108,7 +108,7 @@ def test_random_traces(docs_5m, speculate, mode, setting, count, steps_in_flight
     )
 
 
-def test_penalties_count_output_and_no_refused_draft(docs_5m, speculate):
+def test_penalties_do_not_count_rejected_drafts(docs_5m, speculate):
     """The table of counts keeps nothing of the rows after a rejected draft."""
     params = SamplingParams(
         temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=1.5, presence_penalty=1.0

@@ -20,7 +20,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_the_same_tokens(docs_5m, replayed, steps_in_flight, monkeypatch):
+def test_graph_steps_give_same_tokens(docs_5m, replayed, steps_in_flight, monkeypatch):
     monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
     kinds = ("greedy", "sampled", "penalties", "logprobs", "bias", "hot")
     requests = make_requests(3, 14, kinds)
@@ -50,7 +50,7 @@ class Again:
 
 
 @pytest.mark.exhaustive
-def test_captures_in_idle_time_change_no_tokens(docs_5m, replayed, monkeypatch):
+def test_idle_captures_do_not_change_tokens(docs_5m, replayed, monkeypatch):
     """They run a step of nothing between requests that wait: tables and places are theirs."""
     made = []
 
@@ -102,7 +102,7 @@ LENGTHS = {
         pytest.param("graphs end before", True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_up_to_the_last_position(docs_5m, replayed, name, speculates):
+def test_graphs_up_to_last_position(docs_5m, replayed, name, speculates):
     config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
     settings = {"speculative_config": json.dumps(config)} if speculates else {}
     settings |= LENGTHS[name] | {"max_num_batched_tokens": 16}
@@ -122,7 +122,7 @@ def test_up_to_the_last_position(docs_5m, replayed, name, speculates):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_heads_that_draft_in_one_pass(docs_5m, replayed, kind, name, tmp_path):
+def test_single_pass_heads_in_graphs(docs_5m, replayed, kind, name, tmp_path):
     """Rows of a block up to the last position, where pages and places for them end."""
     head = {"model": str(write_docs_head(tmp_path, kind)), "num_speculative_tokens": 4}
     head["adaptive"] = False  # its drafts are refused

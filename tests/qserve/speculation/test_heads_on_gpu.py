@@ -28,7 +28,7 @@ def greedy(folder, config=None):
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_a_quantized_head_drafts_in_bf16(count, docs_5m):
+def test_quantized_head_drafts_in_bf16(count, docs_5m):
     head = {"model": str(docs_5m.parent / "docs-5m-eagle3"), "num_speculative_tokens": count}
     want, _ = greedy(docs_5m)
     found, (verifies, drafts, *accepted) = greedy(docs_5m, {**head, "adaptive": False})
@@ -42,7 +42,7 @@ def test_a_quantized_head_drafts_in_bf16(count, docs_5m):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_drafts_of_one_pass_in_graphs(kind, docs_5m, tmp_path):
+def test_single_pass_drafts_in_graphs(kind, docs_5m, tmp_path):
     """Random heads: none of their drafts is accepted but by chance, and texts stay the same."""
     head = {"model": str(write_docs_head(tmp_path, kind)), "num_speculative_tokens": 5}
     want, _ = greedy(docs_5m)

@@ -49,7 +49,7 @@ def tokens_of(folder, in_flight=0, **config):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eagle3_reads_the_states_between_layers(tiny_model, tmp_path, family):
+def test_eagle3_reads_auxiliary_hidden_states(tiny_model, tmp_path, family):
     """transformers' states of the model, the paper's equations of the head."""
     folder = tiny_model(family)
     ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(3))
@@ -78,7 +78,7 @@ def test_eagle3_reads_the_states_between_layers(tiny_model, tmp_path, family):
         ("dspark", "qwen3_5", 0),
     ],
 )
-def test_tokens_with_heads_are_those_without(tiny_model, tmp_path, kind, family, in_flight):
+def test_tokens_with_heads_equal_tokens_without(tiny_model, tmp_path, kind, family, in_flight):
     """Random heads, nearly all of whose drafts are rejected."""
     write_head(tmp_path, KINDS[kind])
     want, *_ = chats(make_engine(tiny_model(family)))

@@ -87,19 +87,19 @@ def drafts_of(folder, ids):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_follows_the_equations(made, ids, family):
+def test_mtp_layer_follows_equations(made, ids, family):
     found = drafts_of(made(family), ids)
     expected = reference(made(family), family, ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("reading", ["raw_state", "state_first"])
-def test_wrong_readings_are_told_apart(made, ids, reading):
+def test_wrong_equations_fail_comparison(made, ids, reading):
     wrong = reference(made("qwen3_5"), "qwen3_5", ids, **{reading: True})
     assert (drafts_of(made("qwen3_5"), ids) - wrong).abs().max() > 0.05
 
 
-def test_of_several_layers_the_first_drafts(made, ids, tmp_path):
+def test_first_of_several_mtp_layers_drafts(made, ids, tmp_path):
     folder = made("qwen3_5")
     more = {"mtp.layers.1.input_layernorm.weight": torch.zeros(64)}
     two = edited(folder, tmp_path / "two", lambda state: state.update(more))
@@ -123,7 +123,7 @@ def test_of_several_layers_the_first_drafts(made, ids, tmp_path):
         ),
     ],
 )
-def test_what_is_no_such_layer_is_refused(made, tmp_path, tensors, config, message):
+def test_invalid_mtp_layer_is_refused(made, tmp_path, tensors, config, message):
     folder = made("qwen3_5")
     changed = edited(folder, tmp_path / "x", tensors, lambda c: c.update(config or {}))
     with pytest.raises((CheckpointError, InputError), match=message):
@@ -161,7 +161,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("family", "mode", "in_flight", "count"), TEXTS)
-def test_same_tokens(made, small, monkeypatch, family, mode, in_flight, count):
+def test_mtp_drafts_do_not_change_tokens(made, small, monkeypatch, family, mode, in_flight, count):
     check_texts(made(family, 0.7), mode, in_flight, count, monkeypatch)
 
 
@@ -191,7 +191,7 @@ def test_quantized_model_drafts(quantized, small, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_inspect_names_it(made, tmp_path, family):
+def test_inspect_reports_mtp_layer(made, tmp_path, family):
     found = inspect_checkpoint(made(family))
     assert found.draft_layers.layers == ("mtp",) and not found.draft_layers.missing
     assert "mtp, " in found.to_text() and '"method": "mtp"' in found.to_text()
@@ -199,5 +199,5 @@ def test_inspect_names_it(made, tmp_path, family):
     assert "unusable: mtp.norm.weight is missing" in inspect_checkpoint(part).to_text()
 
 
-def test_inspect_of_a_model_without_says_nothing(tiny_model):
+def test_inspect_without_mtp_layer_reports_none(tiny_model):
     assert inspect_checkpoint(tiny_model("qwen3_next")).draft_layers is None

@@ -92,7 +92,9 @@ def speculating(
 
 
 @pytest.mark.parametrize(("name", "mode", "drafter", "count", "in_flight"), CASES)
-def test_same_tokens(tiny_model, without, monkeypatch, name, mode, drafter, count, in_flight):
+def test_drafts_do_not_change_tokens(
+    tiny_model, without, monkeypatch, name, mode, drafter, count, in_flight
+):
     want, texts = without(name)
     engine = speculating(
         tiny_model(name), monkeypatch, texts, drafter, count, in_flight, **MODES[mode]
@@ -161,7 +163,7 @@ def test_all_kinds_of_requests(with_tokenizer, monkeypatch, drafter, in_flight):
 
 
 @pytest.mark.exhaustive
-def test_several_outputs_of_one_prompt(tiny_model, without, monkeypatch):
+def test_outputs_of_one_prompt_share_state_snapshot(tiny_model, without, monkeypatch):
     """They start from one copy of the state, and part."""
     _, texts = without("qwen3_5")
     prompt, found = list(texts["0 1"][:20]), []
@@ -212,7 +214,7 @@ def test_random_engines(with_tokenizer, monkeypatch, seed):
 @pytest.mark.parametrize(
     "drafter", ["device", pytest.param("oracle", marks=pytest.mark.exhaustive)]
 )
-def test_states_after_a_rejected_draft_are_seen(tiny_model, without, monkeypatch, drafter):
+def test_wrong_state_after_rejected_draft_changes_tokens(tiny_model, without, monkeypatch, drafter):
     """One accepted row more or less than there are in the state changes the tokens."""
     want, texts = without("qwen3_5")
     advance = CoveredTokens.advance_
@@ -234,7 +236,7 @@ def test_states_after_a_rejected_draft_are_seen(tiny_model, without, monkeypatch
                 assert found == want
 
 
-def test_stale_slot_is_seen(tiny_model, without, monkeypatch):
+def test_stale_state_slot_changes_tokens(tiny_model, without, monkeypatch):
     """A slot's number of tokens must be copied with its states."""
     want, texts = without("qwen3_5")
     monkeypatch.setattr(CoveredTokens, "slot_tensors", ())
@@ -244,7 +246,7 @@ def test_stale_slot_is_seen(tiny_model, without, monkeypatch):
         assert found == want
 
 
-def test_memory_of_drafts_is_stated(tiny_model, caplog):
+def test_draft_state_memory_is_logged(tiny_model, caplog):
     """Slots have the inputs of newest rows; the log says how many bytes these take."""
     plain = make_engine(tiny_model("qwen3_5"), max_num_seqs=4).runner
     config = '{"method": "ngram", "num_speculative_tokens": 3}'

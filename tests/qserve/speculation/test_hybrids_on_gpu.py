@@ -54,14 +54,14 @@ def check(folder, config, **settings):
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_mtp(tmp_path, family, enforce_eager):
+def test_mtp_drafts_on_gpu(tmp_path, family, enforce_eager):
     dtype = "float32" if family == "qwen3_5" else "bfloat16"  # experts are not in float32
     folder = make_hybrid_mtp(tmp_path / family, family, 0.9)
     check(folder, {"method": "mtp"}, enforce_eager=enforce_eager, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "granite_hybrid", "falcon_h1", "nemotron_h"])
-def test_drafts_that_are_often_right(tiny_model, monkeypatch, family):
+def test_frequently_accepted_drafts(tiny_model, monkeypatch, family):
     """Runs without graphs: the drafter reads tokens on the host."""
     folder, settings = tiny_model(family), {"dtype": "float32", "enforce_eager": True}
     plain = make(folder, **settings)

@@ -97,7 +97,7 @@ def counts_of(docs_5m, replayed, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_a_step_launches_few_kernels_beside_the_model(counts_of):
+def test_speculative_step_launch_count_is_bounded(counts_of):
     two, three = counts_of(2), counts_of(3)
     draft = three - two
     beside = three - Counter({name: 3 * count for name, count in draft.items()})

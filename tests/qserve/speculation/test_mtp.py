@@ -97,13 +97,13 @@ def drafts_of(target, folder, ids, **more):
     return torch.cat(logits)
 
 
-def test_it_follows_the_equations(target, folder, judge, ids):
+def test_mtp_layer_follows_equations(target, folder, judge, ids):
     expected = reference(folder, judge, ids)
     found = drafts_of(target, folder, ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_it_follows_the_equations_over_latents(ids, tmp_path):
+def test_mtp_layer_follows_equations_with_mla(ids, tmp_path):
     folder = make_mtp(tmp_path / "model", family="deepseek_v3", rms_norm_eps=1e-5)
     expected = reference(folder, judge_of(folder), ids)
     found = drafts_of(load_target(folder), folder, ids)
@@ -117,12 +117,12 @@ def test_it_follows_the_equations_over_latents(ids, tmp_path):
         *("models_table", "models_norm", "models_head"),
     ],
 )
-def test_wrong_readings_are_told_apart(reading, target, folder, judge, ids):
+def test_wrong_equations_fail_comparison(reading, target, folder, judge, ids):
     wrong = reference(folder, judge, ids, **{reading: True})
     assert (drafts_of(target, folder, ids) - wrong).abs().max() > 0.05
 
 
-def test_the_models_embedding_and_head_stand_in(target, folder, judge, ids, tmp_path):
+def test_mtp_layer_uses_model_embedding_and_head(target, folder, judge, ids, tmp_path):
     """Where the layer has none of its own, or copies, which then take no memory."""
 
     def drop(state):
@@ -141,7 +141,7 @@ def test_the_models_embedding_and_head_stand_in(target, folder, judge, ids, tmp_
         assert head.embedding is target.embedding and head.head is target.head
 
 
-def test_ranks_share_the_layer_out(folder, ids):
+def test_mtp_layer_is_sharded_over_ranks(folder, ids):
     """Each has its heads and its part of the experts; their drafts are those of one."""
     want = drafts_of(load_target(folder), folder, ids)
 
@@ -158,7 +158,7 @@ def test_ranks_share_the_layer_out(folder, ids):
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-4)
 
 
-def test_of_several_layers_the_first_drafts(target, folder, ids, tmp_path):
+def test_first_of_several_mtp_layers_drafts(target, folder, ids, tmp_path):
     more = {f"{PREFIX.replace('3', '4')}enorm.weight": torch.zeros(64)}
     two = edited(
         *(folder, tmp_path / "two"),
@@ -195,13 +195,13 @@ def without_layer(state):
         (None, {"num_hidden_layers": 2}, "num_hidden_layers: expected 3 to match"),
     ],
 )
-def test_what_is_no_such_layer_is_refused(tensors, config, message, target, folder, tmp_path):
+def test_invalid_mtp_layer_is_refused(tensors, config, message, target, folder, tmp_path):
     changed = edited(folder, tmp_path / "x", tensors, lambda c: c.update(config or {}))
     with pytest.raises((CheckpointError, InputError), match=message):
         mtp.build(context_of(changed, target, method="mtp"))
 
 
-def test_a_family_without_such_layers_is_named(tiny_model):
+def test_family_without_mtp_layers_is_refused(tiny_model):
     llama = tiny_model("llama")
     with pytest.raises(InputError, match="has no MTP layer.*LlamaForCausalLM"):
         mtp.build(context_of(llama, load_target(llama), method="mtp"))

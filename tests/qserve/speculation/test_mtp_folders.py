@@ -43,7 +43,7 @@ def assert_kept(folder, source):
     assert all(torch.equal(want[name], found[name]) for name in want)
 
 
-def test_it_is_kept_bit_for_bit_and_named(source, quantized):
+def test_quantize_keeps_mtp_layer_bitwise_and_reports_it(source, quantized):
     folder, report = quantized
     assert_kept(folder, source)
     left = {name for name in report.left_in_float if name.startswith(PREFIX)}
@@ -60,13 +60,13 @@ def test_it_is_kept_bit_for_bit_and_named(source, quantized):
 
 
 @pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.exhaustive)])
-def test_converted_it_is_kept_too(name, source, quantized, tmp_path):
+def test_convert_keeps_mtp_layer(name, source, quantized, tmp_path):
     convert_checkpoint(quantized[0], tmp_path / "x", name)
     assert_kept(tmp_path / "x", source)
 
 
 @pytest.mark.exhaustive
-def test_a_quantized_model_drafts_with_its_float_layer(source, quantized):
+def test_quantized_model_drafts_with_its_float_layer(source, quantized):
     """Also where another tool left the layer out, and the float model's folder has it."""
     bare = edited(quantized[0], source.parent / "bare", without_layer)
     requests = make_requests(1, 4, ("greedy", "sampled"))
@@ -80,7 +80,7 @@ def test_a_quantized_model_drafts_with_its_float_layer(source, quantized):
     assert found[0] == found[1] == found[2]
 
 
-def test_random_weights_draft_too(source):
+def test_dummy_weights_include_mtp_layer(source):
     config = EngineConfig(
         model=str(source),
         device="cpu",
@@ -99,7 +99,7 @@ def without_layer(state):
         del state[name]
 
 
-def test_the_doctor_says_what_becomes_of_it(source, quantized, tmp_path):
+def test_inspect_reports_mtp_layer_support(source, quantized, tmp_path):
     for folder in (source, quantized[0]):
         found = inspect_checkpoint(folder)
         assert found.draft_layers.layers == ("model.layers.3",) and found.ok
@@ -115,7 +115,7 @@ def test_the_doctor_says_what_becomes_of_it(source, quantized, tmp_path):
 
 
 @pytest.mark.parametrize("count", [None, 0, -1, "1", True, [1], 1e9, 10**12])
-def test_a_senseless_count_does_no_harm(count, source, tmp_path):
+def test_invalid_mtp_layer_count_does_not_break_inspect(count, source, tmp_path):
     change = {"num_nextn_predict_layers": count}
     folder = edited(source, tmp_path / "x", config=lambda config: config.update(change))
     found = inspect_checkpoint(folder)

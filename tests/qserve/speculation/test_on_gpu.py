@@ -28,7 +28,7 @@ def outputs(llm, fields):
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_tokens(docs_5m, method, enforce_eager):
+def test_drafts_do_not_change_tokens_on_gpu(docs_5m, method, enforce_eager):
     """Products of other row counts round otherwise: where two tokens are near, texts part."""
     plain = LLM(docs_5m, max_num_seqs=16, max_model_len=512, num_gpu_blocks_override=1024)
     want = {name: outputs(plain, fields) for name, fields in KINDS.items()}
@@ -56,7 +56,7 @@ def test_the_same_tokens(docs_5m, method, enforce_eager):
     llm.engine.scheduler.check_integrity()
 
 
-def test_what_steps_need_is_captured_before_they_come(docs_5m, monkeypatch):
+def test_graphs_are_captured_before_they_are_needed(docs_5m, monkeypatch):
     llm = LLM(
         docs_5m,
         max_num_seqs=16,
@@ -80,7 +80,7 @@ def test_what_steps_need_is_captured_before_they_come(docs_5m, monkeypatch):
     assert of_drafts._entries.keys() == set(llm.engine.runner.graphs.decode_keys)
 
 
-def test_synthetic_acceptance_comes_as_asked(docs_5m):
+def test_synthetic_acceptance_rate_is_as_requested(docs_5m):
     llm = LLM(
         docs_5m,
         max_num_seqs=8,

@@ -107,7 +107,7 @@ def test_eagle_follows_the_equations(extra, target, ids, hidden, tmp_path):
 
 
 @pytest.mark.parametrize("reading", ["state_first", "input_norm", "last_norm"])
-def test_wrong_readings_of_eagle_are_told_apart(reading, target, ids, hidden, tmp_path):
+def test_wrong_eagle_equations_fail_comparison(reading, target, ids, hidden, tmp_path):
     made = write_head(tmp_path, HEAD)
     wrong = eagle_reference(made, hidden, ids, target, **{reading: True})
     assert (eagle_drafts(target, tmp_path, ids) - wrong).abs().max() > 0.05

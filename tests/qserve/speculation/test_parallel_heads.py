@@ -29,7 +29,7 @@ CASES = {
 WRONG = {
     "the mask token is the newest token": {"token": None},
     "the state of mask rows is that of the last row": {"state": True},
-    "mask rows stand one position late": {"gap": True},
+    "mask rows one position late": {"gap": True},
 }
 
 
@@ -85,13 +85,13 @@ def test_head_follows_the_equations(case, target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("reading", WRONG)
-def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
+def test_wrong_equations_fail_comparison(reading, target, ids, tmp_path):
     made = write_head(tmp_path, FLAT, extra=("mask_hidden",))
     wrong = expected_of(made, FLAT, target, ids, **WRONG[reading])
     assert (drafted(target, tmp_path, ids)[1:] - wrong[1:]).abs().max() > 0.05
 
 
-def test_verified_rows_replace_what_drafts_wrote(target, ids, tmp_path):
+def test_verified_rows_overwrite_draft_keys(target, ids, tmp_path):
     write_head(tmp_path, FLAT, extra=("mask_hidden",))
     once = Text(target, parallel.build(context_of(tmp_path, target, K, "peagle")))
     _, expected = once.step(ids, 0, S, num_drafts=K, last=S - 1)
@@ -102,7 +102,7 @@ def test_verified_rows_replace_what_drafts_wrote(target, ids, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
+def test_training_block_equals_engine_drafts(case, target, ids, tmp_path):
     config, how = CASES[case]
     made = write_head(tmp_path, config, **how)
     drafter = parallel.build(context_of(tmp_path, target, K, "peagle"))
@@ -128,7 +128,7 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_masks_that_do_not_fit_are_refused(target, tmp_path):
+def test_incompatible_mask_tokens_are_refused(target, tmp_path):
     write_head(tmp_path / "token", {**FLAT, "ptd_token_id": 512})
     with pytest.raises(CheckpointError, match="mask token: expected a token id below 512"):
         parallel.build(context_of(tmp_path / "token", target, K, "peagle"))

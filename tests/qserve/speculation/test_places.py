@@ -83,7 +83,7 @@ class Watch:
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "measure_speculation.py"
 
 
-def test_a_graph_runs_on_its_own_layout_alone(docs_5m, replayed):
+def test_graph_uses_only_its_own_layout(docs_5m, replayed):
     """Measuring replays graphs of other sizes after the last step: they must be filled first."""
     spec = importlib.util.spec_from_file_location("measure_speculation", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
@@ -113,7 +113,7 @@ def test_a_graph_runs_on_its_own_layout_alone(docs_5m, replayed):
 
 
 SCENES = {
-    "as they come": {},
+    "default order": {},
     "few pages": {"num_gpu_blocks_override": 30, "admission": "fits"},
     "by chance": {
         "speculative": {
@@ -137,7 +137,7 @@ SCENES = {
         ),
     ],
 )
-def test_places_of_every_step(docs_5m, replayed, monkeypatch, scene, in_graphs):
+def test_buffer_offsets_of_every_step(docs_5m, replayed, monkeypatch, scene, in_graphs):
     settings = dict(SCENES[scene])
     config = {"model": str(docs_5m.parent / "docs-5m-eagle3"), "num_speculative_tokens": 3}
     config |= settings.pop("speculative", {})

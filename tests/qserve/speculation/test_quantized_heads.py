@@ -52,7 +52,7 @@ def dequantized(codes: HeadFolder, folder) -> None:
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8"])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", *IN_ONE_PASS])
-def test_codes_are_the_weights_that_draft(kind, scheme, target, tmp_path):
+def test_head_drafts_with_stored_codes(kind, scheme, target, tmp_path):
     assert kind in DEVICE_DRAFTERS
     if kind == "medusa":
         write_medusa(tmp_path / "source", "medusa_lm_head.pt")

@@ -55,7 +55,7 @@ def distance(tokens, p):
 
 @pytest.mark.parametrize("is_point", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_distribution_is_the_models(number, is_point):
+def test_rejection_sampling_keeps_model_distribution(number, is_point):
     p, q = P[number], Q[number]
     tokens, accepted = drawn(p, q, is_point=is_point)
     for column in range(3):
@@ -73,12 +73,12 @@ def test_the_distribution_is_the_models(number, is_point):
         assert abs(float((accepted >= 1).float().mean()) - expected) < 0.01
 
 
-def test_the_drafts_own_noise_would_bias_it():
+def test_reusing_draft_noise_biases_distribution():
     tokens, _ = drawn(P[1], Q[1], salt=0)
     assert distance(tokens[:, 0], P[1]) > 2 * NOISE
 
 
-def test_point_masses_pass_with_their_share():
+def test_point_mass_draft_is_accepted_with_its_probability():
     _, accepted = drawn(P[0], Q[0], is_point=True)
     assert abs(float((accepted >= 1).float().mean()) - 0.6) < 0.01
 

@@ -14,7 +14,7 @@ from qserve.server.openai.replies import usage
 from tests.qserve.speculation.traces import make_engine, make_requests
 
 
-def test_counters_have_vllms_names():
+def test_counter_names_equal_vllm():
     metrics = Metrics("m")
     for _ in range(2):
         metrics.take_report(EngineReport(drafts=(3, 9, 3, 2, 0)))
@@ -54,7 +54,7 @@ def test_requests_and_the_engine_count_the_same(docs_5m):
 
 
 @pytest.mark.parametrize("end", ["max_tokens", "stop_token_ids"])
-def test_drafts_behind_an_end_are_no_output(docs_5m, end):
+def test_drafts_after_end_token_are_not_output(docs_5m, end):
     """The drafter is the model: all drafts are accepted, and most of the first verify is cut."""
     config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 5}
     config |= {"adaptive": False}

@@ -65,18 +65,18 @@ LIMITS = [(0.09, 0.3), (0.3, 0.55), (0.125, 1.0), (0.02, 0.9)]
 
 @pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize(("threshold", "alpha"), LIMITS)
-def test_the_rule(name, threshold, alpha):
+def test_typical_acceptance_rule(name, threshold, alpha):
     keys = {"posterior_threshold": threshold, "posterior_alpha": alpha}
     assert passing(SHARES[name], make_config(**keys)) == by_hand(SHARES[name], threshold, alpha)
 
 
 @pytest.mark.parametrize("wrong", [{"base": 2}, {"of_both": max}, {"of_both": lambda b: b[0]}])
-def test_wrong_readings_of_it_are_told_apart(wrong):
+def test_wrong_rules_fail_comparison(wrong):
     cases = [(shares, *limits) for shares in SHARES.values() for limits in LIMITS]
     assert any(by_hand(*case) != by_hand(*case, **wrong) for case in cases)
 
 
-def test_the_defaults_are_medusas_and_a_limit_itself_does_not_pass():
+def test_defaults_equal_medusa_and_limit_is_exclusive():
     for shares in SHARES.values():
         assert passing(shares, make_config()) == by_hand(shares, 0.09, 0.3)
     config = make_config(posterior_threshold=0.25, posterior_alpha=1.0)
@@ -86,7 +86,7 @@ def test_the_defaults_are_medusas_and_a_limit_itself_does_not_pass():
     assert passes.tolist() == [False, True]
 
 
-def test_it_follows_temperature_and_filters():
+def test_rule_uses_temperature_and_filters():
     shares = SHARES["a long tail"]
     config = make_config(posterior_threshold=0.3)
     assert passing(shares, config, temperature=0) == {0}
@@ -97,7 +97,7 @@ def test_it_follows_temperature_and_filters():
     assert len(passing(shares, config)) == 8
 
 
-def test_what_does_not_pass_is_drawn_from_the_model():
+def test_rejected_position_is_drawn_from_model():
     """Also the refused draft itself, as the draw without drafts would be."""
     D, p = 40_000, torch.tensor(SHARES["sure"])
     seeds, is_draft = torch.arange(D) * 7919, torch.ones(D, dtype=torch.bool)
@@ -137,7 +137,7 @@ def test_greedy_requests_keep_their_text(docs_5m, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_more_drafts_pass_than_are_drawn(docs_5m):
+def test_typical_acceptance_accepts_more_drafts(docs_5m):
     """The likeliest token has a share of at least exp(-entropy), so it always passes."""
     sampled = make_requests(9, 8, ("sampled", "hot"))
     shares = {}
@@ -159,7 +159,7 @@ def test_more_drafts_pass_than_are_drawn(docs_5m):
         ({"acceptance": "synthetic"}, "typical", "with acceptance 'synthetic'"),
     ],
 )
-def test_what_it_cannot_be_combined_with(keys, acceptance, message):
+def test_unsupported_combinations_are_refused(keys, acceptance, message):
     text = json.dumps({"method": "ngram", **keys})
     with pytest.raises(InputError, match=message):
         EngineConfig(model="x", speculative_config=text, spec_acceptance=acceptance)

@@ -17,7 +17,7 @@ import pytest
 from formats.errors import InputError
 from qserve.errors import BusyError, ParameterError
 from qserve.structured import compiler as module
-from qserve.structured import trial
+from qserve.structured import sandbox
 from qserve.structured.compiler import GrammarCompiler
 from qserve.structured.params import StructuredOutputsParams
 
@@ -35,17 +35,17 @@ def own_compiler(docs_5m):
 
 
 @pytest.fixture(scope="module")
-def trials(docs_5m):
-    made = trial.TrialCompiler(str(docs_5m), 8192, (2,))
+def sandbox_compiler(docs_5m):
+    made = sandbox.SandboxCompiler(str(docs_5m), 8192, (2,))
     yield made
     made.close()
 
 
 @pytest.fixture
-def compiler(docs_5m, trials, monkeypatch):
-    """A new compiler that uses the module's trial process."""
+def compiler(docs_5m, sandbox_compiler, monkeypatch):
+    """A new compiler that uses the module's sandbox process."""
     made = GrammarCompiler(str(docs_5m), vocab_size=8192, eos_token_ids={2})
-    monkeypatch.setattr(made, "_trial", trials)
+    monkeypatch.setattr(made, "_sandbox", sandbox_compiler)
     return made
 
 
@@ -79,7 +79,7 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_the_same_grammar_is_compiled_once(compiler):
+def test_same_grammar_is_compiled_once(compiler):
     first = compiler.submit(PARAMS).result(GUARD)
     assert not compiler.constraint(first).is_complete
     assert compiler.submit(PARAMS).result(GUARD) is first
@@ -87,7 +87,7 @@ def test_the_same_grammar_is_compiled_once(compiler):
 
 def test_refused_grammar_leaves_nothing_in_memory(own_compiler, monkeypatch):
     """Without limits each takes 6 s and 170 MiB."""
-    monkeypatch.setattr(trial, "MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(sandbox, "MAX_CPU_SECONDS", 0.3)
     own_compiler.submit(PARAMS).result(GUARD)
     before = resident_bytes()
     for count in (900, 901):
@@ -97,26 +97,26 @@ def test_refused_grammar_leaves_nothing_in_memory(own_compiler, monkeypatch):
 
 
 def test_refusal_is_remembered_as_text(compiler, monkeypatch):
-    trials, run = [], compiler._trial.compile
+    attempts, run = [], compiler._sandbox.compile
 
     def count(params, is_wanted):
-        trials.append(params)
+        attempts.append(params)
         return run(params, is_wanted)
 
-    monkeypatch.setattr(compiler._trial, "compile", count)
+    monkeypatch.setattr(compiler._sandbox, "compile", count)
     errors = []
     for _ in range(3):
         with pytest.raises(ParameterError, match="unclosed character class") as raised:
             compiler.submit(regex("([")).result(GUARD)
         errors.append(weakref.ref(raised.value))
         del raised
-    assert len(trials) == 1
+    assert len(attempts) == 1
     gc.collect()
     assert [each() for each in errors] == [None] * 3, "no error is kept, which holds its traceback"
 
 
 def test_refusal_is_forgotten_after_a_while(compiler, monkeypatch):
-    monkeypatch.setattr(trial, "MAX_COMPILED_BYTES", -1)
+    monkeypatch.setattr(sandbox, "MAX_COMPILED_BYTES", -1)
     with pytest.raises(ParameterError, match="too complex: compiled, it takes"):
         compiler.submit(PARAMS).result(GUARD)
     monkeypatch.undo()
@@ -127,7 +127,7 @@ def test_refusal_is_forgotten_after_a_while(compiler, monkeypatch):
 
 
 def test_memory_limit_ends_a_grammar(own_compiler, monkeypatch):
-    monkeypatch.setattr(trial, "MAX_WORK_BYTES", 8 * MIB)
+    monkeypatch.setattr(sandbox, "MAX_WORK_BYTES", 8 * MIB)
     own_compiler.submit(PARAMS).result(GUARD)
     with pytest.raises(ParameterError, match="or 8 MiB"):
         own_compiler.submit(regex("(a{1000}){60}")).result(GUARD)
@@ -160,25 +160,25 @@ def test_grammars_in_use_are_bounded_for_each_tenant(compiler, monkeypatch):
     assert not compiler._used._by_tenant, "constraints that are gone count no more"
 
 
-class SlowTrial:
-    """Replaces the trial process: slow grammars take until `free` is set, or they are cancelled."""
+class SlowSandbox:
+    """Replaces the sandbox: slow grammars take until `free` is set, or they are cancelled."""
 
     def __init__(self, compiler, monkeypatch):
         self.begun, self.cancelled, self.free = [], [], threading.Event()
-        self._run = compiler._trial.compile
-        monkeypatch.setattr(compiler._trial, "compile", self.compile)
+        self._run = compiler._sandbox.compile
+        monkeypatch.setattr(compiler._sandbox, "compile", self.compile)
 
     def compile(self, params, is_wanted):
         self.begun.append(params.regex)
         while params.regex.startswith("slow") and not self.free.wait(0.01):
             if not is_wanted():
                 self.cancelled.append(params.regex)
-                raise trial.CancelledTrial
+                raise sandbox.CompileCancelled
         return self._run(params, is_wanted)
 
 
-def test_slow_grammars_of_one_tenant_hold_up_no_other(compiler, monkeypatch):
-    slow = SlowTrial(compiler, monkeypatch)
+def test_slow_grammars_of_one_tenant_do_not_delay_others(compiler, monkeypatch):
+    slow = SlowSandbox(compiler, monkeypatch)
     theirs = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(20)]
     assert compiler.submit(regex("a+"), "victim").result(GUARD)
     assert slow.begun.count("slow2") == 0 and not any(each.done() for each in theirs)
@@ -186,8 +186,8 @@ def test_slow_grammars_of_one_tenant_hold_up_no_other(compiler, monkeypatch):
     wait(theirs, GUARD)
 
 
-def test_tenants_take_turns(compiler, monkeypatch):
-    slow = SlowTrial(compiler, monkeypatch)
+def test_tenants_alternate(compiler, monkeypatch):
+    slow = SlowSandbox(compiler, monkeypatch)
     futures = [compiler.submit(regex(f"slow{n}"), f"tenant {n}") for n in range(3)]
     until(lambda: len(slow.begun) == 3)  # all threads are busy
     taken, next_job = [], compiler.next_job
@@ -207,8 +207,8 @@ def test_tenants_take_turns(compiler, monkeypatch):
     assert taken.count("many") == 9 and taken.index("few") <= 1, taken
 
 
-def test_a_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
-    slow = SlowTrial(compiler, monkeypatch)
+def test_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
+    slow = SlowSandbox(compiler, monkeypatch)
     first = compiler.submit(regex("slow"), "first")
     until(lambda: slow.begun == ["slow"])
     assert compiler.submit(regex("slow"), "second") is first
@@ -217,20 +217,20 @@ def test_a_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compi
     assert slow.begun == ["slow", "a+"]
 
 
-def test_a_lack_of_descriptors_is_no_verdict_about_the_grammar(compiler, monkeypatch):
+def test_missing_descriptors_do_not_refuse_grammar(compiler, monkeypatch):
     def fails(params, is_wanted):
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiler._trial, "compile", fails)
+        patch.setattr(compiler._sandbox, "compile", fails)
         with pytest.raises(BusyError, match="Too many open files"):
             compiler.submit(regex("ab+")).result(GUARD)
     assert compiler.submit(regex("ab+")).result(GUARD)
 
 
-def test_tenant_has_a_limit_of_grammars_that_wait(compiler, monkeypatch):
+def test_pending_grammars_per_tenant_are_limited(compiler, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 4)
-    slow = SlowTrial(compiler, monkeypatch)
+    slow = SlowSandbox(compiler, monkeypatch)
     futures = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2)]
     until(lambda: len(slow.begun) == 2)
     futures += [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2, 6)]
@@ -242,8 +242,8 @@ def test_tenant_has_a_limit_of_grammars_that_wait(compiler, monkeypatch):
     wait(futures, GUARD)
 
 
-def test_cancelled_grammars_are_compiled_no_further(compiler, monkeypatch):
-    slow = SlowTrial(compiler, monkeypatch)
+def test_cancelled_grammars_stop_compiling(compiler, monkeypatch):
+    slow = SlowSandbox(compiler, monkeypatch)
     for n in range(9):
         compiler.submit(regex(f"slow{n}"), "attacker")
     until(lambda: len(slow.begun) == 2)
@@ -256,8 +256,8 @@ def test_cancelled_grammars_are_compiled_no_further(compiler, monkeypatch):
     assert not compiler._jobs and not compiler._queues
 
 
-def test_cancelled_trial_ends_its_process(own_compiler, monkeypatch):
-    monkeypatch.setattr(trial, "MAX_CPU_SECONDS", 60.0)
+def test_cancelled_compilation_ends_sandbox_process(own_compiler, monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_CPU_SECONDS", 60.0)
     own_compiler.submit(PARAMS).result(GUARD)
     before = children(os.getpid())
     own_compiler.submit(regex("(a{1000}){3000}"))
@@ -266,33 +266,33 @@ def test_cancelled_trial_ends_its_process(own_compiler, monkeypatch):
     until(lambda: not children(os.getpid()) - before)
 
 
-def test_killed_trial_process_is_replaced(own_compiler):
+def test_killed_sandbox_process_is_replaced(own_compiler):
     own_compiler.submit(PARAMS).result(GUARD)
-    own_compiler._trial._process.kill()
-    own_compiler._trial._process.wait()
+    own_compiler._sandbox._process.kill()
+    own_compiler._sandbox._process.wait()
     assert own_compiler.submit(regex("a+")).result(GUARD)
 
 
-def test_trial_process_that_is_killed_amid_a_grammar_refuses_nothing(own_compiler, monkeypatch):
+def test_killed_sandbox_process_does_not_refuse_grammar(own_compiler, monkeypatch):
     """The end of its sockets is seen before that of the process."""
-    trials = own_compiler._trial
+    own_sandbox = own_compiler._sandbox
     own_compiler.submit(PARAMS).result(GUARD)
-    killed = trials._process
+    killed = own_sandbox._process
     killed.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(killed, "poll", lambda: None)
-    handed_over, hand_over = threading.Event(), trials._hand_over
+    handed_over, hand_over = threading.Event(), own_sandbox._hand_over
 
     def hand_over_and_tell(socket):
         process = hand_over(socket)
         handed_over.set()
         return process
 
-    monkeypatch.setattr(trials, "_hand_over", hand_over_and_tell)
+    monkeypatch.setattr(own_sandbox, "_hand_over", hand_over_and_tell)
     future = own_compiler.submit(regex("(a{1000}){60}"))
     assert handed_over.wait(GUARD)
     killed.kill()
     assert future.result(GUARD)
-    assert trials._process is not killed
+    assert own_sandbox._process is not killed
 
 
 def test_close_ends_the_processes(docs_5m):
@@ -311,7 +311,7 @@ from qserve.structured.params import StructuredOutputsParams as Params
 compiler = GrammarCompiler(sys.argv[1], 8192, [2])
 compiler.submit(Params(regex="a+")).result()
 waiting = [compiler.submit(Params(regex="(a{1000}){%d}" % n)) for n in range(5000, 5009)]
-print(compiler._trial._process.pid, flush=True)
+print(compiler._sandbox._process.pid, flush=True)
 waiting[0].result()
 """
 
@@ -329,7 +329,7 @@ def test_interrupt_leaves_no_process(docs_5m):
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_panic_of_the_library_is_the_grammars_alone(compiler, monkeypatch):
+def test_library_panic_fails_only_its_grammar(compiler, monkeypatch):
     class Panic(BaseException):
         pass
 

@@ -56,24 +56,24 @@ def check_all(llm, schemas, temperature):
 
 
 @pytest.mark.exhaustive
-def test_a_part_of_the_schemas(llm):
+def test_sample_of_schemas(llm):
     check_all(llm, SCHEMAS[::8], 1.0)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0, 1.0, 1.5])
-def test_two_hundred_schemas(llm, temperature):
+def test_two_hundred_schemas_give_valid_json(llm, temperature):
     assert len(SCHEMAS) == 200
     check_all(llm, SCHEMAS, temperature)
 
 
-def test_a_regular_expression(llm):
+def test_regular_expression_constraint(llm):
     for seed in range(3):
         text = generate(llm, {"regex": r"^[a-c]{3}-\d{2,4}$"}, seed=seed).text
         assert re.fullmatch(r"[a-c]{3}-\d{2,4}", text)
 
 
-def test_a_choice(llm):
+def test_choice_constraint(llm):
     choices = ("red", "green apple", "grün")
     texts = {generate(llm, {"choice": choices}, seed=seed).text for seed in range(12)}
     assert len(texts) > 1 and texts <= set(choices)
@@ -84,19 +84,19 @@ def test_a_choice(llm):
     ['start: "<" /[0-9]+/ ">"', 'root ::= "<" [0-9]+ ">"'],
     ids=["lark", "gbnf"],
 )
-def test_a_grammar(llm, grammar):
+def test_grammar_constraint(llm, grammar):
     text = generate(llm, {"grammar": grammar}, logit_bias={}, seed=5, max_tokens=60).text
     assert re.fullmatch(r"<[0-9]+>?", text)
 
 
-def test_any_object(llm):
+def test_json_object_constraint(llm):
     found = generate(llm, {"json_object": True}, max_tokens=400, temperature=0.7)
     if found.finish_reason == "stop":
         assert isinstance(json.loads(found.text), dict)
     assert found.text.startswith("{")
 
 
-def test_other_rows_are_the_same_beside(llm):
+def test_unconstrained_rows_are_unchanged_in_mixed_batch(llm):
     """A step mixes rows with masks, biases, penalties, filters and none of them."""
     others = [
         SamplingParams(temperature=1, seed=3, max_tokens=24),
@@ -114,7 +114,7 @@ def test_other_rows_are_the_same_beside(llm):
     assert texts[0] == llm.generate(["x"], form, False)[0].outputs[0].text
 
 
-def test_log_probabilities_are_the_models(llm):
+def test_logprobs_are_unmasked(llm):
     """As without a constraint: of logits that no mask has touched."""
     found = generate(llm, {"choice": ["zebra"]}, temperature=0, logprobs=1)
     free = llm.generate(
@@ -140,7 +140,7 @@ def test_min_tokens_and_stop_strings(llm):
     assert generate(llm, {"regex": "x{3}END[a-z]{3}"}, stop=["END"]).text == "xxx"
 
 
-def test_what_cannot_be_is_refused(llm):
+def test_invalid_constraints_are_refused(llm):
     for form in ({"regex": "(["}, {"grammar": "start: nowhere"}, {"json": {"$ref": "#/nowhere"}}):
         with pytest.raises(InputError, match="structured_outputs"):
             generate(llm, form)

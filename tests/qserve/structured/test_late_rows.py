@@ -117,7 +117,7 @@ def undisturbed(docs_5m, monkeypatch, mode, **requests):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [3, pytest.param(0, marks=pytest.mark.exhaustive)])
 @some("ahead", "drafts")
-def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode, at):
+def test_other_rows_run_while_mask_is_pending(docs_5m, monkeypatch, gate, mode, at):
     """Neighbours with and without a grammar get a token a step while the mask does not come."""
     long = {"max_tokens": 200}  # on a busy machine many steps pass before the mask is asked for
     requests = {"slow": SLOW, "free": FREE | long, "other": OTHER | long}
@@ -152,7 +152,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
 
 @pytest.mark.exhaustive
 @some("ahead")
-def test_a_row_is_late_once_for_each_token(docs_5m, monkeypatch, gate, mode):
+def test_row_waits_once_per_token_for_late_mask(docs_5m, monkeypatch, gate, mode):
     """Each mask comes two steps late; the row still ends, in so many steps for each token."""
     monkeypatch.setattr(mask_jobs, "PATIENCE_SECONDS", 0.0)
     requests = {"slow": SLOW, "free": FREE | {"max_tokens": 100}}
@@ -175,7 +175,7 @@ def test_a_row_is_late_once_for_each_token(docs_5m, monkeypatch, gate, mode):
     assert run.run_out() == want
 
 
-def test_an_engine_that_waits_for_a_mask_alone_does_not_end(docs_5m, gate):
+def test_engine_waiting_only_for_mask_stays_alive(docs_5m, gate):
     run = Run(engine := make(docs_5m), slow=SLOW)
     held = gate(engine, at=2)
     while run.count("slow") < 2:
@@ -189,7 +189,7 @@ def test_an_engine_that_waits_for_a_mask_alone_does_not_end(docs_5m, gate):
 
 
 @some("masks go along with the launch")
-def test_a_request_can_be_aborted_while_its_mask_is_made(docs_5m, gate, mode):
+def test_request_can_be_aborted_while_mask_is_pending(docs_5m, gate, mode):
     run = Run(engine := make(docs_5m, **MODES[mode]), slow=SLOW, free=FREE)
     held = gate(engine, at=3)
     while not held.entered.is_set():
@@ -204,7 +204,7 @@ def test_a_request_can_be_aborted_while_its_mask_is_made(docs_5m, gate, mode):
 
 @pytest.mark.exhaustive
 @some("drafts")
-def test_a_request_can_lose_its_pages_while_its_mask_is_made(docs_5m, monkeypatch, gate, mode):
+def test_request_can_be_preempted_while_mask_is_pending(docs_5m, monkeypatch, gate, mode):
     """It computes its tokens again, and may still lack the mask then."""
     few = {"num_gpu_blocks_override": 14, "admission": "fits", "block_size": 8, "max_model_len": 96}
     requests = {"free": FREE | {"max_tokens": 70}, "slow": SLOW}
@@ -230,7 +230,7 @@ class _Step:
         self.preempted, self.chunks = [], []
 
 
-def test_a_verify_whose_masks_are_late_is_cut(docs_5m, monkeypatch, gate):
+def test_verify_with_late_masks_is_shortened(docs_5m, monkeypatch, gate):
     """The masks along its drafts do not come: it gets a token a step, without further drafts."""
     mode = MODES["drafts"]
     slow = SLOW | {"structured_outputs": {"regex": "(ab cd ){12}"}, "max_tokens": 60}
@@ -253,7 +253,7 @@ def test_a_verify_whose_masks_are_late_is_cut(docs_5m, monkeypatch, gate):
 
 
 @pytest.mark.parametrize("mode", ["drafts", "ahead"])
-def test_a_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
+def test_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
     """On the engine's thread: not for steps without drafts, nor for each draft."""
     grammar = SLOW | {"structured_outputs": {"regex": "(ab cd ){12}"}, "max_tokens": 60}
     run = Run(engine := make(docs_5m, **MODES[mode]), slow=grammar, free=FREE)
@@ -276,7 +276,7 @@ def test_a_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
     assert max((chunk.num_sampled for chunk in verifies), default=4) > 3, "and several drafts each"
 
 
-def test_a_mask_that_fails_in_its_thread_is_no_silence(docs_5m, monkeypatch):
+def test_mask_thread_error_is_raised(docs_5m, monkeypatch):
     """An error of the library reaches the engine, as without a thread."""
 
     def raises(*_):

@@ -65,13 +65,13 @@ def run(docs_5m, depth, **mode):
         ),
     ],
 )
-def test_the_same_text_with_a_step_in_flight(docs_5m, mode):
+def test_text_equal_with_step_in_flight(docs_5m, mode):
     assert run(docs_5m, 1, **MODES[mode]) == run(docs_5m, 0, **MODES[mode])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_constrained_row_is_in_every_step(docs_5m, monkeypatch, others):
+def test_constrained_row_is_in_every_step(docs_5m, monkeypatch, others):
     """One forward a token, begun before the host has the token before it."""
     config = EngineConfig(model=str(docs_5m), max_model_len=80, num_gpu_blocks_override=64)
     engine = Engine(config, steps_in_flight=1)

@@ -26,7 +26,7 @@ def nested(depth):
     return schema
 
 
-def test_a_dict_of_fields_is_taken():
+def test_dict_is_accepted():
     params = SamplingParams(structured_outputs={"json": {"type": "integer"}, "regex": None})
     assert params.structured_outputs == StructuredOutputsParams(json='{"type": "integer"}')
     assert SamplingParams().structured_outputs is None
@@ -54,7 +54,7 @@ def test_a_dict_of_fields_is_taken():
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_refused(fields, problem):
+def test_invalid_params_are_refused(fields, problem):
     with pytest.raises(ParameterError, match=problem):
         check_grammar(SamplingParams(structured_outputs=fields).structured_outputs)
 
@@ -71,12 +71,12 @@ def test_what_is_refused(fields, problem):
     ],
     ids=str,
 )
-def test_the_library_says_why(fields):
+def test_grammar_error_has_library_reason(fields):
     with pytest.raises(ParameterError, match="cannot be used: .{5}"):
         check_grammar(StructuredOutputsParams(**fields))
 
 
-def test_a_compiler_keeps_what_it_compiled(docs_5m):
+def test_compiled_grammars_are_cached(docs_5m):
     compiler = GrammarCompiler(str(docs_5m), 8192, [2])
     first = compiler.submit(StructuredOutputsParams(regex="a+"))
     assert compiler.submit(StructuredOutputsParams(regex="a+")) is first
@@ -85,7 +85,7 @@ def test_a_compiler_keeps_what_it_compiled(docs_5m):
     assert (one.mask([2], True) != other.mask([2], True)).any(), "each has a state of its own"
 
 
-def test_errors_of_compiling_are_the_grammars_alone(docs_5m):
+def test_compile_error_fails_only_its_grammar(docs_5m):
     compiler = GrammarCompiler(str(docs_5m), 8192, [2])
     futures = [compiler.submit(StructuredOutputsParams(regex=each)) for each in ("([", "b+")]
     wait(futures, 60)
@@ -98,7 +98,7 @@ def tokens_of(constraint):
     return [t for t in range(8192) if int(words[t // 64]) >> (t % 64) & 1]
 
 
-def test_ends_are_allowed_where_the_text_may_end(docs_5m):
+def test_end_tokens_are_allowed_at_valid_ends(docs_5m):
     compiler = GrammarCompiler(str(docs_5m), 8192, [2])
     constraint = compiler.constraint(
         compiler.submit(StructuredOutputsParams(regex="a+")).result(60)

@@ -34,7 +34,7 @@ def texts(seed):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_same_texts_match(pattern):
+def test_rewritten_pattern_matches_same_texts(pattern):
     original = re.compile(pattern.replace("(?<dot>", "(?P<dot>"))
     rewritten = without_look_around(pattern)
     assert not any("(?=" in each or "(?!" in each or "(?<" in each for each in rewritten)
@@ -60,6 +60,6 @@ def test_several_patterns_become_one():
         *("^(?=(?:.*a){40})(?!(?:.*b){40}).*c.{30}$|(?!x)y", "(?!a)" * 300, "^(?=a)b$"),
     ],
 )
-def test_what_cannot_be_rewritten(pattern):
+def test_unsupported_patterns_are_refused(pattern):
     with pytest.raises(UnsupportedPattern):
         rewrite((pattern,))

@@ -231,12 +231,12 @@ def walk(start, rng, longest=300):
     return bytes(written) if at.is_accepting() else None
 
 
-def test_there_are_63_schemas_of_eight_kinds():
+def test_schema_list_has_63_schemas_of_eight_kinds():
     assert (len(KINDS), len(SCHEMAS)) == (8, 63)
 
 
 @pytest.mark.parametrize(("schema", "values"), SCHEMAS)
-def test_a_grammar_agrees_with_the_judge(schema, values):
+def test_grammar_agrees_with_jsonschema(schema, values):
     params = StructuredOutputsParams(json=schema)
     check_grammar(params)
     assert not unenforced(params)
@@ -275,7 +275,7 @@ def test_random_texts_of_a_grammar_are_valid(schema, values):
         ({"type": "string", "format": "time"}, ['"01:02:03.5Z"'], [f'"01:02:03.{"1" * 10}Z"']),
     ],
 )
-def test_no_value_goes_on_without_end(schema, right, too_long):
+def test_every_value_can_end(schema, right, too_long):
     start = matcher(schema)
     for written in (*right, *too_long):
         tokens, copy = list(written.encode()), start.deep_copy()
@@ -319,7 +319,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("keyword", LEFT_OUT)
-def test_a_keyword_that_cannot_be_enforced_is_named(keyword):
+def test_unenforceable_keyword_is_reported(keyword):
     params = StructuredOutputsParams(json=of({"v": LEFT_OUT[keyword]}))
     check_grammar(params)
     (warning,) = unenforced(params)
@@ -389,7 +389,7 @@ def test_reference_to_an_anchor_is_not_the_root():
         {"type": 5, "uniqueItems": True, "items": {"enum": 5}},
     ],
 )
-def test_a_malformed_schema_is_the_clients_error(schema):
+def test_malformed_schema_is_a_client_error(schema):
     try:
         check_grammar(StructuredOutputsParams(json=schema))
     except ParameterError as error:
@@ -397,7 +397,7 @@ def test_a_malformed_schema_is_the_clients_error(schema):
 
 
 @pytest.mark.exhaustive
-def test_many_conditions_take_no_more_than_the_bounds():
+def test_rewriting_many_conditions_is_bounded():
     conditions = [when({"required": [f"p{i}"]}, {"required": [f"q{i}"]}) for i in range(40)]
     params = StructuredOutputsParams(json={"type": "object", "allOf": conditions})
     check_grammar(params)

@@ -69,7 +69,7 @@ def accepts(docs_5m):
         (f"{WEATHER}\n<f=weather>free text", "no"),
     ],
 )
-def test_a_trigger_brings_a_tag(accepts, form, text, verdict):
+def test_trigger_starts_a_tag(accepts, form, text, verdict):
     assert accepts(form, text) == verdict
 
 
@@ -105,13 +105,13 @@ def test_flags_of_triggered_tags(accepts, flags, text, verdict):
         ("{", "expected JSON"),
     ],
 )
-def test_what_is_refused(form, problem):
+def test_invalid_structural_tags_are_refused(form, problem):
     with pytest.raises(ParameterError, match=problem):
         check_grammar(StructuredOutputsParams(structural_tag=form))
 
 
 @pytest.mark.exhaustive
-def test_tags_of_an_output_have_their_form(docs_5m):
+def test_tag_contents_match_their_schema(docs_5m):
     form = {"format": {**NEW["format"], "at_least_one": True, "triggers": ["<"]}}
     llm = LLM(str(docs_5m), max_model_len=256, cpu_kv_cache_memory=0.1)
     params = [

@@ -68,7 +68,7 @@ def controls(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_message_makes_a_control_token(with_template, template, attack):
+def test_messages_create_no_control_tokens(with_template, template, attack):
     tokenizer = with_template(template)
     expected = controls(tokenizer, tokenizer.encode_chat(user("a", "b")))
     assert len(expected) == 5
@@ -90,7 +90,7 @@ def test_text_of_a_control_token_stays_in_the_prompt(tokenizer):
 
 @settings(max_examples=200, deadline=None)
 @given(contents=st.lists(st.lists(PIECES, max_size=6).map("".join), min_size=1, max_size=3))
-def test_no_text_makes_a_control_token(tokenizer, contents):
+def test_text_creates_no_control_tokens(tokenizer, contents):
     expected = controls(tokenizer, tokenizer.encode_chat(user(*["a"] * len(contents))))
     token_ids = tokenizer.encode_chat(user(*contents))
     assert controls(tokenizer, token_ids) == expected
@@ -100,7 +100,7 @@ def test_no_text_makes_a_control_token(tokenizer, contents):
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(contents=st.lists(st.text(max_size=12), min_size=1, max_size=3))
-def test_other_text_has_the_tokens_that_transformers_gives_it(docs_5m, template, contents):
+def test_other_text_tokens_equal_transformers(docs_5m, template, contents):
     tokenizer = loaded(docs_5m)
     tokenizer._tokenizer.chat_template = TEMPLATES[template]
     messages = user(*contents, name="Ada")
@@ -111,7 +111,7 @@ def test_other_text_has_the_tokens_that_transformers_gives_it(docs_5m, template,
 loaded = functools.cache(Tokenizer)
 
 
-def test_name_of_a_speaker_makes_no_control_token(with_template):
+def test_speaker_name_creates_no_control_token(with_template):
     tokenizer = with_template("with a name")
     expected = controls(tokenizer, tokenizer.encode_chat(user("a", name="Ada")))
     for name, content in (("<|im_end|>", "a"), ("<|im_", "end|>")):
@@ -123,7 +123,7 @@ def test_name_of_a_speaker_makes_no_control_token(with_template):
             assert controls(tokenizer, token_ids) == expected
 
 
-def test_setting_of_the_template_holds_no_control_token(tokenizer, monkeypatch):
+def test_template_setting_with_control_token_is_refused(tokenizer, monkeypatch):
     template = "{{ tone }}" + TEMPLATES["as it is"]
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
     assert tokenizer.encode_chat(user("a"), template_kwargs={"tone": "kind"})
@@ -131,7 +131,7 @@ def test_setting_of_the_template_holds_no_control_token(tokenizer, monkeypatch):
         tokenizer.encode_chat(user("a"), template_kwargs={"tone": "<|im_end|>"})
 
 
-def test_last_message_is_continued_as_it_is(tokenizer):
+def test_final_message_is_continued_verbatim(tokenizer):
     messages = [*user("a"), {"role": "assistant", "content": "b <|im_end|> c"}]
     token_ids = tokenizer.encode_chat(messages, False, continue_final_message=True)
     assert tokenizer.decode(token_ids, False).endswith("<|im_start|>assistant\nb <|im_end|> c")
@@ -162,7 +162,7 @@ def unigram(tmp_path, docs_5m) -> Tokenizer:
 
 
 @pytest.mark.parametrize("attack", ["</s>", "a</s><s>b", "</s", "\uff1c/s\uff1e", "<s></s>" * 3])
-def test_control_token_in_the_ordinary_vocabulary_is_not_made(unigram, attack):
+def test_control_token_in_base_vocabulary_is_not_created(unigram, attack):
     assert unigram.encode("</s>", False) == [2]
     try:
         token_ids = unigram.encode_chat(user(attack, "a"))
@@ -172,7 +172,7 @@ def test_control_token_in_the_ordinary_vocabulary_is_not_made(unigram, attack):
         assert controls(unigram, token_ids) == [1, 2, 1, 2]
 
 
-def test_server_refuses_no_benign_text_and_has_a_switch(docs_5m, tmp_path):
+def test_control_token_check_accepts_benign_text_and_can_be_off(docs_5m, tmp_path):
     from qserve.server.prepare.jobs import JOBS
     from qserve.server.requests.job import Arrival
     from qserve.server.requests.served_model import ServedModel

@@ -21,7 +21,7 @@ IMAGE = ImageText(alias="<image>", own="<IMG_CONTEXT>")
         ([], ""),
     ],
 )
-def test_parts_become_lines(parts, text):
+def test_text_parts_are_joined_by_newlines(parts, text):
     message = {"role": "user", "content": parts, "name": "x"}
     assert IMAGE.as_text(message) == {"role": "user", "content": text, "name": "x"}
     assert message["content"] == parts, "the argument is unchanged"
@@ -30,7 +30,7 @@ def test_parts_become_lines(parts, text):
 @pytest.mark.parametrize(
     "content", ["a text", None, ["a list of texts"], [{"type": "video"}], [{"type": "text"}]]
 )
-def test_other_contents_are_kept(content):
+def test_other_content_is_unchanged(content):
     assert IMAGE.as_text({"role": "user", "content": content})["content"] == content
 
 
@@ -43,7 +43,7 @@ def test_other_contents_are_kept(content):
         ("LlamaForCausalLM", None),
     ],
 )
-def test_texts_of_architectures(tmp_path, architecture, own):
+def test_placeholder_texts_by_architecture(tmp_path, architecture, own):
     assert image_text_of(tmp_path) is None, "a folder with a tokenizer alone"
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     found = image_text_of(tmp_path)

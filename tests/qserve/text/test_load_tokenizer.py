@@ -50,28 +50,28 @@ def outcome(load):
 
 
 @pytest.mark.parametrize(("tokenizer_class", "model_type"), KINDS)
-def test_it_is_transformers_own(folder, tokenizer_class, model_type):
+def test_loaded_tokenizer_equals_transformers(folder, tokenizer_class, model_type):
     path = folder(tokenizer_class, model_type)
     assert outcome(lambda: load_tokenizer(path)) == outcome(
         lambda: AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     )
 
 
-def test_code_of_the_folder_is_not_run(folder):
+def test_remote_code_is_not_run(folder):
     path = folder("Evil", "llama", auto_map={"AutoTokenizer": ["evil.Evil", None]})
     (path / "evil.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_tokenizer(path)
 
 
-def test_the_models_config_is_not_loaded(folder, monkeypatch):
+def test_model_config_class_is_not_loaded(folder, monkeypatch):
     """Its class imports torch's compiler and more."""
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was"))
     load_tokenizer(folder("PreTrainedTokenizerFast", "llama"))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", None])
-def test_a_config_that_cannot_be_read_is_left_to_transformers(folder, text):
+def test_unreadable_config_is_left_to_transformers(folder, text):
     path = folder("PreTrainedTokenizerFast", "llama")
     (path / "config.json").unlink()
     if text is not None:

@@ -75,7 +75,7 @@ def folder(tmp_path, monkeypatch):
     return make
 
 
-def test_texts_are_split_as_by_the_code(folder):
+def test_token_ids_equal_published_code(folder):
     tokenizer, rng = Tokenizer(folder()), random.Random(2)
     for _ in range(400):
         text = "".join(rng.choices([*LETTERS, "é", "🦕", "\0", "q"], k=rng.randint(1, 40)))
@@ -107,7 +107,7 @@ def test_control_tokens(folder):
     assert tokenizer.decode(plain) == "a<|plamo:eos|>"
 
 
-def test_long_runs_are_set_apart(folder):
+def test_long_runs_are_split(folder):
     thresholds = {"repeated_chars": 4, "consecutive_spaces": 3}
     stated = {f"break_around_{name}_threshold": count for name, count in thresholds.items()}
     tokenizer = Tokenizer(folder(**stated))
@@ -126,7 +126,7 @@ def test_chat_template(folder, in_file):
     assert tokenizer.render_chat([{"role": "user", "content": "a"}]) == "<|plamo:bos|><|plamo:op|>a"
 
 
-def test_the_second_start_reads_a_record(folder, monkeypatch):
+def test_second_start_reads_record(folder, monkeypatch):
     place = folder()
     first = load_tokenizer(place)
     monkeypatch.delitem(__import__("sys").modules, "transformers.models.auto.tokenization_auto")
@@ -137,14 +137,14 @@ def test_the_second_start_reads_a_record(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{", '["a", 1]', '["a"]'])
-def test_files_that_are_not_valid(folder, text):
+def test_invalid_vocabulary_files_are_refused(folder, text):
     place = folder()
     (place / "tokenizer.jsonl").write_text(text)
     with pytest.raises(TextError, match="has no tokenizer that transformers can load"):
         Tokenizer(place)
 
 
-def test_a_quantized_model_has_the_tokenizer(folder, tmp_path):
+def test_quantize_copies_tokenizer(folder, tmp_path):
     place = folder()
     scheme = Scheme.parse("w4a16-sym-g32")
     quantize_checkpoint(place, tmp_path / "y", scheme=scheme, recipe="rtn", progress=False)

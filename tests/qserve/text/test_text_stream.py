@@ -72,7 +72,7 @@ def test_deltas_add_up_for_tokens_that_are_no_text(tokenizer, token_ids):
 
 
 @pytest.mark.parametrize("text", ["😀", "日本", "a😀b", "👩‍👩‍👧‍👦"])
-def test_a_split_character_is_never_shown_in_part(tokenizer, text):
+def test_split_character_is_not_emitted_partially(tokenizer, text):
     detokenizer = IncrementalDetokenizer(tokenizer)
     token_ids = tokenizer.encode(text)
     assert len(token_ids) > len(text) or len(text) > 2
@@ -83,7 +83,7 @@ def test_a_split_character_is_never_shown_in_part(tokenizer, text):
     assert shown == text
 
 
-def test_garbage_bytes_neither_stop_the_stream_nor_slow_it(tokenizer):
+def test_invalid_bytes_do_not_block_stream(tokenizer):
     continuation = tokenizer.encode("😀")[-1]
     seen = []
     counting = CountingTokenizer(tokenizer, seen)
@@ -96,7 +96,7 @@ def test_garbage_bytes_neither_stop_the_stream_nor_slow_it(tokenizer):
 
 
 @pytest.mark.parametrize("num_garbage", range(20))
-def test_character_that_starts_within_garbage_is_whole(tokenizer, num_garbage):
+def test_character_after_invalid_bytes_is_whole(tokenizer, num_garbage):
     token_ids = tokenizer.encode("😀")[-1:] * num_garbage + tokenizer.encode("😀日!")
     assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)
 
@@ -131,7 +131,7 @@ def test_prompt_that_ends_in_half_a_character(tokenizer, head, num_in_prompt):
     assert streamed(tokenizer, [], prompt_token_ids=prompt) == ""
 
 
-def test_spaces_depend_on_what_came_before(byte_fallback):
+def test_leading_space_depends_on_previous_token(byte_fallback):
     assert byte_fallback.decode(byte_fallback.encode("ab ab!")) == "ab ab!"
     prompt, output = byte_fallback.encode("ab"), byte_fallback.encode("ab b  a")
     assert streamed(byte_fallback, output) == "ab b  a"
@@ -149,14 +149,14 @@ def test_runs_of_byte_tokens_are_shown_character_by_character(byte_fallback):
 
 @pytest.mark.parametrize("num_characters", range(1, 8))
 @pytest.mark.parametrize("num_half", [0, 1, 2])
-def test_prompt_of_byte_tokens_is_not_shown_again(byte_fallback, num_characters, num_half):
+def test_byte_token_prompt_is_not_repeated(byte_fallback, num_characters, num_half):
     token_ids = byte_fallback.encode("ab" + "日" * num_characters + "本語ab")
     split = 1 + 3 * num_characters + num_half
     prompt, output = token_ids[:split], token_ids[split:]
     assert streamed(byte_fallback, output, prompt_token_ids=prompt) == "本語ab"
 
 
-def test_special_tokens_are_shown_only_when_asked(tokenizer):
+def test_special_tokens_are_shown_only_on_request(tokenizer):
     token_ids = [*tokenizer.encode("one"), 1, *tokenizer.encode(" two"), 2]
     assert streamed(tokenizer, token_ids) == "one two"
     assert (
@@ -203,7 +203,7 @@ def test_include_stop_string(tokenizer):
     assert (text, last.stop_reason) == ("first part", "part")
 
 
-def test_held_text_comes_out_when_it_is_no_stop_string_or_at_the_end(tokenizer):
+def test_held_text_is_emitted_if_no_stop_string_follows(tokenizer):
     for text in ("first par", "first parade", "aaab"):
         params = SamplingParams(stop=("parX", "aabX"))
         shown, last, _ = run(tokenizer, params, one_by_one(tokenizer.encode(text)))
@@ -223,13 +223,13 @@ def test_stop_string_in_the_last_token_wins_over_length(tokenizer):
     assert (last.finish_reason, last.stop_reason) == ("stop", "two")
 
 
-def test_error_event_shows_what_was_held(tokenizer):
+def test_error_event_emits_held_text(tokenizer):
     events = [event(*tokenizer.encode("one tw")), event(finish_reason="error", error="x")]
     text, last, _ = run(tokenizer, SamplingParams(stop=("two",)), events)
     assert (text, last.finish_reason) == ("one tw", "error")
 
 
-def test_error_is_no_stop_even_where_its_last_text_is(tokenizer):
+def test_error_is_not_a_stop_even_with_stop_string(tokenizer):
     half = tokenizer.encode("\U0001f995")[:1]
     for finish, expected in (("length", ("", "stop")), ("error", ("\ufffd", "error"))):
         text, last, _ = run(tokenizer, SamplingParams(stop=("\ufffd",)), one_by_one(half, finish))
@@ -237,7 +237,7 @@ def test_error_is_no_stop_even_where_its_last_text_is(tokenizer):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_what_was_held_is_shown_once_on_an_error(tokenizer, include):
+def test_held_text_is_emitted_once_on_error(tokenizer, include):
     """Two stop strings begin in it, and the error's last bytes complete one of them."""
     ids = [*tokenizer.encode("one"), *tokenizer.encode("\U0001f995", False)[:1]]
     params = SamplingParams(stop=("one!", "e\ufffd"), include_stop_str_in_output=include)
@@ -257,7 +257,7 @@ def test_min_tokens_lets_early_stop_strings_pass(tokenizer):
         assert text + "." == tokenizer.decode(token_ids[:count])
 
 
-def test_early_stop_string_that_is_still_held_stays_too_early(tokenizer):
+def test_held_stop_string_before_min_tokens_is_ignored(tokenizer):
     token_ids = [tokenizer.encode(character)[0] for character in "xac"]
     params = SamplingParams(stop=("a", "ab"), min_tokens=3)
     text, last, _ = run(tokenizer, params, one_by_one(token_ids))
@@ -280,7 +280,7 @@ def reference_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text(alphabet="ab世😀", min_size=1, max_size=4), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 40), max_size=6),
 )
-def test_stop_strings_do_not_depend_on_the_pieces(tokenizer, text, stops, cuts):
+def test_stop_strings_are_independent_of_token_boundaries(tokenizer, text, stops, cuts):
     token_ids = tokenizer.encode(text)
     expected, stop = reference_stop(text, stops)
     edges = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})

@@ -35,7 +35,7 @@ def test_bytes_of_single_tokens_add_up(byte_fallback, tokenizer, text):
     assert b"".join(found).decode().lstrip(" ") == text.lstrip(" ")
 
 
-def test_bytes_are_those_of_another_reader(docs_5m, tokenizer):
+def test_token_bytes_equal_llguidance(docs_5m, tokenizer):
     """llguidance reads the vocabulary's bytes by itself."""
     other = library().LLTokenizer((docs_5m / "tokenizer.json").read_text())
     for token in set(range(tokenizer.vocab_size)) - tokenizer.special_token_ids:
@@ -66,7 +66,7 @@ def test_added_tokens_that_are_not_special_are_text(docs_5m, tmp_path):
     assert tokenizer.decode(tokenizer.encode("one <note> two<|im_end|>")) == "one <note> two"
 
 
-def test_truncation_that_the_file_asks_for_is_off(docs_5m, tmp_path):
+def test_truncation_in_file_is_disabled(docs_5m, tmp_path):
     backend = Backend.from_file(str(docs_5m / "tokenizer.json"))
     backend.enable_truncation(4)
     shutil.copytree(docs_5m, tmp_path, dirs_exist_ok=True)
@@ -102,7 +102,7 @@ def test_chat_template_as_transformers_apply_it(tokenizer, docs_5m, opens):
     assert ours(messages, add_generation_prompt=opens) == ids
 
 
-def test_what_a_request_may_tell_the_template(docs_5m, tmp_path):
+def test_template_settings_of_requests(docs_5m, tmp_path):
     """Names that the template reads from outside, less those that are given to every template."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(docs_5m / name, tmp_path)
@@ -133,7 +133,7 @@ def test_what_a_request_may_tell_the_template(docs_5m, tmp_path):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejects them"),
     ],
 )
-def test_missing_or_failing_template_is_one_clear_line(docs_5m, tmp_path, template, words):
+def test_missing_or_failing_template_raises_one_line(docs_5m, tmp_path, template, words):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(docs_5m / name, tmp_path)
     if template is not None:
@@ -143,7 +143,7 @@ def test_missing_or_failing_template_is_one_clear_line(docs_5m, tmp_path, templa
     assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
 
 
-def test_folder_without_a_tokenizer_is_one_clear_line(tmp_path):
+def test_missing_tokenizer_raises_one_line(tmp_path):
     with pytest.raises(TextError, match="is not a folder"):
         Tokenizer(tmp_path / "nothing")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

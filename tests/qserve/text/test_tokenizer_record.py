@@ -237,7 +237,7 @@ def test_second_load_does_not_use_transformers(folder, records, first_import, nu
     assert len(num_loaded) == 1 and len(list(records.iterdir())) == 1
 
 
-def test_classes_of_the_process_may_be_registered(folder, records, num_loaded):
+def test_registered_tokenizer_classes_disable_records(folder, records, num_loaded):
     """AutoTokenizer is imported here; so nothing is recorded, and no record is read."""
     path = folder()
     load_tokenizer(path)
@@ -253,7 +253,7 @@ def test_classes_of_the_process_may_be_registered(folder, records, num_loaded):
         *("vocab.txt", "merges.txt", "x.tiktoken"),
     ],
 )
-def test_each_file_counts(name, folder):
+def test_record_key_includes_every_file(name, folder):
     path = folder()
     before = record_path(path)
     (path / "model.safetensors.index.json").write_text("{}")
@@ -266,13 +266,13 @@ def test_each_file_counts(name, folder):
     assert record_path(path) != before
 
 
-def test_name_of_the_folder_counts(folder, tmp_path):
+def test_record_key_includes_folder_name(folder, tmp_path):
     """AutoTokenizer chooses some classes by it."""
     path = folder()
     assert record_path(shutil.copytree(path, tmp_path / "other")) != record_path(path)
 
 
-def test_large_file_counts_by_its_size_and_time(folder, monkeypatch):
+def test_record_key_uses_size_and_time_of_large_files(folder, monkeypatch):
     path = folder()
     monkeypatch.setattr(module, "MAX_BYTES", 9)
     (path / "texts.json").write_text("0" * 10)
@@ -286,7 +286,7 @@ def test_large_file_counts_by_its_size_and_time(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["transformers", "tokenizers"])
-def test_each_version_counts(library, folder, monkeypatch):
+def test_record_key_includes_versions(library, folder, monkeypatch):
     path, version = folder(), module.importlib.metadata.version
     before = record_path(path)
     monkeypatch.setattr(
@@ -306,7 +306,7 @@ def test_damaged_record_is_made_again(damage, folder, records, first_import, num
     assert record.read_text() == whole and len(num_loaded) == 2
 
 
-def test_folder_for_records_that_cannot_be_written(folder, records, first_import):
+def test_unwritable_record_folder_is_ignored(folder, records, first_import):
     records.parent.mkdir(parents=True)
     records.write_text("not a folder")
     path = folder()
@@ -328,7 +328,7 @@ def test_file_that_changes_during_the_load_is_not_recorded(
     assert not records.exists()
 
 
-def test_tokenizer_with_code_of_its_own_is_not_recorded(folder, records):
+def test_tokenizer_with_remote_code_is_not_recorded(folder, records):
     path = folder()
     theirs = AutoTokenizer.from_pretrained(path)
 
@@ -341,7 +341,7 @@ def test_tokenizer_with_code_of_its_own_is_not_recorded(folder, records):
     assert not records.exists()
 
 
-def test_tokenizer_that_cannot_be_stored_is_not_recorded(folder, records):
+def test_unserializable_tokenizer_is_not_recorded(folder, records):
     class Words:
         def pre_tokenize(self, text):
             text.split(lambda _, part: [part])

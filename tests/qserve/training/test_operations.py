@@ -51,7 +51,7 @@ def padded(sequences, left):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "scheme"), CASES)
-def test_logprobs_are_those_of_the_rollout(family, scheme, dtype, tiny_model):
+def test_training_logprobs_equal_rollout(family, scheme, dtype, tiny_model):
     llm = LLM(
         tiny_model(family),
         quantization=scheme,
@@ -90,7 +90,7 @@ def test_logprobs_are_those_of_the_rollout(family, scheme, dtype, tiny_model):
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "stablelm"])
-def test_gradients_are_those_of_transformers(family, device, dtype, tiny_model):
+def test_gradients_equal_transformers(family, device, dtype, tiny_model):
     """In bfloat16 both models round: each is compared with the gradients of a float32 model."""
     exact, plain, model = (load(tiny_model(family), dtype).to(device) for _ in range(3))
     exact = exact.float()
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_transformers(family, device, dtype, tiny_model):
         assert error(parameters[name], parameter.grad) < 2 * plain_error + 2e-5, name
 
 
-def test_one_training_step_leaves_engine_and_model_equal(tiny_model):
+def test_training_step_keeps_engine_and_model_equal(tiny_model):
     folder, scheme = tiny_model("qwen2"), "w4a16-sym-g32"
     model = load(folder, torch.float32)
     use_engine_operations(model, scheme)
@@ -142,7 +142,7 @@ def test_one_training_step_leaves_engine_and_model_equal(tiny_model):
     assert seen[0] != seen[1]
 
 
-def test_what_it_cannot_compute_is_refused(tiny_model):
+def test_unsupported_models_are_refused(tiny_model):
     with pytest.raises(InputError, match="Linear: is not a transformers model"):
         use_engine_operations(torch.nn.Linear(4, 4))
     model = load(tiny_model("llama"), torch.float32)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from formats.files.whole_file import write_whole
+from formats.files.atomic_file import write_atomic
 from qkernels.gpu.device import sm_count
 from qkernels.tuning.table import tuning_table_of
 from qserve.config import EngineConfig
@@ -89,6 +89,6 @@ class StartRecord:
         """Replace the file. If it cannot be written, log a warning: the file is optional."""
         text = json.dumps({"shapes": list(shapes), "kernels": sorted(set(kernels))})
         try:
-            write_whole(self._path, text)
+            write_atomic(self._path, text)
         except OSError as error:
             logger.warning("%s could not be written: %s", self._path, error)

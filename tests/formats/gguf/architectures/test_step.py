@@ -63,7 +63,7 @@ def stored(path):
     }
 
 
-def test_file_has_the_names_and_keys_of_llama_cpp(file, source):
+def test_file_has_llama_cpp_names_and_keys(file, source):
     gguf, want = read_gguf(file), CheckpointReader(source)
     expected = {
         **{"attention.head_count": [4, 8, 8, 4], "attention.head_count_kv": 2},
@@ -108,7 +108,7 @@ def test_published_config_json_writes_the_same_file(file, source, tmp_path):
     assert stored(path) == stored(file)
 
 
-def test_text_model_of_step_3_7_is_written(tmp_path):
+def test_step_3_7_text_model_is_written(tmp_path):
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(
         WHOLE["step-3.7"](), dtype=torch.float32
@@ -122,7 +122,7 @@ def test_text_model_of_step_3_7_is_written(tmp_path):
     assert float((found - want).norm() / want.norm()) < 1e-5
 
 
-def test_layers_that_draft_are_not_read(file, source, tmp_path):
+def test_mtp_layers_are_not_read(file, source, tmp_path):
     """Files of llama.cpp's converter have them, lists go on for them, and some keys are missing."""
     more = {
         **{"block_count": 6, "nextn_predict_layers": 2},
@@ -144,7 +144,7 @@ def test_layers_that_draft_are_not_read(file, source, tmp_path):
     assert torch.equal(logits(path), logits(file))
 
 
-def test_llama_cpp_computes_the_same_model(tmp_path):
+def test_logits_equal_llama_cpp(tmp_path):
     """With the embedding as its head, which files hold twice."""
     pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
     source, path = make(tmp_path / "source", tie_word_embeddings=True), tmp_path / "model.gguf"
@@ -170,7 +170,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_other_metadata_is_another_model(file, tmp_path, key):
+def test_changed_metadata_changes_logits(file, tmp_path, key):
     def without_divisors(tensors):
         if key.startswith("rope."):  # they fit one rotation
             del tensors[DIVISORS]
@@ -222,7 +222,7 @@ LIES = {
 
 
 @pytest.mark.parametrize(("metadata", "change", "words"), LIES.values(), ids=LIES)
-def test_file_that_lies_is_one_line(file, tmp_path, metadata, change, words):
+def test_inconsistent_file_raises_one_line_error(file, tmp_path, metadata, change, words):
     stated = {f"step35.{key}": value for key, value in (metadata or {}).items()}
     path = rewrite(file, tmp_path / "bad.gguf", stated, change or (lambda tensors: None))
     with pytest.raises(InputError, match=words) as caught:
@@ -239,7 +239,7 @@ def ropes(full=(), sliding=()):
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
-def test_llama_3_parameters_of_the_published_model_are_read_back(tmp_path):
+def test_published_llama3_rope_parameters_round_trip(tmp_path):
     rope = {
         **{"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072},
         **{"low_freq_factor": 1.0, "high_freq_factor": 32.0},
@@ -261,7 +261,7 @@ def test_llama_3_parameters_of_the_published_model_are_read_back(tmp_path):
         ({"attention_bias": True}, "attention_bias: is True, but step3p5 in GGUF has False"),
     ],
 )
-def test_model_that_llama_cpp_has_no_form_for_is_named(tmp_path, different, words):
+def test_model_unsupported_by_llama_cpp_is_refused(tmp_path, different, words):
     path = tmp_path / "model.gguf"
     with pytest.raises(InputError, match=words):
         export_gguf(make(tmp_path / "source", **different), path)

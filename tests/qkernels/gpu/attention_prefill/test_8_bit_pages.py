@@ -26,7 +26,7 @@ def test_8_bit_odd_numbers_of_rows_and_keys(check, half, codes, count):
 @CODES
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
 @pytest.mark.parametrize("past", [-1, 0, 1])
-def test_8_bit_contexts_around_the_edges_of_pages_and_steps(check, half, codes, B, past):
+def test_8_bit_contexts_at_page_and_step_edges(check, half, codes, B, past):
     """Scales and float8 codes after the last key of a page are NaN."""
     lengths = [B + past, 128 + past, 3 * 128 + past, 128 + B + past]
     check([9, 100, 130, 40], lengths, 8, 2, 128, B, half, codes=codes)
@@ -100,7 +100,7 @@ def test_8_bit_splits_of_a_context_merge(check, codes, split, window):
 
 @CODES
 @pytest.mark.parametrize("spread", [2**-24, 2**12])
-def test_scales_that_differ_by_powers(check, half, codes, spread):
+def test_scales_of_very_different_size(check, half, codes, spread):
     check([100, 40], [300, 1000], 8, 2, 128, 16, half, codes=codes, spread=spread)
 
 
@@ -112,7 +112,7 @@ def test_small_keys_and_values(check, half, codes):
 
 
 @CODES
-def test_one_scale_for_all_slots(check, half, codes):
+def test_static_scale_with_zero_strides(check, half, codes):
     """A checkpoint's: its strides are 0."""
     check([100, 1], [300, 1000], 8, 2, 128, 16, half, codes=codes, static=True)
 
@@ -126,14 +126,14 @@ def test_8_bit_requests_without_rows_or_keys(check, half, codes):
 
 
 @CODES
-def test_a_batch_of_many_requests_over_8_bit_pages(check, half, codes):
+def test_batch_of_many_requests_over_8_bit_pages(check, half, codes):
     counts = [1 + 37 * r % 90 for r in range(70)]
     lengths = [count + 13 * r for r, count in enumerate(counts)]
     check(counts, lengths, 8, 2, 128, 16, half, codes=codes)
 
 
 @CODES
-def test_a_captured_chunk_over_8_bit_pages_follows_its_inputs(coded_problem, codes):
+def test_captured_chunk_over_8_bit_pages_reads_new_inputs(coded_problem, codes):
     """Rows, lengths, tables, codes and scales change between replays."""
     cases = [
         coded_problem(codes, [1, 100, 99], [700, 600, 99], 8, 2, 128, 16, torch.bfloat16, seed=1),

@@ -20,7 +20,7 @@ def test_chunks_and_decodes_in_one_batch(check, half):
     check([1, 300, 1, 30, 2, 700], [40, 5000, 7, 70, 333, 700], 8, 2, 128, 16, half)
 
 
-def test_a_batch_of_many_requests(check, half):
+def test_batch_of_many_requests(check, half):
     """More tiles than SMs, and a search among many requests."""
     counts = [1 + 37 * r % 90 for r in range(70)]
     check(counts, [count + 13 * r for r, count in enumerate(counts)], 8, 2, 128, 16, half)
@@ -28,7 +28,7 @@ def test_a_batch_of_many_requests(check, half):
 
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
 @pytest.mark.parametrize("past", [-1, 0, 1])
-def test_contexts_around_the_edges_of_pages_and_steps(check, half, B, past):
+def test_contexts_at_page_and_step_edges(check, half, B, past):
     """Slots after the last key of a page are NaN, as where nothing was written."""
     lengths = [B + past, 128 + past, 3 * 128 + past, 128 + B + past]
     check([9, 100, 130, 40], lengths, 8, 2, 128, B, half)
@@ -108,12 +108,12 @@ def test_requests_without_rows_or_keys(check, half):
         assert not got[200:].any(), "rows that see nothing are zero"
 
 
-def test_a_token_sees_the_same_alone_and_in_a_batch(check, half):
+def test_token_output_equal_alone_and_in_batch(check, half):
     alone = check([40], [500], 8, 2, 128, 16, half)
     assert torch.equal(alone, check([40], [500], 8, 2, 128, 16, half))
 
 
-def test_scores_that_float32_hardly_holds(problem, half):
+def test_scores_near_float32_limit(problem, half):
     """Each row's scores differ by thousands, so all its weight is on one key."""
     from qkernels.attention import sm90_prefill
 
@@ -131,7 +131,7 @@ def test_scores_that_float32_hardly_holds(problem, half):
     assert ((got.double() - want).norm() / want.norm()) < 5e-2
 
 
-def test_a_captured_chunk_follows_its_inputs(problem, half):
+def test_captured_chunk_reads_new_inputs(problem, half):
     """Rows, lengths and tables change between replays; only the maxima are frozen."""
     small, _ = problem([1, 100, 99], [700, 600, 99], 8, 2, 128, 16, half, seed=1)
     large, _ = problem([150, 49, 1], [150, 2000, 1000], 8, 2, 128, 16, half, seed=2)
@@ -171,7 +171,7 @@ def test_queries_whose_rows_are_not_multiples_of_16_bytes(problem, half, first, 
     assert torch.equal(got, want)
 
 
-def test_ops_takes_it_for_chunks_and_the_portable_kernel_for_the_rest(problem, half, monkeypatch):
+def test_dispatch_uses_sm90_for_chunks_only(problem, half, monkeypatch):
     taken = []
     implementation = dispatch.implementation
 

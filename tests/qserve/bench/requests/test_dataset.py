@@ -36,7 +36,7 @@ def samples(tmp_path=None, text=None, **settings):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_traces_are_told_by_their_first_line(tmp_path, name):
+def test_trace_format_is_detected_by_first_line(tmp_path, name):
     path = tmp_path / name
     path.write_text(TRACES[name])
     first, second = read_trace(str(path))
@@ -54,21 +54,21 @@ def test_equal_hashes_are_equal_prefixes(tmp_path):
     assert (first.prompt_len, second.prompt_len) == (1030, 1100)
 
 
-def test_range_ratio_is_vllms():
+def test_range_ratio_equals_vllm():
     found = samples(random_input_len=100, random_range_ratio=0.25, num_prompts=300)
     lengths = {sample.prompt_len for sample in found}
     assert min(lengths) == 75 and max(lengths) == 125
     assert {each.prompt_len for each in samples(random_input_len=100)} == {100}
 
 
-def test_prompts_of_random_share_their_prefix_alone():
+def test_random_prompts_share_only_the_prefix():
     found = samples(random_input_len=20, random_prefix_len=8)
     assert len({tuple(each.prompt[:8]) for each in found}) == 1
     assert len({tuple(each.prompt[8:]) for each in found}) == 5
     assert {each.prompt_len for each in found} == {28}
 
 
-def test_prefix_repetition_has_so_many_prefixes():
+def test_prefix_repetition_number_of_prefixes():
     found = samples(
         dataset_name="prefix_repetition",
         prefix_repetition_num_prefixes=3,
@@ -80,7 +80,7 @@ def test_prefix_repetition_has_so_many_prefixes():
     assert len({tuple(each.prompt) for each in found}) == 60
 
 
-def test_texts_have_as_many_tokens_as_asked():
+def test_texts_have_requested_number_of_tokens():
     text = TokenText(MODEL)
     for sample in samples(text=text, random_input_len=40):
         assert isinstance(sample.prompt, str)
@@ -99,7 +99,7 @@ def _common(a, b):
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-def test_sharegpt_leaves_out_what_is_too_long(tmp_path):
+def test_sharegpt_drops_long_conversations(tmp_path):
     def talk(prompt, answer):
         return {"conversations": [{"value": "a " * prompt}, {"value": "b " * answer}]}
 
@@ -109,7 +109,7 @@ def test_sharegpt_leaves_out_what_is_too_long(tmp_path):
     assert [(each.prompt_len, each.output_len) for each in found] == [(10, 7)] * 2
 
 
-def test_custom_lines(tmp_path):
+def test_custom_dataset_lines(tmp_path):
     path = tmp_path / "custom.jsonl"
     path.write_text('{"prompt": "a b c", "output_tokens": 3}\n{"prompt": "d"}\n')
     found = samples(dataset_name="custom", dataset_path=str(path), num_prompts=2)
@@ -120,7 +120,7 @@ def test_custom_lines(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.json", "ROWS.JSONL", "rows.txt"])
-def test_rows_are_read_whatever_the_file_is_called(tmp_path, name):
+def test_rows_are_read_from_any_file_name(tmp_path, name):
     rows = [{"prompt": "a b c", "output_tokens": 3}, {"prompt": ["d\u2028", "e"]}]
     path = tmp_path / name
     for content in (json.dumps(rows), "\n".join(map(json.dumps, rows)), json.dumps({"data": rows})):
@@ -136,7 +136,7 @@ def test_rows_are_read_whatever_the_file_is_called(tmp_path, name):
     assert set(found[0].prompt.splitlines()[1:]) <= {"one line", "another line"}
 
 
-def test_a_file_of_another_kind_is_named(tmp_path):
+def test_file_of_other_format_is_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="first line"):

@@ -64,7 +64,7 @@ def run_on_time(server, asked, requests, wanted):
     raise AssertionError(f"expected {wanted} s, found {found}")
 
 
-def test_times_are_those_of_the_script(server):
+def test_latencies_equal_scripted_times(server):
     wanted = {"ttft": FIRST, "tpot": GAP, "itl": GAP, "e2el": FIRST + (TOKENS - 1) * GAP}
     asked = settings(server, percentile_metrics="ttft,tpot,itl,e2el", goodput=["ttft:60000"])
     result = run_on_time(server, asked, data(), wanted)
@@ -77,13 +77,13 @@ def test_times_are_those_of_the_script(server):
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_goodput_counts_none_where_a_limit_is_missed(server):
+def test_goodput_excludes_requests_beyond_a_limit(server):
     result = asyncio.run(run(settings(server, goodput=["ttft:1"]), data(num_prompts=1)))
     assert result["request_goodput"] == 0
 
 
 @pytest.mark.parametrize("tells_ids", [True, False])
-def test_tokens_without_text_count_when_they_come(server, monkeypatch, tells_ids):
+def test_tokens_without_text_are_timed(server, monkeypatch, tells_ids):
     monkeypatch.setattr(server, "tells_ids", tells_ids)
     server.silent_tokens = 3
     asked = settings(server, save_detailed=True)
@@ -94,7 +94,7 @@ def test_tokens_without_text_count_when_they_come(server, monkeypatch, tells_ids
     assert len(found["itls"][0]) == TOKENS - 1
 
 
-def test_keys_are_vllms(server, tmp_path):
+def test_result_keys_equal_vllm(server, tmp_path):
     asked = settings(
         server, save_result=True, save_detailed=True, result_dir=str(tmp_path), metadata=["gpu=x"]
     )
@@ -107,13 +107,13 @@ def test_keys_are_vllms(server, tmp_path):
     assert extra == {"client_send_lag_p99_ms", "client_loop_lag_p99_ms"}
 
 
-def test_most_under_way_is_the_limit(server):
+def test_max_concurrency_is_the_limit(server):
     server.most_open = 0
     asyncio.run(run(settings(server, max_concurrency=2), data(num_prompts=5)))
     assert server.most_open == 2
 
 
-def test_a_failed_request_is_counted_and_told(server, capsys):
+def test_failed_request_is_counted_and_reported(server, capsys):
     server.fails = True
     try:
         assert bench_serve(None, settings(server), data(num_prompts=3)) == 1
@@ -125,7 +125,7 @@ def test_a_failed_request_is_counted_and_told(server, capsys):
     assert "TTFT" not in shown.out  # a table of zeros looks like a measurement
 
 
-def test_a_thousand_streams_at_once(server):
+def test_thousand_streams_at_once(server):
     server.first = 1.0  # until all are there
     server.most_open = 0
     try:
@@ -136,13 +136,13 @@ def test_a_thousand_streams_at_once(server):
     assert result["total_output_tokens"] == 1000 * TOKENS
 
 
-def test_nobody_there_is_one_line(server):
+def test_unreachable_server_gives_one_line_error(server):
     asked = ServeBenchSettings(base_url="http://127.0.0.1:9", disable_tqdm=True)
     with pytest.raises(InputError, match="start the server"):
         asyncio.run(run(asked, data()))
 
 
-def test_no_torch_is_loaded():
+def test_torch_is_not_loaded():
     code = (
         "import sys\n"
         "from qserve.cli import build_parser\n"
@@ -165,7 +165,7 @@ def record(start, times, output_len=None, **others):
     )
 
 
-def test_definitions_by_hand():
+def test_metrics_equal_handmade():
     records = [
         record(0.0, [0.5, 0.7, 0.9]),
         record(1.0, [1.25]),  # one token: no TPOT
@@ -219,7 +219,7 @@ P99 E2EL (ms):                           500.00
 =================================================="""
 
 
-def test_the_table_is_vllms():
+def test_result_table_equals_vllm():
     metrics = ServeMetrics(records=[record(0.0, [0.25, 0.375, 0.5])], duration=2.0)
     names = ("ttft", "tpot", "itl", "e2el")
     result = metrics.to_dict(metrics=names, wanted=(99,), limits_ms={"ttft": 300.0})
@@ -228,7 +228,7 @@ def test_the_table_is_vllms():
     assert found == GOLDEN.splitlines()
 
 
-def test_arrivals_end_at_the_rate_and_are_as_bursty_as_asked():
+def test_arrival_rate_and_burstiness():
     even = arrival_times(100, rate=10, burstiness=float("inf"))
     assert even == pytest.approx([(i + 1) / 10 for i in range(100)])
     poisson = arrival_times(2000, rate=10, seed=3)
@@ -251,6 +251,6 @@ def test_arrivals_end_at_the_rate_and_are_as_bursty_as_asked():
         ({"header": ["x"]}, "--header"),
     ],
 )
-def test_a_mistake_names_its_flag(wrong, named):
+def test_invalid_value_error_names_flag(wrong, named):
     with pytest.raises(InputError, match=named):
         ServeBenchSettings(**wrong)

@@ -59,12 +59,12 @@ def test_flags_of_a_combination():
         (["--serve-cmd", "qserve serve m --port=x"], "expected a number after --port, found 'x'"),
     ],
 )
-def test_commands_that_do_not_run_are_named(server, tmp_path, capsys, flags, message):
+def test_failing_commands_are_reported(server, tmp_path, capsys, flags, message):
     assert sweep(server, tmp_path, "--num-runs", "1", *flags) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_runs_already_is_not_measured_instead(server, tmp_path, capsys):
+def test_port_in_use_is_refused(server, tmp_path, capsys):
     port = server.url.rpartition(":")[2].strip("/")
     assert sweep(server, tmp_path, "--serve-cmd", f"qserve serve m --port {port}") == 1
     assert f"--serve-cmd: port {port} is in use" in capsys.readouterr().err
@@ -76,7 +76,7 @@ def test_failed_runs_are_counted(tmp_path, capsys):
     assert "2 runs failed or wrote no result" in capsys.readouterr().err
 
 
-def test_curves_and_frontier():
+def test_latency_curves_and_pareto_frontier():
     rows = [
         {"label": "a", "request_rate": 8, "median_tpot_ms": 10, "output_throughput": 800},
         {"label": "a", "request_rate": 2, "median_tpot_ms": 5, "output_throughput": 300},
@@ -89,7 +89,7 @@ def test_curves_and_frontier():
     assert frontier(points) == [(100, 400), (200, 150)]
 
 
-def test_side_by_side(server, tmp_path):
+def test_results_side_by_side(server, tmp_path):
     out = tmp_path / "all.json"
     command = [sys.executable, "examples/compare.py", f"a={server.url}", f"b={server.url}"]
     command += ["--runs", "1", "--json", str(out), "--", "--num-prompts", "2"]
@@ -101,7 +101,7 @@ def test_side_by_side(server, tmp_path):
     }
 
 
-def test_a_key_that_no_result_has(tmp_path, capsys):
+def test_unknown_result_key_is_refused(tmp_path, capsys):
     (tmp_path / "r.json").write_text('{"label": "a", "request_rate": 2.0, "mean_ttft_ms": 3}')
     assert main(["bench", "sweep", "plot", str(tmp_path), "--y", "ttft"]) == 1
     words = "--y: no result has ttft (choose among mean_ttft_ms, request_rate)"

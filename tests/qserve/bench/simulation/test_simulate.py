@@ -54,7 +54,7 @@ def plans_of(run):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_schedule_is_the_engines(depth):
+def test_simulated_schedule_equals_engine(depth):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 48}
     wanted = asked(num_pages=24, request_rate=25, sync_scheduling=not depth, **limits)
     requests = make_requests(wanted, data())
@@ -96,7 +96,7 @@ def test_the_schedule_is_the_engines(depth):
     assert max(len(chunks) for chunks in expected) > 2, "requests must overlap"
 
 
-def test_one_request_takes_its_steps():
+def test_single_request_takes_expected_steps():
     found = simulate(asked(), data(num_prompts=1, random_range_ratio=0), FIXED)
     assert found["median_ttft_ms"] == pytest.approx(10)
     assert found["median_tpot_ms"] == pytest.approx(10)
@@ -104,7 +104,7 @@ def test_one_request_takes_its_steps():
     assert found["num_steps"] == 9 and found["total_output_tokens"] == 9
 
 
-def test_overhead_counts_before_the_first_token_alone():
+def test_overhead_counts_only_before_first_token():
     one = data(num_prompts=1, random_range_ratio=0)
     found = simulate(asked(request_overhead_ms=7), one, FIXED)
     assert found["median_ttft_ms"] == pytest.approx(17)
@@ -149,14 +149,14 @@ def test_every_request_gets_its_tokens_in_order(
         assert all(a[1] <= b[0] + 1e-9 for a, b in zip(ends, ends[1:], strict=False))
 
 
-def test_the_same_again():
+def test_simulation_is_deterministic():
     wanted = asked(request_rate=40, router="random", replicas=2)
     assert simulate(wanted, data(), FIXED) == simulate(wanted, data(), FIXED)
     other = simulate(asked(request_rate=40, router="random", replicas=2, seed=1), data(), FIXED)
     assert other != simulate(wanted, data(), FIXED)
 
 
-def test_shared_prefixes_are_found(tmp_path):
+def test_shared_prefixes_hit_the_cache(tmp_path):
     rows = [
         {
             "timestamp": 3000 * i,
@@ -178,7 +178,7 @@ def test_shared_prefixes_are_found(tmp_path):
     assert shared["median_ttft_ms"] == pytest.approx(1500 - 1024, rel=0.01)
 
 
-def test_a_trace_without_prefixes_is_refused_with_prefix_caching(tmp_path):
+def test_trace_without_prefixes_is_refused_with_prefix_caching(tmp_path):
     trace = tmp_path / "azure.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,40,4\n")
     assert simulate(asked(trace=str(trace)), data(), FIXED)["num_prompts"] == 1
@@ -186,7 +186,7 @@ def test_a_trace_without_prefixes_is_refused_with_prefix_caching(tmp_path):
         simulate(asked(trace=str(trace), prefix_caching=True), data(), FIXED)
 
 
-def test_the_highest_rate_meets_the_limits():
+def test_highest_rate_meets_latency_limits():
     wanted = asked(goodput=["ttft:60", "tpot:20"], find_max_rate=True, max_num_seqs=2)
     rate = find_max_rate(wanted, data(num_prompts=60), FIXED)
     assert 1 < rate < 30  # two places, 90 ms each: about 22 a second at most
@@ -201,20 +201,20 @@ def case(name, us, *requests):
     }
 
 
-def test_too_few_requests_to_find_the_highest_rate_are_refused():
+def test_too_few_requests_for_rate_search_are_refused():
     """All of them run in one batch, so every rate meets the limits."""
     wanted = asked(goodput=["ttft:500", "tpot:30"], find_max_rate=True)
     with pytest.raises(InputError, match="--num-prompts: 40 requests meet .* every rate"):
         find_max_rate(wanted, data(), FIXED)
 
 
-def test_the_error_of_step_times_is_printed_only_if_they_were_fitted(capsys):
+def test_error_of_step_times_is_printed_only_if_they_were_fitted(capsys):
     assert bench_simulate(asked(), data()) == 0
     out = capsys.readouterr().out
     assert "KV pages in use" in out and "fitted" not in out
 
 
-def test_step_times_are_those_that_were_measured():
+def test_step_times_equal_measured():
     def true_us(tokens, keys, pairs):
         return 2000 + max(0, tokens - 64) * 20 + keys / 1e5 * 500 + pairs / 1e7 * 900
 
@@ -234,7 +234,7 @@ def test_step_times_are_those_that_were_measured():
     assert times.of_load(beyond) == pytest.approx(true_us(4096, 0, 0) / 1e6)
 
 
-def test_steps_take_as_long_as_the_graphs_that_they_run_in(tmp_path):
+def test_step_times_equal_padded_graph_times(tmp_path):
     """Nine decodes take the time of sixteen; with a prompt, that of the next chunk graph."""
     rows = {"decode": [1, 8, 16], "chunk": [64, 128]}
     seen = {1: 1000, 8: 1500, 16: 2500, 64: 4000, 128: 7000, 300: 16_000}
@@ -257,7 +257,7 @@ def test_steps_take_as_long_as_the_graphs_that_they_run_in(tmp_path):
     assert times.of_load(between) == pytest.approx(11_500e-6, rel=1e-3)
 
 
-def test_a_result_of_something_else_is_named(tmp_path):
+def test_other_result_file_is_refused(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"duration": 1}')
     with pytest.raises(InputError, match="bench forward"):

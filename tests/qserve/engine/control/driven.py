@@ -4,7 +4,7 @@ from qserve.engine.control import commands
 from qserve.engine.control.command_queue import CommandQueue
 from qserve.engine.engine import Engine
 from qserve.engine.token_event import TokenEvent
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
@@ -31,9 +31,9 @@ class Driven:
         self.finished: list = []
         self._numbers = 0
 
-    def add(self, *names: str, **handling) -> None:
+    def add(self, *names: str, **options) -> None:
         for name in names:
-            given = {"handling": Handling(**handling)} if handling else {}
+            given = {"options": RequestOptions(**options)} if options else {}
             self.engine.add_request(name, PROMPTS[name], GREEDY, **given)
 
     def tell(self, command: commands.AnyCommand) -> int:

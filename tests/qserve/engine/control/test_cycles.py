@@ -112,7 +112,7 @@ class Load:
     ("cycles", "quantization"),
     [(4, "w4a16-auto"), pytest.param(200, None, marks=pytest.mark.exhaustive)],  # floats: faster
 )
-def test_cycles_lose_no_request_and_no_memory(cycles, quantization, tiny_model, tmp_path):
+def test_update_cycles_lose_no_request_and_no_memory(cycles, quantization, tiny_model, tmp_path):
     folder = tiny_model("qwen3")
     load = Load([folder, written(changed(folder), folder, tmp_path / "new")], quantization)
     for number in range(1, cycles + 1):

@@ -28,7 +28,7 @@ def one_bit(tensors):
     bits[-1, -1] ^= 1
 
 
-def test_it_is_that_of_the_weights(tiny_model, tmp_path):
+def test_fingerprint_depends_on_weights_not_path(tiny_model, tmp_path):
     folder = tiny_model("qwen3")
     first = fingerprint(folder)
     assert first == fingerprint(folder) and len(first) == 19
@@ -37,7 +37,7 @@ def test_it_is_that_of_the_weights(tiny_model, tmp_path):
     assert first == fingerprint(copy), "a copy in another folder is the same model"
 
 
-def test_settings_of_a_batch_count_unless_bits_are_the_same_in_any(tiny_model):
+def test_fingerprint_includes_batch_settings_unless_batch_invariant(tiny_model):
     folder = tiny_model("qwen3")
     assert fingerprint(folder) != fingerprint(folder, max_num_seqs=3)
     both = [fingerprint(folder, batch_invariant=True, max_num_seqs=n) for n in (3, 4)]
@@ -46,7 +46,7 @@ def test_settings_of_a_batch_count_unless_bits_are_the_same_in_any(tiny_model):
     assert fingerprint(folder) != fingerprint(folder, kv_cache_dtype="int8")
 
 
-def test_the_contents_of_a_placement_file_count(tmp_path):
+def test_fingerprint_includes_placement_file_contents(tmp_path):
     """Its path does not."""
 
     def found(name, text):
@@ -59,7 +59,7 @@ def test_the_contents_of_a_placement_file_count(tmp_path):
     assert found("b.json", "[[1, 2]]") == first != found("a.json", "[[2, 1]]")
 
 
-def test_adapters_count(tiny_model, tmp_path):
+def test_fingerprint_includes_adapters(tiny_model, tmp_path):
     """Outputs of an adapter have another fingerprint, which follows from its weights."""
     folder = tiny_model("qwen3")
     llm = LLM(folder, **SMALL, enable_lora=True)
@@ -70,13 +70,13 @@ def test_adapters_count(tiny_model, tmp_path):
     assert a == again and len({a, b, llm.system_fingerprint, fingerprint(folder)}) == 4
 
 
-def test_versions_count(tiny_model, monkeypatch):
+def test_fingerprint_includes_versions(tiny_model, monkeypatch):
     before = fingerprint(tiny_model("qwen3"))
     monkeypatch.setattr(qserve, "__version__", "0.0.1")
     assert fingerprint(tiny_model("qwen3")) != before
 
 
-def test_an_update_changes_it_and_the_old_weights_bring_it_back(tiny_model, tmp_path):
+def test_update_changes_fingerprint_and_old_weights_restore_it(tiny_model, tmp_path):
     folder = tiny_model("qwen3")
     llm = LLM(folder, **SMALL)
     before = llm.system_fingerprint
@@ -93,7 +93,7 @@ def test_an_update_changes_it_and_the_old_weights_bring_it_back(tiny_model, tmp_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("count", [1, 7, 8, 4099])
-def test_a_checksum_sees_every_bit_and_every_place(dtype, count):
+def test_checksum_depends_on_every_bit_and_position(dtype, count):
     generator = torch.Generator().manual_seed(count)
     flat = torch.randint(-128, 127, (count + 1,), generator=generator).to(dtype)
     whole, shifted = flat[:-1].clone(), flat[1:].clone()
@@ -115,7 +115,7 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype, count):
     assert checksum([whole.view(1, -1)]) not in seen, "another shape"
 
 
-def test_pieces_of_a_large_tensor_are_in_order(monkeypatch):
+def test_checksum_pieces_are_ordered(monkeypatch):
     monkeypatch.setattr("qserve.model.resident.checksum.WORDS", 4)
     numbers = torch.arange(24, dtype=torch.int64)
     found = {checksum([each]) for each in (numbers, numbers.roll(4), numbers.flip(0))}

@@ -38,7 +38,7 @@ def addresses(llm: LLM) -> list[int]:
 
 
 @pytest.mark.parametrize("quantization", ["w4a16-auto", "w8a8", None])
-def test_update_is_a_fresh_engine_and_graphs_stay(quantization, docs_5m, tmp_path):
+def test_updated_engine_equals_fresh_engine_and_keeps_graphs(quantization, docs_5m, tmp_path):
     new = changed(docs_5m)
     other = written(new, docs_5m, tmp_path / "new")
     fresh = start(other, quantization=quantization)
@@ -69,7 +69,7 @@ def test_sleep_frees_the_gpu(level, eager, docs_5m):
     assert (llm.engine.runner.graphs is None) == eager
 
 
-def test_pinned_memory_is_used_again(docs_5m, tmp_path):
+def test_pinned_memory_is_reused(docs_5m, tmp_path):
     llm = start(docs_5m, quantization="w4a16-auto")
     new = changed(docs_5m)
     fresh = tokens(start(written(new, docs_5m, tmp_path / "new"), quantization="w4a16-auto"))

@@ -8,7 +8,7 @@ from qserve.engine.control import commands
 from qserve.engine.engine import Engine
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from tests.qserve.engine.control.driven import GREEDY, PROMPTS, Clock, Driven
 
 
@@ -62,7 +62,7 @@ def test_keep_stops_requests_and_continues_them(driven, wanted):
     assert {name: driven.tokens(name) for name in PROMPTS} == wanted
 
 
-def test_log_says_what_an_operator_did(driven, caplog):
+def test_operator_actions_are_logged(driven, caplog):
     caplog.set_level("INFO")
     driven.add("a", "b")
     driven.step(2)
@@ -79,7 +79,7 @@ def test_log_says_what_an_operator_did(driven, caplog):
     ]
 
 
-def test_abort_ends_requests_with_what_they_have(driven, wanted):
+def test_abort_returns_partial_outputs(driven, wanted):
     driven.add("a", "b")
     driven.step(3)
     driven.tell(commands.PauseGeneration(mode="abort"))
@@ -94,7 +94,7 @@ def test_abort_ends_requests_with_what_they_have(driven, wanted):
     assert driven.tokens("c") == wanted["c"]
 
 
-def test_abort_of_all_goes_ahead_of_a_wait_and_ends_held_requests(driven):
+def test_abort_all_precedes_wait_and_ends_paused_requests(driven):
     driven.add("a")
     driven.step(2)
     waiting = driven.tell(commands.PauseGeneration(mode="wait"))
@@ -105,7 +105,7 @@ def test_abort_of_all_goes_ahead_of_a_wait_and_ends_held_requests(driven):
     assert driven.finished[0].outcome.num_requests == 2
 
 
-def test_client_may_abort_a_held_request(driven, wanted):
+def test_paused_request_can_be_aborted(driven, wanted):
     driven.tell(commands.PauseGeneration())
     driven.add("a", "b")
     driven.engine.abort("a")
@@ -115,7 +115,7 @@ def test_client_may_abort_a_held_request(driven, wanted):
     assert driven.tokens("a") == [] and driven.tokens("b") == wanted["b"]
 
 
-def test_deadline_of_a_held_request_passes(driven):
+def test_paused_request_deadline_is_enforced(driven):
     driven.tell(commands.PauseGeneration())
     assert driven.engine.idle_seconds is None
     driven.add("a", timeout=5.0)
@@ -128,7 +128,7 @@ def test_deadline_of_a_held_request_passes(driven):
     assert not driven.engine.has_work()
 
 
-def test_held_request_that_can_never_run_is_refused_at_once(driven):
+def test_paused_request_that_cannot_run_is_refused(driven):
     driven.tell(commands.PauseGeneration())
     with pytest.raises(InputError, match="expected a prompt of 1 to 199 tokens, found 300"):
         driven.engine.add_request("x", [5] * 300, GREEDY)
@@ -137,7 +137,7 @@ def test_held_request_that_can_never_run_is_refused_at_once(driven):
 def test_aborted_beam_search_is_refused(driven):
     params = BeamSearchParams(beam_width=2, max_tokens=6)
     driven.engine.add_request(
-        "x", [5, 6, 7], sampling_params(params), handling=Handling(beam_search=params)
+        "x", [5, 6, 7], sampling_params(params), options=RequestOptions(beam_search=params)
     )
     driven.step(2)
     driven.tell(commands.AbortAll())
@@ -173,7 +173,7 @@ def test_unknown_mode_is_refused_and_nothing_stops(driven, wanted):
     assert driven.tokens("a") == wanted["a"]
 
 
-def test_refused_update_leaves_running_requests_alone(driven, wanted):
+def test_refused_update_keeps_running_requests(driven, wanted):
     driven.add("a")
     driven.step(2)
     driven.tell(commands.UpdateWeights(folder="/nowhere", mode="abort"))

@@ -83,7 +83,7 @@ def test_another_process_reads_the_same_bits(device):
     assert not {each.path for each in shared} - {""} or not files()
 
 
-def test_files_end_with_the_block_and_what_was_opened_stays():
+def test_files_are_removed_at_exit_and_open_tensors_stay_valid():
     before = files()
     with pytest.raises(ZeroDivisionError), shared_tensors.shared_tensors(examples("cpu")) as shared:
         found = dict(open_tensors(shared))
@@ -97,7 +97,7 @@ def test_files_end_with_the_block_and_what_was_opened_stays():
         assert shared == [] and files() == before
 
 
-def test_memory_that_is_too_small_is_named(monkeypatch):
+def test_too_small_shared_memory_is_reported(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -111,7 +111,7 @@ def test_memory_that_is_too_small_is_named(monkeypatch):
     assert files() == before
 
 
-def test_reader_changes_nothing_of_the_trainers():
+def test_reader_does_not_modify_trainer_tensors():
     with shared_tensors.shared_tensors({"a": torch.ones(4)}) as shared:
         ((_, first),) = open_tensors(shared)
         first.zero_()
@@ -119,7 +119,7 @@ def test_reader_changes_nothing_of_the_trainers():
         assert second.tolist() == [1.0] * 4
 
 
-def test_no_other_file_is_opened(tmp_path):
+def test_only_shared_tensor_files_are_opened(tmp_path):
     folder = shared_tensors._folder()
     with shared_tensors.shared_tensors({"a": torch.ones(4, 2)}) as (good,):
         link = folder / f"{PREFIX}link-{os.getpid()}"
@@ -194,7 +194,7 @@ def posts_to(driven: Driven, monkeypatch) -> list[SharedWeights]:
 
 
 @pytest.mark.parametrize("part_bytes", [None, 20_000])
-def test_engine_runs_the_weights_that_were_sent(part_bytes, tiny_model, wanted, monkeypatch):
+def test_engine_uses_shared_weights(part_bytes, tiny_model, wanted, monkeypatch):
     folder = tiny_model("qwen3")
     new, driven = changed(folder), start(folder)
     bodies = posts_to(driven, monkeypatch)
@@ -209,7 +209,7 @@ def test_engine_runs_the_weights_that_were_sent(part_bytes, tiny_model, wanted, 
     assert set(driven.engine.operations.weight_digests().tensors) == set(new)
 
 
-def test_refused_part_or_update_begins_anew(tiny_model, wanted, monkeypatch):
+def test_update_restarts_after_refusal(tiny_model, wanted, monkeypatch):
     folder = tiny_model("qwen3")
     new, driven = changed(folder), start(folder)
     posts_to(driven, monkeypatch)

@@ -86,7 +86,7 @@ def part(tensors: dict[str, torch.Tensor]) -> ReceiveWeights:
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-def test_engine_runs_the_weights_that_a_trainer_broadcasts(backend, device, tiny_model):
+def test_engine_uses_broadcast_weights(backend, device, tiny_model):
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL requires a GPU for each process")
     folder = tiny_model("qwen3")
@@ -142,7 +142,7 @@ def test_engine_runs_the_weights_that_a_trainer_broadcasts(backend, device, tiny
         ({"timeout": 0.2}, "updates at 127.0.0.1:.* cannot be joined"),
     ],
 )
-def test_group_that_cannot_be_joined_is_refused(change, problem):
+def test_unreachable_weight_group_is_refused(change, problem):
     given = {"name": "updates", "port": free_port(), "rank": 1, "backend": "gloo", **WORLD}
     command = JoinWeightGroup(**{**given, **change})
     with pytest.raises(InputError, match=problem):

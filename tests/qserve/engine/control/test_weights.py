@@ -47,7 +47,7 @@ def contents(llm: LLM) -> list[torch.Tensor]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family, settings", CASES)
-def test_update_is_a_fresh_engine(family, settings, tiny_model, tmp_path):
+def test_updated_engine_equals_fresh_engine(family, settings, tiny_model, tmp_path):
     folder, new = tiny_model(family), changed(tiny_model(family))
     other = written(new, folder, tmp_path / "new")
     fresh = start(other, **settings)
@@ -81,7 +81,7 @@ def test_trainer_computes_the_digest_with_formats_alone(tiny_model):
     assert weight_digest.differing(wrong, stated.tensors) == [f"{linear}.weight"]
 
 
-def test_quantized_checkpoint_takes_float_weights(quantized_5m, docs_5m, tmp_path):
+def test_float_weights_are_rounded_to_the_checkpoint_scheme(quantized_5m, docs_5m, tmp_path):
     """Its linears are rounded as it states; the codes of the file itself are accepted, too."""
     llm = start(quantized_5m)
     fresh = start(docs_5m, quantization="w4a16-auto")
@@ -132,7 +132,7 @@ def test_wrong_update_changes_nothing(case, rounded, tiny_model):
         assert torch.equal(own, expected)
 
 
-def test_name_that_comes_twice_is_refused(rounded, tiny_model):
+def test_duplicate_tensor_name_is_refused(rounded, tiny_model):
     new = list(changed(tiny_model("llama")).items())
     with pytest.raises(InputError, match="comes twice"):
         rounded.update_weights([*new, new[0]])
@@ -148,7 +148,7 @@ def test_other_model_is_refused(rounded, tiny_model, quantized_5m):
             rounded.update_weights(folder)
 
 
-def test_collective_rpc_knows_its_methods(rounded, tiny_model):
+def test_collective_rpc_methods(rounded, tiny_model):
     before = tokens(rounded)
     assert rounded.collective_rpc("reload_weights") == [None]
     rounded.collective_rpc("sleep", kwargs={"level": 2})
@@ -165,7 +165,7 @@ def held_bytes(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_memory_back_and_wake_brings_it(level, tiny_model):
+def test_sleep_frees_memory_and_wake_restores_weights(level, tiny_model):
     llm = start(tiny_model("qwen3"), quantization="w4a16-auto")
     before = tokens(llm)
     pages = [t for c in llm.engine.runner.caches for t in c.page_tensors]
@@ -189,7 +189,7 @@ def test_sleep_gives_memory_back_and_wake_brings_it(level, tiny_model):
         llm.sleep(3)
 
 
-def test_paused_model_answers_no_call(tiny_model):
+def test_llm_calls_on_paused_model_are_refused(tiny_model):
     """The calls of LLM would wait forever."""
     llm = start(tiny_model("llama"))
     llm.sleep(0)
@@ -205,7 +205,7 @@ def test_paused_model_answers_no_call(tiny_model):
     assert len(tokens(llm)) == len(PROMPTS)
 
 
-def test_sleep_that_fails_leaves_the_model_awake(tiny_model, monkeypatch):
+def test_failed_sleep_keeps_model_awake(tiny_model, monkeypatch):
     llm = start(tiny_model("llama"))
     before = tokens(llm)
 
@@ -219,7 +219,7 @@ def test_sleep_that_fails_leaves_the_model_awake(tiny_model, monkeypatch):
     assert not llm.is_sleeping() and tokens(llm) == before
 
 
-def test_update_wakes_dropped_weights(tiny_model, tmp_path):
+def test_update_restores_weights_dropped_by_sleep(tiny_model, tmp_path):
     """The order of colocated trainers: sleep(2), wake weights, new weights, wake the pages."""
     folder, new = tiny_model("llama"), changed(tiny_model("llama"))
     llm = start(folder)

@@ -14,7 +14,7 @@ def text(seed, blocks=4):
     return random.Random(seed).randbytes(blocks * BLOCK)
 
 
-def test_a_prompt_follows_its_beginning():
+def test_prompt_is_routed_to_server_with_its_prefix():
     table = PrefixTable()
     first = table.choose(text(1), IDLE)[0]
     for number in range(5):
@@ -27,14 +27,14 @@ def test_new_prompts_spread_over_servers_with_equal_loads():
     assert sorted(map(chosen.count, "abc")) == [3, 3, 3]
 
 
-def test_the_longest_match_wins_and_all_servers_are_ranked():
+def test_longest_match_wins_and_all_servers_are_ranked():
     table = PrefixTable()
     table.note(text(1, 2), "a")
     table.note(text(1, 2) + text(2, 3), "b")
     assert table.choose(text(1, 2) + text(2, 3), IDLE) == ["b", "a", "c"]
 
 
-def test_a_block_that_differs_ends_the_match_for_good():
+def test_different_block_ends_match():
     """Equal text after a different block is not the same prefix."""
     table = PrefixTable()
     table.note(text(1), "a")
@@ -52,7 +52,7 @@ def test_a_block_that_differs_ends_the_match_for_good():
         ({"a": 151, "b": 100}, "b"),
     ],
 )
-def test_busy_server_is_passed_over(loads, first):
+def test_busy_server_is_skipped(loads, first):
     table = PrefixTable()
     table.note(text(1), "a")
     assert table.choose(text(1), loads)[0] == first
@@ -65,7 +65,7 @@ def test_short_prompts_match_as_a_whole():
     assert table.choose(b"hello you", {"a": 0, "b": 1})[0] == "a"
 
 
-def test_memory_is_bounded_and_beginnings_stay():
+def test_memory_is_bounded_and_short_prefixes_are_kept():
     table = PrefixTable(kept_blocks=10)
     for seed in range(50):
         table.note(text(seed), "a")
@@ -76,7 +76,7 @@ def test_memory_is_bounded_and_beginnings_stay():
     assert len(table._keys(text(1, 2 * MAX_BLOCKS))) == MAX_BLOCKS
 
 
-def test_servers_that_are_gone_are_forgotten():
+def test_removed_servers_are_forgotten():
     table = PrefixTable()
     table.note(text(1), "a")
     table.keep(["b"])
@@ -85,7 +85,7 @@ def test_servers_that_are_gone_are_forgotten():
     assert table.choose(text(1), {}) == []
 
 
-def test_a_shared_prefix_trace_hits_more_often_than_taking_turns():
+def test_prefix_routing_hits_more_than_round_robin():
     """Blocks that a request finds at its server, of all its blocks; 4 servers, 16 beginnings."""
     rng = random.Random(5)
     trace = [text(beginning) + rng.randbytes(BLOCK) for beginning in range(16)] * 10
@@ -130,18 +130,18 @@ BODIES = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_what_a_router_sees_of_a_body(case):
+def test_router_prefix_key_of_a_body(case):
     body, model, seen = BODIES[case]
     assert look_into(body) == (model, seen)
 
 
-def test_the_next_turn_of_a_chat_begins_as_the_one_before():
+def test_next_chat_turn_shares_prefix():
     first = b'{"messages": [{"role": "user", "content": "one"}]}'
     second = first[:-2] + b', {"role": "assistant", "content": "two"}]}'
     assert look_into(second)[1].startswith(look_into(first)[1])
 
 
-def test_fields_beside_the_prompt_do_not_change_where_it_goes():
+def test_other_fields_do_not_change_routing():
     bodies = [
         b'{"prompt": "text", "temperature": 1, "user": "x"}',
         b'{"user": "y", "prompt": "text"}',
@@ -151,7 +151,7 @@ def test_fields_beside_the_prompt_do_not_change_where_it_goes():
     assert look_into(salted)[1] != look_into(bodies[0])[1]
 
 
-def test_a_request_keeps_its_headers_but_those_of_its_framing():
+def test_proxied_request_keeps_end_to_end_headers():
     scope = {
         "method": "POST",
         "path": "/llm/v1/completions",

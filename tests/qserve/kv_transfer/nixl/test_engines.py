@@ -27,15 +27,15 @@ def receiver(engine):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_decoded_tokens_are_those_of_one_engine(dtype, agent, make_engine, cold):
+def test_decoded_tokens_equal_one_engine(dtype, agent, make_engine, cold):
     prefill = make_engine("kv_producer", kv_cache_dtype=dtype)
     decode = make_engine("kv_consumer", kv_cache_dtype=dtype)
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT, kv_cache_dtype=dtype)] and cached == [24]
 
 
-def test_request_waits_for_a_prompt_that_is_still_computed(agent, make_engine, cold):
+def test_request_waits_for_remote_prompt_in_computation(agent, make_engine, cold):
     """The prompt takes several steps of the other engine, which begins after the wait."""
     prompts = [[n, *range(10, 90)] for n in range(3, 6)]
     prefill = make_engine("kv_producer", max_num_batched_tokens=32)
@@ -48,12 +48,12 @@ def test_request_waits_for_a_prompt_that_is_still_computed(agent, make_engine, c
         if decode._pending.num_waiting and prefill.has_work():
             ran.append(prefill.step())
 
-    tokens, cached = run(decode, prompts, handling=AWAITS, between=compute)
+    tokens, cached = run(decode, prompts, options=AWAITS, between=compute)
     assert len(ran) > 3
     assert tokens == [cold(prompt) for prompt in prompts] and cached == [80] * 3
 
 
-def test_ring_that_has_gone_round_several_times(in_process, make_engine, cold):
+def test_ring_buffer_wraps_around(in_process, make_engine, cold):
     """Pages lie at both ends of the ring, and so do the entries that a reader takes."""
     prefill = make_engine("kv_both", max_num_batched_tokens=36, max_num_seqs=1)
     decode = make_engine("kv_both")
@@ -63,40 +63,36 @@ def test_ring_that_has_gone_round_several_times(in_process, make_engine, cold):
         prompt = [100 + n, *PROMPT[1:]]
         run(prefill, [prompt], ONE)
         if n % 2:
-            tokens, cached = run(decode, [prompt], handling=AWAITS if n == 1 else None)
+            tokens, cached = run(decode, [prompt], options=AWAITS if n == 1 else None)
             assert tokens == [cold(prompt)] and cached == [24]
     tokens, cached = run(decode, [[100, *PROMPT[1:]]])
     assert cached == [0], "its pages were overwritten"
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_run_that_is_larger_than_the_staging_memory(
-    size, in_process, make_engine, cold, monkeypatch
-):
+def test_transfer_larger_than_staging_memory(size, in_process, make_engine, cold, monkeypatch):
     monkeypatch.setattr(remote, "STAGING_BYTES", size)
     prefill = make_engine("kv_producer", kv_cache_dtype="int8")
     decode = make_engine("kv_consumer", kv_cache_dtype="int8")
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT, kv_cache_dtype="int8")] and cached == [24]
 
 
-def test_pages_of_an_engine_that_differs_are_refused(agent, make_engine, cold, caplog):
+def test_pages_of_other_model_are_refused(agent, make_engine, cold, caplog):
     prefill = make_engine("kv_producer", block_size=8)
     run(prefill, [PROMPT], ONE)
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     (error,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert "block size: expected 4 tokens, found 8 tokens" in error
 
 
-def test_slot_that_is_overwritten_during_the_copy_does_not_count(
-    agent, make_engine, cold, monkeypatch
-):
+def test_slot_overwritten_during_copy_is_discarded(agent, make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
     index, copy = prefill.runner.page_sender._index, receiver(decode)._copy
@@ -108,12 +104,12 @@ def test_slot_that_is_overwritten_during_the_copy_does_not_count(
         index._begun[0] += index.facts.num_slots  # all slots were given to other pages
 
     monkeypatch.setattr(receiver(decode), "_copy", overwritten)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0] and copied
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_engine_that_goes_between_layers(at, agent, make_engine, cold, monkeypatch):
+def test_engine_exit_between_layers(at, agent, make_engine, cold, monkeypatch):
     """The request is computed immediately. The connection ends, as after a kill."""
     monkeypatch.setattr(peers, "SCAN_SECONDS", 0.01)
     prefill = make_engine("kv_producer")
@@ -136,12 +132,12 @@ def test_engine_that_goes_between_layers(at, agent, make_engine, cold, monkeypat
         if decode._pending.num_waiting and prefill.has_work():
             prefill.step()
 
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=compute)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=compute)
     assert gone and tokens == [cold(PROMPT)] and cached == [0]
 
 
 @pytest.mark.parametrize("read", [0, 1, 2, 3])
-def test_read_that_fails(read, in_process, make_engine, cold, monkeypatch, caplog):
+def test_failed_read_is_recomputed(read, in_process, make_engine, cold, monkeypatch, caplog):
     """Reads of the table, its entries, the pages, and the table after the pages."""
     prefill = make_engine("kv_producer")
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
@@ -156,7 +152,7 @@ def test_read_that_fails(read, in_process, make_engine, cold, monkeypatch, caplo
         copy(*values)
 
     monkeypatch.setattr(agent, "read", fails)
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert "cannot be read (the network is down): its pages are computed here" in caplog.text
 
@@ -175,21 +171,21 @@ def test_addresses_of_settings_find_engines_without_a_common_folder(
         extra = {**common, "port": port, "path": str(tmp_path / "other")}
         prefill = make_engine("kv_both", extra=extra)
         run(prefill, [prompt], ONE)
-        tokens, cached = run(decode, [prompt], handling=AWAITS)
+        tokens, cached = run(decode, [prompt], options=AWAITS)
         assert tokens == [cold(prompt)] and cached == [24]
         prefill.close()
-        tokens, cached = run(decode, [[9, *prompt]], handling=AWAITS)
+        tokens, cached = run(decode, [[9, *prompt]], options=AWAITS)
         assert tokens == [cold([9, *prompt])] and cached == [0]
 
 
-def test_another_secret_gets_no_pages(in_process, make_engine, cold, tmp_path, caplog):
+def test_wrong_secret_gets_no_pages(in_process, make_engine, cold, tmp_path, caplog):
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"the secret of engine {name}")
     prefill = make_engine("kv_producer", extra={"secret_file": str(tmp_path / "one")})
     run(prefill, [PROMPT], ONE)
     for extra in ({"secret_file": str(tmp_path / "two")}, {}):
         decode = make_engine("kv_consumer", extra=extra)
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS)
         assert tokens == [cold(PROMPT)] and cached == [0]
     assert "its secret differs" in caplog.text
 
@@ -224,7 +220,7 @@ def test_reader_without_the_secret_learns_nothing():
     connection.close()
 
 
-def test_listener_that_is_no_engine_is_reported_once(in_process, make_engine, cold, caplog):
+def test_listener_that_is_not_an_engine_is_reported_once(in_process, make_engine, cold, caplog):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         decode = make_engine("kv_consumer", extra={"peers": [address]})
@@ -232,14 +228,14 @@ def test_listener_that_is_no_engine_is_reported_once(in_process, make_engine, co
         reader.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         reader.close()
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     warnings = [each.getMessage() for each in caplog.records if address in each.getMessage()]
     assert len(warnings) == 1 and "is no engine that sends KV pages" in warnings[0]
 
 
-def test_files_that_name_no_engine_are_ignored_or_removed(in_process, make_engine, cold, tmp_path):
+def test_invalid_engine_files_are_ignored_or_removed(in_process, make_engine, cold, tmp_path):
     folder = tmp_path / "peers"
     prefill = make_engine("kv_producer")
     (made,) = folder.iterdir()
@@ -250,7 +246,7 @@ def test_files_that_name_no_engine_are_ignored_or_removed(in_process, make_engin
     elsewhere = dead | {"node": "another", "host": "localhost"}
     (folder / f"elsewhere.0{SUFFIX}").write_text(json.dumps(elsewhere))
     run(prefill, [PROMPT], ONE)
-    tokens, cached = run(make_engine("kv_consumer"), [PROMPT], handling=AWAITS)
+    tokens, cached = run(make_engine("kv_consumer"), [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [24]
     left = {path.name for path in folder.iterdir()}
     assert left == {made.name, f"bad.0{SUFFIX}", f"elsewhere.0{SUFFIX}"}
@@ -292,13 +288,13 @@ def test_missing_package_is_named(make_engine, monkeypatch):
 
 
 @needs_nixl
-def test_backend_that_nixl_lacks_is_named():
+def test_missing_nixl_backend_is_reported():
     with pytest.raises(InputError, match=r"no backend NONE.*UCX"):
         NixlAgent("a", "NONE")
 
 
 @needs_nixl
-def test_read_that_does_not_end_gives_up_its_memory(make_engine, cold, monkeypatch):
+def test_unfinished_read_retires_its_memory(make_engine, cold, monkeypatch):
     """Its memory is used no more, and the next engine's pages arrive in other memory."""
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
@@ -307,14 +303,14 @@ def test_read_that_does_not_end_gives_up_its_memory(make_engine, cold, monkeypat
     monkeypatch.setattr(agents, "SPINS", 0)
     monkeypatch.setattr(link._agent._agent, "check_xfer_state", lambda handle: "PROC")
     monkeypatch.setattr(link._agent._agent, "transfer", lambda handle: "PROC")
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert link._agent._lost
 
 
 @needs_nixl
 @pytest.mark.exhaustive
-def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_path):
+def test_process_kill_between_layers(make_engine, cold, docs_5m, tmp_path):
     """The request is computed immediately, not after its patience."""
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
     transfer = decode.config.kv_transfer_config.replace("kv_consumer", "kv_producer")
@@ -331,7 +327,7 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
                 started.append(dying.stdin.write("go\n"))
                 dying.stdin.flush()
 
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=die)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS, between=die)
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert not receiver(decode).num_peers  # looks, and removes dead engines' files
@@ -340,6 +336,6 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
 
 @needs_nixl
 @pytest.mark.exhaustive
-def test_one_rank_and_two_read_each_other(docs_5m, tmp_path):
+def test_one_and_two_rank_engines_exchange_pages(docs_5m, tmp_path):
     """KV heads are divided on one side, in both directions."""
     exchange_between_one_rank_and_two("nixl", "cpu", docs_5m, tmp_path)

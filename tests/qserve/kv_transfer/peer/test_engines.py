@@ -21,14 +21,14 @@ from qserve.engine.runner.graphs.whole_steps import is_whole
 from qserve.engine.step.transfer import HostCopy
 from qserve.kv_transfer.peer import peers
 from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
-from qserve.params.handling import Handling
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 ONE = dataclasses.replace(GREEDY, max_tokens=1)
 PAGE = 4
 PROMPT = list(range(5, 30))  # 6 pages and a token
-AWAITS = Handling(awaits_pages=True)
+AWAITS = RequestOptions(awaits_pages=True)
 MOST_STEPS = 3000  # of an engine that waits for threads: against hanging
 
 
@@ -76,11 +76,11 @@ def cold(docs_5m):
     return tokens
 
 
-def run(engine, prompts, params=GREEDY, handling=None, between=lambda: None):
+def run(engine, prompts, params=GREEDY, options=None, between=lambda: None):
     """Tokens and cached tokens of prompts that run together. `between`: called at each step."""
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params, handling=handling or Handling())
+        engine.add_request(str(index), prompt, params, options=options or RequestOptions())
     for _ in range(MOST_STEPS):
         if not engine.has_work():
             return tokens, cached
@@ -94,7 +94,7 @@ def run(engine, prompts, params=GREEDY, handling=None, between=lambda: None):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
-def test_decoded_tokens_are_those_of_one_engine(dtype, make_engine, cold):
+def test_decoded_tokens_equal_one_engine(dtype, make_engine, cold):
     prefill = make_engine("kv_producer", kv_cache_dtype=dtype)
     decode = make_engine("kv_consumer", kv_cache_dtype=dtype)
     run(prefill, [PROMPT], ONE)
@@ -102,7 +102,7 @@ def test_decoded_tokens_are_those_of_one_engine(dtype, make_engine, cold):
     assert tokens == [cold(PROMPT, kv_cache_dtype=dtype)] and cached == [24]
 
 
-def test_request_waits_for_a_prompt_that_is_still_computed(make_engine, cold):
+def test_request_waits_for_remote_prompt_in_computation(make_engine, cold):
     """The prompt takes several steps of the other engine, which begins after the wait."""
     prompts = [[n, *range(10, 90)] for n in range(3, 6)]
     prefill = make_engine("kv_producer", max_num_batched_tokens=32)
@@ -115,7 +115,7 @@ def test_request_waits_for_a_prompt_that_is_still_computed(make_engine, cold):
         if decode._pending.num_waiting and prefill.has_work():
             ran.append(prefill.step())
 
-    tokens, cached = run(decode, prompts, handling=AWAITS, between=compute)
+    tokens, cached = run(decode, prompts, options=AWAITS, between=compute)
     assert len(ran) > 3
     assert tokens == [cold(prompt) for prompt in prompts] and cached == [80] * 3
 
@@ -151,18 +151,18 @@ def test_outputs_of_one_prompt_share_its_pages(make_engine, cold):
 def test_prompt_is_computed_if_no_engine_sends(make_engine, cold, caplog):
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.WARNING):
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS)
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert "No KV peer to send the prompt of 0" in caplog.text
 
 
 @pytest.mark.parametrize("ending", ["patience", "stopped"])
-def test_prompt_is_computed_if_its_pages_do_not_come(ending, make_engine, cold):
+def test_prompt_is_computed_after_page_timeout(ending, make_engine, cold):
     make_engine("kv_producer")  # lives, and computes nothing
     patience = 0.2 if ending == "patience" else 100
     decode = make_engine("kv_consumer", extra={"patience_s": patience})
     stop = decode.stop_waiting if ending == "stopped" else lambda _: None
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=lambda: stop("0"))
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=lambda: stop("0"))
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert decode.scheduler.pool.num_free == 100
 
@@ -170,7 +170,7 @@ def test_prompt_is_computed_if_its_pages_do_not_come(ending, make_engine, cold):
 def test_aborted_request_frees_its_pages(make_engine):
     make_engine("kv_producer")
     decode = make_engine("kv_consumer")
-    decode.add_request("0", PROMPT, GREEDY, handling=AWAITS)
+    decode.add_request("0", PROMPT, GREEDY, options=AWAITS)
     decode.step()
     assert decode.scheduler.pool.num_free == 94
     decode.abort("0")
@@ -190,7 +190,7 @@ def test_aborted_request_frees_its_pages(make_engine):
     ],
     ids=["block", "format", "model"],
 )
-def test_pages_of_an_engine_that_differs_are_refused(
+def test_pages_of_other_model_are_refused(
     settings, reason, make_engine, cold, docs_5m, tmp_path, caplog
 ):
     if "model" in settings:
@@ -204,7 +204,7 @@ def test_pages_of_an_engine_that_differs_are_refused(
     decode = make_engine("kv_consumer")
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            tokens, cached = run(decode, [PROMPT], handling=AWAITS)
+            tokens, cached = run(decode, [PROMPT], options=AWAITS)
             decode.reset_prefix_cache()
             assert tokens == [cold(PROMPT)] and cached == [0]
     (error,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
@@ -224,7 +224,7 @@ def test_overwritten_pages_are_computed(make_engine, cold, docs_5m):
     assert cached == [24]
 
 
-def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, cold, monkeypatch):
+def test_slot_overwritten_during_copy_is_discarded(make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
     receiver = decode.workers._ours.transfers.peer.receiver
@@ -240,9 +240,7 @@ def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, co
     assert tokens == [cold(PROMPT)] and cached == [0]
 
 
-def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
-    make_engine, cold, monkeypatch
-):
+def test_failed_step_pages_are_not_sent(make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     forward = prefill.runner.forward_logits
 
@@ -262,11 +260,11 @@ def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
 
 
 @pytest.mark.parametrize("come", [True, False])
-def test_pages_that_come_while_the_engine_falls_asleep_are_not_found(come, make_engine, cold):
+def test_pages_arriving_during_sleep_are_dropped(come, make_engine, cold):
     """Sleep takes the memory of pages: threads must not write there, and nothing is left in it."""
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     for name in ("0", "1"):  # the second one follows the first
-        decode.add_request(name, PROMPT, GREEDY, handling=AWAITS)
+        decode.add_request(name, PROMPT, GREEDY, options=AWAITS)
     decode.step()
     (fetch,) = decode._remote_kv._fetches.values()
     if come:
@@ -287,7 +285,7 @@ def test_pages_that_come_while_the_engine_falls_asleep_are_not_found(come, make_
     assert decode.scheduler.pool.num_free == 100
 
 
-def test_aborted_prompt_may_be_sent_again_under_its_name(make_engine, cold):
+def test_aborted_prompt_can_be_resent_with_same_id(make_engine, cold):
     prefill = make_engine("kv_producer", max_num_batched_tokens=16)
     decode = make_engine("kv_consumer")
     prefill.add_request("0", [3, *PROMPT], ONE)
@@ -345,7 +343,7 @@ def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_engine_that_goes_between_layers(at, make_engine, cold, monkeypatch):
+def test_engine_exit_between_layers(at, make_engine, cold, monkeypatch):
     """The request is computed immediately. The lock of the index is gone, as after a kill."""
     monkeypatch.setattr(peers, "SCAN_SECONDS", 0.01)
     prefill = make_engine("kv_producer")
@@ -369,7 +367,7 @@ def test_engine_that_goes_between_layers(at, make_engine, cold, monkeypatch):
         if decode._pending.num_waiting and prefill.has_work():
             prefill.step()
 
-    tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=compute)
+    tokens, cached = run(decode, [PROMPT], options=AWAITS, between=compute)
     assert gone and tokens == [cold(PROMPT)] and cached == [0]
 
 
@@ -398,7 +396,7 @@ while engine.has_work():
 
 
 @pytest.mark.exhaustive
-def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_path):
+def test_process_kill_between_layers(make_engine, cold, docs_5m, tmp_path):
     """The request is computed immediately, not after its patience."""
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
     transfer = decode.config.kv_transfer_config.replace("kv_consumer", "kv_producer")
@@ -414,7 +412,7 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
                 started.append(dying.stdin.write("go\n"))
                 dying.stdin.flush()
 
-        tokens, cached = run(decode, [PROMPT], handling=AWAITS, between=die)
+        tokens, cached = run(decode, [PROMPT], options=AWAITS, between=die)
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert (
@@ -423,7 +421,7 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
     assert not list((tmp_path / "peers").iterdir())
 
 
-def test_files_that_are_no_index_are_ignored(make_engine, cold, tmp_path, caplog):
+def test_files_that_are_not_an_index_are_ignored(make_engine, cold, tmp_path, caplog):
     prefill = make_engine("kv_producer")
     run(prefill, [PROMPT], ONE)
     folder = tmp_path / "peers"
@@ -460,7 +458,7 @@ def test_wrong_settings_are_refused(settings, message, make_engine):
         make_engine("kv_both", **settings)
 
 
-def test_index_tells_an_entry_that_is_half_written(make_engine):
+def test_half_written_index_entry_is_detected(make_engine):
     prefill = make_engine("kv_producer")
     run(prefill, [PROMPT], ONE)
     index = prefill.runner.page_sender._index

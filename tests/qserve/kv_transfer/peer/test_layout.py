@@ -32,13 +32,13 @@ def test_each_rank_gets_its_heads(heads, theirs, ours):
         assert torch.equal(got, whole.narrow(1, rank[0].first, rank[0].shape[1]))
 
 
-def test_latents_come_from_any_rank():
+def test_latents_are_read_from_any_rank():
     latent = PageTensor(layer=0, shape=[2, 9], dtype="uint8", item_bytes=1, axis=None, first=0)
     (source,) = sources([latent], [[latent], [latent]])[0]
     assert (source.rank, source.start, source.count) == (0, 0, 1)
 
 
-def test_heads_that_nobody_holds_are_refused():
+def test_missing_heads_are_refused():
     with pytest.raises(InputError, match="no rank of the other engine holds KV head 4"):
         sources(tensors(8, 1)[0], tensors(8, 2)[:1])
 

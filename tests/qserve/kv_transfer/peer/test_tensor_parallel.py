@@ -21,7 +21,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
+def test_one_and_two_rank_engines_exchange_pages(device, docs_5m, tmp_path):
     """KV heads are divided on one side, in both directions."""
     exchange_between_one_rank_and_two("peer", device, docs_5m, tmp_path)
 

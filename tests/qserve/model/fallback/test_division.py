@@ -75,7 +75,7 @@ def of_rank(model, communicator):
 
 
 @pytest.mark.parametrize("kind", RUN)
-def test_the_first_layer_over_ranks_is_the_whole_one(kind):
+def test_first_layer_over_ranks_equals_whole(kind):
     models = [made(kind) for _ in range(2)]
     whole = divide(models[0], "X", 0, 1, lambda name: None)
     want = first_layer_states(copy.deepcopy(models[0]), whole, ids_T, positions_T)
@@ -92,7 +92,7 @@ def test_the_first_layer_over_ranks_is_the_whole_one(kind):
     assert sum(weights) < 1.7 * sum(each.numel() for each in made(kind).parameters())
 
 
-def test_a_wrong_division_is_found(tmp_path):
+def test_wrong_sharding_is_detected(tmp_path):
     """One that gives each rank the other's values: what follows compares one layer."""
     folder = tmp_path / "model"
     made("llama").save_pretrained(folder)
@@ -119,7 +119,7 @@ def test_a_wrong_division_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_layers_that_are_not_plain_are_refused_by_name(kind):
+def test_unsupported_layers_are_refused_by_name(kind):
     raw = json.loads(config_of(kind).to_json_string())
     cls = type(transformers.AutoModelForCausalLM.from_config(config_of(kind)))
     with pytest.raises(InputError, match=f"tensor-parallel-size: .*found .*{REFUSED[kind]}"):
@@ -148,13 +148,13 @@ def check_tokens(folder, many):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", RUN)
-def test_tokens_of_two_ranks_are_those_of_one(kind, many, tmp_path):
+def test_two_ranks_equal_one(kind, many, tmp_path):
     made(kind).save_pretrained(tmp_path / "model")
     check_tokens(tmp_path / "model", many)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-sym-channel"])
-def test_tokens_of_a_quantized_model(scheme, written, many):
+def test_quantized_model_tokens_over_ranks(scheme, written, many):
     """Codes, scales and biases are divided; the first layer is read whole for the comparison."""
     check_tokens(written(scheme, "gptq", "llama"), many)

@@ -162,12 +162,12 @@ def test_tokens_equal_transformers(made, kind):
     check(made(kind), made(kind), model_impl="transformers" if kind in WITH_ROW else "auto")
 
 
-def test_pages_are_given_back_and_computed_again(made):
+def test_preempted_requests_are_recomputed(made):
     small = {"num_gpu_blocks_override": 6, "admission": "fits"}
     check(made("granite_swa"), made("granite_swa"), model_impl="transformers", **small)
 
 
-def test_a_family_with_a_row_on_request(tiny_model):
+def test_family_with_row_runs_through_transformers_on_request(tiny_model):
     folder = tiny_model("qwen3")
     own = tokens_of(folder)
     assert tokens_of(folder, model_impl="transformers") == own
@@ -208,7 +208,7 @@ def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, 
     check(tmp_path / "q", tmp_path / "float")
 
 
-def test_other_recipes_need_a_row(made, tmp_path, capsys):
+def test_recipes_with_data_require_family_row(made, tmp_path, capsys):
     arguments = [
         "quantize",
         str(made("bitnet")),
@@ -225,7 +225,7 @@ def test_other_recipes_need_a_row(made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", some(REFUSED, "bert", "minimax", "mamba"))
-def test_models_that_cannot_run_so_say_why(made, kind):
+def test_unsupported_models_are_refused_with_reason(made, kind):
     with pytest.raises(InputError, match=REFUSED[kind]):
         LLM(str(made(kind)), device="cpu", dtype="float32", model_impl="transformers")
 
@@ -238,7 +238,7 @@ def edited(folder, target, **fields):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_bias_on_scores_is_found(made, monkeypatch, dtype):
+def test_attention_bias_is_detected(made, monkeypatch, dtype):
     """Planted in transformers' own attention: what the paged cache does not compute is refused."""
     from transformers.models.olmo import modeling_olmo
 
@@ -254,7 +254,7 @@ def test_a_bias_on_scores_is_found(made, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_state_outside_of_the_pages_is_found(made, monkeypatch, dtype):
+def test_state_outside_kv_pages_is_detected(made, monkeypatch, dtype):
     """Each token of an MLP reads the token before it, which a later step does not have."""
     from transformers.models.olmo import modeling_olmo
 
@@ -275,7 +275,7 @@ def test_16_bit_weights_run(made):
         LLM(str(made(kind)), device="cpu", dtype="bfloat16").close()
 
 
-def test_settings_that_do_not_work(made, tmp_path):
+def test_unsupported_settings_are_refused(made, tmp_path):
     folder = str(made("bitnet"))
     for settings, words in (
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size: .*BitNet.*attn_sub_norm"),
@@ -291,7 +291,7 @@ def test_settings_that_do_not_work(made, tmp_path):
         LLM(chunked, device="cpu")
 
 
-def test_sleep_and_new_weights_are_refused_and_the_model_goes_on(made):
+def test_sleep_and_updates_are_refused_and_model_continues(made):
     llm = LLM(str(made("bitnet")), device="cpu", dtype="float32", **SETTINGS)
     want = llm.generate(prompts()[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     for call in (lambda: llm.sleep(level=1), lambda: llm.update_weights({}), llm.weight_digests):
@@ -313,7 +313,7 @@ def test_log_probabilities_of_a_prompt_equal_transformers(made):
         assert each[token].logprob == pytest.approx(want[row, token].item(), abs=1e-4)
 
 
-def test_files_that_do_not_fit_are_refused(made, tmp_path):
+def test_mismatched_files_are_refused(made, tmp_path):
     folder = tmp_path / "less"
     shutil.copytree(made("bitnet"), folder)
     state = load_file(folder / "model.safetensors")

@@ -39,7 +39,7 @@ def test_graphs_and_eager_steps_agree(tiny_model, family, caplog):
     assert alike(found, want)
 
 
-def test_a_model_that_reads_the_device_has_no_graphs(tmp_path, caplog):
+def test_model_that_reads_the_device_has_no_graphs(tmp_path, caplog):
     """LongRoPE of transformers looks at the largest position to choose its factors."""
     folder = make_tiny(
         tmp_path / "phi",

@@ -8,7 +8,7 @@ import torch
 from formats.architecture.sizes import num_experts
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.in_memory.weights import round_to_nearest, same_weight
 from formats.layouts import LAYOUTS, decode_linear, encode_linear
 from formats.quant_config import QuantConfig
@@ -76,7 +76,7 @@ def source_of(tiny_model):
             tensors |= {f"{name}.{field}": tensor for field, tensor in encoded.items()}
             wanted[name] = decode_linear(name, encoded, quant)
         config = replace(ModelConfig.from_folder(folder), quant=quant)
-        reader = HeldTensors(tensors.items(), CheckpointReader(folder).config)
+        reader = MemoryTensors(tensors.items(), CheckpointReader(folder).config)
         return WeightSource(reader, config), shape, wanted
 
     return make
@@ -93,7 +93,7 @@ def test_experts_of_several_schemes_are_decoded_together_by_scheme(source_of, mo
     assert alone == list(wanted)[-1:], "the one expert of its scheme"
 
 
-def test_experts_that_do_not_fit_together_are_read_once_and_decoded_alone(source_of, monkeypatch):
+def test_different_experts_are_read_once_and_decoded_separately(source_of, monkeypatch):
     """Each NVFP4 linear has a scale of its own. Only those of the first attempt are read early."""
     source, shape, wanted = source_of("compressed-tensors", ["w4a16-nvfp4"] * 5)
     monkeypatch.setattr(weight_source, "CODES_AT_ONCE", 2 * 64 * 64)

@@ -25,7 +25,7 @@ def test_finite_tensors_pass(dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_one_value_is_found(dtype, device):
+def test_single_nonfinite_value_is_found(dtype, device):
     values = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype).to(device)
     for value in values[~values.float().isfinite()]:  # float8_e4m3fn has no infinity
         for place in (0, 4999, 9999):

@@ -66,7 +66,7 @@ def test_missing_tensor_is_named(edited):
         ("model.layers.2.mlp.up_proj.weight", -math.inf),
     ],
 )
-def test_float_tensor_that_is_not_finite_is_named(edited, docs_5m, model_impl, name, value):
+def test_nonfinite_float_tensor_is_named(edited, docs_5m, model_impl, name, value):
     def spoil(state):
         state[name].view(-1)[-1] = value
 
@@ -92,7 +92,7 @@ def test_old_gptq_files_have_biases_of_zero(edited, value, accepted):
         refuse(folder, f"{Q_PROJ}.bias", "that no layer of the model uses")
 
 
-def test_layers_beyond_the_config_are_left_over(edited):
+def test_layers_beyond_config_are_reported_as_leftover(edited):
     refuse(
         edited(config=lambda c: c.update(num_hidden_layers=3)),
         "model.layers.3",
@@ -109,17 +109,17 @@ def test_half_quantized_group_is_refused(edited):
     refuse(edited(dequantize_q), "q_proj", "k_proj", "quantized")
 
 
-def test_shape_that_disagrees_with_the_config_is_named(edited):
+def test_shape_mismatch_with_config_is_named(edited):
     refuse(edited(config=lambda c: c.update(vocab_size=8000)), "embed_tokens", "8000", "8192")
 
 
-def test_quantized_shape_that_disagrees_with_the_config_is_named(edited):
+def test_quantized_shape_mismatch_with_config_is_named(edited):
     folder = edited(config=lambda c: c.update(intermediate_size=800))
     refuse(folder, "layers.0.mlp.gate_proj: expected [800, 256] from config.json, found [")
 
 
 @pytest.mark.parametrize("shape", [(255, 256), (256, 255), (128, 512)])
-def test_quantized_shape_is_held_to_what_is_asked_for(quantized_5m, shape):
+def test_quantized_shape_equals_requested(quantized_5m, shape):
     source = WeightSource(CheckpointReader(quantized_5m), ModelConfig.from_folder(quantized_5m))
     source.weight(Q_PROJ, (256, 256))
     wanted = re.escape(f"{Q_PROJ}: expected {list(shape)} from config.json, found [256, 256]")
@@ -134,12 +134,12 @@ def test_quantized_tensors_without_the_config_block_are_refused(edited):
     refuse(folder, "qweight", "quantization_config")
 
 
-def test_unknown_architecture_names_the_command_that_lists_them(edited):
+def test_unknown_architecture_error_names_families_command(edited):
     folder = edited(config=lambda c: c.update(architectures=["OtherForCausalLM"]))
     refuse(folder, "OtherForCausalLM", "served architectures", "qserve families")
 
 
-def test_architecture_that_transformers_cannot_run_for_us_says_why(edited):
+def test_architecture_unsupported_by_fallback_is_refused_with_reason(edited):
     folder = edited(config=lambda c: c.update(architectures=["RecurrentGemmaForCausalLM"]))
     refuse(
         folder,
@@ -165,14 +165,14 @@ def test_architecture_that_transformers_cannot_run_for_us_says_why(edited):
         ("rope_parameters", {"rope_type": "linear", "rope_theta": None}),
     ],
 )
-def test_strange_config_is_one_line(edited, key, value):
+def test_invalid_config_raises_one_line(edited, key, value):
     folder = edited(config=lambda c: c.update({key: value}))
     with pytest.raises(InputError, match="config.json") as error:
         load(folder)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-def test_weights_that_compute_nan_are_one_line(edited):
+def test_weights_giving_nan_raise_one_line(edited):
     folder = edited(lambda s: s["model.norm.weight"].fill_(3e38))
     with pytest.raises(InputError, match="request 0-0: the model's logits contain NaN"):
         load(folder).generate([[5]], use_tqdm=False)

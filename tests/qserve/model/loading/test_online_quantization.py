@@ -88,7 +88,7 @@ RARE = ("w8a16-asym", "w2a16-sym", "w2a16-asym", "w3a16-asym", "w6a16-sym", "w4a
         for name in NAMES
     ],
 )
-def test_every_scheme_has_the_bits_of_quantize(name, tiny_model, written):
+def test_every_scheme_equals_quantize_bitwise(name, tiny_model, written):
     quantized = written(NAMES[name] or name, None)
     # what other servers load as one matrix shares a scale in a file
     but = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if "nvfp4" in name else ()
@@ -106,12 +106,12 @@ def test_every_scheme_has_the_bits_of_quantize(name, tiny_model, written):
         if (family, name) not in [(each, G32) for each in FAMILIES]
     ],
 )
-def test_every_family_has_the_bits_of_quantize(family, name, tiny_model, written):
+def test_every_family_equals_quantize_bitwise(family, name, tiny_model, written):
     assert_same_bits(tiny_model(family), written(name, None, family), quantization=name)
 
 
 @pytest.mark.exhaustive
-def test_patterns_are_those_of_quantize(tiny_model, written):
+def test_patterns_equal_quantize(tiny_model, written):
     other = "w8a16-sym-channel"
     quantized = written(
         G32,
@@ -145,7 +145,7 @@ def logits(folder, communicator=None, **settings):
     ("family", "name", "size"),
     [("llama", G32, 1), ("llama", "w8a8", 2), ("phi3", G32, 2), ("qwen3_moe", "w8a8-fp8", 2)],
 )
-def test_ranks_compute_what_the_quantized_folder_does(family, name, size, tiny_model, written):
+def test_ranks_equal_quantized_folder(family, name, size, tiny_model, written):
     def compute(folder, **settings):
         if size == 1:
             return [logits(folder, **settings)]
@@ -302,12 +302,12 @@ def test_weights_that_cannot_be_rounded_are_named(tiny_model, tmp_path):
             source.weight("model.layers.1.mlp.up_proj", (96, 64))
 
 
-def test_methods_are_those_that_checkpoints_state():
+def test_quantization_method_names_equal_checkpoints():
     known = {*quant_config.METHODS, *quant_config.READ_ONLY, mxfp4.METHOD}
     assert set(METHODS.values()) == known
 
 
-def test_the_log_and_python_know_the_scheme(docs_5m, caplog):
+def test_log_and_python_know_the_scheme(docs_5m, caplog):
     config = {"ignore": ["layers.0.mlp"]}
     with caplog.at_level(logging.INFO):
         llm = LLM(
@@ -323,7 +323,7 @@ def test_the_log_and_python_know_the_scheme(docs_5m, caplog):
     assert line in caplog.text
 
 
-def test_page_digest_tells_schemes_apart(tiny_model):
+def test_model_digest_depends_on_scheme(tiny_model):
     def digest(**settings):
         model, _ = read(tiny_model("llama"), **settings)
         return page_digest(

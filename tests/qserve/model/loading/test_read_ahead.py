@@ -28,7 +28,7 @@ def reads(monkeypatch):
     return found
 
 
-def test_a_layer_is_read_once_and_is_the_same(docs_5m, reads):
+def test_layer_is_read_once_and_equal(docs_5m, reads):
     reader = CheckpointReader(docs_5m)
     layer = [name for name in reader.entries if name.startswith("model.layers.1.")]
     other = next(name for name in reader.entries if name not in layer)
@@ -92,7 +92,7 @@ def test_tensors_at_odd_offsets_are_read_together(tmp_path):
     ahead.close()
 
 
-def test_an_error_shows_where_the_tensor_is_wanted(docs_5m, monkeypatch):
+def test_read_error_is_raised_at_use(docs_5m, monkeypatch):
     reader = CheckpointReader(docs_5m)
     layer = [name for name in reader.entries if name.startswith("model.layers.0.")]
     wanted = {name: reader.get(name) for name in layer}

@@ -5,7 +5,7 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, RangeError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 from formats.in_memory.weights import same_weight
 from formats.weight_digest import rounded, weight_digest
 from qserve.config import EngineConfig
@@ -47,10 +47,10 @@ def calls_of_rounded(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-auto", "w8a8", "w8a8-fp8", "w4a16-mxfp4"])
-def test_experts_have_the_bits_of_each_alone(scheme, experts, monkeypatch):
+def test_joint_rounding_equals_separate_bitwise(scheme, experts, monkeypatch):
     model, config, tensors, shapes = experts
     config_of = model(scheme)
-    source = RoundingSource(HeldTensors(tensors.items(), config), config_of)
+    source = RoundingSource(MemoryTensors(tensors.items(), config), config_of)
     source.digests, rows = DigestThreads(), calls_of_rounded(monkeypatch)
     wanted = {}
     for name, shape in shapes.items():
@@ -67,7 +67,7 @@ def test_experts_have_the_bits_of_each_alone(scheme, experts, monkeypatch):
 def test_order_of_requests_does_not_matter(experts):
     model, config, tensors, shapes = experts
     config_of = model("w8a8")
-    source = RoundingSource(HeldTensors(tensors.items(), config), config_of)
+    source = RoundingSource(MemoryTensors(tensors.items(), config), config_of)
     for name in reversed(shapes):
         alone = rounded(tensors[f"{name}.weight"], config_of.rounding.schemes[name], name)
         assert same_weight(source.weight(name, shapes[name]), alone) is None, name
@@ -82,19 +82,19 @@ def test_expert_that_cannot_be_rounded_is_named(value, error, problem, experts):
     model, config, tensors, shapes = experts
     wrong = next(name for name in shapes if ".experts.2." in name)
     bad = {**tensors, f"{wrong}.weight": torch.full(shapes[wrong], value)}
-    source = RoundingSource(HeldTensors(bad.items(), config), model("w4a16-auto"))
+    source = RoundingSource(MemoryTensors(bad.items(), config), model("w4a16-auto"))
     with pytest.raises(error, match=problem) as raised:
         for name in shapes:
             source.weight(name, shapes[name])
     assert wrong in str(raised.value)
 
 
-def test_matrices_of_zeros_and_of_other_dtypes(experts):
+def test_zero_matrices_and_other_dtypes(experts):
     model, config, tensors, shapes = experts
     config_of = model("w8a8")
     zero, half = (f"{name}.weight" for name in list(shapes)[:2])
     mixed = {**tensors, zero: torch.zeros_like(tensors[zero]), half: tensors[half].bfloat16()}
-    source = RoundingSource(HeldTensors(mixed.items(), config), config_of)
+    source = RoundingSource(MemoryTensors(mixed.items(), config), config_of)
     for name, shape in shapes.items():
         alone = rounded(mixed[f"{name}.weight"], config_of.rounding.schemes[name], name)
         assert same_weight(source.weight(name, shape), alone) is None, name

@@ -93,7 +93,7 @@ def is_by_output(name, entry):
 
 
 @pytest.mark.parametrize("scheme", ["float", "w4a16-sym", "w8a8", "w8a8-fp8"])
-def test_ranks_read_their_rows_of_all_layers_but_the_first(scheme, quantized, loaded, monkeypatch):
+def test_ranks_read_only_their_rows_after_first_layer(scheme, quantized, loaded, monkeypatch):
     folder = quantized(scheme)
     _, whole, entries = loaded(folder, 0, 1)
     assert whole == {name: each.num_bytes for name, each in entries.items() if name in whole}

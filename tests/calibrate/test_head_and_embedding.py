@@ -37,7 +37,7 @@ def of_transformers(folder):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", [W4, W8])
-def test_head_is_read_by_the_library_and_by_the_engine(small_5m, tmp_path, tied, head):
+def test_quantized_head_loads_in_library_and_engine(small_5m, tmp_path, tied, head):
     pytest.importorskip("compressed_tensors")
     folder = tmp_path / "out"
     report = quantize_checkpoint(
@@ -66,7 +66,7 @@ def test_head_is_read_by_the_library_and_by_the_engine(small_5m, tmp_path, tied,
     )
 
 
-def test_head_is_written_as_gptq_with_the_key_that_vllm_reads(small_5m, tmp_path):
+def test_gptq_head_has_lm_head_key_for_vllm(small_5m, tmp_path):
     folder, other = tmp_path / "out", tmp_path / "other"
     quantize_checkpoint(small_5m(), folder, scheme=W4, quantize_head=W4, recipe="gptq", **DATA)
     block = json.loads((folder / "config.json").read_text())[BLOCK]
@@ -89,7 +89,7 @@ def recorded(found, corrects=False):
     return Recipe(name="recorded", solver=solve, corrects=corrects)
 
 
-def test_head_is_solved_for_the_outputs_of_the_last_norm(small_5m, tmp_path):
+def test_head_hessian_equals_final_norm_outputs(small_5m, tmp_path):
     """Second moments of the inputs are those of transformers' hidden states."""
     pytest.importorskip("compressed_tensors")
     found, folder = {}, tmp_path / "out"
@@ -116,7 +116,7 @@ def test_head_is_solved_for_the_outputs_of_the_last_norm(small_5m, tmp_path):
     assert relative(stats.drift_KK, (float_TK - x_TK).t() @ x_TK) < 1e-3
 
 
-def test_gptq_of_the_head_is_nearer_in_outputs_than_rounding(small_5m, tmp_path):
+def test_gptq_head_beats_rounding(small_5m, tmp_path):
     errors = {}
     for name in ("rtn", "gptq"):
         report = quantize_checkpoint(
@@ -132,7 +132,7 @@ def test_gptq_of_the_head_is_nearer_in_outputs_than_rounding(small_5m, tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small_5m, tmp_path, tied):
+def test_layers_are_calibrated_on_quantized_embedding(small_5m, tmp_path, tied):
     """Judged by transformers on a float folder with the table that the codes mean."""
     pytest.importorskip("compressed_tensors")
     found, folder = {}, tmp_path / "out"
@@ -191,18 +191,18 @@ def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small_5m, t
         ),
     ],
 )
-def test_what_cannot_be_written_is_named(small_5m, tmp_path, options, message):
+def test_unwritable_head_settings_are_refused(small_5m, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         quantize_checkpoint(small_5m(), tmp_path / "out", scheme=W4, **options, progress=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_gguf_has_types_of_its_own_for_head_and_embedding(small_5m, tmp_path):
+def test_gguf_head_and_embedding_types(small_5m, tmp_path):
     with pytest.raises(InputError, match="`quantize_head`: does not apply to GGUF files"):
         quantize_to_gguf(small_5m(), tmp_path / "a.gguf", scheme="q4_0", quantize_head=W8)
 
 
-def test_command_line_gives_the_head_the_groups_of_the_linears(small_5m, tmp_path):
+def test_head_group_size_defaults_to_linears(small_5m, tmp_path):
     words = ["quantize", str(small_5m()), "-o", str(tmp_path / "out"), "--scheme", "w4a16-sym"]
     words += ["--group-size", "64", "--recipe", "rtn", "--quality-windows", "0"]
     assert main([*words, "--quantize-head", "w8a16-sym", "--device", "cpu"]) == 0
@@ -211,7 +211,7 @@ def test_command_line_gives_the_head_the_groups_of_the_linears(small_5m, tmp_pat
     assert "--quantize-head w8a16-sym" in (tmp_path / "out" / "quality.json").read_text()
 
 
-def test_head_alone_needs_no_statistics_of_layers(small_5m, tmp_path, monkeypatch):
+def test_head_only_run_collects_no_layer_statistics(small_5m, tmp_path, monkeypatch):
     asked = []
     statistics = Stream.statistics
     monkeypatch.setattr(Stream, "statistics", lambda *args: asked.append(args) or statistics(*args))

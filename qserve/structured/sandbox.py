@@ -1,4 +1,4 @@
-"""TrialCompiler: test-compiles grammars in a process with limits on memory and time."""
+"""SandboxCompiler: compiles grammars in a separate process with limits on memory and time."""
 
 import contextlib
 import select
@@ -13,10 +13,10 @@ from formats.errors import InputError
 from qserve.errors import BusyError, ParameterError
 from qserve.processes import frames
 from qserve.processes.child_process import start_child_blocking
-from qserve.structured import trial_messages
+from qserve.structured import sandbox_messages
 from qserve.structured.grammar import refusal
 from qserve.structured.params import FIELD, StructuredOutputsParams
-from qserve.structured.trial_messages import Begun, Compiled, Setup, TrialRefused
+from qserve.structured.sandbox_messages import Begun, Compiled, GrammarRefused, Setup
 
 # Limits of one grammar. A schema with 3000 properties takes 2.5 s and 13 MiB.
 MAX_CPU_SECONDS = 4.0
@@ -28,12 +28,12 @@ MAX_START_SECONDS = 60.0
 POLL_SECONDS = 0.1  # interval of the check whether a request still waits
 
 
-class CancelledTrial(Exception):
-    """The trial was cancelled: no request waits for its result."""
+class CompileCancelled(Exception):
+    """The compilation was cancelled: no request waits for its result."""
 
 
-class TrialCompiler:
-    """Controls the trial process for one model's vocabulary. The process starts on first use."""
+class SandboxCompiler:
+    """Controls the sandbox process for one model's vocabulary. The process starts on first use."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
@@ -46,7 +46,7 @@ class TrialCompiler:
         """Compile a grammar within the limits. Thread-safe; blocks.
 
         Raises ParameterError if the grammar cannot be used, BusyError if the process gives no
-        result, CancelledTrial once `is_wanted` returns False.
+        result, CompileCancelled once `is_wanted` returns False.
         """
         for _ in range(2):  # the process may have been killed since the last grammar
             ours, theirs = socket.socketpair()
@@ -62,7 +62,7 @@ class TrialCompiler:
             if time.monotonic() - started > MAX_WALL_SECONDS:
                 self._replace(process)  # the process may be stopped by a signal
                 break
-            # If the trial process is alive, a limit ended the fork. A killed process closes its
+            # If the sandbox process is alive, a limit ended the fork. A killed process closes its
             # sockets before `poll` reports its end.
             if last is not None and process.poll() is None:
                 raise refusal(
@@ -84,7 +84,7 @@ class TrialCompiler:
         ours: socket.socket,
         params: StructuredOutputsParams,
         is_wanted: Callable[[], bool],
-    ) -> Begun | Compiled | TrialRefused | None:
+    ) -> Begun | Compiled | GrammarRefused | None:
         """Send the grammar and wait for the result. Returns the last message, None without any."""
         most = MAX_WALL_SECONDS + MAX_START_SECONDS
         deadline = time.monotonic() + most
@@ -93,14 +93,16 @@ class TrialCompiler:
         arrived = select.poll()  # not select.select, which takes no descriptor above 1023
         arrived.register(ours, select.POLLIN)
         try:
-            ours.sendall(frames.frame(trial_messages.encode(params)))
+            ours.sendall(frames.frame(sandbox_messages.encode(params)))
             while last is None or isinstance(last, Begun):
                 while not arrived.poll(POLL_SECONDS * 1000):
                     if not is_wanted():
-                        raise CancelledTrial
+                        raise CompileCancelled
                     if time.monotonic() > deadline:
                         return last
-                last = trial_messages.decode(frames.receive(ours), Begun | Compiled | TrialRefused)
+                last = sandbox_messages.decode(
+                    frames.receive(ours), Begun | Compiled | GrammarRefused
+                )
         except (EOFError, OSError):
             pass
         return last
@@ -112,7 +114,7 @@ class TrialCompiler:
         """
         with self._lock:
             if self._is_closed:
-                raise CancelledTrial
+                raise CompileCancelled
             if self._process is None:
                 self._start()
             try:
@@ -133,9 +135,9 @@ class TrialCompiler:
             cpu_seconds=MAX_CPU_SECONDS,
             wall_seconds=MAX_WALL_SECONDS,
         )
-        self._process, self._connection = start_child_blocking("qserve.structured.trial_process")
+        self._process, self._connection = start_child_blocking("qserve.structured.sandbox_process")
         with contextlib.suppress(OSError):
-            self._connection.sendall(frames.frame(trial_messages.encode(setup)))
+            self._connection.sendall(frames.frame(sandbox_messages.encode(setup)))
 
     def _replace(self, process: subprocess.Popen) -> None:
         """Stop a process that no longer answers, unless another thread has done so."""
@@ -164,8 +166,8 @@ def tokenizer_text(folder: str) -> str:
     return backend.to_str()
 
 
-def _verdict(params: StructuredOutputsParams, found: Compiled | TrialRefused) -> Compiled:
-    if isinstance(found, TrialRefused):
+def _verdict(params: StructuredOutputsParams, found: Compiled | GrammarRefused) -> Compiled:
+    if isinstance(found, GrammarRefused):
         raise ParameterError(found.subject, found.problem, found.remedy)
     if found.num_bytes > MAX_COMPILED_BYTES:
         problem = f"is too complex: compiled, it takes {found.num_bytes >> 20} MiB"

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Create the folder if needed, and replace the file by a rename. Raises OSError.
 
     If two processes write the file concurrently, the last one to finish wins.

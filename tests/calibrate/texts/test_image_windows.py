@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from calibrate.texts.data import read_calibration
 from calibrate.texts.evaluate import Excerpt
-from calibrate.texts.pictured import has_images, pictured_windows
+from calibrate.texts.image_windows import has_images, image_windows
 from formats.errors import InputError
 
 LENGTH = 12
@@ -33,7 +33,7 @@ def chat(before, rows, after, picture=PICTURE):
 
 def windows(*pieces, count=9, length=LENGTH):
     fillers = itertools.repeat(Excerpt(text="f" * 5, begins=True))
-    return pictured_windows(
+    return image_windows(
         pieces,
         lambda text: [FILL if text[0] == "f" else TEXT] * len(text),
         fillers,
@@ -45,35 +45,35 @@ def windows(*pieces, count=9, length=LENGTH):
     )
 
 
-def test_a_chat_that_does_not_fit_begins_the_next_window():
-    ids_WS, pictured, _ = windows(chat(2, 3, 3), chat(2, 3, 3), chat(1, 1, 1))
+def test_chat_that_does_not_fit_starts_next_window():
+    ids_WS, images_W, _ = windows(chat(2, 3, 3), chat(2, 3, 3), chat(1, 1, 1))
     assert ids_WS.tolist() == [
         [1, 2, 3, 3, 3, 4, 4, 4, BOS, FILL, FILL, FILL],
         [1, 2, 3, 3, 3, 4, 4, 4, 1, 3, 4, BOS],
     ]
-    assert [len(window.images) for window in pictured] == [1, 2]
-    assert all(torch.equal(w.is_image_S, ids == 3) for w, ids in zip(pictured, ids_WS, strict=True))
+    assert [len(window.images) for window in images_W] == [1, 2]
+    assert all(torch.equal(w.is_image_S, ids == 3) for w, ids in zip(images_W, ids_WS, strict=True))
 
 
-def test_texts_go_on_in_the_next_window():
-    ids_WS, pictured, _ = windows(
+def test_texts_continue_in_next_window():
+    ids_WS, images_W, _ = windows(
         chat(2, 3, 3), Excerpt(text="t" * 9, begins=True), chat(1, 2, 1), count=2
     )
     assert ids_WS.tolist() == [
         [1, 2, 3, 3, 3, 4, 4, 4, BOS, TEXT, TEXT, TEXT],
         [BOS, *[TEXT] * 6, 1, 3, 3, 4, BOS],
     ]
-    assert [len(window.images) for window in pictured] == [1, 1]
+    assert [len(window.images) for window in images_W] == [1, 1]
 
 
-def test_a_long_chat_is_cut_after_its_images():
+def test_long_chat_is_cut_after_its_images():
     ids_WS, _, num_too_long = windows(chat(4, 4, 9), chat(9, 4, 1))
     assert ids_WS.tolist() == [[1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]] and num_too_long == 1
     with pytest.raises(InputError, match="none of its images fits into a window of 12 tokens"):
         windows(chat(9, 4, 1))
 
 
-def test_begin_of_text_is_added_to_chats_without():
+def test_bos_is_added_to_chats_without_it():
     plain = Chat([3, 4], [True, False], [PICTURE])
     ids_WS, (window, *_), _ = windows(plain, length=4)
     assert ids_WS.tolist() == [[BOS, 3, 4, BOS]]
@@ -109,10 +109,10 @@ def test_data_with_images(docs_5m, tmp_path):
     reader = Reader()
     data, again, other = read(reader), read(Reader()), read(Reader(pixel=8))
     assert set(reader.folders) == {tmp_path} and data.chats is reader
-    assert data.ids_WS.shape == (6, 32) and len(data.pictured) == 6
+    assert data.ids_WS.shape == (6, 32) and len(data.images_W) == 6
     assert data.num_images == data.facts()["images"] >= 3
     assert torch.equal(data.ids_WS, other.ids_WS)
     assert data.sha256 == again.sha256 != other.sha256, "a pixel is another"
-    assert len(read(reader, samples=500).pictured) < 500
+    assert len(read(reader, samples=500).images_W) < 500
     with pytest.raises(InputError, match="data.jsonl: has images, which are not supported here"):
         read(None)

@@ -6,14 +6,14 @@ from safetensors.torch import load_file
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
-from formats.files.held_tensors import HeldTensors
+from formats.files.memory_tensors import MemoryTensors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral"])
-def test_names_and_shapes_are_those_of_the_folder(family, tiny_model):
+def test_names_and_shapes_equal_folder(family, tiny_model):
     reader = CheckpointReader(tiny_model(family))
     stored = {entry.name: entry.read() for entry in reader.entries.values()}
-    held = HeldTensors(stored.items(), reader.config)
+    held = MemoryTensors(stored.items(), reader.config)
     assert held.entries.keys() == reader.entries.keys() and held.config == reader.config
     for name, entry in reader.entries.items():
         own = held.entries[name]
@@ -21,11 +21,11 @@ def test_names_and_shapes_are_those_of_the_folder(family, tiny_model):
         assert torch.equal(held.get(name), reader.get(name))
 
 
-def test_rows_that_a_file_divides_into_equal_parts_are_joined(tiny_model):
+def test_equal_row_chunks_are_joined(tiny_model):
     """As transformers writes the convolutions of OLMo-Hybrid."""
     folder = tiny_model("olmo_hybrid")
     reader, stored = CheckpointReader(folder), load_file(folder / "model.safetensors")
-    held = HeldTensors(stored.items(), reader.config)
+    held = MemoryTensors(stored.items(), reader.config)
     assert held.entries.keys() == reader.entries.keys()
     same = held.entries.keys() & stored.keys()  # norms have other names in the file
     changed = [name for name in same if held.entries[name].shape != stored[name].shape]
@@ -34,20 +34,20 @@ def test_rows_that_a_file_divides_into_equal_parts_are_joined(tiny_model):
         assert torch.equal(held.get(name), reader.get(name))
 
 
-def test_copy_of_a_tied_head_stays_tied_and_another_does_not(tiny_model):
+def test_head_stays_tied_only_if_it_equals_the_embedding(tiny_model):
     reader = CheckpointReader(tiny_model("qwen3"))  # tied
     stored = [(name, reader.get(name)) for name in reader.entries]
     embedding = reader.get("model.embed_tokens.weight")
-    tied = HeldTensors([*stored, ("lm_head.weight", embedding.clone())], reader.config)
-    untied = HeldTensors([*stored, ("lm_head.weight", -embedding)], reader.config)
+    tied = MemoryTensors([*stored, ("lm_head.weight", embedding.clone())], reader.config)
+    untied = MemoryTensors([*stored, ("lm_head.weight", -embedding)], reader.config)
     assert (tied.unties_head, untied.unties_head) == (False, True)
 
 
-def test_names_that_are_wrong():
+def test_duplicate_invalid_and_missing_names_are_refused():
     one = torch.zeros(1)
     with pytest.raises(CheckpointError, match="tensor a: comes twice"):
-        HeldTensors([("a", one), ("a", one)], {})
+        MemoryTensors([("a", one), ("a", one)], {})
     with pytest.raises(CheckpointError, match="expected a tensor, found list"):
-        HeldTensors([("a", [1.0])], {})
+        MemoryTensors([("a", [1.0])], {})
     with pytest.raises(CheckpointError, match="is not in the update"):
-        HeldTensors([("a", one)], {}).get("b")
+        MemoryTensors([("a", one)], {}).get("b")

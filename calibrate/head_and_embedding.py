@@ -32,7 +32,7 @@ FLAGS = {HEAD: "--quantize-head", EMBEDDING: "--quantize-embedding"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outer:
+class HeadAndEmbedding:
     """Schemes of head and embedding in a run, and their codes after they are solved."""
 
     schemes: dict[str, Scheme]  # module -> its scheme; empty: both stay in float
@@ -41,7 +41,9 @@ class Outer:
     solved: dict[str, tuple[Weight, LinearReport]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: FloatModel, head: Scheme | None, embedding: Scheme | None) -> "Outer":
+    def of(
+        cls, model: FloatModel, head: Scheme | None, embedding: Scheme | None
+    ) -> "HeadAndEmbedding":
         """Check the requested schemes. Raises InputError if one cannot be written or read back."""
         wanted = {HEAD: head, EMBEDDING: embedding}
         schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}

@@ -1,8 +1,9 @@
-"""The trial process: `python -m qserve.structured.trial_process --fd N`, N a connected Unix socket.
+"""The sandbox process: `python -m qserve.structured.sandbox_process --fd N`.
 
-The process forks for each grammar. The fork compiles the grammar and exits. Kernel limits bound the
-fork's memory and time, and all its memory returns to the system. The process reads the model's
-vocabulary once, and forks share it. It exits when its client closes the socket.
+N is a connected Unix socket. The process forks for each grammar. The fork compiles the grammar and
+exits. Kernel limits bound the fork's memory and time, and all its memory returns to the system. The
+process reads the model's vocabulary once, and forks share it. It exits when its client closes the
+socket.
 
 The process has one thread and does not use numpy, which starts threads. A fork does not copy other
 threads, and would wait forever for the locks that they held.
@@ -21,12 +22,12 @@ from pathlib import Path
 
 from formats.errors import InputError, one_line
 from qserve.processes import frames
-from qserve.structured import trial_messages
+from qserve.structured import sandbox_messages
 from qserve.structured.backend import library, limits
 from qserve.structured.grammar import grammar_text, refusal
 from qserve.structured.heap import live_bytes, return_free_memory
 from qserve.structured.params import StructuredOutputsParams
-from qserve.structured.trial_messages import Begun, Compiled, Setup, TrialRefused
+from qserve.structured.sandbox_messages import Begun, Compiled, GrammarRefused, Setup
 
 # Stack size of a fork. It is less than the 2 to 8 MiB of the engine's threads, which compile the
 # grammar afterwards.
@@ -36,13 +37,13 @@ NICENESS = 10  # the engine's steps have priority
 
 def main(argv: list[str] | None = None) -> int:
     """Fork for each grammar, until the client closes the socket. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="qserve.structured.trial_process")
+    parser = argparse.ArgumentParser(prog="qserve.structured.sandbox_process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     connection = socket.socket(fileno=parser.parse_args(argv).fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
     try:
-        setup = trial_messages.decode(frames.receive(connection), Setup)
+        setup = sandbox_messages.decode(frames.receive(connection), Setup)
         tokenizer = _tokenizer(setup)
         os.nice(NICENESS)
         return_free_memory()  # so that forks cannot use freed memory beyond their limit
@@ -71,13 +72,13 @@ def _run_fork(
     """Run one job in a fork, and end the fork in any case."""
     try:
         connection.close()
-        params = trial_messages.decode(frames.receive(job), StructuredOutputsParams)
+        params = sandbox_messages.decode(frames.receive(job), StructuredOutputsParams)
         _limit(setup)
         _end_with_client(job, True)
-        job.sendall(frames.frame(trial_messages.encode(Begun())))
+        job.sendall(frames.frame(sandbox_messages.encode(Begun())))
         answer = _answer(params, setup, tokenizer)
         _end_with_client(job, False)
-        job.sendall(frames.frame(trial_messages.encode(answer)))
+        job.sendall(frames.frame(sandbox_messages.encode(answer)))
     finally:
         os._exit(0)
 
@@ -107,14 +108,14 @@ def _end_with_client(job: socket.socket, ends: bool) -> None:
 
 def _answer(
     params: StructuredOutputsParams, setup: Setup, tokenizer: object
-) -> Compiled | TrialRefused:
+) -> Compiled | GrammarRefused:
     try:
         return _compile(params, setup, tokenizer)
     except InputError as error:
-        return TrialRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
+        return GrammarRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except BaseException as error:  # a panic of llguidance is not an Exception
         error = refusal(params, f"{type(error).__name__}: {one_line(error)}")
-        return TrialRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
+        return GrammarRefused(subject=error.subject, problem=error.problem, remedy=error.remedy)
 
 
 def _compile(params: StructuredOutputsParams, setup: Setup, tokenizer: object) -> Compiled:

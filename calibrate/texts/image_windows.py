@@ -56,7 +56,7 @@ class ChatReader(Protocol):
         """
         ...
 
-    def inputs(self, window: "PicturedWindow", ids_S: torch.Tensor) -> dict[str, torch.Tensor]:
+    def inputs(self, window: "ImageWindow", ids_S: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' model for one window with images."""
         ...
 
@@ -72,7 +72,7 @@ class ChatReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PicturedWindow:
+class ImageWindow:
     """Images of one window; empty for a window of text."""
 
     is_image_S: torch.Tensor  # bool
@@ -87,7 +87,7 @@ def has_images(document: Any) -> bool:
     return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts)
 
 
-def pictures_digest(windows: Sequence[PicturedWindow]) -> str:
+def images_digest(windows: Sequence[ImageWindow]) -> str:
     """Return the SHA-256 of the positions and pixels of all images, in hexadecimal."""
     digest = hashlib.sha256()
     for window in windows:
@@ -104,7 +104,7 @@ class _Windows:
         """`opening`: ids that begin a window which does not begin with a new text."""
         self.length, self.opening = length, list(opening)
         self.ids_WS: list[list[int]] = []
-        self.pictured: list[PicturedWindow] = []
+        self.images_W: list[ImageWindow] = []
         self._ids: list[int] = []
         self._is_image: list[bool] = []
         self._images: list[Any] = []
@@ -136,12 +136,12 @@ class _Windows:
         if self.room:
             return
         self.ids_WS.append(self._ids)
-        window = PicturedWindow(is_image_S=torch.tensor(self._is_image), images=tuple(self._images))
-        self.pictured.append(window)
+        window = ImageWindow(is_image_S=torch.tensor(self._is_image), images=tuple(self._images))
+        self.images_W.append(window)
         self._ids, self._is_image, self._images = [], [], []
 
 
-def pictured_windows(
+def image_windows(
     pieces: Iterable[Excerpt | Chat],
     encode: Callable[[str], list[int]],
     fillers: Iterator[Excerpt],
@@ -151,7 +151,7 @@ def pictured_windows(
     length: int,
     count: int,
     source: str,
-) -> tuple[torch.Tensor, tuple[PicturedWindow, ...], int]:
+) -> tuple[torch.Tensor, tuple[ImageWindow, ...], int]:
     """Return (ids [W, S], images of each window, number of chats that were too long).
 
     `before`: ids in front of each text and chat. `opening`: see make_windows. `fillers`: endless
@@ -190,10 +190,10 @@ def pictured_windows(
         windows.add_chat(ids[:length], is_image[:length], piece.images)
     if windows.has_images and len(windows.ids_WS) < count:
         fill()
-    if not any(window.images for window in windows.pictured):
+    if not any(window.images for window in windows.images_W):
         raise InputError(
             source,
             f"none of its images fits into a window of {length} tokens with its chat",
             "raise the sequence length, or give smaller images",
         )
-    return torch.tensor(windows.ids_WS), tuple(windows.pictured), num_too_long
+    return torch.tensor(windows.ids_WS), tuple(windows.images_W), num_too_long

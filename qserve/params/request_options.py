@@ -1,4 +1,4 @@
-"""Handling: options of a request that do not affect sampling. Loads no torch."""
+"""RequestOptions: options of a request that do not affect sampling. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class RequestOptions:
     """Priority, cache isolation, deadline, task and media of a request. Raises ParameterError."""
 
     priority: int = 0  # lower runs first, with --scheduling-policy priority
@@ -41,4 +41,4 @@ class Handling:
             raise ParameterError("timeout", f"expected more than 0 seconds, found {self.timeout}")
 
 
-DEFAULT = Handling()
+DEFAULT = RequestOptions()

@@ -1,4 +1,4 @@
-"""HeldTensors: tensors in memory, presented like the tensors of a model folder.
+"""MemoryTensors: tensors in memory, presented like the tensors of a model folder.
 
 Names become the names of the family's row, as in `CheckpointReader`.
 """
@@ -21,7 +21,7 @@ from formats.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
+class MemoryTensor:
     """A tensor in memory with the interface of TensorEntry."""
 
     name: str
@@ -39,30 +39,30 @@ class HeldTensor:
     def num_bytes(self) -> int:
         return self.tensor.nbytes
 
-    def transposed(self) -> "HeldTensor":
+    def transposed(self) -> "MemoryTensor":
         """Return the tensor with its dims exchanged."""
         return replace(self, tensor=self.tensor.T)
 
-    def normalized(self, dim: int) -> "HeldTensor":
+    def normalized(self, dim: int) -> "MemoryTensor":
         """Return the matrix divided by its norms along a dim."""
         made = torch.nn.functional.normalize(self.tensor.float(), dim=dim)
         return replace(self, tensor=made.to(self.dtype))
 
-    def of_shards(self, **part: Any) -> "HeldTensor":
+    def of_shards(self, **part: Any) -> "MemoryTensor":
         """Return some rows of each shard of a fused matrix (stored_form/fused_qkv.py)."""
         made = rows_of_shards(self, part["scales"], SimpleNamespace(**part))
-        return HeldTensor(name=part["name"], tensor=made)
+        return MemoryTensor(name=part["name"], tensor=made)
 
-    def matrix(self, name: str, number: int, start: int, stop: int) -> "HeldTensor":
+    def matrix(self, name: str, number: int, start: int, stop: int) -> "MemoryTensor":
         """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""
-        return HeldTensor(name=name, tensor=self.tensor[number, start:stop])
+        return MemoryTensor(name=name, tensor=self.tensor[number, start:stop])
 
     def joined(
-        self, parts: "Sequence[HeldTensor]", name: str, start: int, stop: int
-    ) -> "HeldTensor":
+        self, parts: "Sequence[MemoryTensor]", name: str, start: int, stop: int
+    ) -> "MemoryTensor":
         """Return rows `start` to `stop`, counted over all parts, as a tensor `name`."""
         rows = torch.cat([part.tensor for part in parts])[start:stop]
-        return HeldTensor(name=name, tensor=rows)
+        return MemoryTensor(name=name, tensor=rows)
 
     def read(self) -> torch.Tensor:
         """Return the tensor."""
@@ -73,7 +73,7 @@ class HeldTensor:
         return self.tensor[start:stop].contiguous().cpu()
 
 
-class HeldTensors:
+class MemoryTensors:
     """Reader of tensors in memory: `config`, `entries` by name, `get(name)`."""
 
     num_other_parts = 0
@@ -82,7 +82,7 @@ class HeldTensors:
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
         """`config`: config.json's content. Raises CheckpointError if a name occurs twice."""
         self.folder = Path("tensors of the update")
-        entries: dict[str, HeldTensor] = {}
+        entries: dict[str, MemoryTensor] = {}
         for name, tensor in tensors:
             if name in entries:
                 raise CheckpointError(f"tensor {name}", "comes twice in the update")
@@ -90,7 +90,7 @@ class HeldTensors:
                 raise CheckpointError(
                     f"tensor {name}", f"expected a tensor, found {type(tensor).__name__}"
                 )
-            entries[name] = HeldTensor(name=name, tensor=tensor.detach())
+            entries[name] = MemoryTensor(name=name, tensor=tensor.detach())
         if has_text_part(config):
             entries = {own: e for name, e in entries.items() if (own := text_name(name))}
         entries = usual_entries(config, entries)

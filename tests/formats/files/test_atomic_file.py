@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from formats.files.whole_file import write_whole
+from formats.files.atomic_file import write_atomic
 
 
-def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
+def test_old_file_survives_failed_write(tmp_path, monkeypatch):
     place = tmp_path / "new" / "table.json"
-    write_whole(place, "old")
+    write_atomic(place, "old")
     assert place.read_text() == "old"
     real = Path.write_text
 
@@ -19,6 +19,6 @@ def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="No space"):
-        write_whole(place, "brand new")
+        write_atomic(place, "brand new")
     assert place.read_text() == "old"
     assert [path.name for path in place.parent.iterdir()] == ["table.json"]

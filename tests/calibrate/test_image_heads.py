@@ -10,7 +10,7 @@ import torch
 
 from calibrate.heads.eagle3 import Eagle3Module, start_from_target, step_losses
 from calibrate.heads.fit import FitSettings, fit
-from calibrate.heads.pictured import answer_windows
+from calibrate.heads.image_windows import answer_windows
 from calibrate.heads.quantize import quantize_head
 from calibrate.heads.target import Target
 from calibrate.texts.data import CalibrationData
@@ -36,7 +36,7 @@ def question(image) -> dict:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model of few words, and chats with a picture each."""
-    folder = tmp_path_factory.mktemp("pictured")
+    folder = tmp_path_factory.mktemp("images")
     write_tiny_vision(folder / "llava", "llava", num_words=100)
     write_tiny_vision(folder / "qwen3_vl", "qwen3_vl", num_words=100)
     lines = []
@@ -58,7 +58,7 @@ def run_script(name, *arguments):
 @pytest.mark.parametrize(
     "family", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.exhaustive)]
 )
-def test_a_head_is_trained_quantized_and_measured(folder, family, tmp_path, capsys):
+def test_image_head_is_trained_quantized_and_measured(folder, family, tmp_path, capsys):
     model, data = folder / family, folder / "chats.jsonl"
     common = ["--data", data, "--length", 40, "--batch", 4, "--continued", 8, "--device", "cpu"]
     run_script("train_eagle3", model, *common, "--epochs", 1, "--output", tmp_path / "head")
@@ -84,7 +84,7 @@ def test_a_head_is_trained_quantized_and_measured(folder, family, tmp_path, caps
 
 @pytest.fixture(scope="module")
 def toy(folder):
-    """A head that was trained on a model's own answers about six pictures, for a few seconds."""
+    """A head that was trained on a model's own answers about six images, for a few seconds."""
     data = str(folder / "chats.jsonl")
     target = Target(folder / "llava", device="cpu", aux_layers=(1, 2, 3))
     chats = CalibrationChats(folder / "llava")
@@ -101,7 +101,7 @@ def toy(folder):
         target_hidden_size=64,
         draft_vocab_size=sizes["vocab_size"],
         num_aux=3,
-        stated_aux_layers=target.aux_layers,
+        explicit_aux_layers=target.aux_layers,
         norm_before_residual=True,
         norm_output=False,
         norm_before_fc=False,
@@ -125,7 +125,7 @@ def toy(folder):
     return windows
 
 
-def test_a_head_that_sees_the_images_is_accepted_more(folder, toy):
+def test_image_embeddings_increase_acceptance(folder, toy):
     params = SamplingParams(temperature=0, max_tokens=NUM_WORDS, ignore_eos=True)
     chats = [[question(picture(32, 32, number))] for number in range(NUM_CHATS)]
     texts, lengths = [], []
@@ -144,17 +144,17 @@ def test_a_head_that_sees_the_images_is_accepted_more(folder, toy):
     assert with_images > without + 0.4 > 1.4
 
 
-def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path):
-    """Judged by the reported accuracy, which is lower with other pictures."""
+def test_head_is_quantized_with_target_images(folder, toy, tmp_path):
+    """Judged by the reported accuracy, which is lower with other images."""
     accuracies = []
-    for number, pictured in enumerate((toy.pictured, (*toy.pictured[1:], toy.pictured[0]))):
+    for number, images_W in enumerate((toy.images_W, (*toy.images_W[1:], toy.images_W[0]))):
         report = quantize_head(
             folder / "toy",
             tmp_path / str(number),
             scheme=Scheme.parse("w4a16-sym", 32),
             target=folder / "llava",
             calibration=CalibrationData(
-                ids_WS=toy.ids_WS, source="toy", seed=0, pictured=pictured, chats=toy.chats
+                ids_WS=toy.ids_WS, source="toy", seed=0, images_W=images_W, chats=toy.chats
             ),
             progress=False,
         )
@@ -165,7 +165,7 @@ def test_a_head_is_quantized_with_the_images_of_its_target(folder, toy, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_rotations_are_those_of_the_target(family, tmp_path):
+def test_head_rotary_embedding_equals_target(family, tmp_path):
     """With positions of three axes, as transformers computes them."""
     target = Target(
         write_tiny_vision(tmp_path / family, family, 100), device="cpu", aux_layers=(1,)

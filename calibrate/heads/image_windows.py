@@ -13,65 +13,65 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from calibrate.heads.target import Seen, Target
+from calibrate.heads.target import Target, TargetOutputs
 from calibrate.texts.data import CalibrationData, read_calibration
 from calibrate.texts.documents import read_documents
-from calibrate.texts.pictured import ChatReader, PicturedWindow, has_images
+from calibrate.texts.image_windows import ChatReader, ImageWindow, has_images
 from formats.errors import InputError
 
 ALL = 2**31  # number of windows: no limit, as many as the file fills
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PicturedWindows:
+class HeadWindows:
     """Windows of token ids, and the images of each window."""
 
     ids_WS: torch.Tensor  # int64
-    pictured: tuple[PicturedWindow, ...]  # (): no window has images
+    images_W: tuple[ImageWindow, ...]  # (): no window has images
     chats: ChatReader | None
 
     @classmethod
-    def of_data(cls, data: CalibrationData) -> "PicturedWindows":
+    def of_data(cls, data: CalibrationData) -> "HeadWindows":
         """Return the windows of calibration data."""
-        return cls(ids_WS=data.ids_WS, pictured=data.pictured, chats=data.chats)
+        return cls(ids_WS=data.ids_WS, images_W=data.images_W, chats=data.chats)
 
     def __len__(self) -> int:
         return len(self.ids_WS)
 
-    def of(self, numbers: Sequence[int]) -> "PicturedWindows":
+    def of(self, numbers: Sequence[int]) -> "HeadWindows":
         """Return the windows with these numbers."""
-        return PicturedWindows(
+        return HeadWindows(
             ids_WS=self.ids_WS[list(numbers)],
-            pictured=tuple(self.pictured[number] for number in numbers) if self.pictured else (),
+            images_W=tuple(self.images_W[number] for number in numbers) if self.images_W else (),
             chats=self.chats,
         )
 
-    def joined(self, other: "PicturedWindows") -> "PicturedWindows":
+    def joined(self, other: "HeadWindows") -> "HeadWindows":
         """Return these windows, followed by those of `other`."""
-        return PicturedWindows(
+        return HeadWindows(
             ids_WS=torch.cat([self.ids_WS, other.ids_WS]),
-            pictured=(*self._all_pictured(), *other._all_pictured()),
+            images_W=(*self._all_image_windows(), *other._all_image_windows()),
             chats=self.chats or other.chats,
         )
 
     @property
     def num_images(self) -> int:
-        return sum(len(window.images) for window in self.pictured)
+        return sum(len(window.images) for window in self.images_W)
 
-    def _all_pictured(self) -> tuple[PicturedWindow, ...]:
-        without = PicturedWindow(
+    def _all_image_windows(self) -> tuple[ImageWindow, ...]:
+        without = ImageWindow(
             is_image_S=torch.zeros(self.ids_WS.shape[1], dtype=torch.bool), images=()
         )
-        return self.pictured or (without,) * len(self)
+        return self.images_W or (without,) * len(self)
 
-    def seen(self, target: Target) -> Seen:
+    def seen(self, target: Target) -> TargetOutputs:
         """Run the target on the windows."""
         if not self.num_images:
             return target.see(self.ids_WS)
         return target.see_images(
             [
                 (_inputs(self.chats, window, ids_S), window.is_image_S)
-                for window, ids_S in zip(self.pictured, self.ids_WS, strict=True)
+                for window, ids_S in zip(self.images_W, self.ids_WS, strict=True)
             ]
         )
 
@@ -84,7 +84,7 @@ def chat_windows(
     *,
     most: int | None = None,
     seed: int = 0,
-) -> PicturedWindows:
+) -> HeadWindows:
     """Cut windows from a file's chats and texts. Raises InputError."""
     found = read_calibration(
         source,
@@ -94,7 +94,7 @@ def chat_windows(
         seed=seed,
         chats=chats,
     )
-    return PicturedWindows.of_data(found)
+    return HeadWindows.of_data(found)
 
 
 def answer_windows(
@@ -108,7 +108,7 @@ def answer_windows(
     seconds: float,
     seed: int = 0,
     progress: bool = True,
-) -> PicturedWindows:
+) -> HeadWindows:
     """Make up to `count` windows: a chat with images, whose last answer the target generates.
 
     The chats are used in turn, with a new answer each time. An answer continues to the end of its
@@ -119,7 +119,7 @@ def answer_windows(
     random.Random(seed).shuffle(documents)
     folder, started = Path(source).absolute().parent, time.monotonic()
     ids: list[torch.Tensor] = []
-    pictured: list[PicturedWindow] = []
+    images_W: list[ImageWindow] = []
     torch.manual_seed(seed)
     prompts = [_prompt(each, chats, folder) for each in documents]
     prompts = [each for each in prompts if len(each.ids) < length]
@@ -134,15 +134,13 @@ def answer_windows(
             if ids and time.monotonic() - started > seconds:
                 break
             chat = prompts[number % len(prompts)]
-            window = PicturedWindow(
-                is_image_S=torch.tensor(chat.is_image), images=tuple(chat.images)
-            )
+            window = ImageWindow(is_image_S=torch.tensor(chat.is_image), images=tuple(chat.images))
             inputs = _inputs(chats, window, torch.tensor(chat.ids))
             ids.append(target.continued_images(inputs, length, temperature=temperature).cpu())
             is_image_S = torch.nn.functional.pad(window.is_image_S, (0, length - len(chat.ids)))
-            pictured.append(PicturedWindow(is_image_S=is_image_S, images=window.images))
+            images_W.append(ImageWindow(is_image_S=is_image_S, images=window.images))
             bar.update()
-    return PicturedWindows(ids_WS=torch.stack(ids), pictured=tuple(pictured), chats=chats)
+    return HeadWindows(ids_WS=torch.stack(ids), images_W=tuple(images_W), chats=chats)
 
 
 def _prompt(messages: Sequence[Any], chats: ChatReader, folder: Path) -> Any:
@@ -152,9 +150,7 @@ def _prompt(messages: Sequence[Any], chats: ChatReader, folder: Path) -> Any:
     return chats.read(messages, folder, add_generation_prompt=True)
 
 
-def _inputs(
-    chats: ChatReader, window: PicturedWindow, ids_S: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _inputs(chats: ChatReader, window: ImageWindow, ids_S: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the arguments of transformers' model for one window."""
     if window.images:
         return chats.inputs(window, ids_S)

@@ -26,7 +26,7 @@ class RecentRows:
     rows_of: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
-def run_rows_(
+def run_separate_rows_(
     run: RunRow,
     of_rows: Sequence[torch.Tensor],
     states: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Messages between the engine and the trial process, in frames (qserve/processes/frames.py)."""
+"""Messages between the engine and the sandbox process, in frames (qserve/processes/frames.py)."""
 
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     copy_bytes: int  # additional bytes per output
 
 
-class TrialRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class GrammarRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a fork: the grammar cannot be used. The fields are those of InputError."""
 
     subject: str

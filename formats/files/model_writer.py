@@ -1,4 +1,4 @@
-"""WholeWriter: writes a vision-language checkpoint around a new text model.
+"""VisionLanguageWriter: writes a vision-language checkpoint around a new text model.
 
 The text model's tensors get their names in the source, the vision part is copied from the source,
 and config.json is the source's with the changes of the text model.
@@ -50,7 +50,7 @@ def open_writer(
     check_is_free(folder)
     check_has_space(folder, least_bytes)
     if source.other_parts:
-        return WholeWriter(folder, source, max_shard_bytes=max_shard_bytes)
+        return VisionLanguageWriter(folder, source, max_shard_bytes=max_shard_bytes)
     return CheckpointWriter(
         folder,
         max_shard_bytes=max_shard_bytes,
@@ -71,7 +71,7 @@ def least_bytes(source: CheckpointReader, schemes: Mapping[str, Scheme | None]) 
     return total
 
 
-class WholeWriter(CheckpointWriter):
+class VisionLanguageWriter(CheckpointWriter):
     """Receives the tensors and config.json of a text model; writes the whole model."""
 
     def __init__(self, folder: str | Path, source: CheckpointReader, *, max_shard_bytes: int):
