@@ -171,8 +171,12 @@ def test_mtp_on_models_with_states(tmp_path, family):
     assert found["with mtp drafts"].accepted_drafts > 0
 
 
+# families whose indexers select keys, which is refused
+SELECTING = ("minimax_m3",)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if name not in SELECTING])
 def test_images(tmp_path, family):
     longest = 128 if family.startswith(("qwen3_5", "lfm2")) else 60  # for snapshots
     config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)

@@ -317,3 +317,10 @@ def test_pages_that_are_no_parts_of_blocks_are_refused(tiny_model):
     with pytest.raises(InputError, match="--block-size 64: does not divide index_block_size, 16"):
         LLM(tiny_model(FAMILY), device="cpu", max_model_len=128, block_size=64)
     LLM(tiny_model(FAMILY), device="cpu", max_model_len=32, block_size=32)  # all keys are seen
+
+
+def test_equal_bits_in_any_batch_are_refused_where_keys_are_selected(tiny_model):
+    settings = {"device": "cpu", "batch_invariant": True}
+    with pytest.raises(InputError, match="MiniMaxM3VLForCausalLM beyond 32 tokens: an indexer"):
+        LLM(tiny_model(FAMILY), max_model_len=33, **settings)
+    LLM(tiny_model(FAMILY), max_model_len=32, **settings)
