@@ -57,7 +57,9 @@ class PackedWeight:
         for field, tensor in given.items():
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(
-                    f"{name} {field}", f"expected a tensor, found {type(tensor).__name__}"
+                    f"{name} {field}",
+                    f"expected a tensor, found {type(tensor).__name__}",
+                    "torch.as_tensor converts arrays and lists",
                 )
             if tensor.is_meta:
                 raise CheckpointError(

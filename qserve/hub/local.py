@@ -8,6 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from formats.errors import InputError
 from formats.hub.fetch import local_path
 from formats.hub.name import HubName, is_local
 from formats.hub.selection import ADAPTER, DRAFTER, MODEL, SHAPES, TOKENIZER, Kind
@@ -74,6 +75,12 @@ def local_adapter(lora: LoRARequest | None, config: EngineConfig) -> LoRARequest
 
     A path is not checked: its folder may be gone after the engine has read the adapter.
     """
+    if lora is not None and not isinstance(lora, LoRARequest):
+        raise InputError(
+            "lora_request",
+            f"expected a LoRARequest, found {type(lora).__name__}",
+            'such as LoRARequest("sql", 1, "./sql-lora")',
+        )
     if lora is None or HubName.parse(lora.lora_path) is None or is_local(lora.lora_path):
         return lora
     path = local_path(lora.lora_path, ADAPTER, download_dir=config.download_dir)

@@ -54,7 +54,10 @@ def test_from_float_preserves_weights_on_grid():
         (lambda c, s: (c, s, torch.full_like(s, 16)), "whole zero points in 0..15, found 16"),
         (lambda c, s: (c, s, torch.full_like(s, -1)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, 7)), "8 throughout"),
-        (lambda c, s: (c.tolist(), s, None), "codes: expected a tensor, found list"),
+        (
+            lambda c, s: (c.tolist(), s, None),
+            "codes: expected a tensor, found list .torch.as_tensor",
+        ),
         (lambda c, s: (c, s.numpy(), None), "scales: expected a tensor, found ndarray"),
         (lambda c, s: (c, s, 8), "zeros: expected a tensor, found int"),
         (lambda c, s: (c.to(torch.int64).add(16).to(torch.uint32), s, None), "found 16..31"),

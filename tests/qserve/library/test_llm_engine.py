@@ -7,6 +7,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve import EngineConfig, LLMEngine, SamplingParams
+from qserve.hub.local import local_adapter
 from qserve.library.outputs import EngineDeadError
 from qserve.llm import LLM
 
@@ -154,3 +155,8 @@ def test_priorities_and_salts_reach_the_engine(docs_5m):
     assert [output.num_cached_tokens > 0 for output in outputs] == [True, False, False]
     with pytest.raises(InputError, match="priority: expected 2, found 1"):
         llm.generate([[5], [6]], GREEDY, priority=[1])
+
+
+def test_adapter_that_is_no_request_is_refused():
+    with pytest.raises(InputError, match=r"lora_request: expected a LoRARequest, found str .*sql"):
+        local_adapter("./sql-lora", EngineConfig(model="m"))
