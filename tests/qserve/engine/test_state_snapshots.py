@@ -56,7 +56,7 @@ class States:
                 (self.left, moves.restored_from, self.left, moves.restored_to),
                 (self.host, moves.loaded_from, self.left, moves.loaded_to),
             ):
-                assert len(set(target.tolist())) == len(target), "no order is told"
+                assert len(set(target.tolist())) == len(target), "the order is undefined"
                 found = [sources.get(slot) for slot in source.tolist()]
                 targets.update(zip(target.tolist(), found, strict=True))
             self.num_loaded += len(moves.loaded_to)
