@@ -24,7 +24,7 @@ MAX_LEN = 72
 MAX_STEPS = 6000  # against hanging; an engine that waits for threads takes up to 10 ms each
 STEP_SECONDS = 0.02
 NUM_ADAPTERS = 3
-MOST_OUTPUTS = 4
+MAX_OUTPUTS = 4
 
 FORMS = (
     {"regex": "(yes|no|maybe) [0-9]{2,5}( and [a-z ]{3,20})?"},
@@ -204,7 +204,7 @@ def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> 
             options=options,
             **same,
         )
-        for index in range(rng.choice([1, 1, 2, MOST_OUTPUTS]))
+        for index in range(rng.choice([1, 1, 2, MAX_OUTPUTS]))
     ]
 
 
@@ -318,7 +318,7 @@ class Alone:
     """The simplest engine: one request at a time, whole, with nothing kept of the ones before."""
 
     def __init__(self, folder, *, has_adapters: bool) -> None:
-        settings = {"block_size": 16, "max_num_seqs": MOST_OUTPUTS, "num_gpu_blocks_override": 64}
+        settings = {"block_size": 16, "max_num_seqs": MAX_OUTPUTS, "num_gpu_blocks_override": 64}
         settings |= {"enable_prefix_caching": False, "max_num_batched_tokens": 1024}
         if has_adapters:
             settings |= {"enable_lora": True, "max_loras": NUM_ADAPTERS}

@@ -76,7 +76,7 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
 def test_mixed_requests_equal_separate_requests(model, seed, crossing, tmp_path, monkeypatch):
     if model in STATES:  # snapshots of a few tokens are worth while
         monkeypatch.setattr(state_snapshots, "SPACING", 8)
-        monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+        monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
     folder, adapters, limits, alone = crossing(model)
     if model == "docs" and seed not in QUICK[model]:  # heads that draft in one pass as well
         heads = [

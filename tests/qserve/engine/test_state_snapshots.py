@@ -25,7 +25,7 @@ def small():
     """Make snapshots worthwhile after few tokens."""
     with (
         mock.patch.object(state_snapshots, "SPACING", 4 * PAGE),
-        mock.patch.object(state_snapshots, "LEAST_GAIN", PAGE),
+        mock.patch.object(state_snapshots, "MIN_GAIN", PAGE),
     ):
         yield
 
@@ -293,7 +293,7 @@ def test_different_salts_share_no_snapshots():
 
 
 def test_short_prompts_make_no_snapshot_step():
-    with mock.patch.object(state_snapshots, "LEAST_GAIN", 64):
+    with mock.patch.object(state_snapshots, "MIN_GAIN", 64):
         simulation = simulate()
         request = make_request("a", [*PREFIX, 1])
         simulation.scheduler.add(request)

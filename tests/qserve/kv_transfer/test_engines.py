@@ -18,7 +18,7 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 ONE = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
 PAGE = 4
 PROMPT = list(range(5, 30))  # 6 pages and a token
-MOST_STEPS = 5000  # of an engine that waits for threads, 10 ms each: against hanging
+MAX_STEPS = 5000  # of an engine that waits for threads, 10 ms each: against hanging
 
 
 class MemoryConnector:
@@ -78,7 +78,7 @@ def make_engine(docs_5m):
 
 
 def finish(engine, tokens, cached, errors=None):
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_work():
             return
         for event in engine.step():
@@ -203,7 +203,7 @@ def test_other_requests_run_while_one_waits(make_engine, memory_connector, cold)
     engine.add_request("1", [7, 8], GREEDY)  # shorter than a page: nothing to ask for
     tokens, cached = [[], []], [0, 0]
     ended = False
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         for event in engine.step():
             tokens[int(event.request_id)] += event.token_ids
             ended |= event.request_id == "1" and event.finish_reason is not None
@@ -437,7 +437,7 @@ def test_report_counts_remote_tokens(make_engine, memory_connector):
     run(make_engine(), [PROMPT])
     engine, queries, hits = make_engine(), 0, 0
     engine.add_request("0", PROMPT, GREEDY)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_work():
             break
         engine.step()

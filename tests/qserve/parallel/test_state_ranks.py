@@ -134,7 +134,7 @@ def test_indivisible_sizes_are_refused(tmp_path, family, changed, message):
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
