@@ -248,7 +248,7 @@ def fitted_scheme(
     return _with_groups(scheme, fitting_group_size(sizes))
 
 
-def usual_scheme(
+def default_group_scheme(
     scheme: Scheme,
     shapes: Mapping[str, tuple[int, int]],
     *,

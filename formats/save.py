@@ -114,7 +114,7 @@ def save_quantized(
     weights = _weights(linears, scheme, reader)
     others = _other_tensors(linears, tensors or {}, reader)
     schemes = _schemes(weights, reader)
-    layout = _usual_layout(weights, schemes) if format is None else find_layout(format)
+    layout = _default_layout(weights, schemes) if format is None else find_layout(format)
     for name, weight in weights.items():
         check_writable(layout, weight.scheme, name)
         check_shape_writable(layout, weight.scheme, name, weight.out_features, weight.in_features)
@@ -301,7 +301,7 @@ def _from_codes(
     return replace(weight, activation=stated.activation)
 
 
-def _usual_layout(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> Layout:
+def _default_layout(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> Layout:
     """Return the layout that `qserve quantize` chooses without --format (formats/plan.py).
 
     It is the scheme's default, or compressed-tensors if linears differ and it can store them.
