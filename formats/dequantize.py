@@ -14,9 +14,9 @@ import torch
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.files.model_path import is_gguf_folder
+from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
 from formats.files.tensor_entry import TensorEntry
-from formats.files.whole_writer import open_writer
 from formats.float_view import DecodedEntry, rounded
 from formats.names import FLOAT_DTYPES
 from formats.table import count_text, size_text
@@ -72,7 +72,7 @@ def dequantize_checkpoint(
     before, after = reader.num_bytes, 0
     decoded = [entry for entry in reader.entries.values() if type(entry) is not TensorEntry]
     least = sum(math.prod(entry.shape) * chosen.itemsize for entry in decoded)
-    with open_writer(target, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
+    with open_writer(target, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         for name, entry in reader.entries.items():
             if isinstance(entry, DecodedEntry):  # rounded once, to the dtype chosen here
                 entry = replace(entry, dtype=torch.float32)
