@@ -24,7 +24,7 @@ from calibrate.run.settings import RunSettings
 from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData
 from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES
-from formats.files.model_writer import least_bytes, open_writer
+from formats.files.model_writer import min_bytes, open_writer
 from formats.names import FormatName, RecipeName
 from formats.scheme import Scheme
 
@@ -144,10 +144,10 @@ def quantize_checkpoint(
         Clock(),
     )
     model, schemes = run.model, run.schemes
-    least = least_bytes(model.reader, schemes)
+    least = min_bytes(model.reader, schemes)
     with (
         open_writer(
-            target, model.reader, least_bytes=least, max_shard_bytes=max_shard_bytes
+            target, model.reader, min_bytes=least, max_shard_bytes=max_shard_bytes
         ) as writer,
         Journal(target, run.identity) as journal,
         tqdm(total=len(schemes), unit="linear", disable=not progress) as bar,

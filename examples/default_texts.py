@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.quality.evaluation import HELD_OUT
+from calibrate.texts.default_texts import DEFAULT_TEXTS
 from calibrate.texts.documents import read_documents
-from calibrate.texts.shipped import SHIPPED_TEXTS
 
 NGRAM = 13  # words that no row shares with a held-out text
 KEPT = ("documents", "conversation", "mathematics")  # kinds without a package
@@ -352,9 +352,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder with the unpacked packages")
     parser.add_argument("--held-out", nargs="*", default=(), help="texts that no row may contain")
-    parser.add_argument("--output", type=Path, default=SHIPPED_TEXTS)
+    parser.add_argument("--output", type=Path, default=DEFAULT_TEXTS)
     arguments = parser.parse_args()
-    lines = SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines()
+    lines = DEFAULT_TEXTS.read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["kind"] in KEPT]
     for source in SOURCES:
         rows += rows_of(source, arguments.folder)

@@ -64,10 +64,10 @@ def main() -> None:
         seen, ids_BS = target.see(ids_BS), ids_BS.to(target.device)
         count = ids_BS.shape[1] - 1
         if torch.is_grad_enabled():
-            last = count - config.most_drafts
+            last = count - config.max_drafts
             anchors_A = torch.randint(1, last, (anchors,), device=target.device)
         else:
-            anchors_A = even_anchors(count, config.most_drafts, anchors).to(target.device)
+            anchors_A = even_anchors(count, config.max_drafts, anchors).to(target.device)
         with in_16_bits(target.device):
             return list(
                 block_losses(
@@ -76,7 +76,7 @@ def main() -> None:
                     seen.aux_BSF,
                     seen.logits_BSV,
                     anchors_A,
-                    num_drafts=config.most_drafts,
+                    num_drafts=config.max_drafts,
                     draft_ids_U=draft_ids,
                     after_errors=arguments.after_errors,
                 )

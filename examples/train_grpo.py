@@ -133,7 +133,7 @@ class Rollouts:
             "prompt_ids": prompt_ids,
             "completion_ids": [each.token_ids for each in drawn],
             "logprobs": [
-                [told[token].logprob for told, token in zip(e.logprobs, e.token_ids, strict=True)]
+                [entry[token].logprob for entry, token in zip(e.logprobs, e.token_ids, strict=True)]
                 for e in drawn
             ],
         }

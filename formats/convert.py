@@ -109,7 +109,7 @@ def convert_checkpoint(
     written = set()
     # Codes keep their bits. Other words, zeros and group indices take less than a tenth.
     least = reader.num_bytes * 9 // 10
-    with open_writer(target, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
+    with open_writer(target, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         for name in reader.entries:
             module, _, field = name.rpartition(".")
             if module not in modules or field not in fields:

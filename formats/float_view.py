@@ -58,7 +58,7 @@ class DecodedEntry(TensorEntry):
     def rows(self, start: int, stop: int) -> torch.Tensor:
         return self.read()[start:stop]
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield 0, self.read()
 
     def _rounded(self, decoded: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from formats.scheme import (
 )
 
 ACT_ORDER_FORMAT = "gptq"  # the only format that is written with act-order
-MOST_IN_FLOAT = 0.1  # fraction of the weights in float above which smaller groups are chosen
+MAX_IN_FLOAT = 0.1  # fraction of the weights in float above which smaller groups are chosen
 EXCEPTIONS_FORMAT = "compressed-tensors"  # the format that every reader takes if linears differ
 
 
@@ -248,7 +248,7 @@ def fitted_scheme(
     return _with_groups(scheme, fitting_group_size(sizes))
 
 
-def usual_scheme(
+def default_group_scheme(
     scheme: Scheme,
     shapes: Mapping[str, tuple[int, int]],
     *,
@@ -267,7 +267,7 @@ def usual_scheme(
     chosen = _chosen(shapes, ignore, overrides)
     left = sum(N * K for N, K in chosen if K % size)
     fitting = fitting_group_size(K for _, K in chosen)
-    if fitting == CHANNEL or left <= MOST_IN_FLOAT * sum(N * K for N, K in chosen):
+    if fitting == CHANNEL or left <= MAX_IN_FLOAT * sum(N * K for N, K in chosen):
         return scheme
     return _with_groups(scheme, fitting)
 

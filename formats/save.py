@@ -22,7 +22,7 @@ from formats.compatibility.before_writing import check_readers, verdicts_of
 from formats.compatibility.loads_in import Verdict
 from formats.errors import CheckpointError, InputError, one_line
 from formats.families import known_family
-from formats.files.model_writer import least_bytes, open_writer
+from formats.files.model_writer import min_bytes, open_writer
 from formats.files.side_files import find_side_files
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, same_weight
@@ -114,7 +114,7 @@ def save_quantized(
     weights = _weights(linears, scheme, reader)
     others = _other_tensors(linears, tensors or {}, reader)
     schemes = _schemes(weights, reader)
-    layout = _usual_layout(weights, schemes) if format is None else find_layout(format)
+    layout = _default_layout(weights, schemes) if format is None else find_layout(format)
     for name, weight in weights.items():
         check_writable(layout, weight.scheme, name)
         check_shape_writable(layout, weight.scheme, name, weight.out_features, weight.in_features)
@@ -122,8 +122,8 @@ def save_quantized(
     verdicts, findings = verdicts_of(config, schemes, reader)
     check_readers(readers, verdicts, findings, layout, schemes, reader)
     block = config.to_dict()
-    least = least_bytes(reader, schemes)
-    with open_writer(folder, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
+    least = min_bytes(reader, schemes)
+    with open_writer(folder, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         tied = says_tied(reader.config)
         for name in reader.entries:
             module, _, field = name.rpartition(".")
@@ -301,7 +301,7 @@ def _from_codes(
     return replace(weight, activation=stated.activation)
 
 
-def _usual_layout(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> Layout:
+def _default_layout(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> Layout:
     """Return the layout that `qserve quantize` chooses without --format (formats/plan.py).
 
     It is the scheme's default, or compressed-tensors if linears differ and it can store them.

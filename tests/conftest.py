@@ -80,7 +80,7 @@ def kernels_compile_where_they_are_launched():
         yield
 
 
-MOST_PAGES = 512  # 8,192 tokens in pages of the usual size
+MAX_PAGES = 512  # 8,192 tokens in pages of the usual size
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -98,7 +98,7 @@ def engines_have_few_pages():
         found = fit(memory, *others)
         if memory != usual:
             return found
-        return found._replace(num_pages=min(found.num_pages, MOST_PAGES))
+        return found._replace(num_pages=min(found.num_pages, MAX_PAGES))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "num_pages_in", fewer)

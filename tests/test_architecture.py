@@ -42,7 +42,7 @@ SERVER_FLOORS = {
     "config": {"admin", "models", "store"},
     "page": {"admin", "anthropic", "http", "openai", "requests", "service"},
 }
-MOST_FILES = 20  # in a folder
+MAX_FILES = 20  # in a folder
 # floor of qkernels -> the modules and folders of qkernels that it may import besides itself
 QKERNELS_FLOORS = {
     "gpu": {"errors"},
@@ -216,7 +216,7 @@ def test_folders_have_few_files(package):
         for path in (ROOT / package).rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     )
-    assert {folder: n for folder, n in count.items() if n > MOST_FILES} == {}
+    assert {folder: n for folder, n in count.items() if n > MAX_FILES} == {}
 
 
 @pytest.mark.parametrize("part", ["speculation", "lora", "kv_transfer", "profile"])

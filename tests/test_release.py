@@ -24,10 +24,10 @@ USE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import qkernels, qserve.cli
-from calibrate.texts import documents, shipped
+from calibrate.texts import default_texts, documents
 from qserve.server.page import routes
-assert shipped.__file__.startswith(sys.path[0])
-assert len(documents.read_documents(str(shipped.SHIPPED_TEXTS))) > 10
+assert default_texts.__file__.startswith(sys.path[0])
+assert len(documents.read_documents(str(default_texts.DEFAULT_TEXTS))) > 10
 assert "<html" in routes._page("index.html").body.decode()
 sys.exit(qserve.cli.main(sys.argv[1:]))
 """

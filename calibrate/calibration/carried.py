@@ -29,7 +29,7 @@ from formats.architecture.skip_connections import skip_connections
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 
-LEAST_SQUARE = 1e-5  # lower bound of a stream's mean square
+MIN_SQUARE = 1e-5  # lower bound of a stream's mean square
 
 
 class CarriedChannels:
@@ -215,7 +215,7 @@ class CarriedChannels:
 def _as_large_as(x_SD: torch.Tensor, target_SD: torch.Tensor) -> torch.Tensor:
     """Scale each row of x to the root mean square of the target's row, as transformers does."""
     root = target_SD.square().mean(-1, keepdim=True).sqrt()
-    return x_SD * root / x_SD.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
+    return x_SD * root / x_SD.square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
 
 
 def carried_of(

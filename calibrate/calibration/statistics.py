@@ -15,12 +15,12 @@ from formats.errors import InputError
 # Most tokens kept as a sample, for errors that second moments do not show. Tokens are kept at one
 # stride, a power of THINNING, which shares no factor with the usual lengths of windows: their first
 # tokens, which often have outliers, are then in the sample in about their proportion.
-MOST_SAMPLED, THINNING = 768, 3
+MAX_SAMPLED, THINNING = 768, 3
 # Held-out tokens kept per input; with fewer than FEWEST_HELD no error is reported.
-MOST_HELD, FEWEST_HELD = 2048, 16
+MAX_HELD, FEWEST_HELD = 2048, 16
 # Errors on held-out tokens are computed for evenly spaced outputs, at most this many. For all
 # outputs of a wide linear they would take longer than its solution.
-MOST_HELD_OUTPUTS = 1024
+MAX_HELD_OUTPUTS = 1024
 
 
 def evenly_spaced(rows: torch.Tensor, most: int) -> torch.Tensor:
@@ -37,10 +37,10 @@ class HeldOut:
 
     @classmethod
     def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "HeldOut":
-        """Keep evenly spaced tokens of the inputs `x` [..., K], at most MOST_HELD."""
+        """Keep evenly spaced tokens of the inputs `x` [..., K], at most MAX_HELD."""
 
         def kept(each: torch.Tensor) -> torch.Tensor:
-            return evenly_spaced(each.reshape(-1, x.shape[-1]), MOST_HELD).float().clone()
+            return evenly_spaced(each.reshape(-1, x.shape[-1]), MAX_HELD).float().clone()
 
         is_known = reference is not None and reference.shape == x.shape
         return cls(inputs_TK=kept(x), targets_TK=kept(reference) if is_known else None)
@@ -70,7 +70,7 @@ class BatchSums:
         if reference is not None and reference.shape == x.shape:
             drift_KK = _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
         stride = 1
-        while -(-x_TK.shape[0] // stride) > MOST_SAMPLED:
+        while -(-x_TK.shape[0] // stride) > MAX_SAMPLED:
             stride *= THINNING
         return cls(
             num_tokens=x_TK.shape[0],
@@ -136,7 +136,7 @@ class InputStatistics:
         first = random.Random(self._num_offered).randrange(step)
         self._num_offered += 1
         self._sample.append(sample_TK[first::step].clone())
-        while sum(map(len, self._sample)) > MOST_SAMPLED:
+        while sum(map(len, self._sample)) > MAX_SAMPLED:
             self._thin()
 
     def _thin(self) -> None:
@@ -150,7 +150,7 @@ class InputStatistics:
         held = held.changed(lambda x_TK: x_TK.to(device))
         if held.inputs_TK.numel():
             self.absmax_K = torch.maximum(self.absmax_K, held.inputs_TK.abs().amax(0))
-        if sum(len(each.inputs_TK) for each in self._held) < MOST_HELD:
+        if sum(len(each.inputs_TK) for each in self._held) < MAX_HELD:
             self._held.append(held)
 
     def to(self, device: torch.device | str) -> "InputStatistics":
@@ -204,11 +204,11 @@ class InputStatistics:
         """||X' W^T - X Wq^T|| / ||X' W^T|| over held-out tokens; None if there are too few.
 
         X' are the float model's inputs where they are known, else X. Of more than
-        MOST_HELD_OUTPUTS outputs, evenly spaced ones count.
+        MAX_HELD_OUTPUTS outputs, evenly spaced ones count.
         """
         error = reference = tokens = 0.0
         weight_NK, found_NK = (
-            evenly_spaced(each, MOST_HELD_OUTPUTS).float() for each in (weight_NK, found_NK)
+            evenly_spaced(each, MAX_HELD_OUTPUTS).float() for each in (weight_NK, found_NK)
         )
         for held in self._held:
             targets_TK = held.inputs_TK if held.targets_TK is None else held.targets_TK
@@ -230,7 +230,7 @@ class InputStatistics:
         if sum(map(len, held)) < FEWEST_HELD:
             return None
         held_TK = torch.cat(held)
-        return evenly_spaced(held_TK, MOST_SAMPLED)
+        return evenly_spaced(held_TK, MAX_SAMPLED)
 
     def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
         """Squared output error of each row, [N], summed over all calibration tokens."""

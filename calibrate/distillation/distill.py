@@ -243,7 +243,7 @@ def _write(
     for module, weight in linears.items():
         changed |= _in_file(student, module, weight)
     with open_writer(
-        target, reader, least_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
+        target, reader, min_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
     ) as writer:
         for name in reader.entries:
             writer.add(name, changed[name] if name in changed else reader.get(name))

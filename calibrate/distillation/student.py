@@ -35,7 +35,7 @@ from formats.layouts import (
 from formats.quant_config import QuantConfig, find_block
 
 # Relative error above which codes cannot stem from a weight; rounding to 2 bits causes about 0.5.
-MOST_ROUNDING = 0.8
+MAX_ROUNDING = 0.8
 
 
 class TrainableLinear(nn.Module):
@@ -300,7 +300,7 @@ def in_basis_of(packed: PackedWeight, weight_NK: torch.Tensor) -> torch.Tensor |
             factor = (found_NK * weight_NK).sum(dim, keepdim=True) / size.clamp(min=1e-30)
             weight_NK = weight_NK * torch.where(size > 0, factor, 1.0)
     difference = (found_NK - weight_NK).norm() / found_NK.norm().clamp(min=1e-30)
-    return weight_NK if float(difference) < MOST_ROUNDING else None
+    return weight_NK if float(difference) < MAX_ROUNDING else None
 
 
 def _straight_through(rounding: Rounding) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -87,7 +87,7 @@ class HeadModule:
             return
         num_drafts = NUM_DRAFTS
         if isinstance(self.folder.config, BlockConfig):
-            num_drafts = min(NUM_DRAFTS, self.folder.config.most_drafts)
+            num_drafts = min(NUM_DRAFTS, self.folder.config.max_drafts)
         # The row of the last draft, and the token that it predicts, must lie within the window.
         num_drafts = max(1, min(num_drafts, ids_BS.shape[1] - 3))
         anchors_A = even_anchors(ids_BS.shape[1] - 1, num_drafts, NUM_ANCHORS)

@@ -32,7 +32,14 @@ from formats.files.side_files import find_side_files
 from formats.files.target import check_is_free
 from formats.hub.fetch import local_path
 from formats.hub.selection import ADAPTER
-from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, fitted_scheme, make_plan, usual_scheme
+from formats.plan import (
+    EXCEPTIONS_FORMAT,
+    Plan,
+    default_group_scheme,
+    fits_any,
+    fitted_scheme,
+    make_plan,
+)
 from formats.scheme import Scheme
 
 if TYPE_CHECKING:  # it loads transformers
@@ -200,7 +207,7 @@ def _scheme(settings: RunSettings, model: FloatModel) -> Scheme:
     """Return the scheme with the group size that `fit_groups` requires."""
     if settings.fit_groups is False:
         return settings.scheme
-    choose = fitted_scheme if settings.fit_groups else usual_scheme
+    choose = fitted_scheme if settings.fit_groups else default_group_scheme
     return choose(
         settings.scheme, model.shapes, ignore=settings.ignore, overrides=settings.overrides
     )

@@ -28,13 +28,13 @@ from formats.scheme import QuantSpec
 # (begin, end) of a block of columns -> (scales, zeros) [B, N]
 Grid = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 # Damping: fractions of H's mean diagonal that are added to the diagonal, tried in turn until H can
-# be factored. The first one tried is at least K / (number of tokens), `least_damping`, because with
+# be factored. The first one tried is at least K / (number of tokens), `min_damping`, because with
 # few tokens a smaller damping fits their noise. Measured on SmolLM2-135M-Instruct (dequantized from
 # Q4_1), W4A16 in groups of 64, calibrated on 16 x 512 tokens, mean relative error of the second
 # layer's outputs on held-out text: gptq 0.060 with 0.01 and 0.057 with K / tokens; gptaq 0.060
 # (worse than gptq) and 0.056 (better).
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
-MOST_LEAST_DAMPING = 0.3
+MAX_MIN_DAMPING = 0.3
 # GPTAQ moves a weight by this fraction towards the weight that fits the calibration data best. That
 # weight shrinks a little in each layer, because its inputs have errors, and it fits noise. Measured
 # on SmolLM2-135M-Instruct (dequantized from Q4_1), W4A16 in groups of 64, 8 x 512 tokens,
@@ -109,10 +109,10 @@ def _solve(
     length = spec.group_length(weight_NK.shape[1])
     key = f"gptq {order.name} {length}"
     if key not in stats.cache:
-        stats.cache[key] = factor(stats.hessian_KK, name, order, length, least_damping(stats))
+        stats.cache[key] = factor(stats.hessian_KK, name, order, length, min_damping(stats))
     shared: Factor = stats.cache[key]
     note = f"damping raised to {shared.damping:.3g}"
-    if shared.damping > least_damping(stats) and note not in stats.notes:
+    if shared.damping > min_damping(stats) and note not in stats.notes:
         stats.notes.append(note)
     if is_k_quant(spec):
         return _round_blocks(weight_NK, shared, spec, name)
@@ -173,7 +173,7 @@ def solve_corrected(
 def _correction(stats: InputStatistics) -> torch.Tensor:
     """Return D (H + damping)^-1 [K, K] with D the mean of (x' - x) x^T, or 0 if H has no factor."""
     damped_KK = stats.moment_KK.to(_dtype(stats.moment_KK), copy=True)
-    damped_KK.diagonal().add_(least_damping(stats) * damped_KK.diagonal().mean())
+    damped_KK.diagonal().add_(min_damping(stats) * damped_KK.diagonal().mean())
     lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
     if failed:
         return torch.zeros_like(stats.moment_KK)
@@ -181,9 +181,9 @@ def _correction(stats: InputStatistics) -> torch.Tensor:
     return found_KK.float()
 
 
-def least_damping(stats: InputStatistics) -> float:
+def min_damping(stats: InputStatistics) -> float:
     """Return the smallest damping to try. It grows for few tokens, to avoid fitting their noise."""
-    return min(max(DAMPING[0], len(stats.moment_KK) / stats.num_tokens), MOST_LEAST_DAMPING)
+    return min(max(DAMPING[0], len(stats.moment_KK) / stats.num_tokens), MAX_MIN_DAMPING)
 
 
 def _dtype(hessian_KK: torch.Tensor) -> torch.dtype:

@@ -22,7 +22,7 @@ from formats.scheme import QuantSpec
 
 ROUNDS = 2
 # Refinement ends when a round lowers the summed error of all rows by less than this fraction.
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 # A new scale outside of these multiples of the old one is rejected as not determined by the codes.
 FACTORS = (0.5, 2.0)
 RIDGE = 1e-5  # added to the diagonal as a fraction, so that the matrix can be factored
@@ -52,7 +52,7 @@ def refine(
         before = best_N.double().sum()
         best = found.where(found_N < best_N, best)
         best_N = torch.minimum(found_N, best_N)
-        if best_N.double().sum() > (1 - LEAST_GAIN) * before:
+        if best_N.double().sum() > (1 - MIN_GAIN) * before:
             break
     return best.packed(packed)
 

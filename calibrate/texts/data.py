@@ -2,7 +2,7 @@
 
 Texts are shuffled by the seed and cut into excerpts of about one window. The data has one excerpt
 of each text, then a second one of each, and so on, so that even few windows contain many texts. The
-package's own texts are drawn by shipped.py.
+package's own texts are drawn by default_texts.py.
 
 BOS precedes the beginning of a text. Excerpts are joined and cut into windows, which begin as the
 model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from calibrate.float_model import FloatModel
+from calibrate.texts.default_texts import default_excerpts, endless_excerpts, excerpt_chars
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
 from calibrate.texts.excerpts import excerpts, render
@@ -31,7 +32,6 @@ from calibrate.texts.image_windows import (
     image_windows,
     images_digest,
 )
-from calibrate.texts.shipped import endless_excerpts, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
 
 DEFAULT_SAMPLES = 128
@@ -94,7 +94,7 @@ def read_calibration(
     bos: bool = True,
     chats: ChatReader | None = None,
 ) -> CalibrationData:
-    """Read windows from a file or a data set; `source` None: the texts shipped with the package.
+    """Read windows from a file or a data set; `source` None: the default texts of the package.
 
     `bos` False: a window has BOS only where a text starts. `chats` reads chats with images; None:
     such chats are refused. Raises InputError if the source is unreadable or does not fill a window.
@@ -147,7 +147,7 @@ def read_calibration(
                 "application give better results (set calibration data)"
             )
             own_chars = excerpt_chars(samples, sequence_length)
-            texts = shipped_excerpts(tokenizer, own_chars, seed)
+            texts = default_excerpts(tokenizer, own_chars, seed)
         else:
             texts = excerpts(documents, num_chars, seed, lambda chat: render(chat, tokenizer))
         ids_WS = make_windows(
@@ -157,13 +157,13 @@ def read_calibration(
             sequence_length,
             samples,
             opening=opening,
-            source="shipped texts" if source is None else source,
+            source="default texts" if source is None else source,
         )
     if len(ids_WS) < samples:
         warnings.append(f"the calibration data fills {len(ids_WS)} windows, not {samples}")
     return CalibrationData(
         ids_WS=ids_WS,
-        source="shipped texts" if source is None else source,
+        source="default texts" if source is None else source,
         seed=seed,
         warnings=tuple(warnings),
         images_W=images_W,

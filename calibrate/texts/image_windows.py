@@ -1,7 +1,7 @@
 """Cut chats with images into calibration windows.
 
 The images of a chat stay in one window. A chat that does not fit into the rest of a window begins
-the next window, and the rest is filled with the shipped texts. A chat longer than a window is cut
+the next window, and the rest is filled with the default texts. A chat longer than a window is cut
 off at the end of the window, after its last image.
 
 Legend: W windows, S tokens of a window.

@@ -32,7 +32,7 @@ SEARCH_METHOD = "full-range"
 LEFT_OUT = "without awq factors, which enlarge the output error on held-out windows"
 # Candidates are compared on evenly spaced outputs of each linear, at most this many. All candidates
 # of a linear are compared on the same outputs.
-MOST_OUTPUTS = 512
+MAX_OUTPUTS = 512
 SMALLEST = 1e-4  # relative to the largest value; smaller ones are noise, or a dead channel
 
 
@@ -47,7 +47,7 @@ def scale_layer(
         weights = [current[f"{name}.weight"].float() for name in names]
         if stats.num_tokens == 0:
             continue
-        sampled = [evenly_spaced(weight_NK, MOST_OUTPUTS) for weight_NK in weights]
+        sampled = [evenly_spaced(weight_NK, MAX_OUTPUTS) for weight_NK in weights]
         best_K, best_error = (
             None,
             output_error(sampled, torch.ones_like(weights[0][0]), stats, context.spec),

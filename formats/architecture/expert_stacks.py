@@ -344,8 +344,8 @@ class ColumnsEntry(TensorEntry):
         """Return rows `start` to `stop`; this reads the whole matrix. Raises CheckpointError."""
         return self.read()[start:stop]
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, size = self.read().flatten(), most_bytes // self.dtype.itemsize
+        values, size = self.read().flatten(), max_bytes // self.dtype.itemsize
         for begin in range(0, len(values), size):
             yield begin, values[begin : begin + size]

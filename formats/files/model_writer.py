@@ -39,16 +39,16 @@ def open_writer(
     folder: str | Path,
     source: CheckpointReader,
     *,
-    least_bytes: int,
+    min_bytes: int,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> CheckpointWriter:
     """Return a writer for a model in the form of `source`.
 
-    `least_bytes`: lower bound of the bytes to write. Raises CheckpointError; DiskError if the disk
+    `min_bytes`: lower bound of the bytes to write. Raises CheckpointError; DiskError if the disk
     has fewer free.
     """
     check_is_free(folder)
-    check_has_space(folder, least_bytes)
+    check_has_space(folder, min_bytes)
     if source.other_parts:
         return VisionLanguageWriter(folder, source, max_shard_bytes=max_shard_bytes)
     return CheckpointWriter(
@@ -59,7 +59,7 @@ def open_writer(
     )
 
 
-def least_bytes(source: CheckpointReader, schemes: Mapping[str, Scheme | None]) -> int:
+def min_bytes(source: CheckpointReader, schemes: Mapping[str, Scheme | None]) -> int:
     """Return a lower bound of a quantized model's bytes: codes, and the tensors that stay."""
     total = sum(entry.num_bytes for entry in source.other_parts.values())
     for name, entry in source.entries.items():

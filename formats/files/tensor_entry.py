@@ -25,15 +25,15 @@ class TensorEntry:
         """Name of the dtype in the file."""
         return str(self.dtype).removeprefix("torch.")
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of each run of at most `most_bytes`.
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of each run of at most `max_bytes`.
 
         All runs share one buffer. Raises OSError.
         """
-        buffer = torch.empty(min(most_bytes, self.num_bytes), dtype=torch.uint8)
+        buffer = torch.empty(min(max_bytes, self.num_bytes), dtype=torch.uint8)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
-            for begin in range(0, self.num_bytes, most_bytes):
+            for begin in range(0, self.num_bytes, max_bytes):
                 block = buffer[: self.num_bytes - begin]
                 if file.readinto(memoryview(block.numpy())) != len(block):
                     raise OSError("the file ends inside")

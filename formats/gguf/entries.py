@@ -59,12 +59,12 @@ class GgufEntry(TensorEntry):
             return self.read()[start:stop]
         return self._decoded(start, stop).to(self.dtype)
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs of rows, at most `most_bytes` each."""
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of runs of rows, at most `max_bytes` each."""
         if len(self.shape) != 2 or is_moved(self.presented):
             yield 0, self.read()
             return
-        step = max(1, most_bytes // (self.shape[1] * self.dtype.itemsize))
+        step = max(1, max_bytes // (self.shape[1] * self.dtype.itemsize))
         for begin in range(0, self.shape[0], step):
             values = self.rows(begin, min(begin + step, self.shape[0]))
             yield begin * self.shape[1], values.flatten()
@@ -153,7 +153,7 @@ class JoinedEntry(TensorEntry):
         """Read and decode rows `start` to `stop`. Raises CheckpointError."""
         return self.read()[start:stop]
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (0, all values)."""
         yield 0, self.read()
 
@@ -175,7 +175,7 @@ class ScalarEntry(TensorEntry):
     def rows(self, start: int, stop: int) -> torch.Tensor:
         return self.read()[start:stop]
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (0, the number)."""
         yield 0, self.read().flatten()
 

@@ -385,18 +385,18 @@ def linear_names(
     `has_state` also adds names of recurrent layers.
     """
     if architecture is None:
-        return _usual_linears(family)
+        return _default_linears(family)
     held = {
         each.name.removesuffix(".weight")
         for each in architecture.tensors.values()
         if isinstance(each, Held)
     }
-    names = {**_usual_linears(family), **architecture.linears}
+    names = {**_default_linears(family), **architecture.linears}
     names |= architecture.state_linears if has_state else {}
     return {theirs: ours for theirs, ours in names.items() if ours not in held}
 
 
-def _usual_linears(family: Family) -> dict[str, str]:
+def _default_linears(family: Family) -> dict[str, str]:
     """Return the names of the linears of attention and of a dense feed-forward."""
     qkv, o = family.qkv, family.o
     names = {"attn_output": o.linears[0].name}

@@ -58,7 +58,7 @@ class BlockConfig(LayersConfig):
         return len(self.explicit_aux_layers)
 
     @property
-    def most_drafts(self) -> int:
+    def max_drafts(self) -> int:
         """Largest number of drafts of a block."""
         return self.block_size if self.samples_anchor else self.block_size - 1
 

@@ -151,7 +151,7 @@ def _eagle_facts(config: EagleConfig) -> list[str]:
 
 def _block_facts(config: BlockConfig) -> list[str]:
     lines = [
-        f"drafts up to {config.most_drafts} tokens in one pass; mask token {config.mask_token_id}"
+        f"drafts up to {config.max_drafts} tokens in one pass; mask token {config.mask_token_id}"
     ]
     windows = sorted({each.window for each in config.attentions if each.window is not None})
     if windows:

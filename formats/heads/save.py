@@ -91,7 +91,7 @@ def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) 
         return {**flat, "architectures": ["Qwen3DSparkModel"], **shared}
     architecture = "DFlashDraftModel" if is_dflash else "DSparkDraftModel"
     return {
-        **_speculators(config.kind, architecture, config.most_drafts, verifier),
+        **_speculators(config.kind, architecture, config.max_drafts, verifier),
         NESTED: values,
         NESTED_AUX_KEY: aux_layers,
         **shared,

@@ -318,7 +318,7 @@ def _search(
     importance_GL: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the stored scales [N, G] of least squared error; ties go to the first tried."""
-    best_NG, least_NG = None, None
+    best_NG, min_NG = None, None
     for factor in SEARCHED[spec.type]:
         if global_scale is None:
             # start with the smallest power of two that clips nothing by more than half a step
@@ -336,10 +336,10 @@ def _search(
             error_NGL.mul_(importance_GL)
         error_NG = error_NGL.sum(-1)
         if best_NG is None:
-            best_NG, least_NG = scales_NG, error_NG
+            best_NG, min_NG = scales_NG, error_NG
             continue
-        better_NG = error_NG < least_NG
-        least_NG = torch.where(better_NG, error_NG, least_NG)
+        better_NG = error_NG < min_NG
+        min_NG = torch.where(better_NG, error_NG, min_NG)
         chosen_NG = torch.where(better_NG, scales_NG.view(torch.uint8), best_NG.view(torch.uint8))
         best_NG = chosen_NG.view(scales_NG.dtype)
     return best_NG

@@ -20,7 +20,7 @@ FLAG = "--tensor-parallel-size"
 WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1)
 EXPERT = ".experts."  # part of the names of experts' linears
 WHOLE_EXPERTS = ", or divide whole experts by --enable-expert-parallel"
-LEAST_EVEN = 16  # smallest unit that is used to make shards equal
+MIN_EVEN = 16  # smallest unit that is used to make shards equal
 MIN_GROUP = 8  # smallest group, in inputs
 
 Shard = tuple[int, int]  # (start, stop)
@@ -52,7 +52,7 @@ def input_units(scheme: Scheme | None) -> Units:
 def shard_extent(extent: int, size: int, units: Units) -> tuple[Shard, ...] | None:
     """Divide an extent into `size` non-empty shards; None: there are too few units."""
     for tier in units:
-        even = next((u for u in tier if u >= LEAST_EVEN and extent % (u * size) == 0), None)
+        even = next((u for u in tier if u >= MIN_EVEN and extent % (u * size) == 0), None)
         unit = even or next((unit for unit in tier if -(-extent // unit) >= size), None)
         if unit is not None:
             count = -(-extent // unit)

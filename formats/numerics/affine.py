@@ -23,7 +23,7 @@ SCALE_DTYPE = torch.float16
 MIN_SCALE = 2.0**-20
 MAX_SCALE = 65504.0
 # The largest weight must be at least this many steps from 0, or as many as its bits allow.
-LEAST_STEPS = 8
+MIN_STEPS = 8
 # Fractions of the full range that the search tries. A smaller range clips a group's extreme weights
 # and rounds the others more finely.
 SHRINK_FACTORS = tuple(1 - 0.03 * i for i in range(13))
@@ -249,7 +249,7 @@ def _check_not_above(groups_NGL: torch.Tensor, spec: QuantSpec, name: str, metho
 def _check_not_below(widest: float, weight_NK: torch.Tensor, spec: QuantSpec, name: str) -> None:
     """Raise RangeError if even the weight's largest scale is too small to store."""
     side = 2 ** (spec.bits - 1)
-    if 0 < widest * side < MIN_SCALE * min(side, LEAST_STEPS):
+    if 0 < widest * side < MIN_SCALE * min(side, MIN_STEPS):
         raise RangeError(
             name,
             f"its largest weight is {float(weight_NK.abs().max()):.3g}, which needs a scale of"

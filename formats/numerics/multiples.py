@@ -31,14 +31,14 @@ def find_multiples(scales_NG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     scales_NG = scales_NG.double()
     if not scales_NG.numel() or not torch.isfinite(scales_NG).all():
         return None
-    most_N1 = scales_NG.abs().amax(1, keepdim=True)
-    divisor_N1 = torch.where(most_N1 == 0, 1.0, most_N1)
-    units_N1 = torch.full_like(most_N1, -1.0)
+    max_N1 = scales_NG.abs().amax(1, keepdim=True)
+    divisor_N1 = torch.where(max_N1 == 0, 1.0, max_N1)
+    units_N1 = torch.full_like(max_N1, -1.0)
     multiples_NG = torch.zeros_like(scales_NG)
     for largest in range(1, MOST + 1):
         # products with a number of 4 bits are exact in float64 for scales of up to 49 bits
         found_NG = (scales_NG * largest / divisor_N1).round()
-        unit_N1 = (most_N1 / largest).float().double()
+        unit_N1 = (max_N1 / largest).float().double()
         is_exact_N1 = (found_NG * unit_N1 == scales_NG).all(1, keepdim=True) & (units_N1 < 0)
         units_N1 = torch.where(is_exact_N1, unit_N1, units_N1)
         multiples_NG = torch.where(is_exact_N1, found_NG, multiples_NG)

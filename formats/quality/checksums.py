@@ -9,7 +9,7 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 
 # Reading more would take too long at every start, so further linears have no checksum.
-MOST_LINEARS, MOST_BYTES = 2000, 2**29
+MAX_LINEARS, MAX_BYTES = 2000, 2**29
 CODES = ("qweight", "weight_packed", "weight")  # names of tensors with codes, which are large
 
 
@@ -22,13 +22,13 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 def checksums(reader: CheckpointReader, linears: Iterable[str]) -> dict[str, int]:
     """Return the CRC-32 by full name of scales, zeros and all other tensors except codes."""
     linears = list(linears)
-    step = max(1, -(-len(linears) // MOST_LINEARS))
+    step = max(1, -(-len(linears) // MAX_LINEARS))
     found, num_bytes = {}, 0
     for linear in linears[::step]:
         for leaf in reader.children(linear):
             name = f"{linear}.{leaf}"
             num_bytes += reader.entries[name].num_bytes
-            if leaf not in CODES and num_bytes <= MOST_BYTES:
+            if leaf not in CODES and num_bytes <= MAX_BYTES:
                 found[name] = tensor_checksum(reader.get(name))
     return found
 

@@ -35,7 +35,7 @@ MOE_SHAPES = {
 }
 UNEVEN = ("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air")  # no multiples of 256
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
-MOST_CALLS = 16  # maximum number of calls of a case; each has different tokens
+MAX_CALLS = 16  # maximum number of calls of a case; each has different tokens
 OF_8_BIT_INPUTS = ("moe_w8a8", "moe_fp8", "moe_fp8_block", "moe_w4a8", "moe_w4a8_fp8")
 SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
@@ -134,7 +134,7 @@ def _case(
 ) -> Case:
     C, inner, E, k = MOE_SHAPES[shape]
     distinct = E * (1 - (1 - k / E) ** m)
-    count = max(2, min(MOST_CALLS, int(COLD_BYTES / (distinct * num_bytes)) + 1))
+    count = max(2, min(MAX_CALLS, int(COLD_BYTES / (distinct * num_bytes)) + 1))
     xs = [torch.randn(m, C, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
     routes = [layer.route(x) for x in xs]

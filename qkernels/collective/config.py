@@ -21,7 +21,7 @@ BLOCKS = 128
 # in rowwise/norm.py.
 PART_CHANNELS = 1024
 FEW_ROWS = 4
-MOST_CHANNELS = 2**14  # channels of a row that a block's registers hold
+MAX_CHANNELS = 2**14  # channels of a row that a block's registers hold
 # More ranks or channels take more registers. Beyond one of these limits partial sums are rounded
 # before they are sent. Beyond both, the norm is a separate kernel.
 FEW_RANKS = 4
@@ -82,7 +82,7 @@ class RowsLayout:
 def rows_layouts(ranks: int, channels: int, max_rows: int) -> tuple[RowsLayout, ...]:
     """Return the row layouts of a model's norms: few or many rows, 2 or 4 bytes per element."""
     few, narrow = ranks <= FEW_RANKS, channels <= FEWER_CHANNELS
-    if channels > MOST_CHANNELS or channels % VECTOR or not (few or narrow):
+    if channels > MAX_CHANNELS or channels % VECTOR or not (few or narrow):
         return ()
     parts = ceil_div(channels, PART_CHANNELS)
     shapes = [(min(FEW_ROWS, max_rows), parts)]

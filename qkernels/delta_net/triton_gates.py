@@ -8,7 +8,7 @@ import triton.language as tl
 
 # exp(-50) times a number is below the number's float32 rounding. With this bound, sums of such
 # logarithms stay small enough for their differences to be exact to 2e-4.
-LEAST_DECAY_LOG = tl.constexpr(-50.0)
+MIN_DECAY_LOG = tl.constexpr(-50.0)
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def decay_log(a, a_log, dt_bias, BOUND: tl.constexpr = 0.0):
         return BOUND / (1.0 + tl.exp(-tl.exp(a_log) * x))
     else:
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        return tl.maximum(-tl.exp(a_log) * softplus, LEAST_DECAY_LOG)
+        return tl.maximum(-tl.exp(a_log) * softplus, MIN_DECAY_LOG)
 
 
 @triton.jit

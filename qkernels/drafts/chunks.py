@@ -52,7 +52,7 @@ class DraftChunks:
     chunk_D: torch.Tensor  # int64: the chunk's index in R
     first_D: torch.Tensor  # int64: index in S of the chunk's first sampled row
     count_D: torch.Tensor  # int64: number of the chunk's sampled rows
-    most_sampled: int  # the largest of these numbers
+    max_sampled: int  # the largest of these numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

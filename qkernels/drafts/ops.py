@@ -57,7 +57,7 @@ def settle_drafts_(
     written to `tables`. `words_SP` are the sampling settings of the tokens. `tokens_S` None: no row
     is sampled.
 
-    `passes_DK` [D, most_sampled - 1]: True accepts a draft whatever was drawn; such drafts are
+    `passes_DK` [D, max_sampled - 1]: True accepts a draft whatever was drawn; such drafts are
     written to `tokens_S`. `accepted_D` is the number of accepted drafts, if it is already known.
     """
     what = "settle_drafts_"
@@ -69,7 +69,7 @@ def settle_drafts_(
         check_tensor(f"{what} tokens", tokens_S, (None,), INT64, like)
         check_tensor(f"{what} words", words_SP, (len(tokens_S), NUM_WORDS), INT64, like)
     if passes_DK is not None:
-        shape = D, chunks.most_sampled - 1
+        shape = D, chunks.max_sampled - 1
         check_tensor(f"{what} passes", passes_DK, shape, (torch.bool,), like)
     if accepted_D is not None:
         check_tensor(f"{what} accepted", accepted_D, (D,), INT64, like)
@@ -119,8 +119,8 @@ def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
     N = len(tables.rejected_N)
     check_tensor(f"{what} rejected", tables.rejected_N, (N,), INT64, like)
     check_tensor(f"{what} tokens of tables", tables.tokens_NK1, (N, None), INT64, like)
-    if chunks.most_sampled > tables.tokens_NK1.shape[1]:
-        found = f"found {chunks.most_sampled} rows that sample"
+    if chunks.max_sampled > tables.tokens_NK1.shape[1]:
+        found = f"found {chunks.max_sampled} rows that sample"
         raise KernelError(what, f"expected {tables.tokens_NK1.shape[1]} or fewer, {found}")
 
 

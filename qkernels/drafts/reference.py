@@ -60,7 +60,7 @@ def settle_drafts_(
         tokens_S = rows_D.new_empty(0)
         words_SP = rows_D.new_empty(0, NUM_WORDS)
     # of S, by chunk; beyond its rows the last
-    column_K1 = torch.arange(chunks.most_sampled, device=rows_D.device)
+    column_K1 = torch.arange(chunks.max_sampled, device=rows_D.device)
     column_DK1 = torch.minimum(column_K1, count_D[:, None] - 1)
     rows_DK1 = first_D[:, None] + column_DK1
     # of T

@@ -79,7 +79,7 @@ def settle_drafts_(
             chunks.block_tables_RX.stride(0),
             stride,
             tables.tokens_NK1.shape[1],
-            chunks.most_sampled,
+            chunks.max_sampled,
             K,
             page_size,
             max_model_len,
@@ -108,7 +108,7 @@ _NEUTRAL_ONES = tl.constexpr(sum(1 << word for word, value in NEUTRAL.items() if
             "stride_table",
             "stride_place",
             "K1",
-            "most_sampled",
+            "max_sampled",
             "K",
             "page_size",
         ),
@@ -118,7 +118,7 @@ _NEUTRAL_ONES = tl.constexpr(sum(1 << word for word, value in NEUTRAL.items() if
 def _settle_drafts(
     tokens_ptr,  # [S]
     words_ptr,  # [S, P]
-    passes_ptr,  # [D, most_sampled - 1]
+    passes_ptr,  # [D, max_sampled - 1]
     accepted_ptr,  # [D]
     token_ids_ptr,  # [T]
     positions_ptr,  # [T]
@@ -147,7 +147,7 @@ def _settle_drafts(
     stride_table,
     stride_place,
     K1,
-    most_sampled,
+    max_sampled,
     K,
     page_size,
     max_model_len,
@@ -184,7 +184,7 @@ def _settle_drafts(
             accepted = tl.load(accepted_ptr + d).to(tl.int32)
         else:
             if HAS_PASSES:
-                passes_ptr += d * (most_sampled - 1)
+                passes_ptr += d * (max_sampled - 1)
                 agrees = tl.load(passes_ptr + k, mask=is_draft, other=0) != 0
             else:
                 agrees = token == draft

@@ -15,7 +15,7 @@ from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks that one product multiplies
 PREFETCHED_ROWS = gl.constexpr(16)
-MOST_PARTS = gl.constexpr(PARTS_LEFT)
+MAX_PARTS = gl.constexpr(PARTS_LEFT)
 
 pointer = gl.tensor | gl.constexpr  # without a term, a constexpr None
 
@@ -207,7 +207,7 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column % 4
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     # the lanes that share a column each load some parts of h
-    part = gl.arange(0, MOST_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
+    part = gl.arange(0, MAX_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     s = term.slice_of(first_n)
     new = ()
     for i in gl.static_range(len(totals)):

@@ -18,7 +18,7 @@ from qkernels.mamba2.config import scan_config, step_config
 
 # exp(-50) times a number is below the number's float32 rounding. With this bound, sums of such
 # logarithms stay small enough for their differences to be exact to 2e-4.
-LEAST_DECAY_LOG = tl.constexpr(-50.0)
+MIN_DECAY_LOG = tl.constexpr(-50.0)
 
 
 def selective_scan_(
@@ -249,8 +249,8 @@ def _mamba_chunks(
             dt = tl.load(dt_ptrs + done * stride_dt, mask=inside, other=0.0)
             # rows after the end leave the state unchanged
             size = tl.where(inside, step_size(dt, dt_bias, dt_least, dt_most), 0.0)
-            total = tl.cumsum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
-            whole = tl.sum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
+            total = tl.cumsum(tl.maximum(a * size, MIN_DECAY_LOG), 0)
+            whole = tl.sum(tl.maximum(a * size, MIN_DECAY_LOG), 0)
             between = tl.where(causal, total[:, None] - total[None, :], float("-inf"))
             scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * tl.exp(between)
             written = (size[:, None] * x.to(tl.float32)).to(OPERAND)

@@ -14,8 +14,8 @@ from qkernels.gpu.config import power_of_two
 FEW_TOKENS = 32
 FEW_PAIRS = 256  # most pairs that a block searches
 # With more elements of partial sums than this (4 MiB), a separate kernel adds them.
-MOST_PARTIALS = 2**20
-MOST_PARTS = 16  # most partial sums that the norm after the experts adds
+MAX_PARTIALS = 2**20
+MAX_PARTS = 16  # most partial sums that the norm after the experts adds
 MIN_ROWS = 16  # rows of the smallest tile of tokens that a tensor core takes
 
 
@@ -57,7 +57,7 @@ def few_plan(
     one = ExpertsConfig(block_m=block_m, block_n=64, stages=4, pdl=True)
     split = _down_split(distinct * (hidden // 64), inner // 128, top_k, M * hidden, sm_count)
     down = ExpertsConfig(block_m=block_m, block_n=64, split=split, stages=4, pdl=True)
-    if split * top_k * M * hidden <= MOST_PARTIALS and split * top_k <= MOST_PARTS:
+    if split * top_k * M * hidden <= MAX_PARTIALS and split * top_k <= MAX_PARTS:
         return ExpertsPlan(variant="few", gate_up=one, down=down, output="parts")
     return ExpertsPlan(variant="few", gate_up=one, down=one)
 
@@ -79,8 +79,8 @@ def _down_split(tiles: int, steps: int, top_k: int, sums: int, sm_count: int) ->
         if (
             steps // split >= 8
             and tiles * split <= 4 * sm_count
-            and split * top_k <= MOST_PARTS
-            and split * top_k * sums <= MOST_PARTIALS
+            and split * top_k <= MAX_PARTS
+            and split * top_k * sums <= MAX_PARTIALS
         ):
             return split
     return 1

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from qkernels.gpu.config import MAX_STAGES, SM_REGISTERS, CompileTimeConfig
-from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
+from qkernels.moe.config import MAX_PARTIALS, MAX_PARTS, ExpertsPlan
 from qkernels.wna16.layout import TILE_N, k_step
 
 K_STEP = 128  # inputs per K step
@@ -16,8 +16,8 @@ SMALL_GROUPS = (64, 32)  # groups with several scales in a K step; others fill K
 FEW_TOKENS_ROWS = (8, 16, 32)  # possible values of block_m
 # Columns of a tile -> largest average number of pairs per expert for which it is chosen. An expert
 # with more pairs than columns takes another entry, and its weights are read again, from the L2.
-MOST_ROWS = {8: 5, 16: 11, 32: 40}
-MOST_PAIRS = 1024  # most pairs, which each block of active_pairs searches
+MAX_ROWS = {8: 5, 16: 11, 32: 40}
+MAX_PAIRS = 1024  # most pairs, which each block of active_pairs searches
 REGISTERS_OF_THREAD = 232  # most registers per thread that setmaxnreg is given
 
 
@@ -125,7 +125,7 @@ class FewTokensTiles:
         )
 
     def plan(self, *, M: int, top_k: int, hidden: int) -> ExpertsPlan:
-        parts = most_splits(M=M, top_k=top_k, hidden=hidden) > 0
+        parts = max_splits(M=M, top_k=top_k, hidden=hidden) > 0
         return ExpertsPlan(
             variant="sm90_few_tokens",
             gate_up=self.gate_up,
@@ -134,9 +134,9 @@ class FewTokensTiles:
         )
 
 
-def most_splits(*, M: int, top_k: int, hidden: int) -> int:
+def max_splits(*, M: int, top_k: int, hidden: int) -> int:
     """Return the largest split of down that the next norm adds; 0: a separate kernel must add."""
-    return min(MOST_PARTS // top_k, MOST_PARTIALS // (top_k * M * hidden))
+    return min(MAX_PARTS // top_k, MAX_PARTIALS // (top_k * M * hidden))
 
 
 def few_tokens_tiles(
@@ -146,15 +146,15 @@ def few_tokens_tiles(
     pairs = M * top_k
     sorts = FEW_TOKENS_ROWS[0] < M
     rows = pairs / num_experts if sorts else 1
-    block_m = next((each for each, most in MOST_ROWS.items() if rows <= most), None)
-    if block_m is None or pairs > MOST_PAIRS:
+    block_m = next((each for each, most in MAX_ROWS.items() if rows <= most), None)
+    if block_m is None or pairs > MAX_PAIRS:
         return None
     # tiles of 64 outputs only if x is small, because every tile reads x again
     gate_up, down = (1 if block_m == 8 or N % (2 * TILE_N) else 2 for N in (2 * inner, hidden))
     stages, blocks_per_sm = (6, 4) if block_m == 8 else (4, 2)
     active = num_experts * (1 - (1 - top_k / num_experts) ** M)  # expected active experts
     tiles = active * hidden / (TILE_N * down)
-    splits = most_splits(M=M, top_k=top_k, hidden=hidden)
+    splits = max_splits(M=M, top_k=top_k, hidden=hidden)
     return FewTokensTiles(
         block_m=block_m,
         sorts=sorts,
@@ -182,9 +182,9 @@ def few_tokens_tiles_fault(
     fault = group_fault(group)
     if fault is not None:
         return fault
-    if M * top_k > MOST_PAIRS:
-        return f"takes up to {MOST_PAIRS} pairs, found {M} tokens of {top_k} experts"
-    splits = max(1, most_splits(M=M, top_k=top_k, hidden=hidden))
+    if M * top_k > MAX_PAIRS:
+        return f"takes up to {MAX_PAIRS} pairs, found {M} tokens of {top_k} experts"
+    splits = max(1, max_splits(M=M, top_k=top_k, hidden=hidden))
     if tiles.down_split > splits:
         return f"the next norm adds the parts of split {splits} at most, found {tiles.down_split}"
     return few_tokens_config_fault(

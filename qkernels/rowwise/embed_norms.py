@@ -15,7 +15,7 @@ from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
 from qkernels.rowwise.arithmetic_triton import normalized, row_statistics
 from qkernels.rowwise.limbs import to_limbs
-from qkernels.rowwise.norm import MOST_CHANNELS, NORM_STEPS
+from qkernels.rowwise.norm import MAX_CHANNELS, NORM_STEPS
 
 HALVES = 2
 
@@ -33,7 +33,7 @@ def embed_norms(
     inputs = tokens_M, table_VC, table_norm_C, state_MC.contiguous(), state_norm_C
     M, C = state_MC.shape
     if out is not None:
-        if C <= MOST_CHANNELS and not out.with_tensor:
+        if C <= MAX_CHANNELS and not out.with_tensor:
             return _embed_norms_to_limbs(*inputs, eps, out)
         both_M2C, normed_MC = embed_norms(*inputs, eps)
         return to_limbs(both_M2C, out), normed_MC

@@ -37,7 +37,7 @@ from qkernels.rowwise.spec import PLAIN, Branch, NormSpec, norm_constants, norm_
 # K steps per block. Several blocks share a row because the instructions of one block for 32 steps
 # take 1 us.
 NORM_STEPS = 8
-MOST_CHANNELS = 2**14  # most channels of a row that a block can hold in registers
+MAX_CHANNELS = 2**14  # most channels of a row that a block can hold in registers
 
 
 def norm(
@@ -186,7 +186,7 @@ def _norm_to_limbs(
     branch: Branch,
 ) -> tuple[Limbs, torch.Tensor]:
     M, C = x_MC.shape
-    if C > MOST_CHANNELS:
+    if C > MAX_CHANNELS:
         normed_MC, total_MC = norm(x_MC, residual_MC, spec, None, branch)
         return to_limbs(normed_MC, form), total_MC
     source, stride_part, format = partials_source(contiguous(x_MC))

@@ -97,7 +97,7 @@ class Variant:
     whole_k_steps: bool = False  # needs groups divisible by 128
     # Fewest inputs of a group in K steps of several groups, each with a scale and a minimum; 0: no
     # such steps.
-    least_group: int = 0
+    min_group: int = 0
     default: Default
     adds_adapters: bool = False  # `run` takes a LoraTerm
 
@@ -106,10 +106,10 @@ class Variant:
         if shape.spec.bits not in self.bits:
             return f"takes {' and '.join(map(str, self.bits))} bits, not {shape.spec.bits}"
         if isinstance(shape.spec, GroupedSpec):
-            if not self.least_group:
+            if not self.min_group:
                 return f"takes one scale for each K step, not one for {shape.spec.group} inputs"
-            if shape.spec.group < self.least_group and is_in_groups(shape.spec):
-                return f"takes a scale for {self.least_group} inputs, not for {shape.spec.group}"
+            if shape.spec.group < self.min_group and is_in_groups(shape.spec):
+                return f"takes a scale for {self.min_group} inputs, not for {shape.spec.group}"
         if self.whole_k_steps and k_step(shape.group) != K_STEP:
             return f"takes groups divisible by {K_STEP}, not {shape.group}"
         return shape.lacks_arch(self.arch)
@@ -230,7 +230,7 @@ SMALL_M = Variant(
     arch="sm_90",
     bits=(4,),
     whole_k_steps=True,
-    least_group=MIN_K_STEP,
+    min_group=MIN_K_STEP,
     default=_small_m,
     adds_adapters=True,
 )
@@ -246,7 +246,7 @@ CUBLAS = Variant(
     name="cublas",
     config=None,
     rows="row counts that no other variant takes",
-    least_group=1,
+    min_group=1,
     default=lambda shape, M, fused: None,
 )
 # In order of preference. The last one, cuBLAS after dequantizing, takes every M.
@@ -266,7 +266,7 @@ VARIANTS: tuple[Variant, ...] = (
         name="triton",
         config=TritonGemmConfig,
         rows=f"up to {MAX_FUSED_ROWS} rows",
-        least_group=1,
+        min_group=1,
         default=_triton,
     ),
     CUBLAS,
@@ -276,7 +276,7 @@ ONE_ORDER = Variant(
     name=FIXED_ORDER,
     config=None,
     rows="all rows, each with the same bits whatever the other rows are",
-    least_group=1,
+    min_group=1,
     default=_fixed_order,
 )
 BY_NAME = {variant.name: variant for variant in (*VARIANTS, ONE_ORDER)}

@@ -176,7 +176,7 @@ def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _QuantizeReque
 
     recipe = ""
     if not (asked.is_gguf or asked.fit_groups):
-        recipe = config.recipe or _usual_recipe(asked.scheme)
+        recipe = config.recipe or _default_recipe(asked.scheme)
     given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
     check_settings(model, recipe, given)
     own = {name: asked.arguments[name] for name in ("output_format", "ignore", "quantizer")}
@@ -193,7 +193,7 @@ def _outer_scheme(text: str | None, group_size: int | str | None) -> Any:
     return Scheme.parse(text, group_size if text in SCHEMES and group_size != AUTO_GROUPS else None)
 
 
-def _usual_recipe(scheme: Any) -> str:
+def _default_recipe(scheme: Any) -> str:
     """Return the default recipe of a model that runs through transformers."""
     from formats.scheme import FP4_TYPES
 

@@ -168,9 +168,9 @@ def _pick_num_pages(
         num_snapshots = UNMEASURED_SNAPSHOTS if of_memory else runner.num_snapshots
         return Fit(config.num_gpu_blocks_override, num_snapshots)
     # Running requests can never use more pages than this.
-    most_pages = config.max_num_seqs * -(-max_model_len // config.block_size)
-    fit = workers.num_pages_that_fit(largest, most_pages)
-    return fit._replace(num_pages=min(fit.num_pages, most_pages))
+    max_pages = config.max_num_seqs * -(-max_model_len // config.block_size)
+    fit = workers.num_pages_that_fit(largest, max_pages)
+    return fit._replace(num_pages=min(fit.num_pages, max_pages))
 
 
 def _host_tiers(

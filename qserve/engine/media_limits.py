@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # Embeddings that a step may compute with --target-itl-ms; a single image may have more.
 PACED_ROWS = 1024
 # Key in the processor's file for the most embeddings of an image, and its default (Gemma 4).
-MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
+MAX_KEY, MAX_POOLED = "max_soft_tokens", 280
 REFERENCE = "reference"  # name of a kernel
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
@@ -36,10 +36,10 @@ def largest_image(folder: str | Path, vision: VisionConfig) -> int:
         if (Path(folder) / name).exists():
             stated = read_json(Path(folder) / name)
             own = stated.get("image_processor")
-            most = (own if isinstance(own, dict) else stated).get(MOST_KEY)
+            most = (own if isinstance(own, dict) else stated).get(MAX_KEY)
             if is_size(most):
                 return most
-    return MOST_POOLED
+    return MAX_POOLED
 
 
 class Limit(NamedTuple):

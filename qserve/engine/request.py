@@ -104,7 +104,7 @@ class Request:
     adapter_slot: int = -1  # device slot of the adapter, held until the request finishes
     drafts: tuple[int, ...] = ()  # draft tokens that the host knows
     num_drafts: int = 0  # number of draft tokens that the last step leaves on the device
-    most_emitted: int | None = None  # token limit of the in-flight verify if the grammar dead-ends
+    max_emitted: int | None = None  # token limit of the in-flight verify if the grammar dead-ends
 
     @property
     def rows(self) -> list["Request"]:
@@ -182,8 +182,8 @@ class Request:
 
     def settle(self, num_sampled: int, num_emitted: int) -> int:
         """Apply a verification result. Returns the number of tokens that become output."""
-        if self.most_emitted is not None:
-            num_emitted, self.most_emitted = min(num_emitted, self.most_emitted), None
+        if self.max_emitted is not None:
+            num_emitted, self.max_emitted = min(num_emitted, self.max_emitted), None
         num_refused = num_sampled - num_emitted
         self.num_pending -= num_refused
         if self.status is Status.RUNNING:  # otherwise the request was preempted meanwhile

@@ -64,7 +64,7 @@ def merge_adapter(
     pairs = {f"{name}{WEIGHT}": p for name, p in read_adapter(adapter, shapes).pairs.items()}
     sums = torch.zeros(3, dtype=torch.float64)  # sums of squares: weights, updates, rounding errors
     with open_writer(
-        target, reader, least_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
+        target, reader, min_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
     ) as writer:
         for name in reader.entries:
             weight = reader.get(name)

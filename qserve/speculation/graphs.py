@@ -45,7 +45,7 @@ CHANGING = ("rows_R", "known_R", "capacity_R")
 PADDING_WORDS = np.array((*pack_row(SampleRow()), 0, 0), np.int64)
 # Maximum number of rows with filters in a graph: each row needs a buffer of the vocabulary's size,
 # and each graph keeps its buffers.
-MOST_FILTERED = 32
+MAX_FILTERED = 32
 RUNS_BEFORE_CAPTURE = 2
 
 
@@ -172,7 +172,7 @@ class SpeculativeGraphs:
                     num_drafts=key.count - 1,
                     runs_drafter=key.count > 1,
                     any_filter=any_filter,
-                    draws=not any_filter or key.num_tokens <= MOST_FILTERED,
+                    draws=not any_filter or key.num_tokens <= MAX_FILTERED,
                 )
                 captured = None if entry is None else entry.tails.get(variant)
                 if captured is None or not captured.is_captured:
@@ -222,7 +222,7 @@ class SpeculativeGraphs:
             next_R=torch.zeros_like(request_R),
             logits_rows_S=row_T,
             starts_D1=starts(R, device),
-            most_sampled=count,
+            max_sampled=count,
         )
         chunks, page_size = rows.chunks(batch), self.state.page_size
 
@@ -310,7 +310,7 @@ class GraphedStep(SpeculativeStep):
             any_filter=settings.any_filter,
             # bias_E has masks that arrived since `begin`
             draws=not (settings.any_history or settings.num_logprobs >= 0 or len(settings.bias_E))
-            and (not settings.any_filter or self._key.num_tokens <= MOST_FILTERED),
+            and (not settings.any_filter or self._key.num_tokens <= MAX_FILTERED),
         )
         samples = Samples(entry.tokens_S, None, None, None)
         if not variant.draws:

@@ -78,7 +78,7 @@ class Rows:
     capacity_R: torch.Tensor
     logits_rows_S: torch.Tensor
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
-    most_sampled: int
+    max_sampled: int
     has_unknown: bool = True  # True: some tokens are only on the device
     has_pending: bool = True  # True: some sequence lengths are only on the device
 
@@ -98,7 +98,7 @@ class Rows:
             chunk_D=self.chunk_D,
             first_D=self.first_D,
             count_D=self.count_D,
-            most_sampled=self.most_sampled,
+            max_sampled=self.max_sampled,
         )
 
 
@@ -218,7 +218,7 @@ class SpeculativeStep:
         drafts_S = verify_of(self.found, self.batch).drafts_S
         drawn: list[tuple[torch.Tensor, Samples]] = []
         alive_D = torch.ones(len(self.rows.count_D), dtype=torch.bool, device=drafts_S.device)
-        for column in range(self.rows.most_sampled):
+        for column in range(self.rows.max_sampled):
             (chosen,) = (self.rows.count_D > column).nonzero()
             index_D = to_device(chosen, drafts_S.device)
             row_D = self.found.first_D[index_D] + column
@@ -246,7 +246,7 @@ def verify_of(found: Rows, batch: Batch) -> Verify:
         first_D=found.first_D,
         count_D=found.count_D,
         drafts_S=batch.token_ids_T[behind_S],
-        most=found.most_sampled,
+        most=found.max_sampled,
     )
 
 
@@ -264,7 +264,7 @@ def settle_(
     accepted_D: numbers of accepted drafts, if known already
     """
     passes_DK = None
-    num_judged = chunks.most_sampled - 1
+    num_judged = chunks.max_sampled - 1
     if num_judged and state.synthetic_rates_K is not None and tokens_S is not None:
         passes_DK = passes_by_chance(len(chunks.chunk_D), num_judged, state.synthetic_rates_K)
     return ops.settle_drafts_(

@@ -125,7 +125,7 @@ class Speculator:
             **dict(zip(Rows.ARRAYS, found, strict=True)),
             logits_rows_S=to_device(step.logits_rows_S, self.device),
             starts_D1=starts(len(rows.chunk_D), self.device),
-            most_sampled=rows.most_sampled,
+            max_sampled=rows.max_sampled,
             # If launches are only recorded, act as in a step with unknown tokens.
             has_unknown=launches_nothing() or bool(rows.known_R.sum() < step.num_tokens),
             has_pending=not rows.known_R.all(),

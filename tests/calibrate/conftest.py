@@ -17,7 +17,7 @@ from calibrate.layer import load_transforms
 from calibrate.recipe import Recipe
 from calibrate.run.prepare import rewrite_model
 from calibrate.solvers.solving import LayerContext
-from calibrate.texts.shipped import SHIPPED_TEXTS
+from calibrate.texts.default_texts import DEFAULT_TEXTS
 from formats.codecs.config_fields import EMBEDDING
 from formats.scheme import QuantSpec
 from tests.calibrate.statistics_of import collect_statistics
@@ -85,7 +85,7 @@ class TinyCheckpoint:
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory) -> Path:
     """Technical documents of the default texts, the kind that the bundled models know."""
-    rows = map(json.loads, SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines())
+    rows = map(json.loads, DEFAULT_TEXTS.read_text(encoding="utf-8").splitlines())
     path = tmp_path_factory.mktemp("documents") / "documents.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows if row["kind"] == "documents"))
     return path

@@ -67,15 +67,15 @@ def test_training_writes_servable_head(kind, docs_5m, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
-    told = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert told["batches"] >= 1 and len(told["accuracy_of_steps"]) >= 3
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["batches"] >= 1 and len(report["accuracy_of_steps"]) >= 3
     heads = [HeadFolder(tmp_path / "out" / layout) for layout in ("original", "speculators")]
     assert [head.config.kind for head in heads] == [kind] * 2
     assert heads[0].config.aux_layers(4) == heads[1].config.aux_layers(4)
     name = "layers.0.mlp.down_proj.weight"
     assert torch.equal(*(head.get(head.stored(name)) for head in heads))
     weights = load_file(tmp_path / "out" / "original" / "model.safetensors")
-    assert told["parameters"] == sum(each.numel() for each in weights.values())
+    assert report["parameters"] == sum(each.numel() for each in weights.values())
     if kind == "eagle3":
         assert heads[0].config.fc_norm and heads[0].config.norm_output
 

@@ -187,6 +187,8 @@ def test_command_prints_the_table(docs_5m, tmp_path):
     command = [sys.executable, "-m", "qserve.cli", "eval", str(tmp_path / "work/gptq-1")]
     command += ["--against", str(docs_5m), "--text", str(text), "--windows", "1", "--json"]
     command += ["--sequence-length", "128", "--device", "cpu", "--dtype", "float32"]
-    told = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    report = json.loads(
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    )
     for name in ("perplexity", "reference_perplexity", "divergence", "same_top_token", "tokens"):
-        assert rows[2][name] == pytest.approx(told[name], rel=1e-5)
+        assert rows[2][name] == pytest.approx(report[name], rel=1e-5)

@@ -44,8 +44,8 @@ def trained(docs_5m, tmp_path_factory):
 
 
 def test_training_writes_servable_head(trained, docs_5m):
-    told = json.loads((trained / "train_eagle3" / "training.json").read_text())
-    assert told["batches"] >= 3 and len(told["accuracy_of_steps"]) == 5
+    report = json.loads((trained / "train_eagle3" / "training.json").read_text())
+    assert report["batches"] >= 3 and len(report["accuracy_of_steps"]) == 5
     for layout in ("original", "speculators"):
         head = HeadFolder(trained / "train_eagle3" / layout)
         assert head.config.aux_layers(4) == (1, 2, 3)  # the usual ones of 4 layers are not three

@@ -67,8 +67,8 @@ def test_image_head_is_trained_quantized_and_measured(folder, family, tmp_path, 
         assert config.image_embeddings
         assert config.axis_pairs == ((4, 2, 2) if family == "qwen3_vl" else ())
         assert config.has_interleaved_axes == (family == "qwen3_vl")
-    told = json.loads((tmp_path / "head" / "training.json").read_text())
-    assert told["batches"] >= 2 and len(told["accuracy_of_steps"]) == 5
+    report = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert report["batches"] >= 2 and len(report["accuracy_of_steps"]) == 5
     source, codes = tmp_path / "head" / "original", tmp_path / "codes"
     flags = ["--target", model, "--calibration", data, "--samples", 6, "--sequence-length", 40]
     flags = ["quantize", source, "-o", codes, *flags, "--group-size", 32]

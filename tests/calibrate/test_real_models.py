@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.evaluation import HELD_OUT
 from calibrate.recipe import RECIPES
-from calibrate.texts.shipped import SHIPPED_TEXTS
+from calibrate.texts.default_texts import DEFAULT_TEXTS
 from examples.compare_recipes import Reference
 from examples.real_models import float_folder
 from formats.checkpoint import CheckpointReader
@@ -64,7 +64,7 @@ def test_gemma_needs_bos_in_each_window(real_model, tmp_path, capsys):
 
     folder = real_model("gemma-3-270m")
     text = tmp_path / "text.txt"
-    rows = map(json.loads, SHIPPED_TEXTS.read_text().splitlines())
+    rows = map(json.loads, DEFAULT_TEXTS.read_text().splitlines())
     text.write_text(next(row["text"] for row in rows if row["kind"] == "documents"))
     command = ["eval", str(folder), "--text", str(text), "--sequence-length", "128", "--json"]
     found = []

@@ -121,10 +121,10 @@ def test_block_attention_rows_and_windows():
 
 def test_number_of_drafts_by_head_kind():
     """DFlash's newest token predicts nothing; DSpark's predicts the first draft."""
-    assert read_head_config(ZLAB, "dflash").most_drafts == 15
-    assert read_head_config(DEEPSPEC, "dspark").most_drafts == 7
+    assert read_head_config(ZLAB, "dflash").max_drafts == 15
+    assert read_head_config(DEEPSPEC, "dspark").max_drafts == 7
     fills = read_head_config({**NESTED, "sample_from_anchor": False}, "dspark")
-    assert fills.most_drafts == 7 and not fills.samples_anchor
+    assert fills.max_drafts == 7 and not fills.samples_anchor
 
 
 @pytest.mark.parametrize(

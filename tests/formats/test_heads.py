@@ -161,13 +161,13 @@ def test_aux_norm_is_detected_by_tensors(tmp_path):
     assert folder.config.fc_norm and not folder.config.norm_before_fc
 
 
-class Harmful:
+class UnsafePickle:
     def __reduce__(self):
         return (print, ("code of a file was run",))
 
 
 def test_torch_files_run_no_code(tmp_path, capsys):
-    torch.save({"0.1.weight": torch.zeros(2), "x": Harmful()}, tmp_path / "medusa_lm_head.pt")
+    torch.save({"0.1.weight": torch.zeros(2), "x": UnsafePickle()}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(CheckpointError, match="cannot be read as plain tensors"):
         read_torch_file(tmp_path / "medusa_lm_head.pt")
     torch.save([torch.zeros(2)], tmp_path / "list.pt")

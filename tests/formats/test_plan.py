@@ -5,7 +5,7 @@ import torch
 
 from formats.architecture.padding import make_padding
 from formats.errors import CheckpointError, InputError, SchemeError
-from formats.plan import fits, fitted_scheme, make_plan, parse_override, usual_scheme
+from formats.plan import default_group_scheme, fits, fitted_scheme, make_plan, parse_override
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
@@ -227,17 +227,17 @@ def test_auto_group_size_is_largest_servable(inputs, inner, expected):
 )
 def test_default_group_size_shrinks_only_for_many_weights(inputs, inner, expected):
     scheme = Scheme.parse("w4a16-sym")
-    assert str(usual_scheme(scheme, wide_shapes(inputs, inner))) == expected
+    assert str(default_group_scheme(scheme, wide_shapes(inputs, inner))) == expected
     for fixed in ("w8a8", "w4a16-mxfp4", "w8a8-fp8-block"):
         scheme = Scheme.parse(fixed)
-        assert usual_scheme(scheme, wide_shapes(inputs, inner)) == scheme
+        assert default_group_scheme(scheme, wide_shapes(inputs, inner)) == scheme
 
 
 def test_default_group_size_ignores_ignored_and_overridden():
     shapes, scheme = wide_shapes(2048, 2080), Scheme.parse("w4a16-sym")
-    assert usual_scheme(scheme, shapes, ignore=["down_proj"]) == scheme
+    assert default_group_scheme(scheme, shapes, ignore=["down_proj"]) == scheme
     other = [("down_proj", Scheme.parse("w8a16-sym-g32"))]
-    assert usual_scheme(scheme, shapes, overrides=other) == scheme
+    assert default_group_scheme(scheme, shapes, overrides=other) == scheme
 
 
 def test_auto_group_size_considers_only_its_scheme():

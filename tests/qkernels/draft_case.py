@@ -53,7 +53,7 @@ def draft_case(
         chunk_D=chunk_D,
         first_D=count_D.cumsum(0) - count_D,
         count_D=count_D,
-        most_sampled=max(1, int(sampled.max())),
+        max_sampled=max(1, int(sampled.max())),
     )
     tables = DraftTables(
         tokens_NK1=torch.randint(100, 200, (num_rows, 1 + most), generator=generator),

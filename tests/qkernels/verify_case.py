@@ -12,7 +12,7 @@ from qkernels.causal_conv.reference import lacking_rows_
 from qkernels.causal_conv.state import StateStep
 from tests.qkernels.delta_net_case import assert_close, make_step
 
-MOST_ROWS = 3  # of a verification
+MAX_ROWS = 3  # of a verification
 # Rows of a step, and how many of them are accepted; a prompt's all are. A small chunk of a prompt
 # is computed as a verification is, and a long chunk comes right after rows that the state lacks.
 STEPS = ((20, 20), (3, 1), (3, 3), (1, 1), (3, 2), (2, 2), (17, 17), (2, 1), (3, 2), (1, 1), (3, 3))
@@ -22,7 +22,7 @@ NUM_ROWS = sum(accepted for _, accepted in STEPS)
 Run = Callable[[slice, int, StateStep], torch.Tensor]
 
 
-def check_steps(run: Run, want: torch.Tensor, slot: int, limit: float, most_rows=MOST_ROWS) -> None:
+def check_steps(run: Run, want: torch.Tensor, slot: int, limit: float, most_rows=MAX_ROWS) -> None:
     """Compare each step's accepted rows. Another request without a slot has no rows."""
     covered_P = torch.full((slot + 2,), -1000, dtype=torch.int32)
     start = 0

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from qserve.engine.engine import Engine
 from qserve.text.tokenizer import Tokenizer
 
-MOST_STEPS_WITHOUT_EVENTS = 1000
+MAX_STEPS_WITHOUT_EVENTS = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def step_limit(monkeypatch):
         nonlocal in_vain
         events = step(engine)
         in_vain = 0 if events else in_vain + 1
-        assert in_vain <= MOST_STEPS_WITHOUT_EVENTS, "the engine emits nothing any more"
+        assert in_vain <= MAX_STEPS_WITHOUT_EVENTS, "the engine emits nothing any more"
         return events
 
     monkeypatch.setattr(Engine, "step", counted)

@@ -24,7 +24,7 @@ MAX_LEN = 72
 MAX_STEPS = 6000  # against hanging; an engine that waits for threads takes up to 10 ms each
 STEP_SECONDS = 0.02
 NUM_ADAPTERS = 3
-MOST_OUTPUTS = 4
+MAX_OUTPUTS = 4
 
 FORMS = (
     {"regex": "(yes|no|maybe) [0-9]{2,5}( and [a-z ]{3,20})?"},
@@ -48,7 +48,7 @@ DRAFTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DrawnRequest:
     """One request, and the step before which it is added."""
 
     name: str
@@ -83,14 +83,14 @@ class Asked:
 class Draw:
     settings: dict[str, Any]
     steps_in_flight: int
-    requests: list[Asked]
+    requests: list[DrawnRequest]
     aborts: list[tuple[int, str]]  # before which step whom
     resets: list[int]  # before which steps the prefix cache is emptied
     changes: list[tuple[int, int, bool]]  # before which step which adapter is loaded again, or not
 
 
 @dataclass(slots=True, kw_only=True)
-class Got:
+class RequestResult:
     """Events that a request received."""
 
     tokens: list[int] = field(default_factory=list)
@@ -168,7 +168,7 @@ def _settings(rng, drafters, has_adapters) -> dict[str, Any]:
     return found
 
 
-def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> list[Asked]:
+def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> list[DrawnRequest]:
     """All outputs of one: they have a group."""
     options = {}
     if rng.random() < 0.15:
@@ -184,7 +184,7 @@ def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> 
     kind = rng.random()
     if kind < 0.1:
         options["pooling"] = rng.choice(POOLINGS)
-        return [Asked(name=str(number), options=options, **same)]
+        return [DrawnRequest(name=str(number), options=options, **same)]
     if kind < 0.2 and "speculative_config" not in settings:
         options["beam_search"] = {
             "beam_width": rng.choice([1, 2, 3, 4]),
@@ -194,17 +194,17 @@ def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> 
             "stop_token_ids": rng.sample(range(vocab_size), rng.choice([0, 1, 3])),
             "logprobs": rng.choice([None, 2]),
         }
-        return [Asked(name=str(number), options=options, **same)]
+        return [DrawnRequest(name=str(number), options=options, **same)]
     params = _params(rng, vocab_size, has_forms)
     seed = params.pop("seed")
     return [
-        Asked(
+        DrawnRequest(
             name=f"{number}-{index}",
             params={**params, "seed": seed + index},
             options=options,
             **same,
         )
-        for index in range(rng.choice([1, 1, 2, MOST_OUTPUTS]))
+        for index in range(rng.choice([1, 1, 2, MAX_OUTPUTS]))
     ]
 
 
@@ -264,7 +264,9 @@ def make_engine(folder, settings, steps_in_flight, path, clock) -> Engine:
     return Engine(config, steps_in_flight=steps_in_flight, clock=clock)
 
 
-def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str], list[str]]:
+def run(
+    drawn: Draw, folder, path, adapters=()
+) -> tuple[dict[str, RequestResult], set[str], list[str]]:
     """Return the events of each request, the aborted requests, and the reasons of refusals.
 
     Checks the engine after each step, and that it holds nothing at the end.
@@ -286,7 +288,7 @@ def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str
             except (InputError, ParameterError) as error:
                 refused.append(str(error))
             else:
-                found[each.name] = Got()
+                found[each.name] = RequestResult()
         for _, name in [each for each in drawn.aborts if each[0] == steps]:
             if name in found and found[name].end is None:
                 engine.abort(name)
@@ -316,14 +318,14 @@ class Alone:
     """The simplest engine: one request at a time, whole, with nothing kept of the ones before."""
 
     def __init__(self, folder, *, has_adapters: bool) -> None:
-        settings = {"block_size": 16, "max_num_seqs": MOST_OUTPUTS, "num_gpu_blocks_override": 64}
+        settings = {"block_size": 16, "max_num_seqs": MAX_OUTPUTS, "num_gpu_blocks_override": 64}
         settings |= {"enable_prefix_caching": False, "max_num_batched_tokens": 1024}
         if has_adapters:
             settings |= {"enable_lora": True, "max_loras": NUM_ADAPTERS}
         self._engine = make_engine(folder, settings, 0, "", lambda: 0.0)
 
-    def answer(self, asked: Asked, adapters=()) -> Got:
-        got = Got()
+    def answer(self, asked: DrawnRequest, adapters=()) -> RequestResult:
+        got = RequestResult()
         options = asked.handled(adapters, alone=True)
         self._engine.add_request(asked.name, asked.prompt, asked.sampling(), options=options)
         for _ in range(MAX_STEPS):

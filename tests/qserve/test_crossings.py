@@ -59,14 +59,14 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
                     str(write_adapter(folder if model != "w4a16" else docs_5m, at / str(i), seed=i))
                     for i in range(NUM_ADAPTERS)
                 ]
-            told = {
+            limits = {
                 "vocab_size": 8192 if has_text else 512,
                 "has_forms": has_text,
                 "has_adapters": bool(adapters),
                 "drafters": drafters,
             }
             alone = {each: Alone(folder, has_adapters=each) for each in {False, bool(adapters)}}
-            made[model] = folder, adapters, told, alone
+            made[model] = folder, adapters, limits, alone
         return made[model]
 
     return make
@@ -76,15 +76,15 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
 def test_mixed_requests_equal_separate_requests(model, seed, crossing, tmp_path, monkeypatch):
     if model in STATES:  # snapshots of a few tokens are worth while
         monkeypatch.setattr(state_snapshots, "SPACING", 8)
-        monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
-    folder, adapters, told, alone = crossing(model)
+        monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    folder, adapters, limits, alone = crossing(model)
     if model == "docs" and seed not in QUICK[model]:  # heads that draft in one pass as well
         heads = [
             {"method": kind, "model": str(write_docs_head(tmp_path / kind, kind))}
             for kind in ("dflash", "peagle")
         ]
-        told = {**told, "drafters": (*told["drafters"], *heads)}
-    drawn = draw(seed, **told)
+        limits = {**limits, "drafters": (*limits["drafters"], *heads)}
+    drawn = draw(seed, **limits)
     if model == "deepseek_v4":  # windows of 4 tokens are within pages
         drawn.settings["block_size"] = max(4, drawn.settings["block_size"])
     without = REFUSED_WITH_STATES if model in STATES else set()

@@ -136,54 +136,54 @@ def add(name: str) -> messages.Add:
 
 def busy_engine() -> tuple[SimpleNamespace, list[str]]:
     """An engine that always has work, and the calls that it got."""
-    told: list[str] = []
+    received: list[str] = []
     engine = SimpleNamespace(
         has_work=lambda: True,
-        abort=lambda name: told.append(f"abort {name}"),
-        add_request=lambda name, *_, **__: told.append(f"add {name}"),
+        abort=lambda name: received.append(f"abort {name}"),
+        add_request=lambda name, *_, **__: received.append(f"add {name}"),
     )
-    return engine, told
+    return engine, received
 
 
 def test_messages_beyond_limit_wait_for_next_step():
-    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    inbox, (engine, received) = process_module.Inbox(), busy_engine()
     for index in range(process_module.MESSAGES_PER_STEP + 5):
         inbox.put(add(str(index)))
     process_module._take_messages(engine, SimpleNamespace(busy_since=None), inbox, None)
-    assert len(inbox) == 5 and len(told) == process_module.MESSAGES_PER_STEP
+    assert len(inbox) == 5 and len(received) == process_module.MESSAGES_PER_STEP
 
 
 def test_aborts_cancel_queued_requests():
     """A client sent many requests and disconnected: none of them is started."""
-    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    inbox, (engine, received) = process_module.Inbox(), busy_engine()
     line = SimpleNamespace(busy_since=None)
     names = [str(index) for index in range(3 * process_module.MESSAGES_PER_STEP)]
     for name in names:
         inbox.put(add(name))
     process_module._take_messages(engine, line, inbox, None)
-    begun = [line.removeprefix("add ") for line in told]
-    told.clear()
+    begun = [line.removeprefix("add ") for line in received]
+    received.clear()
     inbox.put(add("of another"))
     for name in names:
         inbox.put(messages.Abort(request_id=name))
     assert len(inbox) == len(begun) + 1
     process_module._take_messages(engine, line, inbox, None)
-    assert told == [*(f"abort {name}" for name in begun), "add of another"]
+    assert received == [*(f"abort {name}" for name in begun), "add of another"]
     assert len(inbox) == 0
 
 
 def test_reused_request_id_is_not_aborted_by_earlier_abort():
-    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    inbox, (engine, received) = process_module.Inbox(), busy_engine()
     for message in (add("a"), messages.Abort(request_id="a"), add("a")):
         inbox.put(message)
     process_module._take_messages(engine, SimpleNamespace(busy_since=None), inbox, None)
-    assert told == ["add a"] and len(inbox) == 0
+    assert received == ["add a"] and len(inbox) == 0
 
 
 def test_large_events_are_sent_separately_and_oversized_refused(monkeypatch):
     """Vectors of each token of a long prompt: the engine continues with the others."""
     monkeypatch.setattr(frames, "MAX_PAYLOAD_BYTES", 3000)
-    sent, (engine, told) = [], busy_engine()
+    sent, (engine, received) = [], busy_engine()
     engine.report = lambda: REPORT
     line = SimpleNamespace(send=lambda message: sent.append(messages.encode(message)))
     sizes = {"a": 1000, "b": 4000, "c": 1500, "d": 1500}
@@ -196,4 +196,4 @@ def test_large_events_are_sent_separately_and_oversized_refused(monkeypatch):
     ends = {event.request_id: event for part in found for event in part}
     assert {name: len(ends[name].pooled) for name in "acd"} == {"a": 1000, "c": 1500, "d": 1500}
     assert ends["b"].finish_reason == "error" and ends["b"].is_asked_for
-    assert told == ["abort b"]
+    assert received == ["abort b"]

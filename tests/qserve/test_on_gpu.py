@@ -147,7 +147,7 @@ def test_prefix_hits_give_same_tokens(quantized_5m, where):
     assert sum(a == b for a, b in zip(cold, warm, strict=True)) >= 0.8 * len(PROMPTS)
     assert sum(a[0] == b[0] for a, b in zip(cold, warm, strict=True)) >= 0.95 * len(PROMPTS)
     llm.engine.scheduler.check_integrity()
-    assert cache.take_counts() == (0, 0), "the engine told them with its last steps"
+    assert cache.take_counts() == (0, 0), "the engine reported them with its last steps"
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])

@@ -48,10 +48,10 @@ def check(found, ids, reference_SV):
         rank = int((values > values[token]).sum()) + 1
         assert next(iter(entry)) == token and entry[token].rank == rank
         want = {each: place for place, each in enumerate(values.topk(3).indices.tolist(), start=1)}
-        assert {each: told.rank for each, told in entry.items()} == {token: rank} | want
-        for each, told in entry.items():
-            assert told.logprob == pytest.approx(values[each].item(), abs=2e-4)
-            assert told.decoded_token is None  # detokenize=False
+        assert {each: logprob.rank for each, logprob in entry.items()} == {token: rank} | want
+        for each, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(values[each].item(), abs=2e-4)
+            assert logprob.decoded_token is None  # detokenize=False
 
 
 @pytest.mark.exhaustive

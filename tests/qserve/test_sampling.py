@@ -121,9 +121,9 @@ def test_logprobs_equal_model_logits(llm):
     for token, found, row in zip(completion.token_ids, completion.logprobs, want, strict=False):
         ranks = {each: place for place, each in enumerate(row.topk(3).indices.tolist(), start=1)}
         assert next(iter(found)) == token
-        assert {each: told.rank for each, told in found.items()} == {token: None} | ranks
-        for each, told in found.items():
-            assert told.logprob == pytest.approx(float(row[each]), abs=1e-4)
+        assert {each: logprob.rank for each, logprob in found.items()} == {token: None} | ranks
+        for each, logprob in found.items():
+            assert logprob.logprob == pytest.approx(float(row[each]), abs=1e-4)
     texts = [
         found[token].decoded_token
         for token, found in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -185,7 +185,7 @@ def test_python_accepts_wider_ranges_than_server(llm):
     )
     (completion,) = run(llm, params, PROMPTS[:1])
     assert all(len(found) >= MAX_LOGPROBS for found in completion.logprobs)
-    ranks = [told.rank for told in completion.logprobs[0].values() if told.rank is not None]
+    ranks = [each.rank for each in completion.logprobs[0].values() if each.rank is not None]
     assert sorted(ranks) == list(range(1, MAX_LOGPROBS + 1))
 
 
@@ -222,8 +222,8 @@ def test_detokenize_can_be_off(llm):
         SamplingParams(stop="a", detokenize=False)
     (completion,) = run(llm, greedy(detokenize=False, logprobs=1), PROMPTS[:1])
     assert completion.text == "" and len(completion.token_ids) == 24
-    told = [each for found in completion.logprobs for each in found.values()]
-    assert told and all(each.decoded_token is None for each in told)
+    logprobs = [each for found in completion.logprobs for each in found.values()]
+    assert logprobs and all(each.decoded_token is None for each in logprobs)
 
 
 @pytest.mark.parametrize(

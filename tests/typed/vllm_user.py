@@ -60,9 +60,9 @@ def offline() -> None:
         for completion in output.outputs:
             assert_type(completion, CompletionOutput)
             assert_type(completion.cumulative_logprob, float | None)
-            for token, told in zip(completion.token_ids, completion.logprobs or [], strict=True):
-                assert_type(told, dict[int, Logprob])
-                print(told[token].logprob, told[token].rank, told[token].decoded_token)
+            for token, entry in zip(completion.token_ids, completion.logprobs or [], strict=True):
+                assert_type(entry, dict[int, Logprob])
+                print(entry[token].logprob, entry[token].rank, entry[token].decoded_token)
     conversation = [{"role": "user", "content": "Hi"}]
     assert_type(llm.chat(conversation, params), list[RequestOutput])
     llm.chat([conversation, conversation], chat_template_kwargs={"enable_thinking": False})

@@ -34,9 +34,9 @@ class NormalizedEntry(TensorEntry):
         """Read the whole matrix. Raises CheckpointError."""
         return self._normalized(TensorEntry.read(self))
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), most_bytes // self.dtype.itemsize
+        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
         for begin in range(0, len(values), count):
             yield begin, values[begin : begin + count]
 

@@ -21,7 +21,7 @@ LAST_SCALE = 63  # largest scale of Q4_K and Q5_K
 SMALLEST = 2.0**-24  # smallest positive float16
 # Least importance of an input, as a fraction of the largest in its group: in float32 sums of
 # squares, a single input must not hide the others.
-LEAST_IMPORTANCE = 1e-4
+MIN_IMPORTANCE = 1e-4
 # Changes of the number of steps in a group's range that the search tries
 RANGES_WITH_MINIMA = tuple(-1 + 0.1 * i for i in range(21))
 RANGES = tuple(0.1 * i for i in range(-9, 10))
@@ -46,7 +46,7 @@ def choose_grid(
         if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
             raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
         largest_G1 = importance_GL.amax(1, keepdim=True)
-        importance_GL = importance_GL.clamp(min=LEAST_IMPORTANCE * largest_G1) + (largest_G1 == 0)
+        importance_GL = importance_GL.clamp(min=MIN_IMPORTANCE * largest_G1) + (largest_G1 == 0)
     parts = []
     for part_NK in weight_NK.split(rows_at_once(weight_NK.shape[1])):
         if not torch.isfinite(part_NK).all():
@@ -176,8 +176,8 @@ def _multiples(
     values_NG: torch.Tensor, unit_NB: torch.Tensor, first: int, last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (units rounded to float16, integer multiples of these units)."""
-    least_NB = unit_NB.abs().clamp(min=SMALLEST).copysign(unit_NB)
-    stored_NB = torch.where(unit_NB == 0, 0.0, least_NB).to(torch.float16)
+    min_NB = unit_NB.abs().clamp(min=SMALLEST).copysign(unit_NB)
+    stored_NB = torch.where(unit_NB == 0, 0.0, min_NB).to(torch.float16)
     units_NG = stored_NB.float().repeat_interleave(values_NG.shape[1] // unit_NB.shape[1], 1)
     multiples_NG = (values_NG / _no_zero(units_NG)).round_().clamp_(first, last)
     return stored_NB, torch.nan_to_num(multiples_NG).to(torch.int16)

@@ -19,7 +19,7 @@ from qserve.profile.recorder import recorded
 from qserve.profile.report import write_report
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-MOST_ID = 10_000  # prompts have random token ids below this one, as in vLLM
+MAX_ID = 10_000  # prompts have random token ids below this one, as in vLLM
 
 
 def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -> int:
@@ -30,7 +30,7 @@ def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -
     llm.capture_graphs()
     random = np.random.default_rng(engine.seed)
     shape = (settings.batch_size, settings.input_len)
-    prompts = random.integers(0, min(MOST_ID, llm.engine.vocab_size), shape).tolist()
+    prompts = random.integers(0, min(MAX_ID, llm.engine.vocab_size), shape).tolist()
     params = SamplingParams(
         n=settings.n,
         temperature=1.0,

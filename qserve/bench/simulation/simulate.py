@@ -30,7 +30,7 @@ from qserve.engine.scheduling.scheduler import Scheduler
 
 TITLE = "Simulated Serving Result"
 # With more requests the times of single tokens are not recorded, and ITL is not reported.
-MOST_WITH_TOKEN_TIMES = 50_000
+MAX_WITH_TOKEN_TIMES = 50_000
 MAX_RATE = 1e5  # requests per second; --find-max-rate stops there
 GOOD_SHARE = 0.99  # share of requests that must meet the limits of --find-max-rate
 
@@ -75,7 +75,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Simulate all requests. Return a result with the keys of `bench serve`. Raises InputError."""
     requests = make_requests(settings, data)
-    keep = len(requests) <= MOST_WITH_TOKEN_TIMES
+    keep = len(requests) <= MAX_WITH_TOKEN_TIMES
     replicas = [
         Replica(
             make_scheduler(settings),

@@ -24,7 +24,7 @@ from qserve.profile.recorder import recorded
 from qserve.profile.report import write_report
 
 # In percent. A larger spread means that another program ran, or that the GPU's clock changed.
-MOST_SPREAD = 0.5
+MAX_SPREAD = 0.5
 
 
 def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -> int:
@@ -65,8 +65,8 @@ def _measured(engine: Engine, settings: ForwardSettings) -> Iterator[dict[str, A
     for case in settings.cases:
         found = measure(timer, case, settings)
         print(_line(found), flush=True)
-        if found["spread_pct"] > MOST_SPREAD:
-            print(f"  warning: the samples differ by more than {MOST_SPREAD} %", flush=True)
+        if found["spread_pct"] > MAX_SPREAD:
+            print(f"  warning: the samples differ by more than {MAX_SPREAD} %", flush=True)
         if settings.profile_dir is not None:
             print(profile_case(engine, timer, case, settings), flush=True)
         yield found

@@ -18,7 +18,7 @@ from qserve.engine.control.shared_tensors import DTYPES
 
 NCCL, GLOO = "nccl", "gloo"
 KEYS = {NCCL: "cuda/", GLOO: "cpu/"}  # torch's store prefix for each backend
-MOST_ELEMENTS = 2**40
+MAX_ELEMENTS = 2**40
 
 
 class WeightGroup:
@@ -60,7 +60,7 @@ class WeightGroup:
             known = DTYPES.get(dtype.removeprefix("torch."))
             if known is None:
                 raise InputError(f"tensor {name:.200}", f"has the unknown dtype {dtype!r:.40}")
-            if any(size < 0 for size in shape) or math.prod(shape) > MOST_ELEMENTS:
+            if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
                 raise InputError(f"tensor {name:.200}", f"has the shape {shape!s:.80}")
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             known = DTYPES[dtype.removeprefix("torch.")]

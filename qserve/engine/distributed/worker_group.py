@@ -226,14 +226,14 @@ class WorkerGroup:
         with self._together("compile_kernels", largest_step, shapes):
             self._ours.compile_kernels(largest_step, shapes)
 
-    def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
+    def num_pages_that_fit(self, largest_step: StepInput, max_pages: int) -> Fit:
         """Return the number of KV pages and of state snapshots that fit on every rank.
 
-        `most_pages`: maximum number of pages that can be in use. Raises InputError if no page fits
+        `max_pages`: maximum number of pages that can be in use. Raises InputError if no page fits
         on one of the ranks.
         """
-        with self._together("num_pages_that_fit", largest_step, most_pages):
-            ours = self._ours.num_pages_that_fit(largest_step, most_pages)
+        with self._together("num_pages_that_fit", largest_step, max_pages):
+            ours = self._ours.num_pages_that_fit(largest_step, max_pages)
         if self._rank_group is None:
             return ours
         fits = [ours, *(Fit(*reply[0]) for reply in self._rank_group.replies())]

@@ -14,11 +14,11 @@ def split_memory(
     state_bytes: int,
     page_size: int,
     share: float,
-    most_pages: int | None = None,
+    max_pages: int | None = None,
 ) -> tuple[int, int]:
     """Return the number of pages and the number of snapshots that fit into `room` bytes.
 
-    `share`: fraction of the memory for snapshots. `page_size`: tokens in one page. `most_pages`:
+    `share`: fraction of the memory for snapshots. `page_size`: tokens in one page. `max_pages`:
     maximum number of pages that can be in use; snapshots also get the memory beyond these pages.
     """
     if not state_bytes:
@@ -27,8 +27,8 @@ def split_memory(
     spaced = spacing / page_size * page_bytes + state_bytes  # a snapshot and its pages
     most = int(room / spaced)
     count = min(most, int(room * share) // state_bytes)
-    if most_pages is not None:
-        left = room - most_pages * page_bytes
-        most = most_pages * page_size // spacing
+    if max_pages is not None:
+        left = room - max_pages * page_bytes
+        most = max_pages * page_size // spacing
         count = min(most, max(count, left // state_bytes))
     return (room - count * state_bytes) // page_bytes, count

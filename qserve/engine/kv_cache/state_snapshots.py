@@ -33,7 +33,7 @@ from qserve.engine.request import Request, Status
 SPACING = 256  # tokens between copies; recomputing fewer tokens takes little time
 # A copy is made only if it saves at least this many tokens, since ending a chunk there costs one
 # more step.
-LEAST_GAIN = 64
+MIN_GAIN = 64
 
 
 def _none() -> np.ndarray:
@@ -148,7 +148,7 @@ class StateSnapshots:
         last = (request.num_tokens - 1) // self.page_size
         stops: list[int] = []
         for end in (num_found * self.page_size, last * self.page_size):
-            if request.reads_cache and end - (stops or [start])[-1] >= LEAST_GAIN:
+            if request.reads_cache and end - (stops or [start])[-1] >= MIN_GAIN:
                 stops.append(end)
         request.snapshots_at = tuple(stops)
 

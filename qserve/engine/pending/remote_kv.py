@@ -36,7 +36,7 @@ MAX_WAIT_SECONDS = 0.01  # longest wait of an engine that has nothing else to do
 MAX_UNWRITTEN_BYTES = GIB
 # Size of the host tier without --kv-offload-gb; loaded pages pass through it.
 SLOT_BYTES = GIB
-MOST_SLOT_BYTES = 8 * GIB  # the same for models with states
+MAX_SLOT_BYTES = 8 * GIB  # the same for models with states
 
 STATE = b"state "  # prefix + key of a page: marks the snapshot at the end of that page
 
@@ -68,7 +68,7 @@ def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_mode
     # All pages of a prompt are loaded together. They may use at most half of the page slots, and
     # page slots are half of the memory: hence the factor 4.
     longest = 4 * -(-max_model_len // config.block_size) * page_bytes
-    return max(SLOT_BYTES, min(longest, MOST_SLOT_BYTES), 2 * page_bytes + 8 * state_bytes)
+    return max(SLOT_BYTES, min(longest, MAX_SLOT_BYTES), 2 * page_bytes + 8 * state_bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

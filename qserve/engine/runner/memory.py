@@ -27,11 +27,11 @@ class Fit(NamedTuple):
 
 
 def num_pages_in(
-    memory: float, runner: ModelRunner, flag: str, most_pages: int | None = None
+    memory: float, runner: ModelRunner, flag: str, max_pages: int | None = None
 ) -> Fit:
     """Return the pages and snapshots that fit in `memory` GiB next to the states of requests.
 
-    `flag`: name of the setting, for errors. `most_pages`: maximum number of pages that can be in
+    `flag`: name of the setting, for errors. `max_pages`: maximum number of pages that can be in
     use. Raises InputError if no page fits.
     """
     room = memory * GIB - runner.bytes_of_states
@@ -42,7 +42,7 @@ def num_pages_in(
             f" {runner.num_snapshots} snapshots, {runner.bytes_of_states / GIB:.3g} GiB",
             "raise it, or lower --max-num-seqs or --num-state-snapshots",
         )
-    fit = _fit(int(room), runner, most_pages)
+    fit = _fit(int(room), runner, max_pages)
     if fit.num_pages < 1:
         raise InputError(
             flag,
@@ -53,7 +53,7 @@ def num_pages_in(
     return fit
 
 
-def _fit(room: int, runner: ModelRunner, most_pages: int | None) -> Fit:
+def _fit(room: int, runner: ModelRunner, max_pages: int | None) -> Fit:
     """Divide memory between pages and snapshots. A flag may fix the number of snapshots.
 
     Without attention a page has no bytes, and any number of pages fits.
@@ -67,7 +67,7 @@ def _fit(room: int, runner: ModelRunner, most_pages: int | None) -> Fit:
         state_bytes=runner.bytes_per_state,
         page_size=runner.config.block_size,
         share=SNAPSHOT_SHARE,
-        most_pages=most_pages,
+        max_pages=max_pages,
     )
     return Fit(num_pages, num_snapshots)
 
@@ -76,12 +76,12 @@ def num_pages_on_gpu(
     runner: ModelRunner,
     largest_step: StepInput,
     graph_step: StepInput | None = None,
-    most_pages: int | None = None,
+    max_pages: int | None = None,
 ) -> Fit:
     """Return the pages and snapshots that fit next to weights, activations and CUDA graphs.
 
     Runs the largest step once, on a few pages, to measure its peak. Also runs `graph_step`, the
-    largest step in a graph, since graphs have their own memory. `most_pages`: maximum number of
+    largest step in a graph, since graphs have their own memory. `max_pages`: maximum number of
     pages that can be in use. Raises InputError if no page fits.
     """
     device = runner.device
@@ -115,7 +115,7 @@ def num_pages_on_gpu(
         total / GIB,
         runner.config.gpu_memory_utilization,
     )
-    fit = _fit(max(0, int(budget - peak)), runner, most_pages)
+    fit = _fit(max(0, int(budget - peak)), runner, max_pages)
     if fit.num_pages < 1:
         raise InputError(
             "--gpu-memory-utilization",

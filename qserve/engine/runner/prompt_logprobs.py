@@ -35,7 +35,7 @@ from qserve.engine.token_event import TokenLogprobs
 # 4 GB for a vocabulary of 128,256.
 SLICE_LOGITS = 2**24
 SLICE_BYTES = 13 * SLICE_LOGITS
-MOST_ROWS = 2**15  # rows of a slice; a kernel's grid has up to 65535
+MAX_ROWS = 2**15  # rows of a slice; a kernel's grid has up to 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def launch_prompt_logprobs(
         rank_S = (logits_SV > target_S1).sum(-1) + 1
         parts.append((logprob_S, rank_S, samples.top_logprobs_SN, samples.top_tokens_SN))
         first += size
-        size = min(MOST_ROWS, max(1, SLICE_LOGITS // logits_SV.shape[1]))
+        size = min(MAX_ROWS, max(1, SLICE_LOGITS // logits_SV.shape[1]))
     columns = [HostCopy(torch.cat(column)) for column in zip(*parts, strict=True)]
     return PromptHandle(
         logprobs=columns[0], ranks=columns[1], top_logprobs=columns[2], top_tokens=columns[3]

@@ -250,20 +250,20 @@ class Worker:
             runner.layer_caches.free()
         self._kernels.compile(tuple(jobs.values()))
 
-    def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
+    def num_pages_that_fit(self, largest_step: StepInput, max_pages: int) -> Fit:
         """Return the number of KV pages and of state snapshots that fit in memory.
 
-        `most_pages`: maximum number of pages that can be in use. Raises InputError if none fits.
+        `max_pages`: maximum number of pages that can be in use. Raises InputError if none fits.
         """
         config = self.runner.config
         memory, flag = config.kv_cache_memory, "--kv-cache-memory"
         if memory is None and self.runner.device.type != "cuda":
             memory, flag = config.cpu_kv_cache_memory, "--cpu-kv-cache-memory"
         if memory is not None:
-            return num_pages_in(memory, self.runner, flag, most_pages)
+            return num_pages_in(memory, self.runner, flag, max_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
         with phase("Measuring a largest step"), explain_out_of_memory("measuring it", LESS_MEMORY):
-            return num_pages_on_gpu(self.runner, largest_step, graph_step, most_pages)
+            return num_pages_on_gpu(self.runner, largest_step, graph_step, max_pages)
 
     def _warm_up_steps(self, shapes: Sequence[WarmUpShape]) -> list[StepInput]:
         page_size, drafting = self.runner.config.block_size, self.runner.drafting

@@ -37,7 +37,7 @@ class Admission:
         running_set, running = self._running_set, self._running_set.running
         waiting = self._waiting.first_queue
         first = waiting.first()
-        if first is None or step.most_admitted < 1:
+        if first is None or step.max_admitted < 1:
             return
         if running and first.level < running[-1].level and self._is_ready(first, step):
             if running_set.fits(first, step):
@@ -70,7 +70,7 @@ class Admission:
 
     def admit_first(self, step: OpenStep) -> Request | None:
         """Admit the next waiting request. Returns None if there is no slot or memory for it."""
-        if step.most_admitted < 1 or not len(self._waiting) or self._running_set.num_free_slots < 1:
+        if step.max_admitted < 1 or not len(self._waiting) or self._running_set.num_free_slots < 1:
             return None  # checked first, because ordering all waiting requests is expensive
         for request in self._candidates(step):
             if self._is_held(request):
@@ -89,7 +89,7 @@ class Admission:
         `or_oldest`: if there is none, try the request that has been passed over too often. Returns
         None if nothing was admitted.
         """
-        if step.most_admitted < 1:
+        if step.max_admitted < 1:
             return None
         waiting = self._waiting.first_queue
         request = waiting.first_shorter(num_tokens, other_than=flows)

@@ -110,7 +110,7 @@ class BeamGroup:
             for row in self.rows[1:]
         )
 
-    def most_pages(self, pool: BlockPool, max_num_seqs: int) -> int:
+    def max_pages(self, pool: BlockPool, max_num_seqs: int) -> int:
         """Return an upper bound of the pages that the search needs.
 
         Raises InputError if the search has more rows than a step.

@@ -72,12 +72,12 @@ class _Row(NamedTuple):
     """One request in a forecast."""
 
     num_generated: int
-    most_generated: int
-    is_known: bool  # True: the output has exactly `most_generated` tokens
+    max_generated: int
+    is_known: bool  # True: the output has exactly `max_generated` tokens
     num_tokens: int
     num_pages: int
     num_own: int  # number of pages that it frees at its end
-    num_to_limit: int  # number of pages to add until `most_generated`
+    num_to_limit: int  # number of pages to add until `max_generated`
 
 
 class _StepView:
@@ -123,7 +123,7 @@ class _StepView:
         longest = request.num_slots(request.num_prompt_tokens + request.max_tokens - 1)
         return _Row(
             num_generated=request.num_tokens - request.num_prompt_tokens,
-            most_generated=request.max_tokens,
+            max_generated=request.max_tokens,
             is_known=_has_known_length(request),
             num_tokens=request.num_tokens,
             num_pages=num_pages,

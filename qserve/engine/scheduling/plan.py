@@ -80,7 +80,7 @@ class OpenStep:
     """A step plan under construction."""
 
     budget: int  # number of tokens that the step may still compute
-    most_admitted: float  # number of requests that the step may still admit
+    max_admitted: float  # number of requests that the step may still admit
     rows_left: float = inf  # number of prompt rows that may still get log probabilities
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)

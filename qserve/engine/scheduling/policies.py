@@ -47,7 +47,7 @@ class Policy:
     """First come, first served; clients, and their API requests, take turns. Steps are mixed.
 
     This is the policy `fcfs`, and the base class of all policies. The scheduler calls `level` and
-    `turn` when a request arrives, `phase` and `most_admitted` once per step, and `order` to rank
+    `turn` when a request arrives, `phase` and `max_admitted` once per step, and `order` to rank
     waiting requests.
     """
 
@@ -70,7 +70,7 @@ class Policy:
         """Return the kind of work that the next step may hold."""
         return Phase.MIXED
 
-    def most_admitted(self, counts: Counts) -> float:
+    def max_admitted(self, counts: Counts) -> float:
         """Return the maximum number of requests that the next step may admit.
 
         Called once per step, after `phase`.
@@ -141,7 +141,7 @@ class Controlled(Policy):
         self._num_left = min(self._num_left, counts.num_waiting)
         return Phase.PROMPTS if self._num_left or counts.num_prompts_begun else Phase.DECODES
 
-    def most_admitted(self, counts: Counts) -> float:
+    def max_admitted(self, counts: Counts) -> float:
         return self._num_left
 
     def admitted(self, request: Request) -> None:

@@ -82,7 +82,7 @@ class RunningSet:
         assert not request.num_pending, "readmitted with a token in flight"
         self.waiting.admit(request)
         self.policy.admitted(request)
-        step.most_admitted -= 1
+        step.max_admitted -= 1
         request.status = Status.RUNNING
         for row in request.rows:
             self.states.take_(row)

@@ -109,7 +109,7 @@ class Scheduler:
         needed, what = self.pool.pages_for(request.num_slots(longest - 1)), f"{longest} tokens"
         if request.beams is not None:
             what = f"{len(request.rows)} x {what}"
-            needed = request.beams.most_pages(self.pool, self.max_num_seqs)
+            needed = request.beams.max_pages(self.pool, self.max_num_seqs)
         if needed > self.pool.num_pages:
             raise InputError(
                 f"request {request.request_id}",
@@ -144,8 +144,8 @@ class Scheduler:
         phase = self.policy.phase(counts)
         if phase is Phase.PROMPTS and self._num_prompt_steps >= MAX_PROMPT_STEPS:
             phase = Phase.DECODES
-        most_admitted = self.policy.most_admitted(counts)
-        step = OpenStep(budget=self.max_num_batched_tokens, most_admitted=most_admitted)
+        max_admitted = self.policy.max_admitted(counts)
+        step = OpenStep(budget=self.max_num_batched_tokens, max_admitted=max_admitted)
         self.running_set.prepare_beams(step)
         if counts.num_waiting:
             self._admission.preempt_for_waiting(step, self._num_steps)
@@ -278,7 +278,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Preempt all running requests and keep their order. No step may be in flight."""
-        step = OpenStep(budget=0, most_admitted=0)
+        step = OpenStep(budget=0, max_admitted=0)
         while self.running:
             self.running_set.preempt(self.running[-1], step)
 

@@ -16,7 +16,7 @@ class DraftRows:
 
     num_drafts: int  # number of drafts that a device drafter proposes per chunk that samples
     runs_drafter: bool
-    most_sampled: int  # maximum number of sampled rows of one chunk
+    max_sampled: int  # maximum number of sampled rows of one chunk
     rows_R: np.ndarray  # int64: each request's row in the device's tables
     chunk_of_S: np.ndarray  # int64: index into R of each sampled row
     # int64: number of leading tokens of the chunk that the host knows. 0: the host also does not
@@ -35,7 +35,7 @@ class DraftRows:
 
     @property
     def verifies(self) -> bool:
-        return self.most_sampled > 1
+        return self.max_sampled > 1
 
     @classmethod
     def build(
@@ -58,7 +58,7 @@ class DraftRows:
         return cls(
             num_drafts=plan.drafting.num_drafts,
             runs_drafter=plan.drafting.runs_drafter,
-            most_sampled=int(sampled_R.max()),
+            max_sampled=int(sampled_R.max()),
             rows_R=rows_R,
             chunk_of_S=of_S.astype(np.int64),
             # a pending token is never in a chunk with prompt tokens

@@ -122,7 +122,7 @@ class RequestRows:
     def recount(self, requests: list[Request]) -> None:
         """Refill token counts after a truncated verify, which counted dropped tokens."""
         for request in requests:
-            if request.most_emitted is not None:
+            if request.max_emitted is not None:
                 self.needs_history_N[request.row] = request.params.has_penalties
 
     def _enter(self, request: Request) -> None:

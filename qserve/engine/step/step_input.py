@@ -71,8 +71,8 @@ def step_masks(
             found.append(mask)
         elif ahead == 0:
             request.dead_end = dead_end(request)
-        elif request.most_emitted is None:  # if the drafts are accepted, the next step reports it
-            request.most_emitted = ahead
+        elif request.max_emitted is None:  # if the drafts are accepted, the next step reports it
+            request.max_emitted = ahead
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 

@@ -27,7 +27,7 @@ MAGIC = b"qserveN1"
 NONCE_BYTES = DIGEST_BYTES = 32
 MAX_BYTES = 2**24  # maximum size of an announcement
 TALK_SECONDS = 2.0  # timeout of the handshake
-MOST_TALKS = 64  # maximum number of open connections
+MAX_TALKS = 64  # maximum number of open connections
 KEEPALIVE = (  # detects a dead host after 25 s
     (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
     (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 10),
@@ -94,7 +94,7 @@ class PageServer:
                     return
                 continue
             with self._lock:
-                is_full = len(self._readers) >= MOST_TALKS
+                is_full = len(self._readers) >= MAX_TALKS
                 if not is_full and not self._is_closed:
                     self._readers.add(reader)
             if is_full or self._is_closed:

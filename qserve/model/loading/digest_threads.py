@@ -13,7 +13,7 @@ from formats.in_memory.weights import Weight
 from formats.weight_digest import tensor_digest, weight_digest
 
 NUM_THREADS = 8
-MOST_WAITING = 2 * NUM_THREADS  # maximum number of tensors that are kept alive
+MAX_WAITING = 2 * NUM_THREADS  # maximum number of tensors that are kept alive
 
 
 class DigestThreads:
@@ -33,7 +33,7 @@ class DigestThreads:
         self._begin(name, weight_digest, weight)
 
     def _begin(self, name: str, digest: Callable[[Any], str], value: object) -> None:
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             self._waiting.pop(0).result()
         self._found[name] = self._threads.submit(_computed, digest, value)
         self._waiting.append(self._found[name])

@@ -123,7 +123,7 @@ class OnlineQuantization:
 
         `config` and `sizes`: `values` and `sizes` of the ModelConfig.
         """
-        from formats.plan import fitted_scheme, make_plan, usual_scheme
+        from formats.plan import default_group_scheme, fitted_scheme, make_plan
 
         if self.scheme is None and not self.overrides:
             raise InputError(
@@ -140,7 +140,7 @@ class OnlineQuantization:
         elif self.fit_groups:
             scheme = fitted_scheme(scheme, shapes, **choice)
         elif self.fit_groups is None:
-            scheme = usual_scheme(scheme, shapes, **choice)
+            scheme = default_group_scheme(scheme, shapes, **choice)
         self._check_groups({n: s for n, s in shapes.items() if n not in unasked}, scheme)
         plan = make_plan(shapes, scheme, unasked=unasked, **choice)
         return RoundingPlan(config=plan.config(""), schemes=plan.quantized, reasons=plan.reasons)

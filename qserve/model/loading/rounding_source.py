@@ -16,7 +16,7 @@ from formats.in_memory.k_weight import is_k_quant
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight
 from formats.layouts import quantized_modules
-from formats.numerics.affine import LEAST_STEPS, MIN_SCALE, rows_at_once
+from formats.numerics.affine import MIN_SCALE, MIN_STEPS, rows_at_once
 from formats.scheme import Scheme
 from formats.weight_digest import rounded
 from qserve.model.loading.digest_threads import DigestThreads
@@ -28,7 +28,7 @@ from qserve.model.model_config import ModelConfig
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 # A matrix whose largest weight is smaller than this may be refused. Rounding it together with other
 # matrices would hide that.
-SMALL = 2 * LEAST_STEPS * MIN_SCALE
+SMALL = 2 * MIN_STEPS * MIN_SCALE
 
 
 class RoundingSource(WeightSource):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 BILINEAR, BICUBIC = 2, 3
-LEAST_SIDE = 10  # in pixels, after scaling; transformers refuses less
+MIN_SIDE = 10  # in pixels, after scaling; transformers refuses less
 WHITE = 255
 
 
@@ -55,11 +55,11 @@ def _cut(pixels_HWC: np.ndarray, options: Options) -> Cut:
         new = int(height * (wide / width)), wide
     else:
         new = high, int(width * (high / height))
-    if min(new) < LEAST_SIDE:
+    if min(new) < MIN_SIDE:
         raise InputError(
             "image",
             f"of {width} x {height} pixels becomes {new[1]} x {new[0]}; the model takes sides of at"
-            f" least {LEAST_SIDE}",
+            f" least {MIN_SIDE}",
             "send an image whose sides differ less",
         )
     filled = np.full((high, wide, pixels_HWC.shape[2]), WHITE, np.uint8)

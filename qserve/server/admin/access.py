@@ -14,8 +14,8 @@ from qserve.server.http.body import small_body
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.service import Service, service_of
 
-MOST_BYTES = 65536  # maximum size of a body
-MOST_BYTES_OF_TENSORS = 2**25  # the same for a body that describes tensors, up to 1 KB per tensor
+MAX_BYTES = 65536  # maximum size of a body
+MAX_BYTES_OF_TENSORS = 2**25  # the same for a body that describes tensors, up to 1 KB per tensor
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 WAITS = "wait_for_inflight_requests"
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -45,7 +45,7 @@ async def operate(request: Request, command: AnyCommand) -> Outcome:
 async def decoded(request: Request, kind: type[Body]) -> Body:
     """Read a body that describes tensors or process groups. Raises ApiError."""
     operator_of(request)
-    data = await small_body(request, MOST_BYTES_OF_TENSORS)
+    data = await small_body(request, MAX_BYTES_OF_TENSORS)
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -55,7 +55,7 @@ async def decoded(request: Request, kind: type[Body]) -> Body:
 async def body_of(request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body; {} if there is no body. Raises ApiError."""
     operator_of(request)
-    data = await small_body(request, MOST_BYTES)
+    data = await small_body(request, MAX_BYTES)
     try:
         body = json.loads(data) if data else {}
     except ValueError as error:

@@ -12,7 +12,7 @@ from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import RouteList
 from qserve.server.service import service_of
 
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 
 routes = RouteList()
 
@@ -40,7 +40,7 @@ def profile_routes(config: ProfilerConfig) -> RouteList:
 
     @routes.post("/start_profile")
     async def start_profile(request: Request) -> Response:
-        data = await small_body(request, MOST_BYTES)
+        data = await small_body(request, MAX_BYTES)
         try:
             body = json.loads(data) if data else {}
             if not isinstance(body, dict):

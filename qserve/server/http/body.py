@@ -19,13 +19,13 @@ _COUNTED = b"".join(characters for characters, *_ in LIMITS)
 _SKIPPED = bytes(set(range(256)) - set(_COUNTED + b'"'))
 
 
-async def small_body(request: Request, most_bytes: int) -> bytes:
+async def small_body(request: Request, max_bytes: int) -> bytes:
     """Return the body of an operator's request. Raises ApiError(413)."""
     data = b""
     async for piece in request.stream():
         data += piece
-        if len(data) > most_bytes:
-            raise ApiError(413, f"expected at most {most_bytes} bytes")
+        if len(data) > max_bytes:
+            raise ApiError(413, f"expected at most {max_bytes} bytes")
     return data
 
 

@@ -42,7 +42,7 @@ class Turns:
 
     def __init__(self, width: int) -> None:
         self._num_free = width
-        self._most_of_one = max(1, width - 1)
+        self._max_per_client = max(1, width - 1)
         self._held: Counter[str] = Counter()
         # client -> its waiting requests; clients are in the order of their turns
         self._waiting: dict[str, deque[asyncio.Future]] = {}
@@ -73,7 +73,7 @@ class Turns:
         for client in list(self._waiting):
             if not self._num_free:
                 return
-            if self._held[client] >= self._most_of_one:
+            if self._held[client] >= self._max_per_client:
                 continue
             slots = self._waiting.pop(client)
             slots.popleft().set_result(None)

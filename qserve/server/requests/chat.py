@@ -271,7 +271,7 @@ def cut_chat_tokens(model: ServedModel, request: ChatCompletionRequest, use: Too
         found[len(messages)] = tokens
         return len(tokens.ids) + asked <= model.max_model_len
 
-    kept = most_that_fit(request.messages, fits)
+    kept = max_that_fit(request.messages, fits)
     if len(kept) not in found:
         # The shortest conversation was not tried before, or is too long for any output.
         return tokens_of(kept)
@@ -297,7 +297,7 @@ def can_go(roles: Sequence[str]) -> list[list[int]]:
     return groups if last == len(said) - 1 else groups[:-1]
 
 
-def most_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) -> list[Any]:
+def max_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) -> list[Any]:
     """Return the messages without as few groups as necessary.
 
     If nothing fits, return the shortest conversation. `fits` is called O(log n) times for n

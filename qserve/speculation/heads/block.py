@@ -164,10 +164,10 @@ def build(context: BuildContext) -> BlockDrafter:
     config = folder.config
     check_fits(config, context)
     wanted = context.config.most_tokens
-    if wanted > config.most_drafts:
+    if wanted > config.max_drafts:
         raise InputError(
             "--speculative-config num_speculative_tokens",
-            f"expected at most {config.most_drafts}, since the head has blocks of"
+            f"expected at most {config.max_drafts}, since the head has blocks of"
             f" {config.block_size} rows, found {wanted}",
         )
     aux_layers = config.aux_layers(context.target.config.num_layers)

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.card import command_line
 from calibrate.quality.evaluation import HELD_OUT, HELD_OUT_LENGTH
+from calibrate.texts.default_texts import DEFAULT_TEXTS
 from calibrate.texts.documents import read_documents, read_texts
-from calibrate.texts.shipped import SHIPPED_TEXTS
 from examples.default_texts import ngrams
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quality.record import QUALITY, read_quality
@@ -89,7 +89,7 @@ def test_held_out_texts_do_not_overlap_calibration_texts():
     """No 13 consecutive words are in both, the usual test for contamination."""
     held = set().union(*map(ngrams, read_texts(HELD_OUT)))
     assert len(held) > 2000
-    shared = [text for text in read_documents(str(SHIPPED_TEXTS)) if ngrams(text) & held]
+    shared = [text for text in read_documents(str(DEFAULT_TEXTS)) if ngrams(text) & held]
     assert not shared
     assert ngrams(read_texts(HELD_OUT)[0].upper()) & held
 

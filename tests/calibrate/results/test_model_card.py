@@ -57,4 +57,4 @@ def test_local_paths_become_public_names(path, name, tmp_path, monkeypatch):
 
 def test_names_that_are_not_paths_are_unchanged():
     assert public_name("HuggingFaceH4/ultrachat_200k") == "HuggingFaceH4/ultrachat_200k"
-    assert public_name("shipped texts") == "shipped texts"
+    assert public_name("default texts") == "default texts"

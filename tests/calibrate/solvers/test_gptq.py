@@ -73,7 +73,7 @@ def test_gptq_codes_equal_paper_algorithm(spec, width):
     inputs[:, 5] = 0
     stats = measured(inputs)
     packed = gptq.solve(weight, stats, spec, "q", rounds=0)
-    damping = gptq.least_damping(stats)
+    damping = gptq.min_damping(stats)
     expected = paper(weight, inputs, packed.scales_NG, packed.zeros_NG, spec, damping)
     differing = (packed.codes() != expected).float().mean()
     # float32 may tip a weight that lies between two codes, and then those after it in its row
@@ -168,7 +168,7 @@ def trained(folder, documents):
 def test_gptq_output_error_is_below_rounding(spec):
     weight, inputs = make()
     stats = measured(inputs)
-    assert gptq.least_damping(stats) == gptq.DAMPING[0]
+    assert gptq.min_damping(stats) == gptq.DAMPING[0]
     solved = stats.relative_output_error(weight, gptq.solve(weight, stats, spec, "q").dequantize())
     rounded = rtn.solve_weighted(weight, stats, spec, "q").dequantize()
     assert solved < 0.8 * stats.relative_output_error(weight, rounded)
@@ -196,7 +196,7 @@ def test_gptq_dead_column_rounds_to_nearest():
         other,
         packed.scales_NG,
         packed.zeros_NG,
-        gptq.factor(stats.hessian_KK, least=gptq.least_damping(stats)),
+        gptq.factor(stats.hessian_KK, least=gptq.min_damping(stats)),
         SPECS[0],
     )
     assert torch.equal(again.codes()[:, 1:], packed.codes()[:, 1:])

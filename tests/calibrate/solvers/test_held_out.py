@@ -7,7 +7,7 @@ import torch
 
 from calibrate.calibration.capture import HiddenStates, add_statistics, empty_statistics
 from calibrate.calibration.layer_runner import LayerRunner
-from calibrate.calibration.statistics import MOST_HELD, HeldOut, InputStatistics
+from calibrate.calibration.statistics import MAX_HELD, HeldOut, InputStatistics
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
@@ -61,8 +61,8 @@ def test_too_few_held_out_tokens_keep_solution():
 def test_held_out_memory_is_bounded():
     stats = InputStatistics(4, "cpu")
     for _ in range(5):
-        stats.hold_out(HeldOut.of(normal(3 * MOST_HELD, 4)))
-    assert sum(len(each.inputs_TK) for each in stats._held) <= MOST_HELD
+        stats.hold_out(HeldOut.of(normal(3 * MAX_HELD, 4)))
+    assert sum(len(each.inputs_TK) for each in stats._held) <= MAX_HELD
 
 
 def test_held_out_windows_are_not_in_statistics(tiny_model):
@@ -245,4 +245,4 @@ def test_damping_increases_with_few_distinct_tokens():
     assert error(None) < 0.9 * error(gptq.DAMPING[0])
     many = InputStatistics(256, "cpu")
     many.update(normal(100 * 256, 256))
-    assert gptq.least_damping(many) == gptq.DAMPING[0]
+    assert gptq.min_damping(many) == gptq.DAMPING[0]

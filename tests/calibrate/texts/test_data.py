@@ -9,10 +9,15 @@ import torch
 from transformers import AutoTokenizer
 
 from calibrate.texts.data import read_calibration
+from calibrate.texts.default_texts import (
+    DEFAULT_TEXTS,
+    MIN_EXCERPTS,
+    default_excerpts,
+    excerpt_chars,
+)
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN
 from calibrate.texts.excerpts import excerpts, render
-from calibrate.texts.shipped import MIN_EXCERPTS, SHIPPED_TEXTS, excerpt_chars, shipped_excerpts
 from formats.errors import InputError
 from qserve.server.requests.protocol import Message
 
@@ -62,7 +67,7 @@ def test_default_texts_are_used_with_a_warning(tokenizer):
     data = read(None, tokenizer, samples=16, sequence_length=512)
     assert data.ids_WS.shape == (16, 512)
     assert "calibration data" in data.warnings[0]
-    assert SHIPPED_TEXTS.stat().st_size < 700_000
+    assert DEFAULT_TEXTS.stat().st_size < 700_000
     whole = read(None, tokenizer, samples=128, sequence_length=1024)
     assert len(whole.ids_WS) == 128, "less than the README's calibration needs"
 
@@ -71,7 +76,7 @@ def drawn_kinds(tokenizer, excerpts):
     """Return the kind and the source of each excerpt of the default texts."""
     found = [
         (row["kind"], row["source"], row.get("text") or render(row["messages"], tokenizer))
-        for row in shipped_rows()
+        for row in default_rows()
     ]
     owners = [[key[:2] for key in found if each.text in key[2]] for each in excerpts]
     return [each[0] for each in owners]
@@ -82,10 +87,10 @@ def drawn_kinds(tokenizer, excerpts):
 def test_kind_proportions_hold_for_any_number_of_windows(tokenizer, samples, length, seed):
     """A few windows are the whole set in small; their code is in several languages."""
     whole = Counter()
-    for row in shipped_rows():
+    for row in default_rows():
         whole[row["kind"]] += len(row.get("text") or render(row["messages"], tokenizer))
     excerpts, num_chars = [], 0
-    for each in shipped_excerpts(tokenizer, excerpt_chars(samples, length), seed):
+    for each in default_excerpts(tokenizer, excerpt_chars(samples, length), seed):
         if num_chars < CHARS_PER_TOKEN * samples * length:
             excerpts.append(each)
             num_chars += len(each.text)
@@ -101,28 +106,28 @@ def test_kind_proportions_hold_for_any_number_of_windows(tokenizer, samples, len
 
 
 def test_default_excerpts_cover_every_text(tokenizer):
-    texts = [row.get("text") or render(row["messages"], tokenizer) for row in shipped_rows()]
-    found = shipped_excerpts(tokenizer, 1000, seed=2)
+    texts = [row.get("text") or render(row["messages"], tokenizer) for row in default_rows()]
+    found = default_excerpts(tokenizer, 1000, seed=2)
     assert sum(each.begins for each in found) == len(texts)
     assert sorted("".join(each.text for each in found)) == sorted("".join(texts))
 
 
 def test_default_texts_list_their_sources():
     """SOURCES.md has each source with its licence, and as many texts as the file."""
-    lines = SHIPPED_TEXTS.with_name("SOURCES.md").read_text(encoding="utf-8").splitlines()
+    lines = DEFAULT_TEXTS.with_name("SOURCES.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     stated, kind = Counter(), ""
     for name, count, *_ in cells[2:]:
         kind = name or kind
         stated[kind] += int(count)
-    rows = shipped_rows()
+    rows = default_rows()
     assert stated == Counter(row["kind"] for row in rows)
     licenses = {"public domain", "CC0-1.0", "Unlicense", "Apache-2.0", "MIT OR Apache-2.0"}
     assert {row["license"] for row in rows} <= licenses
 
 
-def shipped_rows():
-    return [json.loads(line) for line in SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines()]
+def default_rows():
+    return [json.loads(line) for line in DEFAULT_TEXTS.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def shipped_rows():
 def test_default_chats_use_chat_template(docs_5m, template):
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
     tokenizer.chat_template = template
-    chat = next(row["messages"] for row in shipped_rows() if "messages" in row)
+    chat = next(row["messages"] for row in default_rows() if "messages" in row)
     question = chat[0]["content"]
     wanted = f"<user>{question}</user>" if "role" in (template or "") else f"User: {question}\n\n"
     data = read(None, tokenizer, samples=200, sequence_length=1024)

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from calibrate.texts.shipped import SHIPPED_TEXTS
+from calibrate.texts.default_texts import DEFAULT_TEXTS
 from examples import default_texts
 from examples.default_texts import Source, country, declaration, interleaved, novel, rows_of
 
@@ -85,7 +85,7 @@ def test_rows_overlapping_held_out_texts_are_dropped(tmp_path, monkeypatch, caps
     assert [row["text"] for row in rows if row["kind"] == "prose"] == [" ".join(words[:12]) + "\n"]
     kept = [
         line
-        for line in SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines()
+        for line in DEFAULT_TEXTS.read_text(encoding="utf-8").splitlines()
         if json.loads(line)["kind"] in default_texts.KEPT
     ]
     assert sorted(map(json.dumps, rows)) == sorted(

@@ -352,7 +352,7 @@ def test_awq_factors_beyond_scale_range_are_dropped():
     generator = torch.Generator().manual_seed(0)
     statistics = InputStatistics(8, "cpu")
     statistics.hold_out(HeldOut.of(torch.randn(64, 8, generator=generator)))
-    weight_NK = torch.randn(awq.MOST_OUTPUTS * 2, 8, generator=generator)
+    weight_NK = torch.randn(awq.MAX_OUTPUTS * 2, 8, generator=generator)
     weight_NK[1] *= 1000  # the search compares every second output
     spec = QuantSpec(bits=4, group_size=8, symmetric=True)
     assert awq.helps_held_out([weight_NK], torch.ones(8), statistics, spec)

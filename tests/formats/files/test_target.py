@@ -10,7 +10,7 @@ from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, DiskError
 from formats.files import model_writer
-from formats.files.model_writer import least_bytes
+from formats.files.model_writer import min_bytes
 from formats.files.target import check_is_free
 from formats.gguf.writing.export import export_gguf
 from formats.save import save_quantized
@@ -64,7 +64,7 @@ def test_conversion_size_bound_is_below_written_size(
 def test_save_quantized_larger_than_free_space_is_refused_early(docs_5m, tmp_path, free):
     given = layers(docs_5m)
     saved = save_quantized(tmp_path / "fits", docs_5m, given)
-    least = least_bytes(CheckpointReader(docs_5m), dict.fromkeys(given, SCHEME))
+    least = min_bytes(CheckpointReader(docs_5m), dict.fromkeys(given, SCHEME))
     assert 0.9 * saved.num_bytes < least <= saved.num_bytes
     free(least - 1)
     with pytest.raises(DiskError, match="out: needs .* or more"):

@@ -25,7 +25,7 @@ from tests.formats.gguf.written import (
     write_gguf,
 )
 
-MOST_BYTES = 2**23  # a header of 100 bytes needs far less; the library's own modules are loaded
+MAX_BYTES = 2**23  # a header of 100 bytes needs far less; the library's own modules are loaded
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def is_one_line(path, words, read=read_gguf):
         tracemalloc.stop()
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     assert len(str(caught.value)) < 600 + len(str(path))
-    assert peak < MOST_BYTES
+    assert peak < MAX_BYTES
 
 
 def damages() -> list:

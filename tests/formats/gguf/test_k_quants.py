@@ -206,8 +206,8 @@ def test_convert_reports_tensors_written_as_float(docs_5m, tmp_path, capsys):
     quantize(docs_5m, file, "q4_0", "--override", "layers.0.mlp.up_proj=q6_k")
     assert main(["convert", str(file), str(folder), "--format", "compressed-tensors"]) == 0
     written = "model.embed_tokens, model.layers.0.mlp.up_proj: written as float16 numbers"
-    told = capsys.readouterr().out
-    assert written in told and "cannot store their blocks of Q6_K, Q8_0" in told
+    output = capsys.readouterr().out
+    assert written in output and "cannot store their blocks of Q6_K, Q8_0" in output
     file, folder = tmp_path / "all.gguf", tmp_path / "none"
     quantize(docs_5m, file, "q4_k")
     assert main(["convert", str(file), str(folder), "--format", "gptq"]) == 1

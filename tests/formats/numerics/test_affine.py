@@ -151,7 +151,7 @@ def test_largest_and_smallest_scales(bits, symmetric):
     side = 2 ** (bits - 1)
     weight = torch.full((1, 32), -1.0)
     weight[:, 1] = 1 - 1 / side  # the full range of either kind of grid
-    smallest = affine.MIN_SCALE * min(side, affine.LEAST_STEPS)
+    smallest = affine.MIN_SCALE * min(side, affine.MIN_STEPS)
     for good in (65504 * side * 0.999, smallest * 1.001):
         scales, _ = affine.choose_scales(weight * good, spec, method="full-range")
         assert torch.isfinite(scales).all() and (scales.abs() >= affine.MIN_SCALE).all()

@@ -8,7 +8,7 @@ from qkernels import ops
 from qkernels.causal_conv import reference
 from tests.qkernels.conv_case import PARTS, ConvCase
 from tests.qkernels.delta_net_case import make_step
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Counts and tokens before: requests that begin, that continue, that are not there.
 STEPS = {
@@ -67,7 +67,7 @@ def test_rejected_rows_are_not_in_state(device, poison, op):
     case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32, device)
     wide = case.to(torch.float64, device)
     want = wide.run(getattr(reference, op), wide.unread)
-    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan, device=device)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MAX_ROWS), torch.nan, device=device)
 
     def run(rows, num_rejected, step):
         x = with_noise(case.x, rows, num_rejected)

@@ -10,7 +10,7 @@ from qkernels import ops
 from qkernels.delta_net import reference, triton_delta
 from qkernels.delta_net.config import chunk_config
 from tests.qkernels.delta_net_case import DeltaCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 SIZES = {"J": 2, "H": 4, "K": 12, "V": 20}
 WIDE = {"H": 2, "V": 40}  # values of more than one program
@@ -220,7 +220,7 @@ def test_rejected_rows_are_not_in_state(device, poison):
     wide = case.to(torch.float64, device)
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
     memory = torch.full_like(case.memory_PHKV, torch.nan)
-    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4)
+    shape = len(memory), 2 * MAX_ROWS, reference.recent_width(24, 80, 4)
     recent = torch.full(shape, torch.nan, device=device)
 
     def run(rows, num_rejected, step):

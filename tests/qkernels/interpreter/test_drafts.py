@@ -79,7 +79,7 @@ def test_settled_drafts_equal_the_reference(device, step, rule):
         generator = torch.Generator().manual_seed(seed)
         rules, D = {}, len(chunks.chunk_D)
         if rule == "by chance" and samples:
-            passes = torch.rand(D, chunks.most_sampled - 1, generator=generator) < 0.7
+            passes = torch.rand(D, chunks.max_sampled - 1, generator=generator) < 0.7
             rules["passes_DK"] = passes.to(device)
         if rule == "known":
             rules["accepted_D"] = (chunks.count_D - 1).clamp(max=1)

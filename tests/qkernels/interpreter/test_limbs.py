@@ -117,7 +117,7 @@ def test_norm(half, device, M, form, C, add):
 def test_norm_of_row_larger_than_registers(half, device, add, monkeypatch):
     from qkernels.rowwise import norm
 
-    monkeypatch.setattr(norm, "MOST_CHANNELS", 128)
+    monkeypatch.setattr(norm, "MAX_CHANNELS", 128)
     test_norm(half, device, 3, LimbForm(bits=4), 256, add)
 
 

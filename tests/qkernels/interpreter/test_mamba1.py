@@ -8,7 +8,7 @@ import torch
 from qkernels import ops
 from qkernels.mamba1 import reference
 from tests.qkernels.mamba1_case import OF_ROWS, ChannelCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no rows, that have no slot.
 COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
@@ -72,7 +72,7 @@ def test_rejected_rows_do_not_change_bits(device, half, poison):
     case = make("usual", (NUM_ROWS,), (0,)).to(half, device)
     want = case.run(ops.channel_scan_, case.unread, kernel="triton")
     states = torch.full_like(case.memory_P1NI, torch.nan)
-    shape = len(states), 2 * MOST_ROWS, reference.recent_width(75, 16)
+    shape = len(states), 2 * MAX_ROWS, reference.recent_width(75, 16)
     recent = torch.full(shape, torch.nan, dtype=half, device=device)
 
     def step_of(rows, num_rejected, step):

@@ -10,7 +10,7 @@ from qkernels import ops
 from qkernels.mamba2 import reference, triton_scan
 from qkernels.mamba2.config import scan_config
 from tests.qkernels.mamba2_case import ScanCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Counts and tokens before: requests that begin, that continue, that are not there.
 STEPS = {
@@ -123,7 +123,7 @@ def test_rejected_rows_are_not_in_state(device, poison):
     wide = case.to(torch.float64, device)
     want = wide.run(reference.selective_scan_, wide.unread)
     memory = torch.full_like(case.memory_PHND, torch.nan)
-    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(120, 24, 6)
+    shape = len(memory), 2 * MAX_ROWS, reference.recent_width(120, 24, 6)
     recent = torch.full(shape, torch.nan, device=device)
     heads = case.a_log_H, case.skip_H, case.dt_bias_H
 

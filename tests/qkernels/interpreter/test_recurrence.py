@@ -11,7 +11,7 @@ from qkernels.mamba2 import reference as mamba_reference
 from qkernels.mamba2 import triton_recurrence as mamba
 from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.mamba2_case import ScanCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that go on, that have no rows, that have no slot.
 COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
@@ -113,7 +113,7 @@ def test_rejected_rows_do_not_change_bits(device, half, poison, kind):
     sizes = {**by_channel, "mamba": (80, 24, 4)}.get(kind, (24, 80, 4))
     given = GIVEN.get(kind, {})
     states = torch.full_like(states_of(case), torch.nan)
-    shape = len(states), 2 * MOST_ROWS, reference.recent_width(*sizes)
+    shape = len(states), 2 * MAX_ROWS, reference.recent_width(*sizes)
     recent = torch.full(shape, torch.nan, dtype=half, device=device)
 
     def step_of(rows, num_rejected, step):

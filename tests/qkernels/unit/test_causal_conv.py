@@ -11,7 +11,7 @@ from qkernels.causal_conv import batched, reference
 from qkernels.errors import KernelError
 from tests.qkernels.conv_case import PARTS, ConvCase
 from tests.qkernels.delta_net_case import assert_close
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 12, 1), (9, 0, 2, 5, 64, 0))
@@ -93,7 +93,7 @@ def test_rejected_rows_are_not_in_state(module, op):
     case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32)
     wide = case.to(torch.float64)
     want = wide.run(getattr(reference, op), wide.unread)
-    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MAX_ROWS), torch.nan)
 
     def run(rows, num_rejected, step):
         x = with_noise(case.x, rows, num_rejected)

@@ -16,7 +16,7 @@ from qkernels.delta_net import chunked, reference
 from qkernels.delta_net.config import chunk_config
 from qkernels.errors import KernelError
 from tests.qkernels.delta_net_case import DeltaCase, assert_close
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 SIZES = {"J": 2, "H": 6, "K": 12, "V": 20}
 
@@ -199,7 +199,7 @@ def test_rejected_rows_are_not_in_state(module, by_channel):
     wide = case.to(torch.float64)
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
     memory = torch.full_like(case.memory_PHKV, torch.nan)
-    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4, 48 if by_channel else 4)
+    shape = len(memory), 2 * MAX_ROWS, reference.recent_width(24, 80, 4, 48 if by_channel else 4)
     recent = torch.full(shape, torch.nan)
 
     def run(rows, num_rejected, step):

@@ -83,6 +83,6 @@ def test_invalid_arguments_are_refused():
         passes = torch.ones(1, 2, dtype=torch.bool)
         ops.settle_drafts_(torch.arange(4), words, chunks, tables, passes_DK=passes, **SIZES)
     with pytest.raises(KernelError, match="expected 4 or fewer, found 5 rows that sample"):
-        ops.fill_drafts_(replace(chunks, most_sampled=5), tables, page_size=4)
+        ops.fill_drafts_(replace(chunks, max_sampled=5), tables, page_size=4)
     with pytest.raises(KernelError, match="slots_T: expected .4., found .3."):
         ops.fill_drafts_(replace(chunks, slots_T=chunks.slots_T[:3]), tables, page_size=4)

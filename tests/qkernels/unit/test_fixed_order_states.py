@@ -11,7 +11,7 @@ from qkernels.mamba2 import reference as mamba_reference
 from tests.qkernels.conv_case import ConvCase
 from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.mamba2_case import ScanCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 CUTS = (70, 1, 1, 9, 20, 2)
 BESIDE = ((1, 33), (12, 5))  # counts of other requests, and their tokens before
@@ -89,12 +89,12 @@ def test_rejected_rows_do_not_change_bits(kind, of_rows):
     want = run(case, states_of(case), "fixed_order")
     states = torch.full_like(states_of(case), torch.nan)
     if kind == "conv":  # with columns for as many rejected rows
-        states = torch.cat([states, states[:, :, :1].expand(-1, -1, MOST_ROWS)], 2).contiguous()
+        states = torch.cat([states, states[:, :, :1].expand(-1, -1, MAX_ROWS)], 2).contiguous()
     width = {
         "delta": delta_reference.recent_width(24, 120, 6),
         "mamba": mamba_reference.recent_width(120, 24, 6),
     }
-    shape = len(states), 2 * MOST_ROWS, width.get(kind, 1)
+    shape = len(states), 2 * MAX_ROWS, width.get(kind, 1)
     recent = torch.full(shape, torch.nan, dtype=of_rows)
 
     def step_of(rows, num_rejected, step):

@@ -129,8 +129,8 @@ def test_names_are_checked_and_explained(make_weight):
         "out_features": 256,
         "in_features": 512,
     }
-    told = {each.name: each.reason for each in explain("linear", **problem).variants}
-    assert tuple(told) == NAMES
+    reasons = {each.name: each.reason for each in explain("linear", **problem).variants}
+    assert tuple(reasons) == NAMES
     asked = str(explain("linear", **problem, requested="triton,-sm90_small_m"))
     assert "forbidden by name" in asked and "requested, so used" in asked
     packed = make_weight(64, 256, 128).to("cpu")

@@ -11,7 +11,7 @@ from qkernels.errors import KernelError
 from qkernels.mamba1 import fixed_order, reference, together
 from tests.qkernels.delta_net_case import assert_close
 from tests.qkernels.mamba1_case import ChannelCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 13, 1), (9, 0, 2, 5, 64, 0))
@@ -105,7 +105,7 @@ def test_rejected_rows_are_not_in_state(module):
     wide = case.to(torch.float64)
     want = wide.run(reference.channel_scan_, wide.unread)
     memory = torch.full_like(case.memory_P1NI, torch.nan)
-    recent = torch.full((len(memory), 2 * MOST_ROWS, reference.recent_width(75, 12)), torch.nan)
+    recent = torch.full((len(memory), 2 * MAX_ROWS, reference.recent_width(75, 12)), torch.nan)
 
     def run(rows, num_rejected, step):
         made = (with_noise(x, rows, num_rejected) for x in case.of_rows)

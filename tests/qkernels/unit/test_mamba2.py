@@ -15,7 +15,7 @@ from qkernels.errors import KernelError
 from qkernels.mamba2 import chunked, reference
 from tests.qkernels.delta_net_case import assert_close
 from tests.qkernels.mamba2_case import ScanCase
-from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
+from tests.qkernels.verify_case import MAX_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 130, 1), (9, 0, 2, 5, 64, 0))
@@ -126,7 +126,7 @@ def test_rejected_rows_are_not_in_state(module):
     wide = case.to(torch.float64)
     want = wide.run(reference.selective_scan_, wide.unread)
     memory = torch.full_like(case.memory_PHND, torch.nan)
-    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(120, 24, 6)
+    shape = len(memory), 2 * MAX_ROWS, reference.recent_width(120, 24, 6)
     recent = torch.full(shape, torch.nan)
     heads = case.a_log_H, case.skip_H, case.dt_bias_H
 

@@ -10,7 +10,7 @@ from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
-from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, sort_chunk
+from qkernels.moe.config import MAX_PARTIALS, MAX_PARTS, num_blocks, sort_chunk
 from qkernels.moe.experts import ExpertWeights
 from qkernels.moe.routing import RELU2, SILU, Routing
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig, few_tokens_config_fault
@@ -63,8 +63,8 @@ def test_plans_satisfy_kernel_limits(model, M):
     if found.variant == "few":
         assert found.gate_up.block_m >= M and found.down.block_m >= M
     if found.output == "parts":
-        assert found.down.split * k <= MOST_PARTS
-        assert found.down.split * k * M * hidden <= MOST_PARTIALS
+        assert found.down.split * k <= MAX_PARTS
+        assert found.down.split * k * M * hidden <= MAX_PARTIALS
         assert 1 <= found.down.split <= inner // 32
     assert found.gate_up.split == 1, "an activation has no parts"
     assert 2 * inner % found.gate_up.block_n == 0 == hidden % found.down.block_n
@@ -77,7 +77,7 @@ def test_sm90_few_token_plans_are_valid(model, M):
     hidden, inner, _, k = model
     found = plan(M, model, lacks_sm90=None)
     assert found.variant == "sm90_few_tokens"
-    assert found.output == "parts" or k * M * hidden > MOST_PARTIALS
+    assert found.output == "parts" or k * M * hidden > MAX_PARTIALS
     assert found.gate_up.block_m == found.down.block_m, "they share the list of entries"
     assert found.gate_up.sorts == found.down.sorts == (M > 8)
     for config, N, K in ((found.gate_up, 2 * inner, hidden), (found.down, hidden, inner)):
@@ -89,8 +89,8 @@ def test_sm90_few_token_plans_are_valid(model, M):
         assert max(config.consumer_registers, config.registers) <= 255
     assert found.gate_up.split == 1, "an activation has no parts"
     if found.output == "parts":
-        assert found.down.split * k <= MOST_PARTS
-        assert found.down.split * k * M * hidden <= MOST_PARTIALS
+        assert found.down.split * k <= MAX_PARTS
+        assert found.down.split * k * M * hidden <= MAX_PARTIALS
     else:
         assert found.down.split == 1
 

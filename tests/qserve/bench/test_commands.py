@@ -104,7 +104,9 @@ def test_warm_starts_reuse_compiled_kernels(tmp_path, monkeypatch, capsys):
     first, *others = caches
     assert len(caches) == 5 and first not in others and len(set(others)) == 1
     ready = [line.split()[4] for line in shown.splitlines() if " start: ready after" in line]
-    assert ready == ["1.00", "2.00", "4.00", "5.00"], "each told as it ends, but the uncounted one"
+    assert ready == ["1.00", "2.00", "4.00", "5.00"], (
+        "each is reported as it ends, except the uncounted one"
+    )
 
 
 @pytest.mark.exhaustive

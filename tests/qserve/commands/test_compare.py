@@ -34,9 +34,9 @@ def test_text_has_eval_figures(docs_5m, two_bits, capsys):
     command = ["eval", str(two_bits), "--against", str(docs_5m), "--text", str(HELD_OUT)]
     command += ["--windows", "1", "--sequence-length", "256", "--device", "cpu"]
     assert main([*command, "--dtype", "float32", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     for name in ("perplexity", "reference_perplexity", "divergence", "same_top_token", "tokens"):
-        assert getattr(found, name) == pytest.approx(told[name], rel=1e-4)
+        assert getattr(found, name) == pytest.approx(report[name], rel=1e-4)
 
 
 def test_shuffled_groups_are_called_broken_at_two_bits(docs_5m, two_bits):

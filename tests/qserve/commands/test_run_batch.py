@@ -74,9 +74,9 @@ def test_every_line_has_a_response(batch, tmp_path, capsys):
     lines += ['{"custom_id": "half", "meth', line("r3", {}), line("list", {}, "/v1/models")]
     code, found = batch(*lines)
     assert partials(tmp_path) == []
-    told = capsys.readouterr()
-    assert code == 1 and "32 answers, 10 of them errors" in told.out
-    assert "3 of 32 lines cannot be run; line 31: expected a JSON object" in told.err
+    output = capsys.readouterr()
+    assert code == 1 and "32 answers, 10 of them errors" in output.out
+    assert "3 of 32 lines cannot be run; line 31: expected a JSON object" in output.err
     for n in range(20):
         response = found[f"r{n}"]["response"]
         assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None

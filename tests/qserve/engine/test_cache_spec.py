@@ -141,7 +141,7 @@ def test_state_and_pages(folder, prompts, want, monkeypatch):
     """Snapshots are saved and restored, and preempted requests begin anew."""
     monkeypatch.setattr(llama, "build_attention", ShiftedMixer)
     monkeypatch.setattr(state_snapshots, "SPACING", 4)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 2)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 2)
     without, want = want, expected(folder, prompts, SHIFT)
     assert want != without
     llm = start(

@@ -33,16 +33,16 @@ def make_objects():
 
 
 def test_garbage_collector_is_off_during_capture(eager_collector, monkeypatch):
-    told = []
+    freed = []
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
     with pytest.raises(ZeroDivisionError), capture(None):
-        Garbage(lambda: told.append("freed"))
+        Garbage(lambda: freed.append("freed"))
         make_objects()
-        assert not told
+        assert not freed
         raise ZeroDivisionError
     assert gc.isenabled()
     make_objects()
-    assert told
+    assert freed
 
 
 def test_disabled_collector_stays_disabled(monkeypatch):

@@ -29,7 +29,7 @@ class Compiler:
         return f"{compiled} of {tenant}"
 
 
-class ARequest:
+class FakeRequest:
     def __init__(self, grammar, client=""):
         self.params, self.client = SimpleNamespace(structured_outputs=grammar), client
         self.constraint = None
@@ -42,7 +42,7 @@ def waiting(monkeypatch):
 
 
 def test_grammar_is_cancelled_with_its_last_pending_request(waiting):
-    first, second, other = ARequest("a", "one"), ARequest("a", "two"), ARequest("b")
+    first, second, other = FakeRequest("a", "one"), FakeRequest("a", "two"), FakeRequest("b")
     for request in (first, second, other):
         waiting.add(request)
     assert waiting._compiler.tenants == ["one", "two", ""]
@@ -53,7 +53,7 @@ def test_grammar_is_cancelled_with_its_last_pending_request(waiting):
 
 @pytest.mark.parametrize("error", [OverflowError("too large"), InputError("x", "too large")])
 def test_grammar_error_fails_only_its_requests(waiting, error):
-    requests = {name: ARequest(name, "one") for name in ("bad", "large", "good", "slow")}
+    requests = {name: FakeRequest(name, "one") for name in ("bad", "large", "good", "slow")}
     for request in requests.values():
         waiting.add(request)
     futures = waiting._compiler.futures

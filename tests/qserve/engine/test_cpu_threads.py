@@ -25,7 +25,7 @@ def test_user_settings_are_kept(asked, environment, threads):
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, []), (2, [2])])
 def test_torch_gets_only_requested_settings(monkeypatch, docs_5m, asked, expected):
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    settings = []
+    monkeypatch.setattr(torch, "set_num_threads", settings.append)
     LLM(str(docs_5m), device="cpu", cpu_threads=asked, load_format="dummy", max_model_len=32)
-    assert told == expected
+    assert settings == expected

@@ -163,7 +163,7 @@ def test_report_counts_queried_tokens(make_engine):
         engine.step()
         report = engine.report()
         found.append((report.num_prefix_queries, report.num_prefix_hits))
-        assert engine.report().num_prefix_queries == 0, "each is told once"
+        assert engine.report().num_prefix_queries == 0, "each is reported once"
         while engine.has_work():
             engine.step()
     assert found == [(25, 0), (25, 24)]

@@ -28,6 +28,6 @@ def test_snapshot_memory_share_is_bounded_by_prompts(room, state_bytes, share):
 
 def test_snapshots_get_memory_unusable_by_pages():
     sizes = {"page_bytes": MIB, "state_bytes": 10 * MIB, "page_size": SPACING, "share": 0.25}
-    assert split_memory(1000 * MIB, **sizes, most_pages=1000) == (750, 25)
-    assert split_memory(1000 * MIB, **sizes, most_pages=300) == (300, 70)
-    assert split_memory(1000 * MIB, **sizes, most_pages=50) == (500, 50)
+    assert split_memory(1000 * MIB, **sizes, max_pages=1000) == (750, 25)
+    assert split_memory(1000 * MIB, **sizes, max_pages=300) == (300, 70)
+    assert split_memory(1000 * MIB, **sizes, max_pages=50) == (500, 50)

@@ -26,7 +26,7 @@ class Handle:
         pass
 
 
-class FarEnd:
+class FakeRankEnd:
     """A rank whose calls the test answers."""
 
     def __init__(self, rank, on_death):
@@ -44,7 +44,7 @@ def two():
     ends = []
 
     def make(on_death):
-        ends.extend(FarEnd(rank, on_death) for rank in (1, 2))
+        ends.extend(FakeRankEnd(rank, on_death) for rank in (1, 2))
         return [end.link for end in ends]
 
     rank_group = RankGroup(make)

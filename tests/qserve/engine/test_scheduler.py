@@ -233,9 +233,11 @@ def test_log_probabilities_of_prompts_yield_to_decodes(monkeypatch):
     while any(request.status is not Status.FINISHED for request in crowd):
         plan = scheduler.schedule()
         # the last token of a prompt predicts none of its tokens
-        told = sum(min(each.end, 11) - each.start for each in plan.chunks if each.request in crowd)
-        counts.append(told)
-        assert told <= 5 and decoding in {chunk.request for chunk in plan.chunks}
+        num_scored = sum(
+            min(each.end, 11) - each.start for each in plan.chunks if each.request in crowd
+        )
+        counts.append(num_scored)
+        assert num_scored <= 5 and decoding in {chunk.request for chunk in plan.chunks}
         scheduler.update(plan, [9] * sum(chunk.num_sampled for chunk in plan.chunks))
     assert counts[0] == 5 and sum(counts) == 4 * 11
     assert plain.num_computed or plain.status is Status.FINISHED

@@ -25,7 +25,7 @@ def small():
     """Make snapshots worthwhile after few tokens."""
     with (
         mock.patch.object(state_snapshots, "SPACING", 4 * PAGE),
-        mock.patch.object(state_snapshots, "LEAST_GAIN", PAGE),
+        mock.patch.object(state_snapshots, "MIN_GAIN", PAGE),
     ):
         yield
 
@@ -56,7 +56,7 @@ class States:
                 (self.left, moves.restored_from, self.left, moves.restored_to),
                 (self.host, moves.loaded_from, self.left, moves.loaded_to),
             ):
-                assert len(set(target.tolist())) == len(target), "no order is told"
+                assert len(set(target.tolist())) == len(target), "the order is undefined"
                 found = [sources.get(slot) for slot in source.tolist()]
                 targets.update(zip(target.tolist(), found, strict=True))
             self.num_loaded += len(moves.loaded_to)
@@ -293,7 +293,7 @@ def test_different_salts_share_no_snapshots():
 
 
 def test_short_prompts_make_no_snapshot_step():
-    with mock.patch.object(state_snapshots, "LEAST_GAIN", 64):
+    with mock.patch.object(state_snapshots, "MIN_GAIN", 64):
         simulation = simulate()
         request = make_request("a", [*PREFIX, 1])
         simulation.scheduler.add(request)

@@ -174,7 +174,7 @@ class Grammar:
         pass
 
 
-class AtOnce:
+class ImmediateExecutor:
     """An executor whose work is done when it is submitted: nothing is waited for."""
 
     def submit(self, work, *arguments):
@@ -202,7 +202,7 @@ def lines_with_masks(num_requests):
 
 
 def test_masks_add_no_cost_before_launch(monkeypatch):
-    monkeypatch.setattr(mask_jobs, "_threads", lambda are_slow: AtOnce())
+    monkeypatch.setattr(mask_jobs, "_threads", lambda are_slow: ImmediateExecutor())
     before, after = lines_with_masks(32)
     assert before <= SLACK * lines_of(1, 32)
     assert lines_with_masks(256)[1] <= SLACK * 8 * after

@@ -18,10 +18,10 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 ONE = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
 PAGE = 4
 PROMPT = list(range(5, 30))  # 6 pages and a token
-MOST_STEPS = 5000  # of an engine that waits for threads, 10 ms each: against hanging
+MAX_STEPS = 5000  # of an engine that waits for threads, 10 ms each: against hanging
 
 
-class Shelf:
+class MemoryConnector:
     """A connector in memory."""
 
     def __init__(self):
@@ -54,18 +54,18 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(monkeypatch):
-    made = Shelf()
-    monkeypatch.setitem(CONNECTORS, "shelf", lambda settings, page_bytes: made)
+def memory_connector(monkeypatch):
+    made = MemoryConnector()
+    monkeypatch.setitem(CONNECTORS, "memory", lambda settings, page_bytes: made)
     return made
 
 
 @pytest.fixture
 def make_engine(docs_5m):
-    def make(connector="shelf", role="kv_both", steps_in_flight=0, model=docs_5m, **settings):
-        extra = {"path": str(connector)} if connector != "shelf" else {}
+    def make(connector="memory", role="kv_both", steps_in_flight=0, model=docs_5m, **settings):
+        extra = {"path": str(connector)} if connector != "memory" else {}
         transfer = {
-            "kv_connector": "shelf" if connector == "shelf" else "folder",
+            "kv_connector": "memory" if connector == "memory" else "folder",
             "kv_role": role,
             "kv_connector_extra_config": extra,
         }
@@ -78,7 +78,7 @@ def make_engine(docs_5m):
 
 
 def finish(engine, tokens, cached, errors=None):
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_work():
             return
         for event in engine.step():
@@ -156,70 +156,70 @@ def test_second_engine_decodes_from_pages_of_first(
     assert counted[0] == 1 + 7, "the last token of the prompt, and those that were fed back"
 
 
-def test_next_chat_turn_hits_pages_of_other_engine(make_engine, shelf):
+def test_next_chat_turn_hits_pages_of_other_engine(make_engine, memory_connector):
     (answer,), _ = run(make_engine(), [PROMPT])
     turn = [*PROMPT, *answer, 50, 51]
     want, _ = run(make_engine(role="kv_producer"), [turn])
     assert run(make_engine(), [turn]) == (want, [32])
 
 
-def test_local_and_remote_pages_form_one_prefix(make_engine, shelf):
+def test_local_and_remote_pages_form_one_prefix(make_engine, memory_connector):
     long = [*PROMPT, *range(60, 75)]
     want, _ = run(make_engine(), [long])
     engine = make_engine()
-    shelf_pages, shelf.pages = shelf.pages, {}
+    saved_pages, memory_connector.pages = memory_connector.pages, {}
     run(engine, [PROMPT])
-    shelf.pages = shelf_pages
+    memory_connector.pages = saved_pages
     before = engine._remote_kv._num_queries
     assert run(engine, [long]) == (want, [36])
     assert engine.scheduler.pool.host.num_loaded == 3, "six of the nine were on the device"
     assert before == 0
 
 
-def test_equal_prompts_fetch_pages_once(make_engine, shelf, cold):
+def test_equal_prompts_fetch_pages_once(make_engine, memory_connector, cold):
     run(make_engine(), [PROMPT])
     asked = []
-    match = shelf.match
-    shelf.match = lambda keys: asked.append(len(keys)) or match(keys)
+    match = memory_connector.match
+    memory_connector.match = lambda keys: asked.append(len(keys)) or match(keys)
     engine = make_engine()
     tokens, cached = run(engine, [PROMPT] * 4)
     assert tokens == cold() * 4 and cached == [24] * 4
     assert asked == [6]
 
 
-def test_equal_unknown_prompts_query_once(make_engine, shelf, cold):
+def test_equal_unknown_prompts_query_once(make_engine, memory_connector, cold):
     asked = []
-    match = shelf.match
-    shelf.match = lambda keys: asked.append(len(keys)) or match(keys)
+    match = memory_connector.match
+    memory_connector.match = lambda keys: asked.append(len(keys)) or match(keys)
     tokens, _ = run(make_engine(), [PROMPT] * 4)
     assert tokens == cold() * 4 and asked == [6]
 
 
-def test_other_requests_run_while_one_waits(make_engine, shelf, cold):
+def test_other_requests_run_while_one_waits(make_engine, memory_connector, cold):
     run(make_engine(), [PROMPT])
     engine = make_engine()
-    shelf.gate.clear()
+    memory_connector.gate.clear()
     engine.add_request("0", PROMPT, GREEDY)
     engine.add_request("1", [7, 8], GREEDY)  # shorter than a page: nothing to ask for
     tokens, cached = [[], []], [0, 0]
     ended = False
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         for event in engine.step():
             tokens[int(event.request_id)] += event.token_ids
             ended |= event.request_id == "1" and event.finish_reason is not None
         if ended:
             break
     assert ended and not tokens[0] and engine.report().num_waiting == 1
-    shelf.gate.set()
+    memory_connector.gate.set()
     finish(engine, tokens, cached)
     assert tokens[0] == cold()[0] and cached[0] == 24
 
 
 @pytest.mark.parametrize("fails", ["match", "load", "save"])
-def test_failing_connector_only_costs_time(fails, make_engine, shelf, cold, caplog):
+def test_failing_connector_only_costs_time(fails, make_engine, memory_connector, cold, caplog):
     if fails != "save":
         run(make_engine(), [PROMPT])
-    shelf.fails = (fails,)
+    memory_connector.fails = (fails,)
     engine = make_engine()
     assert run(engine, [PROMPT]) == (cold(), [0])
     assert "network is down" in caplog.text or "disk is full" in caplog.text
@@ -227,13 +227,13 @@ def test_failing_connector_only_costs_time(fails, make_engine, shelf, cold, capl
     assert len(host._free) + len(host) == host.num_slots, "no slot is lost"
 
 
-def test_missing_page_ends_the_prefix(make_engine, shelf, cold):
+def test_missing_page_ends_the_prefix(make_engine, memory_connector, cold):
     """As one does that is removed or damaged between match and load."""
     run(make_engine(), [PROMPT])
     engine = make_engine()
-    load = shelf.load
-    third = list(shelf.pages)[2]
-    shelf.load = lambda key, page: key != third and load(key, page)
+    load = memory_connector.load
+    third = list(memory_connector.pages)[2]
+    memory_connector.load = lambda key, page: key != third and load(key, page)
     assert run(engine, [PROMPT]) == (cold(), [8])
 
 
@@ -246,47 +246,49 @@ def test_damaged_page_file_is_recomputed(make_engine, tmp_path, cold):
     assert run(make_engine(tmp_path), [PROMPT]) == (cold(), [0])
 
 
-def test_remote_wait_times_out(make_engine, shelf, cold, monkeypatch):
+def test_remote_wait_times_out(make_engine, memory_connector, cold, monkeypatch):
     run(make_engine(), [PROMPT])
     monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 0.05)
     engine = make_engine()
-    shelf.gate.clear()
+    memory_connector.gate.clear()
     engine.add_request("0", PROMPT, GREEDY)
     tokens, cached = [[]], [0]
     finish(engine, tokens, cached)
-    shelf.gate.set()
+    memory_connector.gate.set()
     assert tokens == cold() and cached == [0]
 
 
-def test_abort_while_waiting_for_pages(make_engine, shelf):
+def test_abort_while_waiting_for_pages(make_engine, memory_connector):
     run(make_engine(), [PROMPT])
     engine = make_engine()
-    shelf.gate.clear()
+    memory_connector.gate.clear()
     engine.add_request("0", PROMPT, GREEDY)
     engine.abort("0")
     assert not engine.has_work() and not engine._requests
-    shelf.gate.set()
+    memory_connector.gate.set()
     assert run(engine, [PROMPT])[1] == [24]
 
 
 @pytest.mark.parametrize("awaits", ["match", "load"])
-def test_waiter_of_aborted_request_fetches_pages(awaits, make_engine, shelf, cold, monkeypatch):
+def test_waiter_of_aborted_request_fetches_pages(
+    awaits, make_engine, memory_connector, cold, monkeypatch
+):
     """After the abort, the next request of the prompt fetches the pages without a timeout."""
     monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 1e9)
     run(make_engine(), [PROMPT])
     engine = make_engine()
     if awaits == "match":
-        shelf.gate.clear()
+        memory_connector.gate.clear()
     for index in range(3):
         engine.add_request(str(index), PROMPT, GREEDY)
     (first, *_) = engine._remote_kv._fetches.values()
     if awaits == "load":
         first.match.result(60)
-        shelf.gate.clear()
+        memory_connector.gate.clear()
         engine.step()
         assert first.loads
     engine.abort("0")
-    shelf.gate.set()
+    memory_connector.gate.set()
     wait(first.loads, 60)  # or the engine may end before they do
     tokens, cached = [[], [], []], [0, 0, 0]
     finish(engine, tokens, cached)
@@ -294,20 +296,20 @@ def test_waiter_of_aborted_request_fetches_pages(awaits, make_engine, shelf, col
     assert engine.scheduler.pool.host._num_reserved == 0
 
 
-def test_producer_replies_after_pages_are_saved(make_engine, shelf):
+def test_producer_replies_after_pages_are_saved(make_engine, memory_connector):
     engine = make_engine(role="kv_producer")
-    shelf.gate.clear()
+    memory_connector.gate.clear()
     engine.add_request("0", PROMPT, ONE)
     for _ in range(20):
         assert engine.step() == []
-    assert engine.has_work() and not shelf.pages
-    shelf.gate.set()
+    assert engine.has_work() and not memory_connector.pages
+    memory_connector.gate.set()
     tokens, cached = [[]], [0]
     finish(engine, tokens, cached)
-    assert len(tokens[0]) == 1 and len(shelf.pages) == 6 and not engine._requests
+    assert len(tokens[0]) == 1 and len(memory_connector.pages) == 6 and not engine._requests
 
 
-def test_already_saved_pages_are_not_awaited(make_engine, shelf, monkeypatch):
+def test_already_saved_pages_are_not_awaited(make_engine, memory_connector, monkeypatch):
     """Or the engine would spin until the slowest page is there."""
     engine = make_engine(role="kv_producer")
     waited = []
@@ -319,15 +321,15 @@ def test_already_saved_pages_are_not_awaited(make_engine, shelf, monkeypatch):
     assert waited == [under_way]
 
 
-def test_aborted_producer_frees_pages(make_engine, shelf):
+def test_aborted_producer_frees_pages(make_engine, memory_connector):
     engine = make_engine(role="kv_producer")
-    shelf.gate.clear()
+    memory_connector.gate.clear()
     engine.add_request("0", PROMPT, ONE)
     for _ in range(5):
         engine.step()
     engine.abort("0")
     assert not engine.has_work() and not engine._requests
-    shelf.gate.set()
+    memory_connector.gate.set()
 
 
 # what makes another model, or another form of page, of it
@@ -342,13 +344,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_pages_of_other_layout_are_not_hit(other, make_engine, shelf):
+def test_pages_of_other_layout_are_not_hit(other, make_engine, memory_connector):
     run(make_engine(), [PROMPT])
     settings, options = OTHERS[other]
     assert run(make_engine(**settings), [PROMPT], **options)[1] == [0]
 
 
-def test_changed_weight_changes_model_digest(make_engine, shelf, docs_5m, tmp_path):
+def test_changed_weight_changes_model_digest(make_engine, memory_connector, docs_5m, tmp_path):
     run(make_engine(), [PROMPT])
     for path in docs_5m.iterdir():
         data = bytearray(path.read_bytes())
@@ -360,7 +362,7 @@ def test_changed_weight_changes_model_digest(make_engine, shelf, docs_5m, tmp_pa
     assert run(make_engine(model=tmp_path), [PROMPT])[1] == [24], "a copy is the same model"
 
 
-def test_reset_engine_shares_no_pages(make_engine, shelf, cold):
+def test_reset_engine_shares_no_pages(make_engine, memory_connector, cold):
     """Not with one that was reset as often, either: each may have new weights of its own."""
     first, second = make_engine(), make_engine()
     run(first, [PROMPT])
@@ -371,7 +373,7 @@ def test_reset_engine_shares_no_pages(make_engine, shelf, cold):
     assert run(first, [PROMPT]) == (cold(), [24])
 
 
-def test_failed_request_saves_no_pages(make_engine, shelf, monkeypatch):
+def test_failed_request_saves_no_pages(make_engine, memory_connector, monkeypatch):
     engine = make_engine()
     logits = engine.runner.decoder.logits
     monkeypatch.setattr(
@@ -380,10 +382,10 @@ def test_failed_request_saves_no_pages(make_engine, shelf, monkeypatch):
     errors = []
     engine.add_request("0", PROMPT, GREEDY)
     finish(engine, [[]], [0], errors)
-    assert "NaN" in errors[0] and not shelf.pages
+    assert "NaN" in errors[0] and not memory_connector.pages
 
 
-def test_limited_host_memory_loads_part_of_pages(make_engine, shelf, cold, monkeypatch):
+def test_limited_host_memory_loads_part_of_pages(make_engine, memory_connector, cold, monkeypatch):
     """Half of the slots at most are for what comes from elsewhere."""
     run(make_engine(), [PROMPT])
     engine = make_engine()
@@ -392,15 +394,15 @@ def test_limited_host_memory_loads_part_of_pages(make_engine, shelf, cold, monke
     assert run(make_engine(), [PROMPT]) == (cold(), [12])
 
 
-def test_pending_saves_are_bounded(make_engine, shelf, monkeypatch, caplog):
+def test_pending_saves_are_bounded(make_engine, memory_connector, monkeypatch, caplog):
     engine = make_engine()
     monkeypatch.setattr(remote_kv, "MAX_UNWRITTEN_BYTES", 2 * engine.runner.bytes_per_page)
     run(engine, [PROMPT], ONE)
-    assert len(shelf.pages) == 2 and "are not saved" in caplog.text
+    assert len(memory_connector.pages) == 2 and "are not saved" in caplog.text
 
 
 @pytest.mark.exhaustive
-def test_chats_alternating_between_engines(make_engine, shelf):
+def test_chats_alternating_between_engines(make_engine, memory_connector):
     """Chats that grow, pages that run out on both devices, a small host tier."""
     plain = make_engine(enable_prefix_caching=False, kv_transfer_config=None)
     settings = {
@@ -431,11 +433,11 @@ def test_chats_alternating_between_engines(make_engine, shelf):
     assert hits > 300
 
 
-def test_report_counts_remote_tokens(make_engine, shelf):
+def test_report_counts_remote_tokens(make_engine, memory_connector):
     run(make_engine(), [PROMPT])
     engine, queries, hits = make_engine(), 0, 0
     engine.add_request("0", PROMPT, GREEDY)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_work():
             break
         engine.step()

@@ -20,7 +20,7 @@ FAMILIES += ["kimi_linear", "ling_3", "minimax", "olmo_hybrid", "jamba"]
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def pages_of_host(engine):
 
 
 @pytest.mark.parametrize("lost", ["states", "pages", "load"])
-def test_missing_states_are_recomputed(lost, shelf, make_engine, tiny_model, cold):
+def test_missing_states_are_recomputed(lost, memory_connector, make_engine, tiny_model, cold):
     """Pages without the states after them are not loaded, and no slot is lost."""
     first = make_engine(model=tiny_model("qwen3_5"))
     run(first, [PROMPT], ONE)
@@ -77,16 +77,16 @@ def test_missing_states_are_recomputed(lost, shelf, make_engine, tiny_model, col
     before = pages_of_host(second)
     page_bytes = first.runner.layer_caches.page_copies.page_bytes
     if lost == "load":
-        shelf.fails = ("load",)
+        memory_connector.fails = ("load",)
     else:
         gone = [
             key
-            for key, page in shelf.pages.items()
+            for key, page in memory_connector.pages.items()
             if (len(page) != page_bytes) == (lost == "states")
         ]
         assert len(gone) == (1 if lost == "states" else 10)
         for key in gone:
-            del shelf.pages[key]
+            del memory_connector.pages[key]
     found, cached = run(second, [PROMPT])
     assert cached == [0] and found == cold("qwen3_5", PROMPT)
     assert pages_of_host(second) == before
@@ -95,21 +95,23 @@ def test_missing_states_are_recomputed(lost, shelf, make_engine, tiny_model, col
 
 
 def test_shallower_snapshot_is_loaded_if_deepest_pages_are_missing(
-    shelf, make_engine, tiny_model, cold
+    memory_connector, make_engine, tiny_model, cold
 ):
     first = make_engine(model=tiny_model("qwen3_5"))
     run(first, [PROMPT], ONE)
-    early = set(shelf.pages)
+    early = set(memory_connector.pages)
     longer = PROMPT + PROMPT[::-1]
     run(first, [longer], ONE)
     page_bytes = first.runner.layer_caches.page_copies.page_bytes
-    late = [key for key, page in shelf.pages.items() if key not in early]
-    del shelf.pages[next(key for key in late if len(shelf.pages[key]) == page_bytes)]
+    late = [key for key, page in memory_connector.pages.items() if key not in early]
+    del memory_connector.pages[
+        next(key for key in late if len(memory_connector.pages[key]) == page_bytes)
+    ]
     found, cached = run(make_engine(model=tiny_model("qwen3_5")), [longer])
     assert cached == [40] and found == cold("qwen3_5", longer)
 
 
-def test_equal_prompts_fetch_once(shelf, make_engine, tiny_model, cold):
+def test_equal_prompts_fetch_once(memory_connector, make_engine, tiny_model, cold):
     run(make_engine(model=tiny_model("qwen3_5")), [PROMPT], ONE)
     engine = make_engine(model=tiny_model("qwen3_5"))
     prompts = [PROMPT, [*PROMPT, 3], [*PROMPT[:41], 9, 9]]
@@ -117,7 +119,7 @@ def test_equal_prompts_fetch_once(shelf, make_engine, tiny_model, cold):
     assert cached == [40] * 3 and found == cold("qwen3_5", *prompts)
 
 
-def test_snapshot_is_loaded_if_pages_are_local(shelf, make_engine, tiny_model, cold):
+def test_snapshot_is_loaded_if_pages_are_local(memory_connector, make_engine, tiny_model, cold):
     run(make_engine(model=tiny_model("qwen3_5")), [PROMPT], ONE)
     engine = make_engine(model=tiny_model("qwen3_5"), num_state_snapshots=1)
     run(engine, [PROMPT])
@@ -127,7 +129,7 @@ def test_snapshot_is_loaded_if_pages_are_local(shelf, make_engine, tiny_model, c
     assert cached == [40] and found == cold("qwen3_5", PROMPT)
 
 
-def test_too_many_pages_for_the_host_are_computed(shelf, make_engine, tiny_model, cold):
+def test_too_many_pages_for_the_host_are_computed(memory_connector, make_engine, tiny_model, cold):
     """Half of them are not enough: a state follows the last."""
     prompt = PROMPT + PROMPT[::-1]  # 20 pages
     run(make_engine(model=tiny_model("qwen3_5")), [prompt], ONE)

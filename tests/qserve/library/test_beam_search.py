@@ -177,7 +177,7 @@ def test_beams_equal_with_chunks_and_preemption(
 ):
     """Chunked prompts, preempted rows and concurrent requests give the same beams."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
     model, ends = ends_of(name)
     case, prompts = CASES[0], prompts_of()
     settings = {"device": "cpu", "max_model_len": 64, "block_size": 8} | MODES[mode]

@@ -87,8 +87,8 @@ def test_cumulative_logprob_is_the_sum(engine):
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=0, ignore_eos=True)
     engine.add_request("a", [5, 6, 7], params)
     (completion,) = run_out(engine)["a"][-1].outputs
-    told = [each.logprob for found in completion.logprobs for each in found.values()]
-    assert len(told) == 3 and completion.cumulative_logprob == sum(told) < 0
+    logprobs = [each.logprob for found in completion.logprobs for each in found.values()]
+    assert len(logprobs) == 3 and completion.cumulative_logprob == sum(logprobs) < 0
     engine.add_request("b", [5, 6, 7], GREEDY)
     assert run_out(engine)["b"][-1].outputs[0].cumulative_logprob is None
 

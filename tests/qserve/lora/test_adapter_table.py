@@ -15,7 +15,7 @@ from qserve.lora.adapter_table import KEPT_SECONDS, MAX_PASSES, MAX_REPLACED, Ad
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 
-MOST_LOOKS = 200
+MAX_LOOKS = 200
 
 
 def a_request(table, name, path=None):
@@ -84,7 +84,7 @@ class Device:
         return ready
 
     def look_until(self, is_enough):
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             self.look()
             if is_enough():
                 return
@@ -156,7 +156,7 @@ def test_unreadable_adapter_fails_its_requests_and_is_retried():
     for _ in range(2):
         requests, fine = [device.add("a3"), device.add("a3")], device.add("a1")
         ready = []
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             ready += device.table.take_ready(wait_a_little=True)
             if len(ready) == 3:
                 break
@@ -290,7 +290,7 @@ def test_adapter_error_fails_only_its_requests():
     device.table._read = read
     requests = [device.add(name) for name in ("a1", "a2", "a1")]
     found = {}
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_LOOKS):
         found |= dict(device.table.take_ready(wait_a_little=True))
     assert found[requests[1]] is None
     assert (

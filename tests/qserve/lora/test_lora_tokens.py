@@ -31,14 +31,14 @@ def engine(model, **settings):
     return LLM(str(model), num_gpu_blocks_override=64, **settings)
 
 
-def told(prompt_logprobs):
+def readable(prompt_logprobs):
     """The log probability of each prompt token but the first."""
     return [each.logprob for entry in prompt_logprobs[1:] for each in entry.values()]
 
 
 def run(llm, loras, prompt=PROMPT, params=PARAMS):
     outputs = llm.generate([prompt] * len(loras), params, False, lora_request=loras)
-    return [(output.outputs[0].token_ids, told(output.prompt_logprobs)) for output in outputs]
+    return [(output.outputs[0].token_ids, readable(output.prompt_logprobs)) for output in outputs]
 
 
 def assert_is(model, found, prompt=PROMPT):

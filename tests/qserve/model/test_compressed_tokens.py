@@ -29,7 +29,7 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.speculation.ngram import NgramDrafter
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import edited, relative
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 
 IDS = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
@@ -366,7 +366,7 @@ def test_a_wrong_reading_is_seen(folder, wrong):
 @pytest.mark.parametrize(("size", "settings"), [(2, {}), (4, {"enable_expert_parallel": True})])
 def test_ranks_share_the_experts(folder, size, settings):
     """Every rank computes attention; experts of scores and of the table are divided."""
-    decoders = assert_shared_out(folder, size, tensor_parallel_size=size, **settings)
+    decoders = assert_sharded(folder, size, tensor_parallel_size=size, **settings)
     whole = LLM(folder, device="cpu", max_model_len=64).engine.runner.decoder
     for name in ("q_b_proj", "o_b_proj"):
         shapes = {tuple(getattr(d.layers[1].attention, name).weight.shape) for d in decoders}

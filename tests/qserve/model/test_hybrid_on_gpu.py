@@ -56,7 +56,7 @@ def test_graphs_and_eager_steps_agree(tiny_model, mode):
 @pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid"])
 def test_host_snapshots_are_bitwise_equal(tiny_model, family, monkeypatch):
     """An engine with one snapshot, which others evict, and one that keeps all on the device."""
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 16)
     found, starts = [], [[(7 * n + 31 * j) % 500 + 3 for j in range(50)] for n in range(3)]
     for settings in ({}, {"num_state_snapshots": 1, "kv_offload_gb": 0.1}):
         llm = LLM(

@@ -54,7 +54,7 @@ CASES = [
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 def make_engine(folder, steps_in_flight=0, **settings):

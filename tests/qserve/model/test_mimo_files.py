@@ -17,7 +17,7 @@ from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 from tests.tiny_families import TINY_FAMILIES
 
 BLOCK = (32, 32)
@@ -168,7 +168,7 @@ def test_float8_has_blocks_of_each_shard(native):
 
 
 def test_two_ranks(published):
-    assert_shared_out(published, 2)
+    assert_sharded(published, 2)
 
 
 def test_tensors_in_memory(native):

@@ -25,7 +25,7 @@ from tests.own_code.references import Reference
 from tests.qserve.model.test_own_code_tokens import check_greedy
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 
 exhaustive = pytest.mark.exhaustive
 FEW = ("internlm2", "ling_2", "solar")
@@ -118,12 +118,12 @@ def test_files_pass_inspection_and_convert(solved, own_code, tmp_path, name):
 def test_two_ranks_equal_one(own_code, solved, name, four_bits):
     folder = solved(name, "gptq") if four_bits else own_code(name)
     check_ranks(ModelConfig.from_folder(folder), 2, 1)
-    assert_shared_out(folder, 2)
+    assert_sharded(folder, 2)
 
 
 def test_ranks_have_whole_groups_of_a_norm(own_code):
     """Two groups of two heads; four ranks would have half a group each."""
-    decoders = assert_shared_out(own_code("ling_2_6"), 2)
+    decoders = assert_sharded(own_code("ling_2_6"), 2)
     mixers = [decoder.layers[0].attention for decoder in decoders]
     assert [(mixer.heads, mixer.norm_groups) for mixer in mixers] == [(2, 1), (2, 1)]
     folder = own_code("ling_2_6")
@@ -134,7 +134,7 @@ def test_ranks_have_whole_groups_of_a_norm(own_code):
 
 def test_one_norm_for_all_heads_is_summed_over_ranks(tmp_path):
     made = lightning_ling(group_norm_size=1)
-    decoders = assert_shared_out(write(tmp_path / "x", made), 2)
+    decoders = assert_sharded(write(tmp_path / "x", made), 2)
     assert all(decoder.layers[0].attention.norm_over_ranks for decoder in decoders)
 
 

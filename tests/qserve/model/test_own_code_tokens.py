@@ -50,7 +50,7 @@ def test_tokens_in_chunks_and_after_preemption(own_code, monkeypatch, name):
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_tokens_after_a_prefix_hit(own_code, monkeypatch, name):
     monkeypatch.setattr(state_snapshots, "SPACING", 8)  # copies of states at short distances
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
     rng = random.Random(4)
     start = [rng.randrange(3, 512) for _ in range(17)]
     prompts = [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 7, 20)]

@@ -29,7 +29,7 @@ from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count
 from tests.qserve.model.variants import edited, model_maker, relative
 from tests.qserve.parallel.in_threads import run_ranks
 from tests.qserve.parallel.test_context_parallel import TWO, prompt_of_rank
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 from tests.qserve.speculation.mtp_model import make_mtp
 from tests.tiny_families import TINY_FAMILIES
 
@@ -286,7 +286,7 @@ def test_context_is_as_long_as_the_model_allows(model_of):
 @pytest.mark.parametrize("name", ["v3.2", "glm-5.2"])
 def test_two_ranks_select_the_same_keys(model_of, monkeypatch, name):
     monkeypatch.setattr("tests.qserve.parallel.test_sharing.TOKENS", IDS[0, :30].tolist())
-    assert_shared_out(model_of(name), 2)
+    assert_sharded(model_of(name), 2)
 
 
 def test_ranks_that_divide_a_prompt(model_of):

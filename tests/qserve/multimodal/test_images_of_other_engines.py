@@ -17,7 +17,7 @@ GUARD = 60  # seconds, against hanging
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_second_engine_finds_the_pages(family, vision, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)  # these prompts are short
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)  # these prompts are short
     model = vision(family)
     given = {"kv_connector": "folder", "kv_connector_extra_config": {"path": str(tmp_path)}}
     requests = requests_of(model)

@@ -206,7 +206,7 @@ def test_own_codes_are_saved_with_the_tower(vision, tmp_path):
 def test_a_head_that_is_not_tied_any_more_is_stated_twice(vision, tmp_path):
     reader = CheckpointReader(vision("smolvlm").folder)
     config = {**reader.config, "tie_word_embeddings": not reader.config["tie_word_embeddings"]}
-    with open_writer(tmp_path / "new", reader, least_bytes=0) as writer:
+    with open_writer(tmp_path / "new", reader, min_bytes=0) as writer:
         for name in reader.entries:
             writer.add(name, reader.get(name))
         staged = writer.seal(config, side_files_from=reader.folder)

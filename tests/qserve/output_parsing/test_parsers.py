@@ -184,10 +184,10 @@ def test_reasoning(name, prompt_end, text, reasoning, content):
 def test_whitespace_is_not_buffered_forever(name):
     """A weak model writes nothing else; what it writes is shown as it comes."""
     parser = OutputParser(ParseSettings(reasoning_parser=name))
-    told = sum(len(piece.text) for _ in range(100_000) for piece in parser.push("\n"))
+    emitted = sum(len(piece.text) for _ in range(100_000) for piece in parser.push("\n"))
     form = REASONING_PARSERS[name]  # else it may precede reasoning, and is held back
     is_content = not form.is_implied and not form.is_harmony
-    assert told == 100_000 * is_content
+    assert emitted == 100_000 * is_content
 
 
 def test_calls_after_reasoning():

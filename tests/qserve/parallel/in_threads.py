@@ -11,7 +11,7 @@ from qkernels.operands.split_k import reduced
 WAIT_SECONDS = 60  # a guard against hanging, never reached
 
 
-class Meeting:
+class ThreadGroup:
     """Where `size` threads exchange tensors."""
 
     def __init__(self, size):
@@ -61,7 +61,7 @@ class ThreadCommunicator:
 
 def run_ranks(size, work):
     """work(communicator) in a thread for each rank. Returns their results in rank order."""
-    meeting = Meeting(size)
+    meeting = ThreadGroup(size)
 
     def one(rank):
         try:

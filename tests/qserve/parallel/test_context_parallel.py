@@ -18,7 +18,7 @@ from qserve.parallel.kv_exchange import KvExchange
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.in_threads import run_ranks
-from tests.qserve.parallel.shared_out import rank_runner
+from tests.qserve.parallel.sharded import rank_runner
 from tests.qserve.parallel.test_expert_parallel import WHOLE
 from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference

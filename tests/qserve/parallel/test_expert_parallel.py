@@ -21,7 +21,7 @@ from tests.qserve.engine.control.new_weights import written as written_folder
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 from tests.tiny_families import TINY_FAMILIES
 
 WHOLE = {"enable_expert_parallel": True}
@@ -51,7 +51,7 @@ def experts_of(decoder):
 
 
 def assert_whole_experts(folder, size, limit=1e-5, strategy="linear", **settings):
-    decoders = assert_shared_out(folder, size, limit, **settings_of(size, strategy), **settings)
+    decoders = assert_sharded(folder, size, limit, **settings_of(size, strategy), **settings)
     layers = list(zip(*(experts_of(decoder) for decoder in decoders), strict=True))
     assert layers
     for ranks in layers:
@@ -99,7 +99,7 @@ def test_quantized_experts(scheme, layout, family, written):
     assert_whole_experts(folder, 2, limit)
     if scheme in ("w3a16-sym-g32", "w4a16-mxfp4"):
         with pytest.raises(InputError, match=r"cannot be divided.* --enable-expert-parallel"):
-            assert_shared_out(folder, 2)
+            assert_sharded(folder, 2)
 
 
 def test_placement_does_not_change_outputs(tiny_model, tmp_path):

@@ -138,7 +138,7 @@ def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
 )
 def test_states(family, tiny_model, many, monkeypatch, tmp_path):
     """Granite's norm of one group is over both GPUs, within the graphs."""
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 16)
     settings = {"dtype": "bfloat16", "max_model_len": 256}
     folder = tiny_model(family)
     if family in WITH_EXPERTS:

@@ -33,7 +33,7 @@ class FakeRank:
         return ask
 
 
-class FakeCrew:
+class FakeRankGroup:
     def __init__(self, ranks):
         self.ranks = ranks
 
@@ -43,7 +43,7 @@ class FakeCrew:
 
 def test_page_matches_only_if_all_ranks_have_it():
     ranks = [FakeRank() for _ in range(3)]
-    pages = SharedPages(ranks[0], FakeCrew(ranks[1:]), [8, 8, 16])
+    pages = SharedPages(ranks[0], FakeRankGroup(ranks[1:]), [8, 8, 16])
     found = pages.match(KEYS)
     for rank, count in zip(ranks, (4, 2, 3), strict=True):
         assert not found.done()

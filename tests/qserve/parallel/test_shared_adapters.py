@@ -18,7 +18,7 @@ from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
-from tests.qserve.parallel.shared_out import (
+from tests.qserve.parallel.sharded import (
     CPU,
     ODD,
     families_and_sizes,
@@ -48,7 +48,7 @@ def adapted_logits(folder, adapter, communicator=None):
         return runner.logits(dataclasses.replace(step, adapter_slots_T=slots_T)), digest
 
 
-def assert_shared_out(folder, num_ranks, tmp_path, **adapter):
+def assert_sharded(folder, num_ranks, tmp_path, **adapter):
     """Every rank has the logits of the whole with the adapter, which change much by it."""
     path = write_adapter(folder, tmp_path / "adapter", **{"rank": 3, "size": 1.0, **adapter})
     zeros = write_adapter(folder, tmp_path / "zeros", rank=1, size=0.0)
@@ -63,7 +63,7 @@ def assert_shared_out(folder, num_ranks, tmp_path, **adapter):
 
 @pytest.mark.parametrize(("family", "size"), families_and_sizes(FEW, without=WITHOUT_ADAPTERS))
 def test_every_family(family, size, tiny_model, tmp_path):
-    assert_shared_out(tiny_model(family), size, tmp_path)
+    assert_sharded(tiny_model(family), size, tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -73,7 +73,7 @@ def test_every_family(family, size, tiny_model, tmp_path):
 )
 def test_every_target_module_separately(only, size, tiny_model, tmp_path):
     """One of a fused group has an adapter, the others have none."""
-    assert_shared_out(tiny_model("llama"), size, tmp_path, only=[only], size=3.0)
+    assert_sharded(tiny_model("llama"), size, tmp_path, only=[only], size=3.0)
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
@@ -85,9 +85,9 @@ def test_act_order(name, written, tmp_path):
         lambda state: reorder(state, f"model.layers.1.{name}"),
         config=lambda c: c[BLOCK].update(desc_act=True),
     )
-    assert_shared_out(folder, 2, tmp_path)
+    assert_sharded(folder, 2, tmp_path)
 
 
 def test_uneven_adapter_shards(tmp_path):
     folder = make_tiny(tmp_path / "odd", "LlamaConfig", ODD)
-    assert_shared_out(folder, 2, tmp_path)
+    assert_sharded(folder, 2, tmp_path)

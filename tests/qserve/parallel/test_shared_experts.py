@@ -19,11 +19,11 @@ from qserve.model.blocks.moe import MoeMlp
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import edited
-from tests.qserve.parallel.in_threads import WAIT_SECONDS, Meeting
+from tests.qserve.parallel.in_threads import WAIT_SECONDS, ThreadGroup
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
 SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 64, "block_size": 8, "max_num_seqs": 4}
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 
 
 class ThreadConnection:
@@ -61,7 +61,7 @@ def alone(folder, prompts, **settings):
 
 def together(folder, size, prompts, engine_of, monkeypatch, during=lambda engine: None):
     """Tokens of each prompt, on engines in threads. `engine_of`: number of a prompt's engine."""
-    meeting, called = Meeting(size), set()
+    meeting, called = ThreadGroup(size), set()
     ended = threading.Barrier(size)
     monkeypatch.setattr(
         worker_group,
@@ -87,7 +87,7 @@ def together(folder, size, prompts, engine_of, monkeypatch, during=lambda engine
                     engine.add_request(str(number), prompt, GREEDY)
             idle = steps = 0
             while left[0] or engine.has_work():
-                assert steps < MOST_STEPS and idle * CALL_SECONDS < WAIT_SECONDS
+                assert steps < MAX_STEPS and idle * CALL_SECONDS < WAIT_SECONDS
                 during(engine)
                 if not engine.has_work():  # as the engine's process waits for a message
                     idle += 1

@@ -21,7 +21,7 @@ from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
-from tests.qserve.parallel.shared_out import (
+from tests.qserve.parallel.sharded import (
     ODD,
     families_and_sizes,
     rank_runner,
@@ -40,7 +40,7 @@ def rank_logits(folder, communicator=None, **settings):
         return runner.logits(step), runner.decoder
 
 
-def assert_shared_out(folder, size, limit=1e-5, **settings):
+def assert_sharded(folder, size, limit=1e-5, **settings):
     """Every rank has the logits of the whole, bitwise the same as the others'."""
     want, _ = rank_logits(folder, **settings)
     found = run_ranks(size, lambda communicator: rank_logits(folder, communicator, **settings))
@@ -51,14 +51,14 @@ def assert_shared_out(folder, size, limit=1e-5, **settings):
 
 @pytest.mark.parametrize(("family", "size"), families_and_sizes(FEW))
 def test_every_family(family, size, tiny_model):
-    assert_shared_out(tiny_model(family), size)
+    assert_sharded(tiny_model(family), size)
 
 
 @pytest.mark.exhaustive
 def test_latents_are_replicated_on_every_rank(written):
     """Heads are divided, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
     folder = written("w8a16-sym-channel", "gptq", "deepseek_v3")
-    decoders = assert_shared_out(folder, 2)
+    decoders = assert_sharded(folder, 2)
     shapes = [decoder.layers[1].attention.shape for decoder in decoders]
     assert [shape.heads for shape in shapes] == [2, 2] and {s.entry for s in shapes} == {80}
 
@@ -101,9 +101,9 @@ def test_every_scheme(scheme, family, size, written):
     folder = written(scheme, layout, family)
     if scheme in WHOLE_GROUPS and (family == "qwen3_moe" or size == 4):  # 16 to 24 inputs a rank
         with pytest.raises(InputError, match=f"--tensor-parallel-size {size}: .*cannot be divided"):
-            assert_shared_out(folder, size, limit)
+            assert_sharded(folder, size, limit)
         return
-    assert_shared_out(folder, size, limit)
+    assert_sharded(folder, size, limit)
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "mlp.up_proj"])
@@ -115,7 +115,7 @@ def test_act_order(name, written, tmp_path):
         lambda state: reorder(state, f"model.layers.1.{name}"),
         config=lambda c: c[BLOCK].update(desc_act=True),
     )
-    decoders = assert_shared_out(folder, 2)
+    decoders = assert_sharded(folder, 2)
     gathers = decoders[0].layers[1].attention.o_proj.order is not None
     assert gathers == (name == "self_attn.o_proj")
 
@@ -133,7 +133,7 @@ def test_per_head_scales_are_sharded_with_heads(tiny_model, tmp_path):
         progress=False,
     )
     whole = CheckpointReader(tmp_path / "heads").get("model.layers.1.self_attn.k_scale")
-    decoders = assert_shared_out(tmp_path / "heads", 2, kv_cache_dtype="auto")
+    decoders = assert_sharded(tmp_path / "heads", 2, kv_cache_dtype="auto")
     found = torch.cat([decoder.layers[1].attention.k_scale for decoder in decoders])
     assert len(whole) == 2 and whole[0] != whole[1] and torch.equal(found, whole.flatten())
 
@@ -141,12 +141,12 @@ def test_per_head_scales_are_sharded_with_heads(tiny_model, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
 def test_quantized_kv_pages(kv_cache, tiny_model):
-    assert_shared_out(tiny_model("llama"), 2, kv_cache_dtype=kv_cache)
+    assert_sharded(tiny_model("llama"), 2, kv_cache_dtype=kv_cache)
 
 
 def test_uneven_shards(tmp_path):
     folder = make_tiny(tmp_path / "odd", "LlamaConfig", ODD)
-    decoders = assert_shared_out(folder, 2)
+    decoders = assert_sharded(folder, 2)
     assert [decoder.config.num_kv_heads for decoder in decoders] == [2, 1]
     assert [decoder.head.inner.weight.shape[0] for decoder in decoders] == [384, 131]
 

@@ -15,7 +15,7 @@ from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import MODES, chats, make_engine
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import edited
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 from tests.tiny_families import STATES, TINY_FAMILIES
 
@@ -31,12 +31,12 @@ def test_four_bits(family, size, written):
     """Heads of 24 and channels of 16 end inside of groups of 32 inputs; four ranks divide two
     groups of Mamba-2, and two key heads."""
     layout = "gptq" if family in ("granite_hybrid", "falcon_h1", "lfm2") else "compressed-tensors"
-    assert_shared_out(written("w4a16-sym-g32", layout, family), size)
+    assert_sharded(written("w4a16-sym-g32", layout, family), size)
 
 
 def test_state_shards_hold_own_heads(tiny_model):
     """Specs of states, too: a rank's slots hold its heads alone."""
-    decoders = assert_shared_out(tiny_model("qwen3_next"), 2)
+    decoders = assert_sharded(tiny_model("qwen3_next"), 2)
     nets = [decoder.layers[0].attention for decoder in decoders]
     assert [(net.shape.key_heads, net.shape.value_heads) for net in nets] == [(1, 2), (1, 2)]
     specs = [net.cache_spec(None, 16) for net in nets]
@@ -45,7 +45,7 @@ def test_state_shards_hold_own_heads(tiny_model):
 
 def test_separate_convolutions_are_sharded(tiny_model):
     """Queries, keys and values of OLMo-Hybrid, whose norms of attention are one for all heads."""
-    decoders = assert_shared_out(tiny_model("olmo_hybrid"), 2)
+    decoders = assert_sharded(tiny_model("olmo_hybrid"), 2)
     nets = [decoder.layers[0].attention for decoder in decoders]
     assert [net.conv_weight.shape[0] for net in nets] == [2 * 16 + 48] * 2
     assert not torch.equal(nets[0].conv_weight, nets[1].conv_weight)
@@ -54,14 +54,14 @@ def test_separate_convolutions_are_sharded(tiny_model):
 
 def test_kda_and_lightning_heads_are_sharded(tiny_model):
     """Kimi delta attention and lightning attention; four ranks have two heads, or one."""
-    decoders = assert_shared_out(tiny_model("kimi_linear"), 4)
+    decoders = assert_sharded(tiny_model("kimi_linear"), 4)
     mixers = [decoder.layers[0].attention for decoder in decoders]
     assert [mixer.shape.heads for mixer in mixers] == [2, 2, 1, 1]
     assert [mixer.cache_spec(None, 16).memory[0] for mixer in mixers] == [2, 2, 1, 1]
-    decoders = assert_shared_out(tiny_model("ling_3"), 2)
+    decoders = assert_sharded(tiny_model("ling_3"), 2)
     assert [decoder.layers[0].attention.dt_bias.shape for decoder in decoders] == [(64,)] * 2
     assert [decoder.layers[1].attention.gates.weight.shape for decoder in decoders] == [(2, 64)] * 2
-    decoders = assert_shared_out(tiny_model("minimax"), 2)
+    decoders = assert_sharded(tiny_model("minimax"), 2)
     mixers = [decoder.layers[0].attention for decoder in decoders]
     assert [mixer.cache_spec(None, 16).memory for mixer in mixers] == [(2, 32, 32)] * 2
     assert not torch.equal(mixers[0].a_log, mixers[1].a_log)
@@ -72,7 +72,7 @@ def test_grouped_norm_over_ranks_before_or_after_gate(tmp_path, first):
     """One group of Mamba-2: all ranks together norm it."""
     name, values = TINY_FAMILIES["falcon_h1"]
     values = {**values, "mamba_n_groups": 1, "mamba_norm_before_gate": first}
-    decoders = assert_shared_out(make_tiny(tmp_path / "one", name, values), 2)
+    decoders = assert_sharded(make_tiny(tmp_path / "one", name, values), 2)
     mixer = decoders[0].layers[0].attention.mamba
     assert mixer.norm_over_ranks is not None and mixer.norm_first == first
 
@@ -89,7 +89,7 @@ def test_act_order(family, name, written, tmp_path):
         lambda state: reorder(state, f"model.layers.0.{name}"),
         config=lambda c: c[BLOCK].update(desc_act=True),
     )
-    decoders = assert_shared_out(folder, 2)
+    decoders = assert_sharded(folder, 2)
     assert (decoders[0].layers[0].attention.out_proj.order is None) == name.endswith("in_proj")
 
 
@@ -101,7 +101,7 @@ def test_latent_bias_is_added_once(tmp_path):
         tmp_path / "biased",
         lambda state: [value.add_(0.5) for name, value in state.items() if name.endswith("bias")],
     )
-    assert_shared_out(state_of, 2)
+    assert_sharded(state_of, 2)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_indivisible_sizes_are_refused(tmp_path, family, changed, message):
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

@@ -15,7 +15,7 @@ from qserve.model.tp_plan import check_ranks, first_kv_heads
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 from tests.tiny_families import TINY_FAMILIES
 
 exhaustive = pytest.mark.exhaustive
@@ -32,14 +32,14 @@ REST = [
     ("family", "size"), [*FEW, *(pytest.param(*each, marks=exhaustive) for each in REST)]
 )
 def test_four_bits(family, size, written):
-    assert_shared_out(written("w4a16-sym-g32", "gptq", family), size)
+    assert_sharded(written("w4a16-sym-g32", "gptq", family), size)
 
 
 def test_each_kind_of_layers_has_its_heads(tiny_model):
-    decoders = assert_shared_out(tiny_model("laguna"), 2)
+    decoders = assert_sharded(tiny_model("laguna"), 2)
     heads = [[layer.attention.num_heads for layer in decoder.layers] for decoder in decoders]
     assert heads == [[2, 4, 2], [2, 4, 2]]
-    decoders = assert_shared_out(tiny_model("mimo_v2"), 2)
+    decoders = assert_sharded(tiny_model("mimo_v2"), 2)
     found = [
         [(layer.attention.num_kv_heads, layer.attention.value_dim) for layer in decoder.layers]
         for decoder in decoders
@@ -54,7 +54,7 @@ def test_channel_gates_are_sharded_with_queries(tmp_path):
     """They are in one matrix with the queries."""
     name, values = TINY_FAMILIES["laguna"]
     values = {**values, "gating": "per-element", "attention_bias": False}
-    assert_shared_out(make_tiny(tmp_path / "x", name, values), 2)
+    assert_sharded(make_tiny(tmp_path / "x", name, values), 2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_act_order(family, layer, written, tmp_path):
         lambda state: reorder(state, f"model.layers.{layer}.self_attn.o_proj"),
         config=lambda c: c[BLOCK].update(desc_act=True),
     )
-    decoders = assert_shared_out(folder, 2)
+    decoders = assert_sharded(folder, 2)
     assert decoders[0].layers[layer].attention.o_proj.order is not None
 
 
@@ -88,7 +88,7 @@ def test_scales_of_each_kv_head(tiny_model, tmp_path):
         progress=False,
     )
     reader, scale = CheckpointReader(folder), "model.layers.{}.self_attn.k_scale"
-    decoders = assert_shared_out(folder, 2, kv_cache_dtype="auto")
+    decoders = assert_sharded(folder, 2, kv_cache_dtype="auto")
     of_both = [decoder.layers[1].attention.k_scale for decoder in decoders]
     assert torch.equal(torch.cat(of_both), reader.get(scale.format(1)).flatten())
     for decoder in decoders:
@@ -99,7 +99,7 @@ def test_scales_of_each_kv_head(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("family", ["gemma4_shared", "gemma3n"])
 def test_per_layer_embedding_table_is_sharded(family, tiny_model):
-    decoders = assert_shared_out(tiny_model(family), 2)
+    decoders = assert_sharded(tiny_model(family), 2)
     rows = [decoder.layer_inputs.table.dense().shape[0] for decoder in decoders]
     assert rows == [256, 256]
 

@@ -130,7 +130,7 @@ def test_preempted_pooling_request_counts_rows_once(qwen, tiny_model, kind):
     victim = engine._requests["long"]
     assert 16 < victim.num_computed < 77
     # what a lack of pages does to it
-    engine.scheduler.running_set.preempt(victim, OpenStep(budget=0, most_admitted=0))
+    engine.scheduler.running_set.preempt(victim, OpenStep(budget=0, max_admitted=0))
     greedy = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
     engine.add_request("other", PROMPTS[1], greedy)
     engine.add_request("short", PROMPTS[0], greedy, options=options)

@@ -81,11 +81,11 @@ class ScriptedClient:
         self.requests.append((request_id, prompt_token_ids, params))
         self.running.add(request_id)
         tokens = self.tokenizer.encode(self.text)
-        told = of_prompt(prompt_token_ids, params)
+        scored = of_prompt(prompt_token_ids, params)
         if params.max_tokens == 0:
             reason = "length"
             event = TokenEvent(
-                request_id=request_id, token_ids=(), finish_reason=reason, prompt_logprobs=told
+                request_id=request_id, token_ids=(), finish_reason=reason, prompt_logprobs=scored
             )
             watch(event)
             yield event
@@ -128,7 +128,7 @@ class ScriptedClient:
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
                     facts=RequestFacts(num_cached=self.num_cached),
-                    prompt_logprobs=told if count == 1 else None,
+                    prompt_logprobs=scored if count == 1 else None,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
                 watch(event)

@@ -20,7 +20,7 @@ from qserve.server.admin.reload import on_hangup, reload_settings
 USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
 
 
-class Operated:
+class RecordedCommands:
     """Records the commands that a scripted client is given."""
 
     def __init__(self, client) -> None:
@@ -42,7 +42,7 @@ def make(make_server, tmp_path):
         if settings.pop("has_admins", True):
             settings["admin_api_key_file"] = str(tmp_path / "admins")
         server = make_server(ServerConfig(served_model_name=["tiny"], **settings))
-        server.operated = Operated(server.client)
+        server.operated = RecordedCommands(server.client)
         return server
 
     return started
@@ -317,14 +317,14 @@ def test_replies_report_engine_state(make):
         state=state, num_requests=4, total_digest="t", digests={"a": "1"}, schemes={"a": "w8a8"}
     )
 
-    def told(path, method="GET"):
+    def answer(path, method="GET"):
         return server.request(method, path, headers=ADMIN).json()
 
-    assert told("/is_paused") == {"is_paused": True}
-    assert told("/is_sleeping") == {"is_sleeping": True}
-    assert told("/weight_info") == told("/get_weight_version") == {"weight_version": "7"}
-    assert told("/abort_requests", "POST")["num_requests"] == 4
-    assert told("/weights/digest") == {
+    assert answer("/is_paused") == {"is_paused": True}
+    assert answer("/is_sleeping") == {"is_sleeping": True}
+    assert answer("/weight_info") == answer("/get_weight_version") == {"weight_version": "7"}
+    assert answer("/abort_requests", "POST")["num_requests"] == 4
+    assert answer("/weights/digest") == {
         "weight_version": "7",
         "total": "t",
         "tensors": {"a": "1"},

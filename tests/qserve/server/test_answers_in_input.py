@@ -100,8 +100,8 @@ def test_thinking_parts_are_reasoning(server, monkeypatch, thought):
     reply = server.chat(messages=messages)
     assert reply.status_code == 200, reply.text
     assert server.tokenizer.decode(server.client.requests[0][1]) == "[|Hi][Hm.|Yes.]"
-    told = {"role": "assistant", "content": answer, "reasoning": "Told."}
-    server.chat(messages=[ASKED, told])
+    message = {"role": "assistant", "content": answer, "reasoning": "Told."}
+    server.chat(messages=[ASKED, message])
     assert server.tokenizer.decode(server.client.requests[1][1]) == "[|Hi][Told.|Yes.]"
 
 

@@ -13,7 +13,7 @@ FIELDS = [({}, 48), ({"logprobs": 3}, 80), ({"return_token_ids": True}, 48)]
 OURS = str(Path(qserve.__file__).parent)
 
 
-class OurCalls(Calls):
+class PackageCalls(Calls):
     """Count calls in this package only: those of the event loop differ by Python version."""
 
     def watch(self, frame, event, argument):
@@ -27,7 +27,7 @@ def calls_of(server, **fields):
     server.complete(stream=True, n=NUM_CHOICES, max_tokens=FEW, **fields)
     found = []
     for count in (FEW, MANY):
-        with OurCalls() as calls:
+        with PackageCalls() as calls:
             reply = server.complete(stream=True, n=NUM_CHOICES, max_tokens=count, **fields)
         assert reply.text.count("data: ") == NUM_CHOICES * count + 1
         found.append(calls.names)

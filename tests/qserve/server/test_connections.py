@@ -113,16 +113,16 @@ def test_slow_reader_delays_only_itself(server, live, ask):
     server.client.max_model_len = 10**9
     connection = send(live, {**BODY, "stream": True, "max_tokens": 10**8})
     until(lambda: server.client.running)
-    told = []
+    decoded = []
     original = server.tokenizer.decode
-    server.tokenizer.decode = lambda *args, **kw: told.append(1) or original(*args, **kw)
+    server.tokenizer.decode = lambda *args, **kw: decoded.append(1) or original(*args, **kw)
     try:
         count = -1
         deadline = time.monotonic() + GUARD
-        while count != len(told) and time.monotonic() < deadline:
-            count = len(told)
+        while count != len(decoded) and time.monotonic() < deadline:
+            count = len(decoded)
             time.sleep(0.5)
-        assert count == len(told), "the stream is produced without end though nobody reads it"
+        assert count == len(decoded), "the stream is produced without end though nobody reads it"
     finally:
         del server.tokenizer.decode
     server.client.endless = False

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server.requests.chat import can_go, most_that_fit
+from qserve.server.requests.chat import can_go, max_that_fit
 from tests.qserve.server.test_response_tools import TOOL
 
 LETTERS = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
@@ -48,7 +48,7 @@ def test_only_necessary_messages_are_removed(num_users):
             asked.append(len(kept))
             return len(kept) <= limit
 
-        kept = most_that_fit(messages, fits)
+        kept = max_that_fit(messages, fits)
         assert kept == messages[-len(kept) :] and kept[0].role == "user"
         assert len(kept) == max(1, min(len(messages), limit - (limit + 1) % 2))
         assert len(asked) <= 8

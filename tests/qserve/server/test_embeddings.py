@@ -221,8 +221,8 @@ def test_cohere_route(embedder, expected):
     packed = [np.frombuffer(base64.b64decode(each), "<f4") for each in found["base64"]]
     np.testing.assert_allclose(packed, expected, atol=1e-6)
     bits = [[int(number > 0) for number in vector] for vector in expected]
-    for told, bits_of_one in zip(found["ubinary"], bits, strict=True):
-        assert told == [
+    for packed, bits_of_one in zip(found["ubinary"], bits, strict=True):
+        assert packed == [
             int("".join(map(str, bits_of_one[i : i + 8])), 2) for i in range(0, len(bits_of_one), 8)
         ]
     assert found["binary"] == [[byte - 128 for byte in each] for each in found["ubinary"]]

@@ -319,7 +319,7 @@ class Watched:
     async def prepare(self, route, body, arrival, adapters):
         self.routes.append(route)
         await self.gate.wait()
-        raise ApiError(400, "told")
+        raise ApiError(400, "refused")
 
     async def ready(self): ...
 
@@ -338,7 +338,7 @@ def test_bodies_with_images_go_to_processes_of_their_own(server):
 
         async def prepare(client, route, body):
             body = json.dumps(body).encode()
-            with pytest.raises(ApiError, match="told"):
+            with pytest.raises(ApiError, match="refused"):
                 await preparation.prepare(client, model, route, body, Arrival(time=0.0))
 
         # The last process is taken first, and one client never holds all.

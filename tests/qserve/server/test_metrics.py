@@ -356,14 +356,14 @@ def test_invalid_http_request_does_not_break_metrics(live):
 def test_every_metric_of_the_page_is_documented(server):
     families = text_string_to_metric_families(server.get("/metrics").text)
     text = (Path(__file__).resolve().parents[3] / "qserve" / "docs" / "operator.md").read_text()
-    told = set(re.findall(r"`(qserve:\w+)`", text))
+    documented = set(re.findall(r"`(qserve:\w+)`", text))
     found = {
         family.name + ("_total" if family.type == "counter" else "")
         for family in families
         if family.name.startswith("qserve:") and not family.name.endswith("_created")
     }
     of_engines = {"qserve:cache_config_info", "qserve:lora_requests_info"}  # their start makes them
-    assert told == found | of_engines
+    assert documented == found | of_engines
 
 
 def test_latency_and_size_metrics_equal_vllm_dashboard(server, read):

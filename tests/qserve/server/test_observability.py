@@ -119,12 +119,12 @@ def test_span_latencies_sum_to_total(monkeypatch):
 
 
 def test_span_has_queue_time(server, monkeypatch):
-    told = []
+    queue_times = []
     take = tracing.RequestSpan.take
     monkeypatch.setattr(
         tracing.RequestSpan,
         "take",
-        lambda span, count, queued: (told.append(queued), take(span, count, queued)),
+        lambda span, count, queued: (queue_times.append(queued), take(span, count, queued)),
     )
     generate = server.client.generate
 
@@ -134,7 +134,7 @@ def test_span_has_queue_time(server, monkeypatch):
 
     server.client.generate = queued
     server.complete(max_tokens=3)
-    assert len(told) == 3 and set(told) == {0.25}
+    assert len(queue_times) == 3 and set(queue_times) == {0.25}
 
 
 def test_merged_events_keep_metric_and_span_fields():

@@ -41,9 +41,11 @@ def test_every_message_token_has_logprobs(server):
     (part,) = reply["output"][0]["content"]
     ResponseOutputText.model_validate(part, strict=True)
     assert "".join(texts(part["logprobs"])) == part["text"] == server.client.text
-    for told in part["logprobs"]:
-        assert bytes(told["bytes"]).decode() == told["token"] and told["logprob"] == -1.25
-        assert len(told["top_logprobs"]) == 2 and told["top_logprobs"][1]["token"] == told["token"]
+    for entry in part["logprobs"]:
+        assert bytes(entry["bytes"]).decode() == entry["token"] and entry["logprob"] == -1.25
+        assert (
+            len(entry["top_logprobs"]) == 2 and entry["top_logprobs"][1]["token"] == entry["token"]
+        )
     assert reply["top_logprobs"] == 2
     params = server.client.requests[0][2]
     assert params.logprobs == 2
@@ -66,10 +68,12 @@ def test_event_logprobs_equal_whole_response(server):
         (ResponseTextDoneEvent, done)
     ]:
         kind.model_validate(each, strict=True)
-        assert all({"token", "logprob", "top_logprobs"} == told.keys() for told in each["logprobs"])
-    told = [each for delta in deltas for each in delta["logprobs"]]
-    assert told == done["logprobs"] and texts(told) == texts(whole["logprobs"])
-    assert len(told) == len(server.tokenizer.encode(server.client.text))
+        assert all(
+            {"token", "logprob", "top_logprobs"} == entry.keys() for entry in each["logprobs"]
+        )
+    entries = [each for delta in deltas for each in delta["logprobs"]]
+    assert entries == done["logprobs"] and texts(entries) == texts(whole["logprobs"])
+    assert len(entries) == len(server.tokenizer.encode(server.client.text))
     assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole["logprobs"]
 
 
@@ -93,28 +97,28 @@ def test_reasoning_and_call_tokens_have_no_logprobs(make_server, stream, text, c
     reply = ask(server, tools=tools, stream=stream, **ASKED)
     answer = events_of(reply)[-1]["response"] if stream else reply.json()
     messages = [item for item in answer["output"] if item["type"] == "message"]
-    told = [each for item in messages for each in item["content"][0]["logprobs"]]
+    entries = [each for item in messages for each in item["content"][0]["logprobs"]]
     if not content:
-        assert not told
+        assert not entries
         return
-    joined = "".join(texts(told))
+    joined = "".join(texts(entries))
     # The first and last token may include part of the quotes around the text.
     assert content in joined
-    assert len(joined) - len(content) < len(texts(told)[0]) + len(texts(told)[-1])
+    assert len(joined) - len(content) < len(texts(entries)[0]) + len(texts(entries)[-1])
 
 
 def test_equal_words_in_reasoning_are_excluded(tokenizer):
     """Each token is known by its place here, not by its text."""
     text = "Yes, it is.</think>Yes, it is."
     settings = ParseSettings(reasoning_parser="deepseek_r1")
-    pieces, told = TokenPieces(tokenizer, OutputParser(settings)), []
+    pieces, entries = TokenPieces(tokenizer, OutputParser(settings)), []
     ids = tokenizer.encode(text)
     for place, token in enumerate(ids):
         ending = "stop" if place == len(ids) - 1 else None
         for _, tokens in pieces.push(tokenizer.token_text(token), [(token, place)], ending=ending):
-            told += [place for _, place in tokens]
+            entries += [place for _, place in tokens]
     count = len(tokenizer.encode("Yes, it is."))
-    assert told == [*range(len(ids) - count, len(ids))]
+    assert entries == [*range(len(ids) - count, len(ids))]
 
 
 def test_held_back_token_logprobs_are_sent_at_end(server):
@@ -131,9 +135,11 @@ def test_openai_client_reads_logprobs(server, run_live):
     with client.responses.stream(model="tiny", input="Hi", **ASKED) as stream:
         deltas = [each for each in stream if each.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    told = final.output[0].content[0].logprobs
-    assert "".join(each.token for each in told) == final.output_text == server.client.text
-    assert [each.logprobs[0].token for each in deltas if each.logprobs] == [t.token for t in told]
+    entries = final.output[0].content[0].logprobs
+    assert "".join(each.token for each in entries) == final.output_text == server.client.text
+    assert [each.logprobs[0].token for each in deltas if each.logprobs] == [
+        t.token for t in entries
+    ]
 
 
 def test_unsupported_include_values_are_reported(server, error):

@@ -27,7 +27,7 @@ class Oracle:
         self.finished.append(request_id)
 
 
-class Erring(DraftModelDrafter):
+class NoisyDraftModel(DraftModelDrafter):
     """A draft model some of whose drafts are replaced by chance, before the next is drawn."""
 
     share = 0.3
@@ -41,7 +41,7 @@ class Erring(DraftModelDrafter):
 
 def build_erring(context):
     drafter = build(context)
-    drafter.__class__ = Erring
+    drafter.__class__ = NoisyDraftModel
     return drafter
 
 

@@ -39,7 +39,7 @@ def test_graph_steps_give_same_tokens(docs_5m, replayed, steps_in_flight, monkey
     assert any(len(rows.rows_R) < key.num_requests for key, rows in replayed if key.count == 4)
 
 
-class Again:
+class EagerGraph:
     """A graph that launches its work."""
 
     def __init__(self, captured):
@@ -56,7 +56,7 @@ def test_idle_captures_do_not_change_tokens(docs_5m, replayed, monkeypatch):
 
     def capture(captured):
         assert captured._num_runs and captured._graph is None
-        captured._graph = Again(captured)
+        captured._graph = EagerGraph(captured)
         made.append(captured)
 
     monkeypatch.setattr(graphs.Captured, "capture", capture)

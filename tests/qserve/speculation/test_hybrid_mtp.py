@@ -134,7 +134,7 @@ def test_invalid_mtp_layer_is_refused(made, tmp_path, tensors, config, message):
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 def check_texts(folder, mode, in_flight, count, monkeypatch):

@@ -17,7 +17,7 @@ from qserve.model.blocks.states.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine
-from tests.qserve.speculation import prophet, traces
+from tests.qserve.speculation import table_drafter, traces
 from tests.qserve.speculation.drafters import Oracle
 from tests.tiny_families import TINY_FAMILIES
 
@@ -49,7 +49,7 @@ CASES = [
 def small(monkeypatch):
     """Copies of a few tokens are worth while."""
     monkeypatch.setattr(state_snapshots, "SPACING", 8)
-    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def speculating(
             lambda config: Oracle(texts, 1, vocab),
         )
     if drafter == "device":
-        prophet.install(monkeypatch, tuple(texts.values()))
+        table_drafter.install(monkeypatch, tuple(texts.values()))
     config = {"num_speculative_tokens": count, "adaptive": False, **DRAFTERS[drafter]}
     engine = make(folder, in_flight, speculative_config=json.dumps(config), **settings)
     engine.runner.layer_caches.covered.covered_P.fill_(-1000)  # what no request has written

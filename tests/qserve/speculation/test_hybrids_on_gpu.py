@@ -6,7 +6,7 @@ import pytest
 
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
-from tests.qserve.speculation import prophet
+from tests.qserve.speculation import table_drafter
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +68,6 @@ def test_frequently_accepted_drafts(tiny_model, monkeypatch, family):
     texts = [a + list(b) for a, b in zip(PROMPTS, outputs(plain, FIELDS["greedy"]), strict=True)]
     texts += [a + list(b) for a, b in zip(PROMPTS, outputs(plain, FIELDS["sampled"]), strict=True)]
     del plain
-    prophet.install(monkeypatch, texts)
-    unused = str(tiny_model("llama"))  # the prophet takes its place
+    table_drafter.install(monkeypatch, texts)
+    unused = str(tiny_model("llama"))  # the table_drafter takes its place
     check(folder, {"method": "draft_model", "model": unused}, **settings)

@@ -21,10 +21,10 @@ KERNELS = {"sample_": 2}  # of an operation; others are one
 WITHOUT = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "detach")
 
 # The limits leave room for a kernel or two: a draft launches 14, a step 13 besides its drafts.
-MOST_OF_A_DRAFT = 16
-MOST_BESIDE_DRAFTS = 14
+MAX_LAUNCHES_PER_DRAFT = 16
+MAX_OTHER_LAUNCHES = 14
 COPIES = ("copy_", "_to_copy", "clone", "_local_scalar_dense")  # between host and device
-MOST_COPIES = 3  # the step, its speculation inputs; its results
+MAX_COPIES = 3  # the step, its speculation inputs; its results
 
 
 class Launches(TorchDispatchMode):
@@ -101,7 +101,7 @@ def test_speculative_step_launch_count_is_bounded(counts_of):
     two, three = counts_of(2), counts_of(3)
     draft = three - two
     beside = three - Counter({name: 3 * count for name, count in draft.items()})
-    assert 0 < draft.total() <= MOST_OF_A_DRAFT, draft
+    assert 0 < draft.total() <= MAX_LAUNCHES_PER_DRAFT, draft
     assert not any(draft[name] for name in COPIES), draft
-    assert beside.total() <= MOST_BESIDE_DRAFTS, beside
-    assert sum(beside[name] for name in COPIES) <= MOST_COPIES, beside
+    assert beside.total() <= MAX_OTHER_LAUNCHES, beside
+    assert sum(beside[name] for name in COPIES) <= MAX_COPIES, beside

@@ -164,7 +164,9 @@ def test_buffer_offsets_of_every_step(docs_5m, replayed, monkeypatch, scene, in_
     monkeypatch.setattr(ModelRunner, "forward_logits", watched)
     monkeypatch.setattr(ChainDrafter, "propose", drafted)
     monkeypatch.setattr(
-        graphs.Captured, "capture", lambda captured: setattr(captured, "_graph", Again(captured))
+        graphs.Captured,
+        "capture",
+        lambda captured: setattr(captured, "_graph", EagerGraph(captured)),
     )
     kinds = ("greedy", "stop", "sampled", "penalties", "hot", "min_tokens")
     for seed in range(2):
@@ -174,7 +176,7 @@ def test_buffer_offsets_of_every_step(docs_5m, replayed, monkeypatch, scene, in_
     assert watch.num_batches > 30 and watch.num_drafts > 100
 
 
-class Again:
+class EagerGraph:
     """A graph that launches its work."""
 
     def __init__(self, captured):

@@ -47,10 +47,10 @@ def test_requests_and_the_engine_count_the_same(docs_5m):
         totals = [a + b for a, b in zip(totals, engine.report().drafts, strict=True)]
     verifies, drafts, *accepted = totals
     assert verifies > 0
-    told = [(event.facts.num_accepted, event.facts.num_rejected) for event in last.values()]
-    assert sum(map(sum, told)) == drafts
+    counts = [(event.facts.num_accepted, event.facts.num_rejected) for event in last.values()]
+    assert sum(map(sum, counts)) == drafts
     # drafts accepted after a request's end are no output
-    assert 0 < sum(each for each, _ in told) <= sum(accepted)
+    assert 0 < sum(each for each, _ in counts) <= sum(accepted)
 
 
 @pytest.mark.parametrize("end", ["max_tokens", "stop_token_ids"])

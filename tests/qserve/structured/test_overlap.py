@@ -48,8 +48,10 @@ def run(docs_5m, depth, **mode):
     while engine.has_work():
         for event in engine.step():
             tokens.setdefault(event.request_id, []).extend(event.token_ids)
-            told = [each.top_tokens for each in event.logprobs]
-            ends.setdefault(event.request_id, []).append((event.finish_reason, event.error, told))
+            top_tokens = [each.top_tokens for each in event.logprobs]
+            ends.setdefault(event.request_id, []).append(
+                (event.finish_reason, event.error, top_tokens)
+            )
         engine.scheduler.check_integrity()
     return tokens, {name: end[-1] for name, end in ends.items()}
 

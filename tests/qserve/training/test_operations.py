@@ -74,11 +74,11 @@ def test_training_logprobs_equal_rollout(family, scheme, dtype, tiny_model):
         first = max(map(len, PROMPTS)) - 1
         places = torch.arange(first, first + len(output.token_ids))
         found = logprobs[row, places, torch.tensor(output.token_ids)].tolist()
-        told = [
+        expected = [
             each[token].logprob
             for each, token in zip(output.logprobs, output.token_ids, strict=True)
         ]
-        assert found == told
+        assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_training_step_keeps_engine_and_model_equal(tiny_model):
 
     def engine():
         (output,) = llm.generate(PROMPTS[2:], score, use_tqdm=False)
-        told = zip(output.prompt_logprobs[1:], PROMPTS[2][1:], strict=True)
-        return [each[token].logprob for each, token in told]
+        expected = zip(output.prompt_logprobs[1:], PROMPTS[2][1:], strict=True)
+        return [each[token].logprob for each, token in expected]
 
     seen = []
     for _ in range(2):

@@ -22,13 +22,13 @@ from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 from qserve.parallel.communicator import Communicator
 
-LEAST_SQUARE = 1e-5  # lower limit of a stream's mean square
+MIN_SQUARE = 1e-5  # lower limit of a stream's mean square
 
 
 def _as_large_as(x_TC: torch.Tensor, target_TC: torch.Tensor) -> torch.Tensor:
     """Scale each row of x to the root mean square of the target's row."""
     root_T1 = target_TC.square().mean(-1, keepdim=True).sqrt()
-    return x_TC * root_T1 / x_TC.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
+    return x_TC * root_T1 / x_TC.square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
 
 
 class Streams(torch.nn.Module):

@@ -24,7 +24,7 @@ def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
         block_tables_RX=torch.zeros(R, 32, dtype=torch.int32),
         **dict.fromkeys(("rows_R", "known_R", "next_R", "capacity_R", "place_R"), of_R),
         **dict.fromkeys(("chunk_D", "first_D", "count_D"), of_R),
-        most_sampled=count,
+        max_sampled=count,
     )
     tables = DraftTables(
         tokens_NK1=torch.zeros(R + 1, count, dtype=torch.int64),

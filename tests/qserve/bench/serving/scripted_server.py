@@ -18,7 +18,7 @@ class ScriptedServer:
         self.silent_tokens = 0  # of the first tokens, those whose text is held back
         self.tells_ids = True  # of such tokens
         self.fails = False
-        self.num_open = self.most_open = 0
+        self.num_open = self.max_open = 0
 
     async def answer(self, reader, writer):
         try:
@@ -36,7 +36,7 @@ class ScriptedServer:
                     continue
                 self.bodies.append(json.loads(body or b"{}"))
                 self.num_open += 1
-                self.most_open = max(self.most_open, self.num_open)
+                self.max_open = max(self.max_open, self.num_open)
                 await self._stream(writer)
                 self.num_open -= 1
         except (asyncio.IncompleteReadError, ConnectionError):

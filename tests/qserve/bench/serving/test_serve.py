@@ -108,9 +108,9 @@ def test_result_keys_equal_vllm(server, tmp_path):
 
 
 def test_max_concurrency_is_the_limit(server):
-    server.most_open = 0
+    server.max_open = 0
     asyncio.run(run(settings(server, max_concurrency=2), data(num_prompts=5)))
-    assert server.most_open == 2
+    assert server.max_open == 2
 
 
 def test_failed_request_is_counted_and_reported(server, capsys):
@@ -127,7 +127,7 @@ def test_failed_request_is_counted_and_reported(server, capsys):
 
 def test_thousand_streams_at_once(server):
     server.first = 1.0  # until all are there
-    server.most_open = 0
+    server.max_open = 0
     try:
         result = asyncio.run(run(settings(server), data(num_prompts=1000, random_input_len=1)))
     finally:

@@ -29,7 +29,7 @@ ONE = dataclasses.replace(GREEDY, max_tokens=1)
 PAGE = 4
 PROMPT = list(range(5, 30))  # 6 pages and a token
 AWAITS = RequestOptions(awaits_pages=True)
-MOST_STEPS = 3000  # of an engine that waits for threads: against hanging
+MAX_STEPS = 3000  # of an engine that waits for threads: against hanging
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def run(engine, prompts, params=GREEDY, options=None, between=lambda: None):
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params, options=options or RequestOptions())
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_work():
             return tokens, cached
         between()
@@ -174,7 +174,7 @@ def test_aborted_request_frees_its_pages(make_engine):
     decode.step()
     assert decode.scheduler.pool.num_free == 94
     decode.abort("0")
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not decode.has_work():
             break
         assert not decode.step()

@@ -27,7 +27,7 @@ from tests.conftest import make_tiny
 from tests.qserve.model.live_bytes import LiveBytes
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
-from tests.qserve.parallel.shared_out import rank_runner
+from tests.qserve.parallel.sharded import rank_runner
 from tests.tiny_families import TINY_FAMILIES
 
 CPU = torch.device("cpu")

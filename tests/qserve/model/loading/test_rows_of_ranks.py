@@ -20,7 +20,7 @@ from qserve.model.resident.leaves import leaves
 from qserve.model.tp_plan import LinearShard
 from qserve.parallel.ranks import ALONE
 from tests.qserve.model.variants import edited
-from tests.qserve.parallel.in_threads import Meeting, ThreadCommunicator
+from tests.qserve.parallel.in_threads import ThreadCommunicator, ThreadGroup
 
 CPU = torch.device("cpu")
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -68,7 +68,7 @@ def loaded(monkeypatch):
 
     def run(folder, rank, size):
         model = read_model(EngineConfig(model=str(folder), device="cpu"))
-        ranks = dataclasses.replace(ALONE, communicator=ThreadCommunicator(Meeting(size), rank))
+        ranks = dataclasses.replace(ALONE, communicator=ThreadCommunicator(ThreadGroup(size), rank))
         reader = CheckpointReader(folder)
         spans.clear()
         decoder = load(

@@ -5,7 +5,7 @@ import torch
 from qserve.speculation.drafter import DEVICE_DRAFTERS
 
 
-class Prophet:
+class TableDrafter:
     """A DeviceDrafter without a model: the token after each pair of a position and its token."""
 
     aux_layers = ()
@@ -41,11 +41,11 @@ class Prophet:
 def install(monkeypatch, texts):
     """Draft by the texts wherever a draft model is asked for."""
     monkeypatch.setitem(DEVICE_DRAFTERS, "draft_model", f"{__name__}:build_installed")
-    monkeypatch.setattr("tests.qserve.speculation.prophet.TEXTS", texts)
+    monkeypatch.setattr("tests.qserve.speculation.table_drafter.TEXTS", texts)
 
 
 TEXTS = ()
 
 
 def build_installed(context):
-    return Prophet(TEXTS)
+    return TableDrafter(TEXTS)

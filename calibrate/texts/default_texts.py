@@ -15,7 +15,7 @@ from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt
 from calibrate.texts.excerpts import pieces, render
 from formats.errors import InputError
 
-SHIPPED_TEXTS = Path(__file__).parent / "texts.jsonl"
+DEFAULT_TEXTS = Path(__file__).parent / "texts.jsonl"
 MIN_EXCERPTS = 32  # excerpts that a run reads, or more
 
 
@@ -25,13 +25,13 @@ def excerpt_chars(samples: int, sequence_length: int) -> int:
     return CHARS_PER_TOKEN * max(1, num_tokens)
 
 
-def shipped_excerpts(tokenizer: Any, num_chars: int, seed: int) -> list[Excerpt]:
+def default_excerpts(tokenizer: Any, num_chars: int, seed: int) -> list[Excerpt]:
     """Return all excerpts of the default texts, with rendered chats, in the order of reading.
 
     The seed decides the order of the texts of a source, and of a text's excerpts.
     """
     draw = random.Random(seed)
-    lines = SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines()
+    lines = DEFAULT_TEXTS.read_text(encoding="utf-8").splitlines()
     kinds: dict[str, dict[str, list[list[Excerpt]]]] = {}
     for row in map(json.loads, lines):
         found = pieces(_text(row, tokenizer), num_chars)
@@ -48,7 +48,7 @@ def shipped_excerpts(tokenizer: Any, num_chars: int, seed: int) -> list[Excerpt]
 def endless_excerpts(tokenizer: Any, num_chars: int, seed: int) -> Iterator[Excerpt]:
     """Yield the excerpts of the default texts again and again."""
     while True:
-        yield from shipped_excerpts(tokenizer, num_chars, seed)
+        yield from default_excerpts(tokenizer, num_chars, seed)
 
 
 def _text(row: dict[str, Any], tokenizer: Any) -> str:
