@@ -14,9 +14,9 @@ import torch
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.files.model_path import is_gguf_folder
+from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
 from formats.files.tensor_entry import TensorEntry
-from formats.files.model_writer import open_writer
 from formats.float_view import DecodedEntry, rounded
 from formats.names import FLOAT_DTYPES
 from formats.table import count_text, size_text

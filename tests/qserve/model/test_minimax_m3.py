@@ -27,7 +27,7 @@ from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count
 from tests.qserve.model.variants import edited, relative
 from tests.qserve.parallel.in_threads import run_ranks
 from tests.qserve.parallel.test_context_parallel import TWO, prompt_of_rank
-from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.parallel.test_sharing import assert_sharded
 
 FAMILY = "minimax_m3"
 IDS = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
@@ -166,7 +166,7 @@ def test_calibrated_scales_of_pages(tiny_model, sees_all, tmp_path):
 def test_ranks_share_heads(tiny_model, monkeypatch, ranks):
     """Each rank selects for its own KV heads; with four ranks two have the same."""
     monkeypatch.setattr("tests.qserve.parallel.test_sharing.TOKENS", IDS[0, :60].tolist())
-    assert_shared_out(tiny_model(FAMILY), ranks)
+    assert_sharded(tiny_model(FAMILY), ranks)
 
 
 def test_ranks_that_divide_a_prompt(tiny_model):
