@@ -19,13 +19,13 @@ import torch
 from filelock import FileLock
 
 from calibrate.pipeline import quantize_checkpoint
-from formats.architecture.stored_form.deepseek_v4 import published
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qserve.config import EngineConfig
 from tests.tiny_families import TINY, TINY_FAMILIES
+from tests.tiny_families.published import names_by_published
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written by measure_slow_tests.py: they count as exhaustive.
@@ -354,20 +354,6 @@ def module_name(name: str, model_type: str) -> str:
     for stored, own in OWN_NAMES.get(model_type, STORED_NAMES).items():
         name = name.replace(stored, own)
     return name
-
-
-def names_by_published(model):
-    """Published name of a tensor of DeepSeek-V4 -> its name in transformers' modules.
-
-    Experts, which transformers stacks, have the names that `with_stacked_experts` reads.
-    """
-    names = {published(name): name for name in model.state_dict()}
-    for number in range(model.config.num_hidden_layers):
-        for expert in range(model.config.n_routed_experts):
-            for leaf in ("w1", "w2", "w3"):
-                name = f"experts.{expert}.{leaf}.weight"
-                names[f"layers.{number}.ffn.{name}"] = f"model.layers.{number}.mlp.{name}"
-    return names
 
 
 EXPERT = re.compile(

@@ -257,6 +257,7 @@ def test_caches_are_known_by_their_specs_alone():
     assert mixers == {
         *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention"),
         *(
+            "CompressedAttention",
             "Mamba1",
             "PlamoMamba",
             "Mamba2",

@@ -24,12 +24,11 @@ exhaustive = pytest.mark.exhaustive
 # beams write to shared pages.
 QUICK = {"docs": (11, 13, 54), "qwen3_5": (15,)}
 SEEDS, SEEDS_OF_DOCS = range(2), (*range(40), 54)
+OTHER_SEEDS = {"docs": SEEDS_OF_DOCS, "qwen3_5": range(24), "deepseek_v4": range(16)}
 CASES = [
     pytest.param(model, seed, marks=() if seed in QUICK.get(model, ()) else exhaustive)
     for model in ("docs", "w4a16", *(name for name in TINY_FAMILIES if name not in ROWS))
-    for seed in {"docs": SEEDS_OF_DOCS, "qwen3_5": range(24), "deepseek_v4": range(16)}.get(
-        model, SEEDS
-    )
+    for seed in OTHER_SEEDS.get(model, SEEDS)
 ]
 
 
