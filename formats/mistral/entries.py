@@ -31,9 +31,9 @@ class HeadsInHalves(TensorEntry):
         """Read the whole tensor. Raises CheckpointError."""
         return self.rows(0, self.shape[0])
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), most_bytes // self.dtype.itemsize
+        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
         for begin in range(0, len(values), count):
             yield begin, values[begin : begin + count]
 
