@@ -72,7 +72,7 @@ def dequantize_checkpoint(
     before, after = reader.num_bytes, 0
     decoded = [entry for entry in reader.entries.values() if type(entry) is not TensorEntry]
     least = sum(math.prod(entry.shape) * chosen.itemsize for entry in decoded)
-    with open_writer(target, reader, least_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
+    with open_writer(target, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         for name, entry in reader.entries.items():
             if isinstance(entry, DecodedEntry):  # rounded once, to the dtype chosen here
                 entry = replace(entry, dtype=torch.float32)

@@ -188,4 +188,4 @@ def test_interrupt_writes_results_so_far(tmp_path, monkeypatch):
 
 def test_more_layers_than_the_measured_model_has_are_refused(capsys):
     assert main(["bench", "quantize", "--layers", "33"]) == 1
-    assert "--layers: expected 1 to 32, found 33" in capsys.readouterr().err
+    assert "--layers 33: llama-3-8b has 32 layers (use at most 32)" in capsys.readouterr().err
