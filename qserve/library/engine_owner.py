@@ -77,7 +77,9 @@ class EngineOwner(ABC):
         activation_bits: Literal[8, 16] | None = None,
         quantization: str | None = None,
         quantization_config: str | dict[str, Any] | None = None,
-        load_format: Literal["auto", "dummy", "safetensors", "gguf", "bitsandbytes"] = "auto",
+        load_format: Literal[
+            "auto", "dummy", "safetensors", "gguf", "bitsandbytes", "mistral"
+        ] = "auto",
         seed: int = 0,
         **others: Unpack[VllmSettings],
     ) -> None:

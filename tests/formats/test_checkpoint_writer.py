@@ -122,8 +122,8 @@ def test_unwritable_target_is_an_input_error(tmp_path, source):
         writer.add("b", torch.zeros(4))
 
 
-@pytest.mark.parametrize("kind", ["empty folder", "link", "dot", "nested"])
-def test_targets_where_plain_rename_fails(tmp_path, source, kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["empty folder", "link", "nested"])
+def test_targets_where_plain_rename_fails(tmp_path, source, kind):
     target = real = tmp_path / "out"
     if kind == "nested":
         target = real = tmp_path / "a" / "b" / "out"
@@ -132,11 +132,7 @@ def test_targets_where_plain_rename_fails(tmp_path, source, kind, monkeypatch):
     if kind == "link":
         target = tmp_path / "link"
         target.symlink_to(real)
-    if kind == "dot":
-        monkeypatch.chdir(real)
-        target = Path(".")
     write(target, source)
-    monkeypatch.chdir(tmp_path)
     assert CheckpointReader(real).entries.keys() == tensors().keys()
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from qkernels.latent.selected.select import rows_and_positions
+from qkernels.attention.selected.order import rows_and_positions
 from qserve.model.blocks.attention import StepInputs
 
 
