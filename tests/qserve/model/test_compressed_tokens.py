@@ -16,6 +16,7 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
 from formats.architecture.stored_form.deepseek_v4 import published
 from formats.checkpoint import CheckpointReader
+from formats.dequantize import dequantize_checkpoint
 from formats.errors import CheckpointError, InputError
 from formats.layouts import decode_linear
 from formats.quant_config import QuantConfig
@@ -256,6 +257,18 @@ def test_published_weights_in_float8_and_mxfp4(folder, tmp_path, experts, expone
     assert isinstance(attention.q_b_proj, QuantLinear)
     assert attention.o_a.flatten(0, 1).equal(values["layers.1.attn.wo_a.weight"])
     assert attention.indexer.wq_b.weight.equal(values["layers.1.attn.indexer.wq_b.weight"])
+    decoded = tmp_path / "decoded"
+    dequantize_checkpoint(copy, decoded, dtype="float32")
+    assert relative(logits_of_transformers(decoded), logits_of_transformers(floats)) == 0
+    results = [tmp_path / "of_codes", tmp_path / "of_floats"]
+    for source, target in zip((copy, decoded), results, strict=True):
+        quantize_checkpoint(
+            source, target, scheme=Scheme.parse("w4a16-sym-g32"), recipe="rtn", progress=False
+        )
+    of_codes, of_floats = (CheckpointReader(target) for target in results)
+    coded = [name for name in of_floats.entries if name.endswith("weight_packed")]
+    assert len(coded) > 50 and of_codes.entries.keys() == of_floats.entries.keys()
+    assert all(of_codes.get(name).equal(of_floats.get(name)) for name in coded)
     # inputs are rounded to float8, too, and near scores may change places
     assert relative(llm.logits(IDS[0].tolist()), logits_of_transformers(floats)) < 0.3
 
