@@ -22,7 +22,7 @@ class QuantizeBenchSettings:
         "such as cuda:0,cuda:1",
     )
     gpu_memory: float | None = setting(
-        None, "GB that PyTorch may reserve on each GPU; needing more is an error", low=1
+        None, "GB that PyTorch may reserve on each GPU; needing more is an error", above=0
     )
     output_json: str | None = setting(None, "output file of the result")
 

@@ -21,16 +21,17 @@ def setting(
     many: bool = False,
     low: float | None = None,
     high: float | None = None,
+    above: float | None = None,
     aliases: Mapping[str, str | None] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag, or a positional argument.
 
     A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
-    and `high`: bounds of a number, inclusive. `aliases`: other names of choices, or texts for a
-    number; None means the default.
+    and `high`: bounds of a number, inclusive; `above`: a lower bound, exclusive. `aliases`: other
+    names of choices, or texts for a number; None means the default.
     """
     metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
-    metadata |= {"low": low, "high": high, "aliases": aliases or {}}
+    metadata |= {"low": low, "high": high, "above": above, "aliases": aliases or {}}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,6 +59,8 @@ def check_settings(config: object) -> None:
         if low is not None and not low <= value <= (math.inf if high is None else high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"
             raise InputError(flag, f"expected {expected}, found {value}")
+        if allowed.get("above") is not None and not value > allowed["above"]:
+            raise InputError(flag, f"expected more than {allowed['above']}, found {value}")
 
 
 def check_key(source: str, key: str) -> None:

@@ -58,13 +58,13 @@ class ServeBenchSettings(MetricSettings):
         None, "model name in requests; default: the same as --model"
     )
     request_rate: float = setting(
-        math.inf, "requests per second; inf: as fast as --max-concurrency allows", low=0
+        math.inf, "requests per second; inf: as fast as --max-concurrency allows", above=0
     )
     burstiness: float = setting(
         1.0,
         "shape of the gamma distribution of the intervals between requests: 1 is a Poisson "
         "process, less is burstier, inf means equal intervals",
-        low=0,
+        above=0,
     )
     ramp_up_strategy: str | None = setting(
         None, "how the rate rises from --ramp-up-start-rps to --ramp-up-end-rps", RAMP_UPS
@@ -145,11 +145,6 @@ class ServeBenchSettings(MetricSettings):
                     "--ramp-up-start-rps",
                     "expected less than --ramp-up-end-rps, above 0 if exponential,"
                     f" found {ramp[0]}",
-                )
-        for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0:
-                raise InputError(
-                    f"--{name.replace('_', '-')}", "expected a number above 0, found 0"
                 )
 
     @property
