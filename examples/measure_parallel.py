@@ -9,10 +9,10 @@ cp (the tokens of a long prompt are divided). Parts are:
 
 - check-tp2, -tp4, -tp8, -tp2-pp2: the bundled model in W4A16. Tokens and logits of several ranks
   are compared with those of one, and with tp2 those after a prompt that two ranks divide.
-- 70b, 70b-w8a8, 8b, and the mixtures of experts qwen3-30b, gpt-oss-120b and glm-4.5-air: the shape
-  of Llama-3-70B and so on, with random weights in W4A16 unless the name says otherwise. Printed
-  are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of 8000;
-  output tokens/s of --requests concurrent requests of 256 tokens in, 128 out.
+- 70b, 70b-w8a8, 70b-w4a8, 8b, and the mixtures of experts qwen3-30b, gpt-oss-120b and glm-4.5-air:
+  the shape of Llama-3-70B and so on, with random weights in W4A16 unless the name says otherwise.
+  Printed are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of
+  8000; output tokens/s of --requests concurrent requests of 256 tokens in, 128 out.
 - 8b-long: time to the first token after a prompt of 64000.
 - 70b-tp2-prompt, 8b-tp2-prompt and so on: ms to the first token of a prompt of 8000, and of one of
   4000, with sums over GPUs that run during the products and without, in turn in one run.
@@ -70,6 +70,7 @@ EXPERTS = ("ep8", "tp8", "ep4", "tp4", "ep2", "tp2", "tp1")
 MODELS: dict[str, Model] = {
     "70b": Model(shape="llama-3-70b", layouts=DENSE, seconds=300),
     "70b-w8a8": Model(shape="llama-3-70b", layouts=DENSE, seconds=300, scheme="w8a8"),
+    "70b-w4a8": Model(shape="llama-3-70b", layouts=DENSE, seconds=300, scheme="w4a8"),
     "8b": Model(shape="llama-3-8b", layouts=("tp4", "tp2", "tp1"), seconds=200),
     "qwen3-30b": Model(shape="qwen3-30b-a3b", layouts=EXPERTS, seconds=200),
     "gpt-oss-120b": Model(shape="gpt-oss-120b", layouts=EXPERTS, seconds=300, scheme="w4a16-mxfp4"),
@@ -96,7 +97,7 @@ PARTS: dict[str, tuple[str, str]] = {
     f"{CHECK}-{layout}": (CHECK, layout) for layout in ("tp2", "tp2-pp2", "tp4", "tp8")
 } | {f"{name}-{layout}": (name, layout) for name, of in MODELS.items() for layout in of.layouts}
 PROMPT = "-prompt"  # end of the name of a part that compares long prompts
-PARTS |= {f"{name}-tp2{PROMPT}": (name, "tp2") for name in ("70b", "70b-w8a8", "8b")}
+PARTS |= {f"{name}-tp2{PROMPT}": (name, "tp2") for name in ("70b", "70b-w8a8", "70b-w4a8", "8b")}
 PROMPT_LENGTHS = (8000, 4000)
 LONG_PROMPT = 64000
 DIVIDED = {CONTEXT: 2, "prefill_context_parallel_min_tokens": 8}
