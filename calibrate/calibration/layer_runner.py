@@ -175,7 +175,7 @@ class LayerRunner:
                 own = experts.module if hasattr(module, experts.module or "-") else "mlp"
                 own = own if experts.module else ""  # the layer itself
                 mixture = module.get_submodule(own)
-                mixture.experts = self._experts(mixture, all_experts)
+                mixture.experts = self._experts(mixture, layer, all_experts)
                 if experts.scaled_inputs:
                     mixture = ScaledMixture(mixture)
                     setattr(module, own, mixture)
@@ -239,9 +239,9 @@ class LayerRunner:
                         )
         return module.train(False).requires_grad_(False)
 
-    def _experts(self, mixture: nn.Module, all_tokens: bool) -> nn.Module:
+    def _experts(self, mixture: nn.Module, layer: int, all_tokens: bool) -> nn.Module:
         """Return the experts of a mixture, which has them under the checkpoint's names."""
-        given = self.layer_map, self.config, self.raw_config, all_tokens
+        given = self.layer_map, self.config, self.raw_config, layer, all_tokens
         if not self.layer_map.experts.media_inner:
             return Experts(*given)
         found: list[nn.Module] = []

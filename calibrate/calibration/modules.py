@@ -86,6 +86,7 @@ class Experts(nn.ModuleList):
         layer_map: LayerMap,
         config: Any,
         raw_config: dict[str, Any],
+        layer: int,
         all_tokens: bool = False,
         of_media: bool = False,
     ) -> None:
@@ -115,7 +116,9 @@ class Experts(nn.ModuleList):
         # The activation is also a submodule, so len(self) and iteration would include it.
         self.activation = ACT2FN[getattr(config, row.activation_key or "-", row.activations[0])]
         self.all_tokens = all_tokens
-        self.limit = config.swiglu_limit if experts.limits_gates else None
+        limits = raw_config.get(experts.limits_key) or []
+        self.limit = limits[layer] or None if layer < len(limits) else None
+        self.limits_gates = experts.limits_gates
 
     def forward(
         self, hidden_TD: torch.Tensor, expert_TC: torch.Tensor, share_TC: torch.Tensor
@@ -140,10 +143,13 @@ class Experts(nn.ModuleList):
             alpha, limit = self.clamp
             gate, up = made[0].clamp(max=limit), made[1].clamp(-limit, limit)
             return (up + 1) * gate * torch.sigmoid(alpha * gate)
-        if self.limit is not None:
-            made = [made[0].clamp(max=self.limit), made[1].clamp(-self.limit, self.limit)]
-        inner_TI = self.activation(made[0])
-        return inner_TI * made[1] if self.gated else inner_TI
+        if self.limit is None:
+            inner_TI = self.activation(made[0])
+            return inner_TI * made[1] if self.gated else inner_TI
+        gate, up = made[0], made[1].clamp(-self.limit, self.limit)
+        if self.limits_gates:
+            return self.activation(gate.clamp(max=self.limit)) * up
+        return self.activation(gate).clamp(max=self.limit) * up
 
 
 class ScaledMixture(nn.Module):

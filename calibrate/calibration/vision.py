@@ -221,9 +221,10 @@ class VisionModel:
         # Without the dtype: the frequencies of rotations stay in float32.
         self._model = loaded.to(device).train(False).requires_grad_(False)
         stated = getattr(config.get_text_config(), "use_bidirectional_attention", None)
-        self._in_windows = stated == "vision" and config.model_type == "gemma4"
+        is_stated = stated == "vision"
+        self._in_windows = is_stated and config.model_type == "gemma4"
         has_kinds = "token_type_ids" in inspect.signature(loaded.forward).parameters
-        self._is_mutual = has_kinds or self._in_windows
+        self._is_mutual = has_kinds or is_stated
         self.device, self.dtype = device, dtype
 
     @property
