@@ -87,14 +87,16 @@ def mistral4():
     )
 
 
-def with_text(config_class, family, model_type=None, vision=None, **changed):
-    """A whole model around the text model of a tiny family."""
+def with_text(config_class, family, model_type=None, vision=None, token=None, **changed):
+    """A whole model around the text model of a tiny family; `token`: its `image_token_id`."""
 
     def make():
         text = {**TEXT, **TINY_FAMILIES.get(family, ("", {}))[1], **changed}
         text["model_type"] = model_type or family
         return getattr(transformers, config_class)(
-            text_config=text, vision_config=VISION if vision is None else vision
+            text_config=text,
+            vision_config=VISION if vision is None else vision,
+            **({} if token is None else {"image_token_id": token}),
         )
 
     return make
@@ -148,7 +150,7 @@ TEXT_ALONE = {
         vision={**VISION, "image_size": [32, 32], "patch_size": [16, 16]},
     ),
     "minicpm-v 4.6": with_text(
-        "MiniCPMV4_6Config", "qwen3_5", "qwen3_5_text", {**VISION, "insert_layer_id": 0}
+        "MiniCPMV4_6Config", "qwen3_5", "qwen3_5_text", {**VISION, "insert_layer_id": 0}, 511
     ),
     "llava-next": with_text(
         "LlavaNextConfig", "mistral", vision={**VISION, "model_type": "clip_vision_model"}
