@@ -78,7 +78,11 @@ class UnevenAttention(Attention):
         """Return o_proj of the gated attention of `q`, queries after rope, over the cache."""
         out_THV = self._scored(q, step, cache, None)[..., : self.value_dim]
         if gate is not None:
-            factors = self.activation(gate.float()).to(out_THV.dtype)
-            out_THV = out_THV * factors.unflatten(1, (self.num_heads, -1))
+            gate_THV = gate.float().unflatten(1, (self.num_heads, -1))
+            if gate.device.type == "cpu":
+                # There the bits of an activation depend on its index in a SIMD vector, so that of
+                # a head's only gate is computed for the whole head.
+                gate_THV = gate_THV.expand_as(out_THV).contiguous()
+            out_THV = out_THV * self.activation(gate_THV).to(out_THV.dtype)
         output = self.o_proj.plan(q.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)

@@ -310,8 +310,12 @@ class LatentAttention(torch.nn.Module):
         else:
             out_THV = self._split(q_n_THP, q_THE, cache, step.split)
         if self.gates is not None:
-            gates_TH = reduced(self.gates(read_TC))
-            out_THV = out_THV * gates_TH.float().sigmoid().to(out_THV.dtype)[..., None]
+            gates_TH1 = reduced(self.gates(read_TC)).float()[..., None]
+            if gates_TH1.device.type == "cpu":
+                # The bits of a sigmoid depend on its index in a SIMD vector there, so it is
+                # computed for whole heads.
+                gates_TH1 = gates_TH1.expand_as(out_THV).contiguous()
+            out_THV = out_THV * gates_TH1.sigmoid().to(out_THV.dtype)
         output = self.o_proj.plan(made.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)
 
