@@ -1,6 +1,6 @@
 """Selection of blocks of keys by an indexer, and attention over the selected blocks.
 
-Each function checks its arguments, then runs a kernel.
+Each function checks its arguments, then runs a kernel. Dims:
 
     T  rows of a step          J  KV heads, each with a head of the indexer
     R  requests                D  numbers of the indexer's keys

@@ -120,7 +120,7 @@ def test_solved_weights_of_windows_with_selected_keys(tiny_model, transformers_m
 
 @pytest.fixture(scope="module")
 def sees_all(tiny_model, tmp_path_factory):
-    """The same weights, with queries that see all keys."""
+    """Return a copy whose queries see all keys."""
     folder = tmp_path_factory.mktemp("all") / "model"
 
     def change(config):
