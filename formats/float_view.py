@@ -4,7 +4,7 @@ So a model that is published only in 8 bits, such as DeepSeek-V3, can be quantiz
 checkpoint can be written as floats (`qserve convert --format float`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from formats.codecs import mxfp4
 from formats.codecs.kv_cache import KV_SCALE_NAMES
 from formats.errors import CheckpointError
 from formats.families import family_of
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 from formats.layouts import (
     decode_dense,
     layout_of,
@@ -32,7 +32,7 @@ DEFAULT_DTYPE = torch.bfloat16  # if config.json states none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedEntry(TensorEntry):
+class DecodedEntry(ComputedEntry):
     """A tensor of floats that is decoded when it is read. `num_bytes` is its size in the file."""
 
     tensors: Mapping[str, TensorEntry]  # by the names that the decoder expects
@@ -54,12 +54,6 @@ class DecodedEntry(TensorEntry):
                 self.name.removesuffix(".weight"), tensors, self.config
             ).weight_NK
         return self._rounded(decoded)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.read()[start:stop]
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        yield 0, self.read()
 
     def _rounded(self, decoded: torch.Tensor) -> torch.Tensor:
         if tuple(decoded.shape) != self.shape:

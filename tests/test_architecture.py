@@ -257,6 +257,7 @@ def test_caches_are_known_by_their_specs_alone():
     assert mixers == {
         *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention"),
         *(
+            "BlockAttention",
             "CompressedAttention",
             "Mamba1",
             "PlamoMamba",
@@ -267,7 +268,7 @@ def test_caches_are_known_by_their_specs_alone():
             "SideBySide",
         ),
     }
-    assert caches == {"IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
+    assert caches == {"IndexedKv", "IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):
             continue

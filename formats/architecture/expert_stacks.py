@@ -18,7 +18,7 @@ Legend: E experts, N outputs, K inputs, I inner size, H hidden size.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from formats.architecture.family import EITHER_ORDER
 from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 # suffix of the stack's name -> field of a linear
 FIELDS = {
@@ -327,7 +327,7 @@ def _columns(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnsEntry(TensorEntry):
+class ColumnsEntry(ComputedEntry):
     """Columns of a matrix of a file, read as rows. `offset` is the position of the matrix."""
 
     start: int  # index of the first column
@@ -339,13 +339,3 @@ class ColumnsEntry(TensorEntry):
         data = self.read_bytes(0, rows * self.columns * self.dtype.itemsize)
         matrix_KN = data.view(self.dtype).reshape(rows, self.columns)
         return matrix_KN[:, self.start : self.start + count].T.contiguous()
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop`; this reads the whole matrix. Raises CheckpointError."""
-        return self.read()[start:stop]
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, size = self.read().flatten(), max_bytes // self.dtype.itemsize
-        for begin in range(0, len(values), size):
-            yield begin, values[begin : begin + size]

@@ -2,9 +2,9 @@
 
 AWQ and SmoothQuant multiply the weights of a linear's input channels and divide what precedes them,
 a norm or another linear, by the same factors. The model's function stays the same, but the inputs
-and outputs of single linears change, and so an adapter trained on the float model does not fit. For
-a linear with weight W [N, K] in the float model and diag(1 / o) W diag(i) in the checkpoint, this
-file holds i [K] as NAME.inputs and o [N] as NAME.outputs, in float32. Factors of 1 are left out.
+and outputs of single linears change, and so an adapter trained on the float model does not fit. A
+weight W [N, K] of the float model is diag(1 / o) W diag(i) in the checkpoint. This file holds i [K]
+as NAME.inputs and o [N] as NAME.outputs, in float32. Factors of 1 are left out.
 
 The file has the layout of safetensors files. Its name does not end in .safetensors, because vLLM
 and SGLang load every file with that ending as weights.

@@ -1,8 +1,9 @@
 """Entries of a checkpoint: the location of a tensor, which is read on request."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,6 +73,26 @@ class TensorEntry:
         except OSError as error:
             raise CheckpointError(str(self.file), f"cannot be read: {error.strerror}") from None
         return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedEntry(TensorEntry):
+    """A tensor whose values differ from the bytes in the file. Subclasses define `read`."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`; this reads the whole tensor. Raises CheckpointError."""
+        return self.read()[start:stop]
+
+    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
+        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
+        for begin in range(0, len(values), count):
+            yield begin, values[begin : begin + count]
+
+
+def header_of(entry: TensorEntry) -> dict[str, Any]:
+    """Return what a header states of a tensor, as arguments of an entry of another class."""
+    return {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
 
 
 def follows(entry: TensorEntry, before: TensorEntry) -> bool:

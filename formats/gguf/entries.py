@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from formats.architecture.family import Family
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 from formats.gguf import kernel_forms
 from formats.gguf.blocks import decode_rows
 from formats.gguf.kernel_forms import CODES, SCALES, form_of
@@ -132,7 +132,7 @@ def _part_below(entry: GgufEntry) -> GgufEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedEntry(TensorEntry):
+class JoinedEntry(ComputedEntry):
     """kv_b_proj of latent attention, which the file stores as keys and values by head."""
 
     keys: GgufEntry  # [heads * latent, key]
@@ -149,14 +149,6 @@ class JoinedEntry(TensorEntry):
         keys, values = (part.read().unflatten(0, (self.heads, -1)) for part in self.parts)
         return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1).contiguous()
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read and decode rows `start` to `stop`. Raises CheckpointError."""
-        return self.read()[start:stop]
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (0, all values)."""
-        yield 0, self.read()
-
     @property
     def parts(self) -> tuple[GgufEntry, GgufEntry]:
         """The entries of keys and values, in the form of the file."""
@@ -164,20 +156,13 @@ class JoinedEntry(TensorEntry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalarEntry(TensorEntry):
+class ScalarEntry(ComputedEntry):
     """Tensor of one number, which the metadata contain."""
 
     value: float
 
     def read(self) -> torch.Tensor:
         return torch.full(self.shape, self.value, dtype=self.dtype)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.read()[start:stop]
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (0, the number)."""
-        yield 0, self.read().flatten()
 
 
 def make_scalars(

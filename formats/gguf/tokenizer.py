@@ -6,7 +6,7 @@ transformers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from formats.errors import CheckpointError
@@ -134,7 +134,7 @@ def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
         },
         "post_processor": _ends(vocabulary, row.adds_bos) or _bytes_of_words(),
         "decoder": _bytes_of_words(),
-        "model": _bpe(vocabulary, _listed_merges(vocabulary), ignore_merges=row.ignore_merges),
+        "model": bpe(vocabulary.ids, _listed_merges(vocabulary), ignore_merges=row.ignore_merges),
     }
 
 
@@ -168,7 +168,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     unknown = vocabulary.token("unknown_token_id")
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None) if unknown is None else unknown
     merges = _listed_merges(vocabulary) if listed else derived_merges(vocabulary)
-    model = _bpe(vocabulary, merges)
+    model = bpe(vocabulary.ids, merges)
     model |= {
         "unk_token": None if unknown is None else vocabulary.texts[unknown],
         "fuse_unk": True,
@@ -198,9 +198,10 @@ def _respell_spaces(vocabulary: Vocabulary) -> None:
 BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _sentence_piece}
 
 
-def _bpe(
-    vocabulary: Vocabulary, merges: list[tuple[str, str]], *, ignore_merges: bool = False
+def bpe(
+    ids: Mapping[str, int], merges: list[tuple[str, str]], *, ignore_merges: bool = False
 ) -> dict[str, Any]:
+    """Return the model of a tokenizer.json that joins pairs of tokens."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -210,7 +211,7 @@ def _bpe(
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": ignore_merges,
-        "vocab": vocabulary.ids,
+        "vocab": ids,
         "merges": merges,
     }
 

@@ -1,19 +1,19 @@
 """Tensors of Mistral's files under transformers' names, with rows in transformers' order."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from formats.errors import CheckpointError
 from formats.files.safetensors_header import read_header
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry, header_of
 from formats.mistral.names import Heads, NameMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadsInHalves(TensorEntry):
+class HeadsInHalves(ComputedEntry):
     """Tensor in which the even rows of each head come before the odd ones (names.py)."""
 
     heads: Heads
@@ -30,12 +30,6 @@ class HeadsInHalves(TensorEntry):
     def read(self) -> torch.Tensor:
         """Read the whole tensor. Raises CheckpointError."""
         return self.rows(0, self.shape[0])
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
-        for begin in range(0, len(values), count):
-            yield begin, values[begin : begin + count]
 
 
 def read_headers(files: list[Path]) -> dict[str, TensorEntry]:
@@ -59,6 +53,5 @@ def presented(stored: Mapping[str, TensorEntry], names: NameMap) -> dict[str, Te
         if heads is None:
             found[own] = replace(entry, name=own)
         else:
-            values = {each.name: getattr(entry, each.name) for each in fields(TensorEntry)}
-            found[own] = HeadsInHalves(**{**values, "name": own}, heads=heads)
+            found[own] = HeadsInHalves(**{**header_of(entry), "name": own}, heads=heads)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from formats.files.json_file import read_json
+from formats.gguf.tokenizer import bpe
 
 MAX_BYTES = 2**27  # published files have up to 20 MB
 MAX_TOKEN = 2**10  # longest token, in bytes
@@ -95,18 +96,8 @@ class Tekken:
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
             "post_processor": starts_with("<s>", vocabulary) or byte_level,
             "decoder": byte_level,
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": True,  # a word that is a token is never cut
-                "vocab": vocabulary,
-                "merges": self._merges(texts),
-            },
+            # a word that is a token is never cut
+            "model": bpe(vocabulary, self._merges(texts), ignore_merges=True),
         }
 
     def _merges(self, texts: list[str]) -> list[tuple[str, str]]:

@@ -1,11 +1,12 @@
 """Group scales that are whole multiples of one number per row, the unit.
 
-    scale[n, g] = multiple[n, g] * unit[n]        multiple -15 to 15
+    scale[n, g] = multiple[n, g] * unit[n]
 
-With symmetric 4-bit codes, (code - 8) * multiple is then an integer from -120 to 120, so a weight
-in groups is an int8 weight with one scale per row. Products with int8 inputs are summed as integers
-to the end, where scales of groups need a float32 total (Lin et al., "QServe: W4A8KV4 Quantization
-and System Co-design for Efficient LLM Serving", 2024: progressive group quantization).
+Multiples are from -15 to 15. With symmetric 4-bit codes, (code - 8) * multiple is an integer from
+-120 to 120. So a weight in groups is an int8 weight with one scale per row. Products with int8
+inputs are summed as integers to the end, where scales of groups need a float32 total (Lin et al.,
+"QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving", 2024: progressive
+group quantization).
 
 A multiple has 4 bits. A unit has so few significant bits that every product is exact in the dtype
 of scales: 7 in float16, 4 in bfloat16. Files state nothing of this: the scales are ordinary ones,

@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from formats.architecture.stored_form.float_blocks import PowerOfTwo
 from formats.checkpoint import CheckpointReader, read_header, read_json
 from formats.errors import CheckpointError
+from formats.files.tensor_entry import header_of
 
 
 def entry(dtype: str = "F32", shape=(2, 2), offsets=(0, 16)) -> dict:
@@ -233,3 +235,16 @@ def test_dangling_link_is_reported_missing(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
     with pytest.raises(CheckpointError, match="model.safetensors: not found"):
         CheckpointReader(tmp_path)
+
+
+def test_exponents_are_read_as_powers_of_two_in_blocks(tmp_path):
+    """Bytes that would be no number as float32."""
+    exponents = torch.tensor([[128, 128, 128, 127]], dtype=torch.uint8)
+    file = tmp_path / "model.safetensors"
+    save_file({"scale": exponents.view(torch.float8_e8m0fnu)}, file)
+    stored = read_header(file)["scale"]
+    found = PowerOfTwo(**{**header_of(stored), "dtype": torch.float32})
+    runs = list(found.blocks(8))
+    assert [begin for begin, _ in runs] == [0, 2]
+    assert torch.equal(torch.cat([values for _, values in runs]), torch.tensor([2.0, 2, 2, 1]))
+    assert torch.equal(found.rows(0, 1), torch.tensor([[2.0, 2, 2, 1]]))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from formats.architecture.stored_form.fused_qkv import with_queries_apart
 from formats.architecture.stored_form.joined_rows import with_stated_rows
 from formats.architecture.stored_form.normalized_head import with_normalized_head
 from formats.families import family_of
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import TensorEntry, header_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,5 +85,4 @@ def transposed_names(
 def _exchanged(entry: Any) -> Any:
     if not isinstance(entry, TensorEntry):
         return entry.transposed()  # a tensor in memory (MemoryTensors)
-    values = {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
-    return TransposedEntry(**{**values, "shape": entry.shape[::-1]})
+    return TransposedEntry(**{**header_of(entry), "shape": entry.shape[::-1]})

@@ -12,18 +12,14 @@ from typing import Any
 import torch
 
 from formats.architecture.stored_form.float_blocks_config import KEY, METHOD
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry, header_of
 
 EXPONENT = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PowerOfTwo(TensorEntry):
+class PowerOfTwo(ComputedEntry):
     """Exponents of a file (E8M0), presented as float32 numbers."""
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop`."""
-        return self.read()[start:stop]
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -48,7 +44,6 @@ def in_groups(config: Mapping[str, Any], entries: dict[str, TensorEntry]) -> dic
             del found[f"{module}.weight"]
             scale = replace(scale, dtype=torch.uint8)
         elif scale.dtype == EXPONENT:
-            values = {key: getattr(scale, key) for key in TensorEntry.__dataclass_fields__}
-            scale = PowerOfTwo(**{**values, "dtype": torch.float32})
+            scale = PowerOfTwo(**{**header_of(scale), "dtype": torch.float32})
         found[f"{module}.weight_scale"] = scale
     return found

@@ -9,7 +9,7 @@ Legend: N rows, K columns, n rows of a shard.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,7 +20,7 @@ from formats.architecture.family import Family
 from formats.architecture.sizes import is_size, size
 from formats.codecs.config_fields import BLOCK
 from formats.errors import CheckpointError
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 LAYOUT, FUSED, APART = "attention_projection_layout", "fused_qkv", "split"
 FAMILY = "mimo_v2_flash"
@@ -29,7 +29,7 @@ _SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedRows(TensorEntry):
+class ShardedRows(ComputedEntry):
     """Some rows of each shard of a fused matrix. `offset`: not used."""
 
     fused: TensorEntry
@@ -41,16 +41,6 @@ class ShardedRows(TensorEntry):
     def read(self) -> torch.Tensor:
         """Read all rows. Raises CheckpointError."""
         return rows_of_shards(self.fused, self.scales, self)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop`, and the others with them. Raises CheckpointError."""
-        return self.read()[start:stop]
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
-        for begin in range(0, len(values), count):
-            yield begin, values[begin : begin + count]
 
 
 def rows_of_shards(fused: Any, scales: Any, part: Any) -> torch.Tensor:

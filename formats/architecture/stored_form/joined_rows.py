@@ -6,7 +6,7 @@ are the same, one after the other.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,11 +15,11 @@ import torch
 
 from formats.architecture.family import Family
 from formats.architecture.sizes import size
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedRows(TensorEntry):
+class JoinedRows(ComputedEntry):
     """Rows of several tensors that follow each other. `offset`: not used."""
 
     parts: tuple[TensorEntry, ...]
@@ -39,12 +39,6 @@ class JoinedRows(TensorEntry):
     def read(self) -> torch.Tensor:
         """Read all rows. Raises CheckpointError."""
         return self.rows(0, self.shape[0])
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
-        for begin in range(0, len(values), count):
-            yield begin, values[begin : begin + count]
 
 
 def with_stated_rows(

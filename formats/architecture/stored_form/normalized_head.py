@@ -5,7 +5,7 @@ normalized weight, and state so under another key: a weight update brings heads 
 are not normalized. A program that normalizes a head again changes no more than last bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 
 from formats.architecture.family import Family
 from formats.families import family_of
-from formats.files.tensor_entry import TensorEntry
+from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 IS_NORMALIZED = "head_is_normalized"  # key of config.json, true if the stored head is normalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormalizedEntry(TensorEntry):
+class NormalizedEntry(ComputedEntry):
     """Matrix of a file, divided by its norms along a dim."""
 
     dim: int
@@ -33,12 +33,6 @@ class NormalizedEntry(TensorEntry):
     def read(self) -> torch.Tensor:
         """Read the whole matrix. Raises CheckpointError."""
         return self._normalized(TensorEntry.read(self))
-
-    def blocks(self, max_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
-        values, count = self.read().flatten(), max_bytes // self.dtype.itemsize
-        for begin in range(0, len(values), count):
-            yield begin, values[begin : begin + count]
 
     def _normalized(self, weight_VC: torch.Tensor) -> torch.Tensor:
         made = torch.nn.functional.normalize(weight_VC.float(), dim=self.dim)

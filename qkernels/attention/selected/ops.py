@@ -1,12 +1,10 @@
 """Selection of blocks of keys by an indexer, and attention over the selected blocks.
 
-Each function checks its arguments, then runs a kernel. Dims:
+Each function checks its arguments, then runs a kernel.
 
-    T  rows of a step          J  KV heads, each with a head of the indexer
-    R  requests                D  numbers of the indexer's keys
-    H  query heads             Y  blocks of keys
-    P  pages                   S  selected blocks
-    B  tokens of a page        X  pages of a block table
+T: rows of a step. R: requests. H: query heads. J: KV heads, each with a head of the indexer. D:
+numbers of the indexer's keys. P: pages. B: tokens of a page. X: pages of a block table. Y: blocks
+of keys. S: selected blocks.
 """
 
 from dataclasses import replace

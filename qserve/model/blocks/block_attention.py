@@ -29,10 +29,17 @@ from qkernels.attention.selected.order import MAX_BYTES
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
-from qkernels.operands.split_k import LinearOutput, reduced
+from qkernels.operands.split_k import LinearOutput
 from qkernels.warm_up import decode_boundaries
 from qserve.model.blocks.attention import Attention, PagedKvSpec, StepInputs, announce_written
-from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.linear import (
+    FLOAT_PLAN,
+    Linear,
+    LinearPlan,
+    Product,
+    applied,
+    products_of,
+)
 from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
@@ -124,8 +131,8 @@ class BlockIndexer(torch.nn.Module):
 
     def forward(self, x_TC: torch.Tensor, step: StepInputs, keys_PBD: torch.Tensor) -> torch.Tensor:
         """Write the tokens' keys to `keys_PBD`. Returns their queries [T, J, D]."""
-        k_TD, _ = self.k_norm(_applied(self.k_proj, x_TC), None, None)
-        q_XD = _applied(self.q_proj, x_TC).reshape(-1, self.width)
+        k_TD, _ = self.k_norm(applied(self.k_proj, x_TC), None, None)
+        q_XD = applied(self.q_proj, x_TC).reshape(-1, self.width)
         q_TJD = self.q_norm(q_XD, None, None)[0].view(len(x_TC), -1, self.width)
         cos_sin, positions_T = self.rotary.cos_sin, step.rope_positions_T
         positions_T = step.positions_T if positions_T is None else positions_T
@@ -133,11 +140,6 @@ class BlockIndexer(torch.nn.Module):
         q_TJD, k_T1D = ops.apply_rope(q_TJD, k_TD[:, None], *table)
         ops.write_index_keys_(k_T1D[:, 0], keys_PBD, step.slots_T)
         return q_TJD
-
-
-def _applied(linear: Linear, x_TC: torch.Tensor) -> torch.Tensor:
-    plan = linear.plan(x_TC.shape[0])
-    return reduced(linear(ops.in_form(x_TC, plan.input), plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from qkernels.moe.experts import PreparedExperts
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.limbs import Limbs
-from qkernels.operands.split_k import Consumer, LinearOutput
+from qkernels.operands.split_k import Consumer, LinearOutput, reduced
 from qserve.parallel import row_chunks
 from qserve.parallel.communicator import Communicator, RankPartial
 from qserve.parallel.gather import gathered_columns
@@ -266,6 +266,12 @@ class AdaptedLinear(torch.nn.Module):
 
 Linear = FloatLinear | QuantLinear | SplitLinear | RowParallel | GatheredLinear | AdaptedLinear
 Product = tuple[PreparedWeight | PreparedExperts, Consumer | None]
+
+
+def applied(linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output as a tensor; the input is a tensor too."""
+    plan = linear.plan(x_TK.shape[0])
+    return reduced(linear(ops.in_form(x_TK, plan.input), plan))
 
 
 def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:

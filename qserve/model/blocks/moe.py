@@ -13,12 +13,14 @@ from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import TINY, Routes, Routing
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.gates import repeated
 from qserve.model.blocks.linear import (
     FLOAT_PLAN,
     FloatLinear,
     Linear,
     LinearPlan,
     Product,
+    applied,
     products_of,
 )
 from qserve.model.blocks.mlp import Mlp
@@ -117,15 +119,8 @@ class SharedExpert(torch.nn.Module):
             return out_TC
         share_T1 = self.gate(x_TC)
         if self.gate.fixed_order and share_T1.device.type == "cpu":
-            # On a CPU the bits of a sigmoid depend on its index in a SIMD vector, so it is computed
-            # for whole rows.
-            share_T1 = share_T1.expand_as(out_TC).contiguous()
+            share_T1 = repeated(share_T1, out_TC)
         return torch.sigmoid(share_T1) * out_TC
-
-
-def _applied(linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
-    plan = linear.plan(x_TK.shape[0])
-    return reduced(linear(ops.in_form(x_TK, plan.input), plan))
 
 
 class MoeMlp(torch.nn.Module):
@@ -190,8 +185,8 @@ class MoeMlp(torch.nn.Module):
             x_TC = x_TC * routes.weights_Mk.to(x_TC.dtype)
             routes = routes._replace(weights_Mk=torch.ones_like(routes.weights_Mk))
         if self.before is not None:
-            out_TC = ops.experts(_applied(self.before, x_TC), routes, self.experts)
-            out_TC = _applied(self.after, reduced(out_TC))
+            out_TC = ops.experts(applied(self.before, x_TC), routes, self.experts)
+            out_TC = applied(self.after, reduced(out_TC))
             out_TC = out_TC if shared_TC is None else out_TC + shared_TC
         else:
             out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)

@@ -21,6 +21,7 @@ from qkernels.attention.cache import PagedKv
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.gates import repeated
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
 
 
@@ -80,9 +81,7 @@ class UnevenAttention(Attention):
         if gate is not None:
             gate_THV = gate.float().unflatten(1, (self.num_heads, -1))
             if gate.device.type == "cpu":
-                # There the bits of an activation depend on its index in a SIMD vector, so that of
-                # a head's only gate is computed for the whole head.
-                gate_THV = gate_THV.expand_as(out_THV).contiguous()
+                gate_THV = repeated(gate_THV, out_THV)
             out_THV = out_THV * self.activation(gate_THV).to(out_THV.dtype)
         output = self.o_proj.plan(q.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)

@@ -21,6 +21,7 @@ from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
+from qserve.model.blocks.moe import TableRouter
 from qserve.model.tp_plan import WHOLE, LinearShard
 
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
@@ -72,6 +73,27 @@ def glu_of(
     if limit is not None:
         return Glu(limit=limit, cut_after=not experts.limits_gates)
     return _GLUS[activation] if experts.gated else RELU2
+
+
+def table_router(
+    weights: Any, name: str, shape: tuple[int, int], table: str, routing: Routing
+) -> TableRouter:
+    """Return a router by a table. Raises CheckpointError for experts that do not exist.
+
+    `name`: tensor of the router's weight. `table`: tensor of the experts of each token.
+    """
+    sizes = weights.config.vocab_size, routing.top_k
+    stored_Vk = weights.source.tensor(table, sizes, integers=True)
+    if stored_Vk.is_floating_point() or not (
+        int(stored_Vk.min()) >= 0 and int(stored_Vk.max()) < routing.num_experts
+    ):
+        raise CheckpointError(
+            table,
+            f"expected integers from 0 to {routing.num_experts - 1}, numbers of experts",
+            "copy it from the float model",
+        )
+    table_Vk = stored_Vk.to(weights.device, torch.int32)
+    return TableRouter(routing, weights.tensor(name, shape), table_Vk)
 
 
 def expert_weights(

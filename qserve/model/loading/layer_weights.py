@@ -14,13 +14,12 @@ from formats.architecture.columns import ATTENTION
 from formats.architecture.experts import MEDIA_ROUTER
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
-from formats.errors import CheckpointError, InputError
+from formats.errors import InputError
 from formats.in_memory.slices import Rows, take_rows
 from formats.numerics.alibi import alibi_slopes
 from qkernels import ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
-from qkernels.moe.routing import Routing
 from qserve.model.blocks.block_attention import BlockIndexer
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.latent.attention import LatentShape
@@ -33,7 +32,7 @@ from qserve.model.blocks.linear import (
 )
 from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.blocks.norm import Norm
-from qserve.model.loading.expert_weights import expert_weights, routing_of
+from qserve.model.loading.expert_weights import expert_weights, routing_of, table_router
 from qserve.model.loading.latent_weights import absorbed, indexer
 from qserve.model.model_config import ModelConfig
 from qserve.model.state_shard import StateShard
@@ -313,7 +312,7 @@ class LayerWeights:
         shape = (E, self._weights.config.hidden_size)
         if experts.has_table(self.number, config):
             table = f"{self._prefix}.{experts.module}.{rule.table}"
-            return self._table_router(f"{name}.weight", shape, table, routing)
+            return table_router(self._weights, f"{name}.weight", shape, table, routing)
         correction = None
         if rule.correction:
             stored = f"{self._prefix}.{experts.module}.{rule.correction}"
@@ -330,24 +329,6 @@ class LayerWeights:
             self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
             fixed_order=self.kernels.get("experts") == FIXED_ORDER,
         )
-
-    def _table_router(
-        self, name: str, shape: tuple[int, int], table: str, routing: Routing
-    ) -> TableRouter:
-        """Return a router by a table. Raises CheckpointError for experts that do not exist."""
-        weights = self._weights
-        sizes = weights.config.vocab_size, routing.top_k
-        stored_Vk = weights.source.tensor(table, sizes, integers=True)
-        if stored_Vk.is_floating_point() or not (
-            int(stored_Vk.min()) >= 0 and int(stored_Vk.max()) < routing.num_experts
-        ):
-            raise CheckpointError(
-                table,
-                f"expected integers from 0 to {routing.num_experts - 1}, numbers of experts",
-                "copy it from the float model",
-            )
-        table_Vk = stored_Vk.to(weights.device, torch.int32)
-        return TableRouter(routing, weights.tensor(name, shape), table_Vk)
 
     def media_routers(self) -> tuple[Router, Router]:
         """Return the routers of experts for text and of those for tokens of media."""

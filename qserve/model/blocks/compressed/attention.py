@@ -22,7 +22,7 @@ import torch
 from formats.errors import InputError
 from qkernels import ops
 from qkernels.operands.forms import LinearInput
-from qkernels.operands.split_k import LinearOutput, reduced
+from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.compressed.cache import (
     CompressedPages,
@@ -38,6 +38,7 @@ from qserve.model.blocks.linear import (
     Linear,
     LinearPlan,
     Product,
+    applied,
     products_of,
 )
 from qserve.model.blocks.rotary import Rotary
@@ -165,8 +166,7 @@ class CompressedAttention(torch.nn.Module):
     ) -> LinearOutput:
         """Store what later tokens need of the step's tokens; attend to what each row sees."""
         rows = self.rows_of_step.of(step, cache.keys_PBD.shape[1])
-        made = self.qkv_proj.plan(x_TC.shape[0])
-        made_TQ = reduced(self.qkv_proj(ops.in_form(x_TC, made.input), made))
+        made_TQ = applied(self.qkv_proj, x_TC)
         D = len(self.kv_norm)
         latents_TQ, k_TD = made_TQ.split([made_TQ.shape[1] - D, D], dim=1)
         latents_TQ = _normed(latents_TQ, self.q_norm, self.eps)
@@ -198,9 +198,7 @@ class CompressedAttention(torch.nn.Module):
 
     def _queries(self, latents_TQ: torch.Tensor) -> torch.Tensor:
         """Return the queries [T, H, D], normalized without weights."""
-        plan = self.q_b_proj.plan(latents_TQ.shape[0])
-        q = reduced(self.q_b_proj(ops.in_form(latents_TQ, plan.input), plan))
-        q_THD = q.unflatten(1, (self.heads, -1))
+        q_THD = applied(self.q_b_proj, latents_TQ).unflatten(1, (self.heads, -1))
         root_TH1 = (q_THD.float().square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return q_THD * root_TH1.to(q_THD.dtype)
 

@@ -42,6 +42,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.operations import explain
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
+from qserve.model.blocks.gates import repeated
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.latent.indexer import IndexedLatentsSpec, Indexer, Selection
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
@@ -312,9 +313,7 @@ class LatentAttention(torch.nn.Module):
         if self.gates is not None:
             gates_TH1 = reduced(self.gates(read_TC)).float()[..., None]
             if gates_TH1.device.type == "cpu":
-                # The bits of a sigmoid depend on its index in a SIMD vector there, so it is
-                # computed for whole heads.
-                gates_TH1 = gates_TH1.expand_as(out_THV).contiguous()
+                gates_TH1 = repeated(gates_TH1, out_THV)
             out_THV = out_THV * gates_TH1.sigmoid().to(out_THV.dtype)
         output = self.o_proj.plan(made.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)
