@@ -1,4 +1,4 @@
-"""Selected keys and blocks, Kimi delta and lightning attention in whole engines on a CUDA GPU.
+"""Compressed and selected keys, blocks, Kimi delta and lightning attention on a CUDA GPU.
 
 In float32, where a reading that is a little wrong shows. In it no kernel takes experts: layers have
 none, or plain torch computes them. The judge is the engine on a CPU, which other tests compare with
@@ -29,6 +29,7 @@ FAMILIES = {
     ),
     "kimi_linear": (DENSE, {}),
     "minimax_m3": (DENSE, {}),
+    "deepseek_v4": ({}, PLAIN_EXPERTS),
     "minimax": ({}, PLAIN_EXPERTS),
 }
 SMALL = {"max_model_len": 128, "num_gpu_blocks_override": 128}
