@@ -107,6 +107,22 @@ class PagedKv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """The first requests of a step, which have few rows each; the others are prompt chunks.
+
+    Attention computes both parts separately, because a kernel for chunks computes a tile of many
+    rows for each request. The maxima are upper bounds, as in AttentionStep.
+    """
+
+    num_requests: int
+    num_rows: int
+    max_query_len: int
+    max_context_len: int
+    # int32 [requests of chunks + 1]: first row of each chunk, counted after the decodes' rows
+    chunk_starts_R1: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
     """The query rows of each request in one step, and the pages of its keys.
 
@@ -123,3 +139,24 @@ class AttentionStep:
     # last row. None: each row sees keys up to its own. Only the reference and the fixed-order
     # kernels support this.
     last_keys_T: torch.Tensor | None = None
+    decodes: DecodeRows | None = None  # None: all requests are computed together
+
+    def divided(self, decodes: DecodeRows) -> "tuple[AttentionStep, AttentionStep]":
+        """Return the step of the decodes, and that of the chunks."""
+        R = decodes.num_requests
+        return (
+            AttentionStep(
+                block_tables_RX=self.block_tables_RX[:R],
+                query_starts_R1=self.query_starts_R1[: R + 1],
+                context_lengths_R=self.context_lengths_R[:R],
+                max_query_len=decodes.max_query_len,
+                max_context_len=decodes.max_context_len,
+            ),
+            AttentionStep(
+                block_tables_RX=self.block_tables_RX[R:],
+                query_starts_R1=decodes.chunk_starts_R1,
+                context_lengths_R=self.context_lengths_R[R:],
+                max_query_len=self.max_query_len,
+                max_context_len=self.max_context_len,
+            ),
+        )

@@ -18,7 +18,7 @@ class AttentionConfig:
     split: int  # split-KV: blocks that share a context
     warps: int
     stages: int
-    gluon: bool = False  # sm90_decode_8bit.py, which has its own keys and warps
+    gluon: bool = False  # sm90_decode_8bit.py: each warp computes 32 keys of a step
 
 
 # Up to this many rows per KV head, a request is limited by loading keys, not by its products.
@@ -88,7 +88,12 @@ def default_attention_config(
         keys, stages = (32 if int4 else 64), 3
     gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
     if gluon:
-        block_m = GLUON_ROWS
+        block_m, warps = GLUON_ROWS, gluon_warps(programs, sm_count)
+        # One warp over 1024 x 192 keys: 122 us with 3 stages, 130 with 2; over 128 x 4096 keys 272
+        # and 256. Two warps over 64 x 1024 keys: 42 and 40. 4-bit codes gain from 3 everywhere.
+        keys, stages = 32 * warps, 3
+        if not int4 and (warps == 2 or (warps == 1 and max_context_len > 512)):
+            stages = 2
     return AttentionConfig(
         block_m=block_m,
         block_q=block_m // group,
@@ -98,6 +103,18 @@ def default_attention_config(
         stages=stages,
         gluon=gluon,
     )
+
+
+def gluon_warps(programs: int, sm_count: int) -> int:
+    """Return the warps of a block of sm90_decode_8bit.py.
+
+    An SM holds 8 warps, whatever their blocks. A block first looks up its request, then its pages,
+    and at the end merges its warps. Many small blocks hide these delays behind each other's loads.
+    """
+    warps = 4
+    while warps > 1 and programs * warps // 2 >= 4 * sm_count:
+        warps //= 2
+    return warps
 
 
 PREFILL_ROWS = 128  # query rows per tile of sm90_prefill.py: tokens times heads per KV head

@@ -4,6 +4,7 @@ Legend: see qkernels/ops.py.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -140,8 +141,8 @@ def paged_attention(
     slopes        float32 [H]: ALiBi, slope * (key's position - row's position) is added to scores
     chunk_size    a row at position p sees the keys from p - p % chunk_size on (Llama 4); None: all
     limbs         return the result [T, H D] as limbs, for the next linear
-    inputs_ready  query_starts and context_lengths were complete before the previous kernel started:
-                  they may be read while it still runs
+    inputs_ready  the tensors of `step` were complete before the previous kernel started: they may be
+                  read while it still runs
     kernel        requests a row of attention/rows.py, or forbids some with a leading minus
 
     Row i of a request with `count` rows has position context_length - count + i; its key must
@@ -189,39 +190,84 @@ def paged_attention(
             "paged_attention max_context_len",
             f"{step.max_context_len} keys do not fit in {num_pages} pages of {page_size}",
         )
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "inputs_ready": inputs_ready,
+        **_given(sinks_H=sinks_H, slopes_H=slopes_H, chunk_size=chunk_size),
+    }
+    if _is_divided(step, heads // kv_heads, kernel):
+        out = _attend_divided(q_THD, cache, step, kernel, options)
+    else:
+        out = _attention(q_THD, cache, step, kernel, options)(
+            q_THD, cache, step, limbs=limbs, **options
+        )
+    if limbs is None or isinstance(out, Limbs):
+        return out
+    return rowwise.to_limbs(out.flatten(1), limbs)  # of the kernels, only merge_splits makes limbs
+
+
+def _given(**options: object) -> dict[str, object]:
+    """Return the options that are given. Kernels without them do not take their names."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_divided(step: AttentionStep, group: int, kernel: str | None) -> bool:
+    """Return True if the step's decodes run in a kernel for few rows, apart from its chunks.
+
+    Kernels with a fixed order of sums compute each row alike, so they gain nothing.
+    """
+    if step.decodes is None or step.last_keys_T is not None or kernel == FIXED_ORDER:
+        return False
+    rows, most_rows = group * step.decodes.max_query_len, group * step.max_query_len
+    return rows <= DECODE_MAX_ROWS < most_rows
+
+
+def _attend_divided(
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    kernel: str | None,
+    options: dict[str, object],
+) -> torch.Tensor:
+    """Compute the decodes and the chunks of a step one after the other."""
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    rows = step.decodes.num_rows
+    parts = step.divided(step.decodes)
+    for part, of in zip(parts, (slice(rows), slice(rows, None)), strict=True):
+        run = _attention(q_THD, cache, part, kernel, options)
+        run(q_THD[of], cache, part, limbs=None, out_THD=out_THD[of], **options)
+    return out_THD
+
+
+def _attention(
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    kernel: str | None,
+    options: dict[str, object],
+) -> Callable[..., torch.Tensor | Limbs]:
+    """Return the kernel that computes a step."""
     if step.last_keys_T is not None and kernel != FIXED_ORDER:
         kernel = "reference"
-    chunk = heads // kv_heads * step.max_query_len > DECODE_MAX_ROWS
-    run = dispatch.implementation(
+    _, heads, head_dim = q_THD.shape
+    chunk = heads // cache.num_kv_heads * step.max_query_len > DECODE_MAX_ROWS
+    return dispatch.implementation(
         PAGED_ATTENTION,
         device=q_THD.device.type,
         dtype=q_THD.dtype,
         requested=kernel,
         head_dim=head_dim,
-        page_size=page_size,
+        page_size=cache.page_size,
         pages_dtype=cache.k_pages.dtype,
-        soft_cap=soft_cap is not None,
-        sinks=sinks_H is not None,
-        alibi=slopes_H is not None,
-        chunked=chunk_size is not None,
+        soft_cap=options["soft_cap"] is not None,
+        sinks="sinks_H" in options,
+        alibi="slopes_H" in options,
+        chunked="chunk_size" in options,
         chunk=chunk,
         tma_pages=not (chunk or kernel == FIXED_ORDER) or can_use_tma(cache.k_pages, cache.v_pages),
     )
-    options = {"sinks_H": sinks_H, "slopes_H": slopes_H, "chunk_size": chunk_size}
-    out = run(
-        q_THD,
-        cache,
-        step,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        limbs=limbs,
-        inputs_ready=inputs_ready,
-        **{name: value for name, value in options.items() if value is not None},
-    )
-    if limbs is None or isinstance(out, Limbs):
-        return out
-    return rowwise.to_limbs(out.flatten(1), limbs)  # of the kernels, only merge_splits makes limbs
 
 
 def _writer(operation: dispatch.Operation, x_THD: LinearOutput, cache: PagedKv):

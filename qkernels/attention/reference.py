@@ -154,6 +154,7 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    out_THD: torch.Tensor | None = None,  # written instead of a new tensor
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32: [T, H, D].
 
@@ -167,7 +168,7 @@ def paged_attention(
     starts = step.query_starts_R1.tolist()
     counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     lengths = step.context_lengths_R.tolist()
-    out_THD = torch.zeros_like(q_THD)
+    out_THD = torch.zeros_like(q_THD) if out_THD is None else out_THD.zero_()
     decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
     # sorted, so that rows of similar length share a gather and little is wasted on padding
     decodes.sort(key=lambda r: lengths[r])

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qkernels.attention.cache import PagedKv
+from qkernels.attention.config import AttentionConfig
 from qkernels.attention.int4.sm90_operands import (
     HIGH_KEY_OFFSET,
     LOW_KEY_OFFSET,
@@ -28,7 +29,6 @@ from qkernels.attention.int4.sm90_operands import (
 )
 from qkernels.attention.sm90_decode_8bit_load import (
     KEYS_OF_WARP,
-    WARPS,
     KvHead,
     Stages,
     layouts,
@@ -42,11 +42,9 @@ from qkernels.attention.sm90_decode_8bit_operands import (
     value_operand,
 )
 from qkernels.gpu.launch import launch
+from qkernels.gpu.pdl import pdl_options
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import next_stage
-
-STAGES = 3
-STAGES_4BIT = 4  # a stage has about half the bytes
-REGISTERS = None  # no limit: two blocks per SM
 
 # float16 has a smaller range than bfloat16: queries are multiplied by this power of two, scores by
 # its inverse
@@ -60,6 +58,8 @@ def attend(
     shared: tuple,
     table_stride: int,
     constants: dict[str, int | bool],
+    config: AttentionConfig,
+    inputs_ready: bool,
 ) -> None:
     """Launch the kernel; `shared` and `constants` are those of triton_paged._paged_attention."""
     k_words = cache.k_pages.view(torch.int32)
@@ -90,14 +90,15 @@ def attend(
         IS_INT=cache.k_pages.dtype == torch.int8,
         INT4=cache.is_4bit,
         SHRINK=QUERY_SHRINK,
-        W=WARPS,
+        W=config.warps,
         N=KEYS_OF_WARP,
-        STAGES=STAGES_4BIT if cache.is_4bit else STAGES,
+        STAGES=config.stages,
         STRIDE_KB=k_words.stride(1),
         STRIDE_VB=v_bytes.stride(1),
-        **layouts(v_bytes.shape[3]),
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
+        **layouts(v_bytes.shape[3], config.warps),
+        INPUTS_READY=inputs_ready,
+        num_warps=config.warps,
+        **pdl_options(q_THD, q_THD.shape[0]),
     )
 
 
@@ -152,7 +153,7 @@ def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
     return first
 
 
-@gluon.jit(do_not_specialize=["R", "T"])
+@gluon.jit(do_not_specialize=["R", "T", "blocks_each"])
 def _decode_attention_8bit(
     q_ptr,  # [T, H, D]
     k_ptr,  # [P, B, J, D / 4] words of codes; D / 8 with 4-bit codes
@@ -167,6 +168,7 @@ def _decode_attention_8bit(
     sums_ptr,
     R,
     T,
+    blocks_each,  # as row_grid returns it
     scale,
     cap_log2,
     stride_qt,
@@ -202,6 +204,8 @@ def _decode_attention_8bit(
     VALUES: gl.constexpr,
     SLOTS: gl.constexpr,
     PRODUCT: gl.constexpr,
+    INPUTS_READY: gl.constexpr,  # inputs may be read before the previous kernel ends
+    PDL: gl.constexpr,
 ):
     M: gl.constexpr = 8
     BYTES_OF_ROW: gl.constexpr = D // 2 if INT4 else D
@@ -209,12 +213,21 @@ def _decode_attention_8bit(
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run at the same time, because their rows are adjacent in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    request = request_of(starts_ptr, block, R, BLOCK_Q)
+    if PDL:
+        launch_dependents()
+    if PDL and not INPUTS_READY:
+        griddepcontrol_wait()
+    index = 0
+    if blocks_each > 0:
+        request = block // blocks_each
+        index = block % blocks_each
+    else:
+        request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
-    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
-    if first_row >= count:
-        return
+    if blocks_each == 0:
+        index = block - start // BLOCK_Q - request
+    first_row = index * BLOCK_Q
     before = gl.load(lengths_ptr + request) - count
     end = before + gl.minimum(first_row + BLOCK_Q, count)
     begin = 0
@@ -226,6 +239,36 @@ def _decode_attention_8bit(
         steps = (last_step - first_step + SPLIT - 1) // SPLIT
         first_step += split * steps
         last_step = gl.minimum(last_step, first_step + steps)
+
+    head = KvHead(
+        table=tables_ptr + request.to(gl.int64) * stride_table,
+        k_ptr=k_ptr + kv_head * stride_kj,
+        v_ptr=v_ptr + kv_head * stride_vj,
+        k_scales_ptr=k_scales_ptr + kv_head * stride_ksj,
+        v_scales_ptr=v_scales_ptr + kv_head * stride_vsj,
+        begin=begin,
+        end=gl.minimum(end, last_step * (W * N)),
+        stride_kp=stride_kp,
+        stride_vp=stride_vp,
+        stride_ksp=stride_ksp,
+        stride_ksb=stride_ksb,
+        stride_vsp=stride_vsp,
+        stride_vsb=stride_vsb,
+        STRIDE_KB=STRIDE_KB,
+        STRIDE_VB=STRIDE_VB,
+        B=B,
+        W=W,
+        N=N,
+        KEYS=KEYS,
+        VALUES=VALUES,
+        SLOTS=SLOTS,
+    )
+    STEP: gl.constexpr = W * N
+    pages = load_pages(head, first_step * STEP)
+    if PDL and INPUTS_READY:
+        griddepcontrol_wait()
+    if first_row >= count:
+        return
 
     # queries, in the order of the keys' bytes
     OPERAND_A: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -265,29 +308,6 @@ def _decode_attention_8bit(
     largest = gl.full([W, M], float("-inf"), gl.float32, layout=HEADS)
     weights = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
     values = gl.full([W, D, M], 0.0, gl.float32, layout=PRODUCT)
-    head = KvHead(
-        table=tables_ptr + request.to(gl.int64) * stride_table,
-        k_ptr=k_ptr + kv_head * stride_kj,
-        v_ptr=v_ptr + kv_head * stride_vj,
-        k_scales_ptr=k_scales_ptr + kv_head * stride_ksj,
-        v_scales_ptr=v_scales_ptr + kv_head * stride_vsj,
-        begin=begin,
-        end=gl.minimum(end, last_step * (W * N)),
-        stride_kp=stride_kp,
-        stride_vp=stride_vp,
-        stride_ksp=stride_ksp,
-        stride_ksb=stride_ksb,
-        stride_vsp=stride_vsp,
-        stride_vsb=stride_vsb,
-        STRIDE_KB=STRIDE_KB,
-        STRIDE_VB=STRIDE_VB,
-        B=B,
-        W=W,
-        N=N,
-        KEYS=KEYS,
-        VALUES=VALUES,
-        SLOTS=SLOTS,
-    )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # chunks of 16 bytes are swizzled, so that lanes that read different rows read different banks
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(
@@ -303,8 +323,6 @@ def _decode_attention_8bit(
         k_scales=gl.allocate_shared_memory(k_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
         v_scales=gl.allocate_shared_memory(v_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
     )
-    STEP: gl.constexpr = W * N
-    pages = load_pages(head, first_step * STEP)
     for stage in gl.static_range(STAGES - 1):
         first_key = (first_step + stage) * STEP
         load_step(stages, stage, head, pages, first_key)

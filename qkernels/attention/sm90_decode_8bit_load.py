@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from qkernels.gpu.gluon_compat import aggregate, integer, load_elements
 
-WARPS = 4
 KEYS_OF_WARP = 32
 
 
@@ -39,13 +38,13 @@ def _powers(first: int, end: int) -> list[int]:
 
 
 @functools.cache
-def layouts(D: int) -> dict[str, object]:
+def layouts(D: int, W: int) -> dict[str, object]:
     """Return the register layouts that the module's docstring describes.
 
     KEYS: words of four codes [W, N / 16, 16, D / 4]. VALUES: codes of every second key [W, N / 16,
     8, D]. SLOTS: one key per lane, [W, N]. PRODUCT: the accumulators of mma.
     """
-    W, N, C = WARPS, KEYS_OF_WARP, min(16, D // 8)
+    N, C = KEYS_OF_WARP, min(16, D // 8)
     words = min(4, D // 16)  # adjacent words of a lane
     keys = gl.DistributedLinearLayout(
         reg_bases=_bases(*_powers(1, words), *_powers(4 * words, D // 4), dim=3)

@@ -60,19 +60,21 @@ def paged_attention(
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: the kernel is launched without PDL
     sinks_H: torch.Tensor | None = None,
+    out_THD: torch.Tensor | None = None,
     split: int | None = None,
     by_segment: bool = False,
 ) -> torch.Tensor | Limbs:
     """Implement ops.paged_attention for prompt chunks (attention/rows.py).
 
-    `split` overrides prefill_split. `by_segment` sums the values of every 128 keys separately, as
-    fixed_order/sm90_segments.py defines. The tile counter is in the stream's workspace
-    (gpu/workspace.py).
+    `out_THD` is contiguous and written instead of a new tensor. `split` overrides prefill_split.
+    `by_segment` sums the values of every 128 keys separately, as fixed_order/sm90_segments.py
+    defines. The tile counter is in the stream's workspace (gpu/workspace.py).
     """
     T, H, D = q_THD.shape
     R = step.context_lengths_R.shape[0]
     P, B, J, _ = cache.k_pages.shape
-    out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
+    if out_THD is None:
+        out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
     if P == 0:

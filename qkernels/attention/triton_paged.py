@@ -26,7 +26,7 @@ from qkernels.gpu.config import power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
-from qkernels.gpu.row_blocks import request_of
+from qkernels.gpu.row_blocks import row_grid, rows_of
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.tuning.table import tuning_table_of
 
@@ -46,14 +46,19 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    out_THD: torch.Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
-    """Implement ops.paged_attention; `config` replaces the tuned or default one."""
+    """Implement ops.paged_attention; `config` replaces the tuned or default one.
+
+    `out_THD`: contiguous, written instead of a new tensor.
+    """
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
-    out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
+    if out_THD is None:
+        out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
     if config is None:
@@ -83,9 +88,8 @@ def paged_attention(
     if config.split > 1:
         partials = out_THD.new_empty((T, H, config.split, D), dtype=torch.float32)
         sums = out_THD.new_empty((2, T, H, config.split), dtype=torch.float32)
-    # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
-    # need, so the grid follows from T and R alone.
-    grid = (T // config.block_q + R, J, config.split)
+    blocks, blocks_each = row_grid(T, R, step.max_query_len, config.block_q)
+    grid = (blocks, J, config.split)
     strides = (*cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3])
     shared = (
         step.block_tables_RX,
@@ -98,6 +102,7 @@ def paged_attention(
         sums,
         R,
         T,
+        blocks_each,
         scale / soft_cap if soft_cap else scale * LOG2_E,
         soft_cap * LOG2_E if soft_cap else 0.0,
         q_THD.stride(0),
@@ -124,6 +129,8 @@ def paged_attention(
                 shared,
                 step.block_tables_RX.stride(0),
                 constants,
+                config,
+                inputs_ready,
             )
         else:
             padding = {"PADDED_D": max(16, power_of_two(D)), "ALIGNMENT": alignment(*strides)}
@@ -187,7 +194,7 @@ def alignment(*strides: int) -> int:
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit(do_not_specialize=["R", "T", "blocks_each"])
 def _paged_attention(
     q_ptr,  # [T, H, D]
     k_ptr,  # [P, B, J, D]
@@ -202,6 +209,7 @@ def _paged_attention(
     sums_ptr,  # [2, T, H, S]: each split's largest score, and its sum of weights
     R,
     T,
+    blocks_each,  # as rows_of takes it
     scale,  # makes scores base-2 logarithms, for exp2; with a soft cap, in units of the cap
     cap_log2,  # soft cap as a base-2 logarithm
     stride_qt,
@@ -242,13 +250,10 @@ def _paged_attention(
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and not INPUTS_READY:
         pdl_launch_and_wait()
-    request = request_of(starts_ptr, block, R, BLOCK_Q)
-    start = tl.load(starts_ptr + request)
-    count = tl.load(starts_ptr + request + 1) - start
+    request, start, count, first_row = rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q)
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
     if PDL and INPUTS_READY:
         pdl_launch_and_wait()
-    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
     if first_row >= count:
         return
 

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from qkernels.gpu.pdl import pdl_launch_and_wait
-from qkernels.gpu.row_blocks import request_of
+from qkernels.gpu.row_blocks import rows_of
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit(do_not_specialize=["R", "T", "blocks_each"])
 def paged_attention_4bit(
     q_ptr,  # [T, H, D], rotated like the keys
     k_ptr,  # [P, B, J, D / 2] bytes
@@ -30,6 +30,7 @@ def paged_attention_4bit(
     sums_ptr,
     R,
     T,
+    blocks_each,
     scale,
     cap_log2,
     stride_qt,
@@ -69,13 +70,10 @@ def paged_attention_4bit(
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and not INPUTS_READY:
         pdl_launch_and_wait()
-    request = request_of(starts_ptr, block, R, BLOCK_Q)
-    start = tl.load(starts_ptr + request)
-    count = tl.load(starts_ptr + request + 1) - start
+    request, start, count, first_row = rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q)
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
     if PDL and INPUTS_READY:
         pdl_launch_and_wait()
-    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
     if first_row >= count:
         return
 

@@ -148,6 +148,7 @@ class ModelRunner:
             with_states=self.has_states,
             split_rule=next((rule for rule in rules if rule is not None), None),
             page_size=self.config.block_size,
+            max_decode_rows=max(1, self.most_rows),
         )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from qserve.engine.step.decode_rows import decode_rows
 from qserve.engine.step.split_step import split_step
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
@@ -31,6 +32,7 @@ class BatchForm:
     with_states: bool = False  # True: some layer has a recurrent state
     split_rule: SplitRule | None = None  # None: no step is split
     page_size: int
+    max_decode_rows: int = 1  # of a request that decodes; more with drafts to verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class Batch(StepInputs):
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             split=split,
+            decodes=decode_rows(step, device, form.max_decode_rows),
             is_media_T=None if media_T is None else to_device(media_T, device),
         )
 

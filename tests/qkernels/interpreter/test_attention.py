@@ -7,6 +7,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
+from qkernels.attention.cache import AttentionStep, DecodeRows
 from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -232,6 +233,46 @@ def test_requests_without_rows_or_keys(check, half, split):
     rows = [0, 1, 0, 1, 0], [5, 20, 0, 0, 9]
     got = check(*rows, 2, 1, 16, 16, half, None, split, inputs_ready=True)
     assert not got[1].any()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_decodes_and_chunks_computed_separately(half, device, window, assert_close, tolerance):
+    counts, lengths = [1, 1, 3, 40, 2], [70, 5, 33, 64, 90]
+    H, J, D, B, R = 4, 2, 32, 16, 5
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(*size, D, generator=generator).to(half)
+        for size in ((sum(counts), H), (R * 6, B, J), (R * 6, B, J))
+    )
+    tables = torch.randperm(R * 6, generator=generator).view(R, 6).int()
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    decodes = DecodeRows(
+        num_requests=3,
+        num_rows=5,
+        max_query_len=3,
+        max_context_len=70,
+        chunk_starts_R1=(starts[3:] - 5).to(device),
+    )
+    step = AttentionStep(
+        block_tables_RX=tables.to(device),
+        query_starts_R1=starts.to(device),
+        context_lengths_R=torch.tensor(lengths, dtype=torch.int32, device=device),
+        max_query_len=40,
+        max_context_len=90,
+        decodes=decodes,
+    )
+    cache = paged_kv(k.to(device), v.to(device))
+    options = {"scale": D**-0.5, "window": window, "kernel": "triton"}
+    got = ops.paged_attention(q.to(device), cache, step, **options)
+    flat_k, flat_v = (pages[tables.long()].view(R, -1, J, D) for pages in (k, v))
+    want = [
+        exact_attention(
+            *(q[start : start + count], flat_k[r, :length], flat_v[r, :length], count, length),
+            *(D**-0.5, window, None, None, None, None),
+        )
+        for r, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=False))
+    ]
+    assert_close("divided", torch.cat(want), got, tolerance(half))
 
 
 def test_rows_of_one_request_are_independent_of_the_batch(check, half):

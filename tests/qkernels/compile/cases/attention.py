@@ -112,6 +112,15 @@ ATTENTION: dict[str, Case] = {
     "decode, int8": Case(
         run=lambda: attention([1] * 64, 1024, pages=INT8), quick=SM80, product="mma"
     ),
+    "decode, int8, blocks of two warps": Case(
+        run=lambda: attention([1] * 132, 512, pages=INT8), product="mma"
+    ),
+    "decode, int8, blocks of one warp": Case(
+        run=lambda: attention([1] * 264, 512, pages=INT8), quick=SM90, product="mma"
+    ),
+    "decode, int4, blocks of one warp": Case(
+        run=lambda: attention([1] * 264, 512, pages=INT4_PAGES), product="mma"
+    ),
     "decode, int8, split, window": Case(
         run=lambda: attention([1], pages=INT8, window=5000), product="mma"
     ),

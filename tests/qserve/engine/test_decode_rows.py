@@ -1,0 +1,70 @@
+"""Steps with decodes and prompt chunks: attention computes both parts separately."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from qkernels.attention import ops
+from qserve import LLM, SamplingParams
+from qserve.engine.step.decode_rows import decode_rows
+from qserve.engine.step.device_step import Batch, BatchForm
+from tests.qserve.engine.make_step import make_step
+
+CPU = torch.device("cpu")
+
+
+def test_first_requests_of_few_rows_are_decodes():
+    counts = [1, 1, 1, 3, 1, 1, 4, 4] + [5, 1, 70]
+    contexts = np.array([*range(20, 31)], np.int32)
+    step = make_step(counts, context_lengths_R=contexts)
+    batch = Batch.of(step, CPU, BatchForm(page_size=16, max_decode_rows=4))
+    found = batch.decodes
+    assert (found.num_requests, found.num_rows) == (8, 16)
+    assert (found.max_query_len, found.max_context_len) == (4, 27)
+    decodes, chunks = batch.divided(found)
+    assert decodes.query_starts_R1.tolist() == [0, 1, 2, 3, 6, 7, 8, 12, 16]
+    assert chunks.query_starts_R1.tolist() == [0, 5, 6, 76]
+    assert decodes.context_lengths_R.tolist() == contexts[:8].tolist()
+    assert chunks.context_lengths_R.tolist() == contexts[8:].tolist()
+    assert (chunks.max_query_len, chunks.max_context_len) == (70, 99)
+    tables = torch.cat([decodes.block_tables_RX, chunks.block_tables_RX])
+    assert torch.equal(tables, batch.block_tables_RX)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([1] * 20, id="no chunk"),
+        pytest.param([4] * 20, id="drafts alone"),
+        pytest.param([40, *[1] * 20], id="a chunk first"),
+        pytest.param([40], id="one chunk"),
+    ],
+)
+def test_other_steps_are_not_divided(counts):
+    assert decode_rows(make_step(counts), CPU, 4) is None
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_prompts_beside_decodes_do_not_change_tokens(docs_5m, monkeypatch, kv_cache):
+    """Twelve requests decode while others start: their tokens are those of each request alone."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 2000) for _ in range(n)] for n in [*range(5, 17), 40, 150, 61]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    rows = []
+
+    def counted(q_THD, cache, step, *others):
+        rows.append((step.decodes.num_requests, len(q_THD) - step.decodes.num_rows))
+        return attend_divided(q_THD, cache, step, *others)
+
+    attend_divided = ops._attend_divided
+    monkeypatch.setattr(ops, "_attend_divided", counted)
+    settings = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": kv_cache}
+    llm = LLM(docs_5m, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=48, **settings)
+    together = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+    assert max(count for count, _ in rows) >= 5 and max(chunk for _, chunk in rows) > 30
+    rows.clear()
+    alone = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+    assert not rows
+    assert together == [each.outputs[0].token_ids for each in alone]
