@@ -3,6 +3,7 @@
 Legend: see qkernels/ops.py.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -112,14 +113,18 @@ class DecodeRows:
 
     Attention computes both parts separately, because a kernel for chunks computes a tile of many
     rows for each request. The maxima are upper bounds, as in AttentionStep.
+
+    Either the host knows the number of decodes, or it is on the device (`bounds_8`), so that a CUDA
+    graph computes steps with any number of decodes.
     """
 
-    num_requests: int
-    num_rows: int
+    num_requests: int  # with bounds_8: an upper bound
     max_query_len: int
     max_context_len: int
+    num_rows: int | None = None
     # int32 [requests of chunks + 1]: first row of each chunk, counted after the decodes' rows
-    chunk_starts_R1: torch.Tensor
+    chunk_starts_R1: torch.Tensor | None = None
+    bounds_8: torch.Tensor | None = None  # `decode_bounds` as a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +145,23 @@ class AttentionStep:
     # kernels support this.
     last_keys_T: torch.Tensor | None = None
     decodes: DecodeRows | None = None  # None: all requests are computed together
+    # int32 [2]: only the requests from the first number to before the second one are computed, and
+    # only their rows are written; None: all requests
+    bounds_2: torch.Tensor | None = None
+
+    def bounds_on(self, device: torch.device) -> torch.Tensor:
+        """Return `bounds_2`, or bounds that include every request."""
+        return _all_requests(device) if self.bounds_2 is None else self.bounds_2
 
     def divided(self, decodes: DecodeRows) -> "tuple[AttentionStep, AttentionStep]":
-        """Return the step of the decodes, and that of the chunks."""
-        R = decodes.num_requests
+        """Return the step of the decodes, and that of the chunks.
+
+        With `bounds_8` both have the rows of this step. Otherwise the rows of the chunks' step
+        follow those of the decodes.
+        """
+        R, bounds_8 = decodes.num_requests, decodes.bounds_8
+        of_chunks = slice(R, None) if bounds_8 is None else slice(None)
+        starts = decodes.chunk_starts_R1 if bounds_8 is None else self.query_starts_R1
         return (
             AttentionStep(
                 block_tables_RX=self.block_tables_RX[:R],
@@ -151,12 +169,27 @@ class AttentionStep:
                 context_lengths_R=self.context_lengths_R[:R],
                 max_query_len=decodes.max_query_len,
                 max_context_len=decodes.max_context_len,
+                bounds_2=None if bounds_8 is None else bounds_8[:2],
             ),
             AttentionStep(
-                block_tables_RX=self.block_tables_RX[R:],
-                query_starts_R1=decodes.chunk_starts_R1,
-                context_lengths_R=self.context_lengths_R[R:],
+                block_tables_RX=self.block_tables_RX[of_chunks],
+                query_starts_R1=starts,
+                context_lengths_R=self.context_lengths_R[of_chunks],
                 max_query_len=self.max_query_len,
                 max_context_len=self.max_context_len,
+                bounds_2=None if bounds_8 is None else bounds_8[4:6],
             ),
         )
+
+
+ALL_REQUESTS = 2**31 - 1
+
+
+def decode_bounds(num_decodes: int) -> tuple[int, ...]:
+    """Return the bounds of the decodes and, 16 bytes later, those of the chunks."""
+    return 0, num_decodes, 0, 0, num_decodes, ALL_REQUESTS, 0, 0
+
+
+@functools.cache
+def _all_requests(device: torch.device) -> torch.Tensor:
+    return torch.tensor((0, ALL_REQUESTS), dtype=torch.int32, device=device)

@@ -45,6 +45,7 @@ def default_attention_config(
     sm_count: int,
     gluon: bool = False,  # sm90_decode_8bit.py can run
     int4: bool = False,  # 4-bit pages
+    splits: bool = True,  # False: no context is split
 ) -> AttentionConfig:
     """Choose a config from numbers that the host knows.
 
@@ -54,7 +55,7 @@ def default_attention_config(
     few_rows = group * max_query_len <= DECODE_MAX_ROWS
     programs = max(1, num_requests * num_kv_heads)
     split = 1
-    if few_rows:
+    if few_rows and splits:
         visible = min(max_context_len, window or max_context_len)
         # Split the context for up to two blocks per SM. The first split needs two steps of keys;
         # after it, split until each split has one step.

@@ -141,8 +141,8 @@ def paged_attention(
     slopes        float32 [H]: ALiBi, slope * (key's position - row's position) is added to scores
     chunk_size    a row at position p sees the keys from p - p % chunk_size on (Llama 4); None: all
     limbs         return the result [T, H D] as limbs, for the next linear
-    inputs_ready  the tensors of `step` were complete before the previous kernel started: they may be
-                  read while it still runs
+    inputs_ready  the tensors of `step` were complete before the previous kernel started, so they
+                  may be read while it still runs
     kernel        requests a row of attention/rows.py, or forbids some with a leading minus
 
     Row i of a request with `count` rows has position context_length - count + i; its key must
@@ -234,8 +234,8 @@ def _attend_divided(
     """Compute the decodes and the chunks of a step one after the other."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     rows = step.decodes.num_rows
-    parts = step.divided(step.decodes)
-    for part, of in zip(parts, (slice(rows), slice(rows, None)), strict=True):
+    rows_of = (slice(None),) * 2 if rows is None else (slice(rows), slice(rows, None))
+    for part, of in zip(step.divided(step.decodes), rows_of, strict=True):
         run = _attention(q_THD, cache, part, kernel, options)
         run(q_THD[of], cache, part, limbs=None, out_THD=out_THD[of], **options)
     return out_THD

@@ -168,8 +168,13 @@ def paged_attention(
     starts = step.query_starts_R1.tolist()
     counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     lengths = step.context_lengths_R.tolist()
-    out_THD = torch.zeros_like(q_THD) if out_THD is None else out_THD.zero_()
-    decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
+    first, end = (0, len(counts)) if step.bounds_2 is None else step.bounds_2.tolist()
+    computed = range(first, min(end, len(counts)))
+    if out_THD is None:
+        out_THD = torch.zeros_like(q_THD)
+    elif computed:
+        out_THD[starts[computed[0]] : starts[computed[-1] + 1]] = 0
+    decodes = [r for r in computed if counts[r] == 1 and lengths[r] > 0]
     # sorted, so that rows of similar length share a gather and little is wasted on padding
     decodes.sort(key=lambda r: lengths[r])
     page_elements = cache.num_kv_heads * q_THD.shape[2]
@@ -192,9 +197,9 @@ def paged_attention(
             slopes_H,
             chunk_size,
         ).to(out_THD.dtype)
-    for r, count in enumerate(counts):
-        if count > 1 and lengths[r] > 0:
-            rows = slice(starts[r], starts[r] + count)
+    for r in computed:
+        if counts[r] > 1 and lengths[r] > 0:
+            rows = slice(starts[r], starts[r] + counts[r])
             out_THD[rows] = _chunk(
                 q_THD[rows],
                 keys,

@@ -60,15 +60,19 @@ def attend(
     constants: dict[str, int | bool],
     config: AttentionConfig,
     inputs_ready: bool,
+    rows: int,
 ) -> None:
-    """Launch the kernel; `shared` and `constants` are those of triton_paged._paged_attention."""
+    """Launch the kernel; `shared` and `constants` are those of triton_paged._paged_attention.
+
+    `rows`: number of query rows that are computed, at most.
+    """
     k_words = cache.k_pages.view(torch.int32)
     v_bytes = cache.v_pages.view(torch.int8)
     k_scales, v_scales = cache.k_scales, cache.v_scales
     if cache.is_4bit:  # view the scales and zeros of a slot and head as one integer
         k_scales, v_scales = k_scales.view(torch.int64), v_scales.view(torch.int32)
     blocks, heads, splits = grid
-    tables, starts, lengths, _, _, *others = shared
+    tables, starts, lengths, bounds, _, _, *others = shared
     launch(
         _decode_attention_8bit,
         (heads, blocks, splits),
@@ -78,6 +82,7 @@ def attend(
         tables,
         starts,
         lengths,
+        bounds,
         k_scales,
         v_scales,
         *others,
@@ -98,7 +103,7 @@ def attend(
         **layouts(v_bytes.shape[3], config.warps),
         INPUTS_READY=inputs_ready,
         num_warps=config.warps,
-        **pdl_options(q_THD, q_THD.shape[0]),
+        **pdl_options(q_THD, rows),
     )
 
 
@@ -161,6 +166,7 @@ def _decode_attention_8bit(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
+    bounds_ptr,  # [2], as AttentionStep.bounds_2
     k_scales_ptr,  # [P, B, J]; with 4-bit codes int64: scale, zero, scale, zero
     v_scales_ptr,  # [P, B, J]; with 4-bit codes int32: scale, zero
     out_ptr,  # [T, H, D], written if SPLIT is 1
@@ -229,6 +235,7 @@ def _decode_attention_8bit(
         index = block - start // BLOCK_Q - request
     first_row = index * BLOCK_Q
     before = gl.load(lengths_ptr + request) - count
+    is_outside = (request < gl.load(bounds_ptr)) | (request >= gl.load(bounds_ptr + 1))
     end = before + gl.minimum(first_row + BLOCK_Q, count)
     begin = 0
     if WINDOW > 0:
@@ -267,7 +274,7 @@ def _decode_attention_8bit(
     pages = load_pages(head, first_step * STEP)
     if PDL and INPUTS_READY:
         griddepcontrol_wait()
-    if first_row >= count:
+    if (first_row >= count) | is_outside:
         return
 
     # queries, in the order of the keys' bytes

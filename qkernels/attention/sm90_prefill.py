@@ -29,6 +29,7 @@ from qkernels.attention.sm90_prefill_structs import (
     COLUMNS,
     CONSUMER_ROWS,
     KEYS,
+    ROWS,
     STAGES,
     TILE_STAGES,
     TILE_WORDS,
@@ -83,6 +84,8 @@ def paged_attention(
         q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # 16-byte loads need alignment
     group = H // J
     sms = sm_count(q_THD.device)
+    if step.bounds_2 is not None:  # merge_splits would write all rows
+        split = 1
     if split is None:
         visible = min(step.max_context_len, window or step.max_context_len)
         split = prefill_split(max(R, ceil_div(T * group, PREFILL_ROWS)) * J, visible, sms)
@@ -108,6 +111,7 @@ def paged_attention(
             step.block_tables_RX,
             step.query_starts_R1,
             step.context_lengths_R,
+            step.bounds_on(q_THD.device),
             out_THD,
             partials,
             sums,
@@ -172,6 +176,7 @@ def _prefill_attention(
     tables_ptr,
     starts_ptr,
     lengths_ptr,
+    bounds_ptr,  # [2], as AttentionStep.bounds_2, whose second number is above all requests
     out_ptr,
     partials_ptr,
     sums_ptr,
@@ -233,6 +238,9 @@ def _prefill_attention(
         if dtype != gl.float16:
             scale /= SHRINK
     fence_async_shared()
+    # tiles of the requests before the first that is computed: the last ones, as tiles are numbered
+    skipped = gl.load(bounds_ptr)
+    skipped = gl.load(starts_ptr + skipped) * (H // J) // ROWS + skipped
     attention = Attention(
         q_ptr=q_ptr,
         k_desc=k_desc,
@@ -250,6 +258,7 @@ def _prefill_attention(
         R=R,
         T=T,
         num_work_tiles=num_work_tiles,
+        num_computed_tiles=num_work_tiles - skipped * (J * NUM_SPLITS),
         scale=scale,
         cap_log2=cap_log2,
         window=window,

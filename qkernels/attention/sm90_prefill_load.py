@@ -64,7 +64,7 @@ def _next_tile(attention):
     searching = True
     while searching:
         work = gl.atomic_add(attention.counter_ptr, 1, sem="relaxed")
-        searching = work < attention.num_work_tiles
+        searching = work < attention.num_computed_tiles
         if searching:
             kv_head = work % J
             split = work // J % NUM_SPLITS
@@ -85,7 +85,7 @@ def _next_tile(attention):
             if first_row < count * GROUP:
                 request = low - 1
                 searching = False
-        elif work == attention.num_work_tiles + gl.num_programs(0) - 1:
+        elif work == attention.num_computed_tiles + gl.num_programs(0) - 1:
             # No block takes a later number: reset the counter for the next launch.
             gl.store(attention.counter_ptr, 0)
     tile = Tile(

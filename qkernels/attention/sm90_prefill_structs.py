@@ -59,6 +59,7 @@ class Attention:
     R: gl.tensor
     T: gl.tensor
     num_work_tiles: gl.tensor
+    num_computed_tiles: gl.tensor  # the others belong to requests before the first one computed
     scale: gl.tensor  # makes scores base-2 logarithms, for exp2; with SOFT_CAP, in units of the cap
     cap_log2: gl.tensor  # with SOFT_CAP: the cap as a base-2 logarithm
     window: gl.tensor  # with WINDOWED: keys that a row sees

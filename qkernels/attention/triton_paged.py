@@ -61,6 +61,7 @@ def paged_attention(
         out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
+    splits = step.bounds_2 is None  # merge_splits would write the rows of all requests
     if config is None:
         problem = {
             "num_requests": R,
@@ -75,19 +76,21 @@ def paged_attention(
         row = None  # tables have configs for pages of the queries' own dtype only
         if cache.k_scales is None:
             row = tuning_table_of(q_THD.device).find(TUNED, **problem)
-        config = row.config if row else None
+        config = row.config if row and (splits or row.config.split == 1) else None
     if config is None:
         config = default_attention_config(
             **problem,
             page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
             int4=cache.is_4bit,
+            splits=splits,
             gluon=not (has_options(sinks_H, slopes_H, chunk_size) or gluon_refuses(q_THD, cache)),
         )
     partials = sums = None
     if config.split > 1:
         partials = out_THD.new_empty((T, H, config.split, D), dtype=torch.float32)
         sums = out_THD.new_empty((2, T, H, config.split), dtype=torch.float32)
+    rows = min(T, R * step.max_query_len)  # that are computed, at most
     blocks, blocks_each = row_grid(T, R, step.max_query_len, config.block_q)
     grid = (blocks, J, config.split)
     strides = (*cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3])
@@ -95,6 +98,7 @@ def paged_attention(
         step.block_tables_RX,
         step.query_starts_R1,
         step.context_lengths_R,
+        step.bounds_on(q_THD.device),
         cache.k_scales,
         cache.v_scales,
         out_THD,
@@ -131,6 +135,7 @@ def paged_attention(
                 constants,
                 config,
                 inputs_ready,
+                rows,
             )
         else:
             padding = {"PADDED_D": max(16, power_of_two(D)), "ALIGNMENT": alignment(*strides)}
@@ -155,7 +160,7 @@ def paged_attention(
                 STAGES=config.stages,
                 INPUTS_READY=inputs_ready,
                 num_warps=config.warps,
-                **pdl_options(q_THD, T),
+                **pdl_options(q_THD, rows),
             )
     if config.split == 1:
         return out_THD
@@ -202,6 +207,7 @@ def _paged_attention(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
+    bounds_ptr,  # [2], as AttentionStep.bounds_2
     k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
     v_scales_ptr,  # [P, B, J]
     out_ptr,  # [T, H, D], written if SPLIT is 1
@@ -252,9 +258,10 @@ def _paged_attention(
         pdl_launch_and_wait()
     request, start, count, first_row = rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q)
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
+    is_outside = (request < tl.load(bounds_ptr)) | (request >= tl.load(bounds_ptr + 1))
     if PDL and INPUTS_READY:
         pdl_launch_and_wait()
-    if first_row >= count:
+    if (first_row >= count) | is_outside:
         return
 
     m = tl.arange(0, BLOCK_M)

@@ -139,6 +139,11 @@ class CacheSpec:
         return None
 
     @property
+    def divides_decodes(self) -> bool:
+        """True if attention computes the decodes of a step apart from its prompt chunks."""
+        return False
+
+    @property
     def bytes_to_come(self) -> int:
         """Bytes that a step over the longest context needs in addition to the largest step."""
         return 0

@@ -23,6 +23,7 @@ def paged_attention_4bit(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
+    bounds_ptr,  # [2], as AttentionStep.bounds_2
     k_scales_ptr,  # [P, B, J, 4]: scale, zero of the lower channels, then of the upper ones
     v_scales_ptr,  # [P, B, J, 2]: scale, zero
     out_ptr,  # as in _paged_attention
@@ -72,9 +73,10 @@ def paged_attention_4bit(
         pdl_launch_and_wait()
     request, start, count, first_row = rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q)
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
+    is_outside = (request < tl.load(bounds_ptr)) | (request >= tl.load(bounds_ptr + 1))
     if PDL and INPUTS_READY:
         pdl_launch_and_wait()
-    if first_row >= count:
+    if (first_row >= count) | is_outside:
         return
 
     m = tl.arange(0, BLOCK_M)

@@ -144,11 +144,12 @@ class ModelRunner:
     def batch_form(self) -> BatchForm:
         """Which optional tensors a batch has. This depends on the layers' caches."""
         rules = (spec.split_rule for spec in self.cache_specs)
+        divides = any(spec.divides_decodes for spec in self.cache_specs)
         return BatchForm(
             with_states=self.has_states,
             split_rule=next((rule for rule in rules if rule is not None), None),
             page_size=self.config.block_size,
-            max_decode_rows=max(1, self.most_rows),
+            decode_rows=max(1, self.most_rows) if divides else 0,
         )
 
     @property
@@ -230,6 +231,7 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
+            decode_rows=self.batch_form.decode_rows,
             media=self.media_buffers(),
             in_step=self._ranks.are_many,
             with_whole=speculator is None and pipeline is None and self.device.type == "cuda",

@@ -27,6 +27,7 @@ from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.compiling.planned_kernels import PlannedKernels, are_planned
 from qserve.engine.runner.devices import pick_dtype
 from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.graphs.cuda_graphs import max_graph_tokens
 from qserve.engine.runner.graphs.whole_steps import launch_rings
 from qserve.engine.runner.memory import (
     GIB,
@@ -398,7 +399,8 @@ class Worker:
     def _graph_step(self) -> StepInput:
         """Return a step of padding about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
-        tokens = min(self.runner.chunk_sizes[-1], config.max_num_batched_tokens)
+        sizes, decode_rows = self.runner.chunk_sizes, self.runner.batch_form.decode_rows
+        tokens = max_graph_tokens(sizes, rows, config.max_num_batched_tokens, decode_rows)
         count = min(max(1, tokens // rows), self._max_model_len)
         return StepInput.padding(
             num_requests=rows,

@@ -11,22 +11,26 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 
 
+def num_decodes(step: StepInput, max_rows: int) -> int:
+    """Return how many requests come before the first prompt chunk. Decodes have up to max_rows."""
+    is_chunk_R = np.diff(step.query_starts_R1) > max_rows
+    return int(np.argmax(is_chunk_R)) if is_chunk_R.any() else step.num_requests
+
+
 def decode_rows(step: StepInput, device: torch.device, max_rows: int) -> DecodeRows | None:
     """Return the decodes of a step that also has prompt chunks, which follow the decodes.
 
-    A decode has at most `max_rows` rows. None: the step has no chunk, or begins with one.
+    A decode has at most `max_rows` rows. None: the step has no chunk, or begins with one, which
+    every request does if `max_rows` is 0.
     """
-    if step.max_query_len <= max_rows:
-        return None
-    counts_R = np.diff(step.query_starts_R1)
-    count = int(np.argmax(counts_R > max_rows))
-    if count == 0:
+    count = num_decodes(step, max_rows)
+    if count in (0, step.num_requests):
         return None
     starts_R1 = step.query_starts_R1[count:]
     return DecodeRows(
         num_requests=count,
         num_rows=int(starts_R1[0]),
-        max_query_len=int(counts_R[:count].max()),
+        max_query_len=int(np.diff(step.query_starts_R1[: count + 1]).max()),
         max_context_len=int(step.context_lengths_R[:count].max()),
         chunk_starts_R1=to_device(starts_R1 - starts_R1[0], device),
     )

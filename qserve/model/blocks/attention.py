@@ -11,6 +11,7 @@ from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.checks import refuses_4bit_heads
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.latent.expanded import ExpandedChunks
 from qkernels.operands.forms import LinearInput
@@ -121,6 +122,10 @@ class PagedKvSpec(CacheSpec):
     @property
     def heads_axis(self) -> int:
         return 1
+
+    @property
+    def divides_decodes(self) -> bool:
+        return self.kernel != FIXED_ORDER
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(

@@ -7,7 +7,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
-from qkernels.attention.cache import AttentionStep, DecodeRows
+from qkernels.attention.cache import AttentionStep, DecodeRows, decode_bounds
 from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -235,44 +235,62 @@ def test_requests_without_rows_or_keys(check, half, split):
     assert not got[1].any()
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8], ids=["half", "int8"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_decodes_and_chunks_computed_separately(half, device, window, assert_close, tolerance):
-    counts, lengths = [1, 1, 3, 40, 2], [70, 5, 33, 64, 90]
-    H, J, D, B, R = 4, 2, 32, 16, 5
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("num_decodes", [0, 2, 5])
+def test_decodes_and_chunks_computed_separately(
+    half, device, codes, window, on_device, num_decodes, assert_close, tolerance
+):
+    """With `on_device`, the device alone knows the number of decodes; rows and requests are padded.
+
+    A chunk of one row is a chunk for the bounds. 5 decodes: the second part has no request.
+    """
+    counts, lengths = [1, 1, 40, 1, 33, 0], [70, 5, 64, 90, 33, 0]
+    if num_decodes == 5:
+        counts = [1, 1, 3, 1, 2, 0]
+    H, J, D, B, R, T = 8, 2, 64, 16, 6, sum(counts)
+    if num_decodes in (0, 5) and not on_device:
+        pytest.skip("the host does not divide such steps")
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(*size, D, generator=generator).to(half)
-        for size in ((sum(counts), H), (R * 6, B, J), (R * 6, B, J))
-    )
+    q = torch.randn(T + 7, H, D, generator=generator).to(half)
+    k, v = (torch.randn(R * 6, B, J, D, generator=generator).to(half) for _ in range(2))
+    scales = {}
+    if codes is not None:
+        k, v = ((pages * 30).to(codes) for pages in (k, v))
+        scales = {f"{name}_scales": torch.rand(R * 6, B, J, generator=generator) for name in "kv"}
     tables = torch.randperm(R * 6, generator=generator).view(R, 6).int()
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    decodes = DecodeRows(
-        num_requests=3,
-        num_rows=5,
-        max_query_len=3,
-        max_context_len=70,
-        chunk_starts_R1=(starts[3:] - 5).to(device),
-    )
+    decodes = {"num_requests": R if on_device else num_decodes, "max_query_len": 3}
+    if on_device:
+        bounds = torch.tensor(decode_bounds(num_decodes), dtype=torch.int32, device=device)
+        decodes |= {"bounds_8": bounds}
+    else:
+        chunk_starts = starts[num_decodes:] - num_decodes
+        decodes |= {"num_rows": num_decodes, "chunk_starts_R1": chunk_starts.to(device)}
     step = AttentionStep(
         block_tables_RX=tables.to(device),
         query_starts_R1=starts.to(device),
         context_lengths_R=torch.tensor(lengths, dtype=torch.int32, device=device),
         max_query_len=40,
         max_context_len=90,
-        decodes=decodes,
+        decodes=DecodeRows(**decodes, max_context_len=90),
     )
-    cache = paged_kv(k.to(device), v.to(device))
-    options = {"scale": D**-0.5, "window": window, "kernel": "triton"}
-    got = ops.paged_attention(q.to(device), cache, step, **options)
-    flat_k, flat_v = (pages[tables.long()].view(R, -1, J, D) for pages in (k, v))
+    cache = paged_kv(k.to(device), v.to(device), **{n: s.to(device) for n, s in scales.items()})
+    options = {"scale": D**-0.5, "window": window}
+    chosen = None if device.type == "cuda" else "triton"
+    got = ops.paged_attention(q.to(device), cache, step, **options, kernel=chosen)
+    flat = [pages[tables.long()].view(R, -1, J, D).double() for pages in (k, v)]
+    for at, name in enumerate(scales):
+        flat[at] *= scales[name][tables.long()].view(R, -1, J, 1)
     want = [
         exact_attention(
-            *(q[start : start + count], flat_k[r, :length], flat_v[r, :length], count, length),
+            *(q[start : start + count], flat[0][r, :length], flat[1][r, :length], count, length),
             *(D**-0.5, window, None, None, None, None),
         )
         for r, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=False))
     ]
-    assert_close("divided", torch.cat(want), got, tolerance(half))
+    assert_close("divided", torch.cat(want), got[:T], tolerance(half))
 
 
 def test_rows_of_one_request_are_independent_of_the_batch(check, half):

@@ -11,6 +11,7 @@ from qserve.engine.runner.graphs.cuda_graphs import (
     graph_keys,
     graph_rows,
     graph_sizes,
+    max_graph_tokens,
     smallest_key,
 )
 from tests.qserve.engine.make_step import make_step
@@ -86,6 +87,38 @@ def test_slow_launch_models_get_larger_chunk_graphs():
     keys = graph_keys(64, 4096, chunk_sizes=LONG_CHUNK_SIZES)
     assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2625]) is None
     assert found(graph_keys(64, 4096), [1089]) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "graph"),
+    [
+        ([*[1] * 32, 90], (128, 128, 1)),
+        ([*[1] * 31, 90], (128, 128, 0)),
+        ([*[1] * 31, 90, *[1] * 20], (160, 160, 0)),
+        ([*[1] * 290, *[128] * 6], (1088, 300, 1)),
+        ([*[1] * 290, 1000], (1344, 300, 1)),
+        ([*[1] * 290, 1100], None),
+        ([*[1] * 20, 1000], (1024, 300, 0)),
+        ([1] * 300, (300, 300, 0)),
+        ([90], (96, 8, 0)),
+    ],
+)
+def test_steps_with_many_decodes_run_in_graphs_that_compute_them_separately(counts, graph):
+    keys = graph_keys(300, 2048, decode_rows=1)
+    step = make_step(counts)
+    key = smallest_key(keys, step)
+    assert (key and (key.num_tokens, key.num_requests, key.decode_rows)) == graph
+    assert all(not key.decode_rows for key in graph_keys(300, 2048))
+    assert all(not key.decode_rows for key in graph_keys(32, 2048, decode_rows=1))
+    most = max(key.num_tokens for key in keys)
+    assert max_graph_tokens(CHUNK_SIZES, 300, 2048, 1) == most == 1344
+    assert max_graph_tokens(CHUNK_SIZES, 300, 2048, 0) == 1088
+
+
+def test_verified_drafts_are_decodes_of_several_rows():
+    keys = graph_keys(64, 2048, counts=(1, 4), max_rows=64, decode_rows=4)
+    assert smallest_key(keys, make_step([4] * 40 + [70])).decode_rows == 4
+    assert smallest_key(keys, make_step([5] * 40 + [70])).decode_rows == 0
 
 
 def test_media_steps_use_only_chunk_graphs():

@@ -19,7 +19,7 @@ def test_first_requests_of_few_rows_are_decodes():
     counts = [1, 1, 1, 3, 1, 1, 4, 4] + [5, 1, 70]
     contexts = np.array([*range(20, 31)], np.int32)
     step = make_step(counts, context_lengths_R=contexts)
-    batch = Batch.of(step, CPU, BatchForm(page_size=16, max_decode_rows=4))
+    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=4))
     found = batch.decodes
     assert (found.num_requests, found.num_rows) == (8, 16)
     assert (found.max_query_len, found.max_context_len) == (4, 27)
@@ -46,6 +46,12 @@ def test_other_steps_are_not_divided(counts):
     assert decode_rows(make_step(counts), CPU, 4) is None
 
 
+def test_steps_are_not_divided_if_no_layer_divides_them():
+    step = make_step([1] * 8 + [9])
+    assert Batch.of(step, CPU, BatchForm(page_size=16)).decodes is None
+    assert Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=1)).decodes is not None
+
+
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 def test_prompts_beside_decodes_do_not_change_tokens(docs_5m, monkeypatch, kv_cache):
     """Twelve requests decode while others start: their tokens are those of each request alone."""
@@ -68,3 +74,44 @@ def test_prompts_beside_decodes_do_not_change_tokens(docs_5m, monkeypatch, kv_ca
     alone = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
     assert not rows
     assert together == [each.outputs[0].token_ids for each in alone]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int4"])
+def test_gpu_computes_decodes_beside_prompts(quantized_5m, monkeypatch, kv_cache, graphs):
+    """60 requests decode while others start: each token is one of the best of the request alone."""
+    settings = {"device": "cuda", "dtype": "bfloat16", "kv_cache_dtype": kv_cache}
+    settings |= {"max_model_len": 256, "max_num_seqs": 64, "num_gpu_blocks_override": 1024}
+    llm = LLM(
+        quantized_5m,
+        **settings,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=False,
+        enforce_eager=not graphs,
+    )
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 2000) for _ in range(n)] for n in [9, 30] * 30 + [90, 140, 33, 50]]
+    keys, rows = [], []
+    if graphs:
+        replay = llm.engine.runner.graphs.replay
+        monkeypatch.setattr(
+            llm.engine.runner.graphs, "replay", lambda key: keys.append(key) or replay(key)
+        )
+    else:
+        attend = ops._attend_divided
+        monkeypatch.setattr(ops, "_attend_divided", lambda *a: rows.append(a) or attend(*a))
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False
+    )
+    together = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    assert rows or sum(bool(key.decode_rows) for key in keys) >= 5
+    count = len(rows), sum(bool(key.decode_rows) for key in keys)
+    for prompt, output in zip(prompts, together, strict=True):
+        alone = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        pairs = zip(alone.token_ids, output.token_ids, strict=True)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is not None:
+            best = sorted((each.logprob for each in alone.logprobs[place].values()), reverse=True)
+            assert best[0] - best[1] < 0.1, (place, alone.token_ids, output.token_ids)
+    assert count == (len(rows), sum(bool(key.decode_rows) for key in keys)), "alone"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from qkernels.attention.cache import decode_bounds
 from qserve.engine.runner.graphs.step_buffers import ALIGNMENT, GraphKey, StepBuffers
 from tests.qserve.engine.make_step import PER_TOKEN, make_step
 
@@ -79,3 +80,17 @@ def test_only_changed_block_tables_are_copied(buffers):
         step = make_step([1] * len(change), seed=3, block_tables_RX=change)
         buffers.fill_(DECODE, step)
         check(batch, step, is_chunk=False)
+
+
+def test_bounds_of_decodes_follow_the_step():
+    key = GraphKey(is_chunk=True, num_tokens=16, num_requests=6, decode_rows=2)
+    buffers = StepBuffers([CHUNK, key], max_num_seqs=6, table_width=6, device=torch.device("cpu"))
+    decodes = buffers.batch(key, 96).decodes
+    assert (decodes.num_requests, decodes.max_query_len, decodes.max_context_len) == (6, 2, 96)
+    assert decodes.bounds_8.dtype == torch.int32 and decodes.bounds_8.data_ptr() % ALIGNMENT == 0
+    for counts, num_decodes in (([1, 2, 1, 5, 1], 3), ([7, 1], 0), ([1, 1], 2)):
+        buffers.fill_(key, make_step(counts))
+        assert decodes.bounds_8.tolist() == list(decode_bounds(num_decodes))
+    buffers.pad_(key)
+    assert not decodes.bounds_8.any(), "no request is computed"
+    assert buffers.batch(CHUNK, 96).decodes is None

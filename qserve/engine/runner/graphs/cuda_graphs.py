@@ -22,6 +22,7 @@ from qserve.engine.runner.graphs.media_buffers import MediaBuffers
 from qserve.engine.runner.graphs.step_buffers import GraphKey, StepBuffers, StepOutputs
 from qserve.engine.runner.graphs.whole_steps import MAX_ROWS, WholeSteps, is_whole
 from qserve.engine.runner.out_of_memory import ran_out
+from qserve.engine.step.decode_rows import num_decodes
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput, table_width
 from qserve.engine.step.transfer import HostCopy
@@ -41,6 +42,13 @@ CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 
 # takes 63 ms both with a graph of 3,200 tokens and without.
 LONG_CHUNK_SIZES = (*CHUNK_SIZES, 1344, 1600, 2048, 2112, 2624)
 FEW_REQUESTS = 8  # requests in the smaller chunk graphs
+# Steps with at least so many decodes run in graphs whose attention computes decodes and chunks
+# separately. In a graph the context of a decode is not split, so a few long ones would be slow.
+MIN_DECODES = 32
+# Such graphs are also captured for steps of more tokens, because Python takes about 0.75 ms to
+# launch a layer: a step of 1,016 decodes and 8 prompts of 128 tokens takes 26 ms on an H200 (8B in
+# W8A8), and launching it 24 ms, while the host also has to plan it and to read 1,024 tokens.
+APART = 256  # tokens between these sizes
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
@@ -58,6 +66,25 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def decode_chunk_sizes(
+    chunk_sizes: Collection[int], max_num_seqs: int, max_num_tokens: int
+) -> list[int]:
+    """Return the token counts of chunk graphs that compute decodes separately."""
+    if max_num_seqs <= MIN_DECODES:
+        return []
+    last = max(chunk_sizes)
+    sizes = *chunk_sizes, *range(last + APART, max_num_seqs + last + 1, APART)
+    return [size for size in sizes if MIN_DECODES < size <= max_num_tokens]
+
+
+def max_graph_tokens(
+    chunk_sizes: Collection[int], max_num_seqs: int, max_num_tokens: int, decode_rows: int
+) -> int:
+    """Return the number of tokens of the largest graph. The arguments are those of graph_keys."""
+    sizes = decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_rows else []
+    return max([min(max(chunk_sizes), max_num_tokens), *sizes])
+
+
 def graph_keys(
     max_num_seqs: int,
     max_num_tokens: int,
@@ -67,6 +94,7 @@ def graph_keys(
     chunk_sizes: Collection[int] = CHUNK_SIZES,
     with_media: bool = False,
     with_whole: bool = False,
+    decode_rows: int = 0,
 ) -> list[GraphKey]:
     """Return the keys of the graphs to capture, smallest first.
 
@@ -75,7 +103,8 @@ def graph_keys(
     requests, because a padding request costs attention blocks and rows of the LM head.
     `with_adapters`: add a copy of each key for steps with adapters. `with_media`: add a copy of
     each chunk key for steps with media. `with_whole`: add a copy of each small decode key for
-    whole steps.
+    whole steps. `decode_rows`: also add chunk keys whose attention computes decodes, of up to so
+    many rows, separately; 0: none.
     """
     most = max(max_num_seqs, max_rows)  # maximum number of sampled rows in a chunk step
     decodes = [
@@ -90,7 +119,17 @@ def graph_keys(
         if size <= max_num_tokens
         for requests in (FEW_REQUESTS, most)
     }
-    keys = [*decodes, *chunks]
+    sizes = decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_rows else ()
+    divided = [
+        GraphKey(
+            is_chunk=True,
+            num_tokens=size,
+            num_requests=min(size, most),
+            decode_rows=decode_rows,
+        )
+        for size in sizes
+    ]
+    keys = [*decodes, *chunks, *divided]
     if with_whole:
         small = [key for key in decodes if key.count == 1 and key.num_requests <= MAX_ROWS]
         whole = [replace(key, is_whole=True) for key in small]
@@ -105,12 +144,12 @@ def graph_keys(
 
 def _order(key: GraphKey) -> tuple[int, ...]:
     sizes = key.num_tokens, key.num_requests
-    return *sizes, key.has_adapters, key.has_media, key.is_whole
+    return *sizes, key.has_adapters, key.has_media, key.is_whole, key.decode_rows
 
 
 def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
     """Return the token counts of decode graphs with one token per request, and of chunk graphs."""
-    chunks = {key.num_tokens for key in keys if key.is_chunk}
+    chunks = {key.num_tokens for key in keys if key.is_chunk and not key.decode_rows}
     decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
     return {"decode": sorted(decodes), "chunk": sorted(chunks)}
 
@@ -125,13 +164,16 @@ def smallest_key(
     count, has_adapters = step.rows_each, step.adapter_slots_T is not None
     is_decode = count > 0 and not step.has_media
     is_chunk = not is_decode or all(key.is_chunk or key.count != count for key in keys)
+    decode_rows = max((key.decode_rows for key in keys), default=0) if is_chunk else 0
+    if step.has_media or decode_rows and num_decodes(step, decode_rows) < MIN_DECODES:
+        decode_rows = 0
     # a chunk graph has as many rows of logits as requests
     num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
     for key in keys:
         fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
         if key.has_adapters != has_adapters or key.has_media != step.has_media:
             continue
-        if key.is_whole != is_whole:
+        if key.is_whole != is_whole or key.decode_rows != decode_rows:
             continue
         if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
             return key
@@ -145,7 +187,8 @@ def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """
     sorts: dict[tuple[int, ...], list[GraphKey]] = {}
     for key in keys:
-        sort = 0 if key.is_chunk else key.count, key.has_adapters, key.has_media, key.is_whole
+        kind = 0 if key.is_chunk else key.count, key.decode_rows
+        sort = *kind, key.has_adapters, key.has_media, key.is_whole
         sorts.setdefault(sort, []).append(key)
     ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
     return sorted(set(ends), key=keys.index, reverse=True)
@@ -173,6 +216,7 @@ class StepGraphs:
         with_rope_shifts: bool = False,
         chunk_sizes: Collection[int] = CHUNK_SIZES,
         media: MediaBuffers | None = None,
+        decode_rows: int = 0,
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
 
@@ -182,7 +226,8 @@ class StepGraphs:
         `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a context longer
         than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
         graphs in the same order. `media`: input buffers for media; None: steps with media use no
-        graph. `with_whole`: also capture graphs of whole steps for small decodes.
+        graph. `with_whole`: also capture graphs of whole steps for small decodes. `decode_rows`: as
+        for graph_keys.
         """
         self.in_step = in_step
         self._step, self._warm_up = step, warm_up
@@ -196,6 +241,7 @@ class StepGraphs:
             chunk_sizes,
             with_media=media is not None,
             with_whole=with_whole,
+            decode_rows=decode_rows,
         )
         self.media = media
         width = -(-max_context_len // page_size)

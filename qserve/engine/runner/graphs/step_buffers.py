@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from qkernels.attention.cache import DecodeRows, decode_bounds
 from qkernels.causal_conv.state import NO_SLOT
 from qkernels.lora.weights import NO_ADAPTER
 from qkernels.sampling.words import NUM_WORDS
+from qserve.engine.step.decode_rows import num_decodes
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import PinnedCopies, on_host
@@ -32,6 +34,7 @@ class StepOutputs:
 
 PADDING_SLOT = -1
 SAMPLE_WORDS = "sample_words_SP"
+DECODE_BOUNDS = "decode_bounds_8"
 ALIGNMENT = 16  # bytes, as kernels require
 
 
@@ -45,6 +48,9 @@ class GraphKey:
     has_adapters: bool = False  # uses other kernels; steps without adapters are faster
     has_media: bool = False  # starts from embeddings (media_buffers.py)
     is_whole: bool = False  # a decode with the copy of its inputs and sampling (whole_steps.py)
+    # Attention computes decodes, which have up to so many rows, apart from prompt chunks; 0: it
+    # computes all requests as chunks.
+    decode_rows: int = 0
 
     @property
     def count(self) -> int:
@@ -98,8 +104,17 @@ class StepBuffers:
         for field in self._fields[key]:
             if field.name != SAMPLE_WORDS:
                 tensors[field.name] = self._view(field)
+        decodes = None
+        if key.decode_rows:
+            decodes = DecodeRows(
+                num_requests=key.num_requests,
+                max_query_len=key.decode_rows,
+                max_context_len=max_context_len,
+                bounds_8=tensors.pop(DECODE_BOUNDS),
+            )
         return Batch(
             **tensors,
+            decodes=decodes,
             block_tables_RX=self._tables_RX[: key.num_requests],
             max_query_len=key.num_tokens if key.is_chunk else key.count,
             max_context_len=max_context_len,
@@ -150,7 +165,11 @@ class StepBuffers:
 
     def fill_(self, key: GraphKey, step: StepInput) -> None:
         """Copy a step into the buffers. Does not wait for the device."""
-        arrays = {field.name: getattr(step, field.name) for field in self._fields[key]}
+        names = [field.name for field in self._fields[key] if field.name != DECODE_BOUNDS]
+        arrays = {name: getattr(step, name) for name in names}
+        if key.decode_rows:
+            bounds = decode_bounds(num_decodes(step, key.decode_rows))
+            arrays[DECODE_BOUNDS] = np.array(bounds, np.int32)
         if arrays.get("rope_shifts_T", 0) is None:  # no request had an image yet
             arrays["rope_shifts_T"] = np.zeros(0, np.int64)
         self._fill_(key, arrays)
@@ -207,6 +226,8 @@ def _fields(
     if key.is_chunk:
         specs.append(("logits_rows_S", np.int64, requests, 0))
         specs.append(("query_starts_R1", np.int32, requests + 1, None))
+    if key.decode_rows:
+        specs.append((DECODE_BOUNDS, np.int32, len(decode_bounds(0)), 0))
     if key.has_adapters:
         specs.append(("adapter_slots_T", np.int32, tokens, NO_ADAPTER))
     if with_states:
