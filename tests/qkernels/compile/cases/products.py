@@ -89,7 +89,7 @@ def _products() -> dict[str, Case]:
                 M, shape, scheme, bias=bias
             ),
             quick=QUICK_PRODUCTS.get((name, M, shape), ()),
-            product="mma" if M <= MMA_ROWS.get(name, 0) else "wgmma",
+            product="mma" if MMA_ROWS.get(name, 0) >= M else "wgmma",
             least=89 if "fp8" in name else 80,
         )
         for name, (scheme, shapes) in SCHEMES.items()
