@@ -27,7 +27,6 @@ from qkernels.bench.measure import (
 )
 from qkernels.errors import KernelError
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.w4a8.gemv_config import GEMV
 from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.tuned import TUNED as WNA16
@@ -164,8 +163,7 @@ def _w4a8(
     """Yield cases that include rounding x to 8 bits.
 
     With int8 inputs, scales are multiples of one number in each row, as `quantize` writes them;
-    op `w4a8_groups` has other scales. Baselines get an input that is rounded already (`codes`),
-    also in one kernel variant (`sm90`, `gemv`). `w4a16` multiplies the same codes by x in 16 bits,
+    op `w4a8_groups` has other scales. Baseline `w4a16` multiplies the same codes by x in 16 bits,
     `w8a8` multiplies 8-bit codes of the same shape.
     """
     N, K = read_shape(LINEAR_SHAPES, shape)
@@ -189,13 +187,10 @@ def _w4a8(
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         codes, scales = ops.quantize_input(x, packed[0].activation)
         others: dict[str, list[Call]] = {}
-        variants = {"codes": None, "sm90": "sm90", "gemv": GEMV}
-        for name in (each for each in variants if each in baselines):
-            kept = [_of_variant(w, variants[name]) for w in weights]
-            if name == "codes" or ops.plan_linear(kept[0], m).variant.startswith(variants[name]):
-                others[name] = [
-                    lambda c=codes, s=scales, w=w: ops.linear_codes(c, s, w) for w in kept
-                ]
+        if "codes" in baselines:  # ours, of an input that is rounded already
+            others["codes"] = [
+                lambda c=codes, s=scales, w=w: ops.linear_codes(c, s, w) for w in weights
+            ]
         if w4a16:
             others["w4a16"] = [lambda x=x, w=w: ops.linear(x, w) for w in w4a16]
         if w8a8:
@@ -215,11 +210,6 @@ def _w4a8(
             baselines=others,
             tuned=(W4A8, {"N": N, "K": K, "group": group, "integers": integers, "M": m}),
         )
-
-
-def _of_variant(weight: PreparedWeight, kernel: str | None) -> PreparedWeight:
-    """Return the weight, with the same tensors, as prepared for a requested variant."""
-    return weight if kernel is None else replace(weight, requested=kernel)
 
 
 def in_multiples(packed: PackedWeight) -> PackedWeight:
@@ -280,7 +270,7 @@ OPS: dict[str, BenchedOp] = {
             cases=functools.partial(_w4a8, scheme, op),
             shapes=LINEAR_SHAPES,
             default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
-            baselines=("codes", "gemv", "sm90", "w4a16", "w8a8"),
+            baselines=("codes", "w4a16", "w8a8"),
             dims=2,
         )
         for op, scheme in (("w4a8", "w4a8"), ("w4a8_groups", "w4a8"), ("w4a8_fp8", "w4a8-fp8"))

@@ -1,9 +1,11 @@
 """Rows of `linear` for 4-bit weights with 8-bit activations."""
 
+import functools
+
 import torch
 
 from formats.scheme import Scheme
-from qkernels.choice import FIXED_ORDER, parse_choice
+from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel
 from qkernels.gpu import device as gpu_device
 from qkernels.problem import (
@@ -17,18 +19,17 @@ from qkernels.problem import (
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
 from qkernels.w4a8.config import MULTIPLES, W4A8Sm90Config, W4A8TritonConfig
-from qkernels.w4a8.gemv_config import GEMV, GEMV_DEFAULT_ROWS, GEMV_MAX_ROWS, W4A8GemvConfig
 from qkernels.w4a8.layout import K_STEP, MIN_K_STEP
 from qkernels.w4a8.tuned import TUNED
 
 
-def note_measured(problem: Problem, *configs: type) -> str:
-    """Return a note on this kernel's configs that were measured on this GPU; "" for none."""
+def note_measured(problem: Problem, config: type) -> str:
+    """Return a note on the configs that were measured for this kernel on this GPU; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
     K = problem.in_features
     groups = {problem.spec.group_length(K)}
-    if W4A8Sm90Config in configs and _sums_integers(problem):
+    if config is W4A8Sm90Config and _sums_integers(problem):
         groups.add(K)  # the key of configs of multiples
     table = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
     integers = problem.activation.type == "int"
@@ -39,28 +40,17 @@ def note_measured(problem: Problem, *configs: type) -> str:
             TUNED, N=problem.out_features, K=K, group=group, integers=integers
         )
     ]
-    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, configs))
+    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
     found = ", ".join(f"up to {each} rows" for each in most)
     return f"configs measured on this GPU: {found}" if most else ""
 
 
 def note_sm90(problem: Problem) -> str:
     """Return note_measured, and which weights run variant MULTIPLES."""
-    notes = [note_measured(problem, W4A8Sm90Config, W4A8GemvConfig)]
+    notes = [note_measured(problem, W4A8Sm90Config)]
     if _sums_integers(problem):
         notes.insert(0, f"{MULTIPLES} if scales of each row are multiples of one number")
     return "; ".join(filter(None, notes))
-
-
-def explain_sm90(problem: Problem) -> list[tuple[str, str]]:
-    """Return for each variant which numbers of rows it takes, or why it takes none."""
-    choice = parse_choice(problem.requested)
-    refusal = "takes int8 inputs, not float8" if problem.activation.type == "float" else None
-    if choice.only in ("sm90", FIXED_ORDER):
-        refusal = f"{choice.only} was requested"
-    most = GEMV_MAX_ROWS if choice.only == GEMV else GEMV_DEFAULT_ROWS
-    gemv = choice.explained(GEMV, refusal, f"up to {most} rows")
-    return [(GEMV, gemv), ("sm90", "rows that no other variant takes")]
 
 
 def _sums_integers(problem: Problem) -> bool:
@@ -134,15 +124,14 @@ KERNELS = (
         priority=30,
         supports=sm90_w4a8,
         note=note_sm90,
-        variants=("sm90", GEMV, FIXED_ORDER),
-        explain_variants=explain_sm90,
+        variants=("sm90", FIXED_ORDER),
     ),
     Kernel(
         name="triton_w4a8",
         module="w4a8.triton_gemm",
         priority=30,
         supports=portable_w4a8,
-        note=lambda problem: note_measured(problem, W4A8TritonConfig),
+        note=functools.partial(note_measured, config=W4A8TritonConfig),
         variants=("triton", FIXED_ORDER),
     ),
     Kernel(

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from formats.in_memory.packed import PackedWeight
-from qkernels.choice import FIXED_ORDER, parse_choice
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
@@ -37,19 +37,12 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
-from qkernels.w4a8 import layout, sm90_gemv
+from qkernels.w4a8 import layout
 from qkernels.w4a8.config import (
     MULTIPLES,
     W4A8Sm90Config,
     default_sm90_config,
     fixed_order_config,
-)
-from qkernels.w4a8.gemv_config import (
-    GEMV,
-    GEMV_MAX_ROWS,
-    W4A8GemvConfig,
-    default_gemv_config,
-    prefers_gemv,
 )
 from qkernels.w4a8.prepack import prepacked
 from qkernels.w4a8.sm90_load import load
@@ -84,8 +77,6 @@ def plan(
     """Return the plan for M rows; the previous operation rounds the input if it can."""
     config = _chosen_config(problem, M)
     variant = MULTIPLES if problem.in_multiples else "sm90"
-    if isinstance(config, W4A8GemvConfig):
-        variant = GEMV
     return replace(plan_without_choice(problem), variant=variant, config=config)
 
 
@@ -113,7 +104,7 @@ def linear_codes(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     *,
-    config: W4A8Sm90Config | W4A8GemvConfig | None = None,
+    config: W4A8Sm90Config | None = None,
     y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default config.
@@ -129,17 +120,13 @@ def linear_codes(
     config = config or _chosen_config(weight.problem, M)
     numerics = numerics_of(weight.problem)
     codes_MK = aligned(codes_MK.contiguous())
-    assert config.fits(M, N, K, sm_count(device)), config
-    if isinstance(config, W4A8GemvConfig):
-        with on_device(codes_MK):
-            scales_M1 = scales_M1.contiguous()
-            return sm90_gemv.run(codes_MK, scales_M1, weight, bias, y_MN, config, numerics)
     packed = weight.tensors["packed"].view(torch.int32).view(-1, WEIGHT_BOX[1])
     scales = weight.tensors["scales"]
     boxes = weight.tensors["multiples"] if numerics.in_multiples else scales
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
     assert config.promotes != sums_are_integers, config
+    assert config.fits(M, N, K, sm_count(device)), config
     with on_device(codes_MK):
         launch(
             _w4a8_sm90,
@@ -182,7 +169,7 @@ def numerics_of(problem: GemmProblem) -> Numerics:
     )
 
 
-def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config | W4A8GemvConfig:
+def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
     """Return the config measured on this GPU, else the default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
@@ -192,18 +179,10 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config | W4A8GemvCon
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
     if problem.requested == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
-    choice = parse_choice(problem.requested)
-    may_gemv = choice.only != "sm90" and GEMV not in choice.never
-    must_gemv = choice.only == GEMV and integers and M <= GEMV_MAX_ROWS
     row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
     config = None if row is None else row.config
-    allowed = (W4A8GemvConfig,) if must_gemv else (W4A8Sm90Config,)
-    if may_gemv:
-        allowed = (W4A8GemvConfig, *allowed)
-    if isinstance(config, allowed) and config.fits(M, N, K, sms):
+    if isinstance(config, W4A8Sm90Config) and config.fits(M, N, K, sms):
         return config
-    if must_gemv or (may_gemv and prefers_gemv(M, integers)):
-        return default_gemv_config(M, N, K, sms)
     return default_sm90_config(M, N, K, group, sms, integers)
 
 

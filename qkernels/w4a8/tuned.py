@@ -13,17 +13,10 @@ from qkernels.w4a8.config import (
     sm90_search_starts,
     triton_config_fault,
 )
-from qkernels.w4a8.gemv_config import (
-    GEMV_MAX_ROWS,
-    W4A8GemvConfig,
-    default_gemv_config,
-    gemv_config_fault,
-    prefers_gemv,
-)
 from qkernels.w4a8.layout import K_STEP, k_step
 
 MAX_SEARCH_ROWS = 1024  # with more rows, a search starts only from the problem's own default
-W4A8Config = W4A8TritonConfig | W4A8Sm90Config | W4A8GemvConfig
+W4A8Config = W4A8TritonConfig | W4A8Sm90Config
 
 
 def _runs_sm90(K: int) -> bool:
@@ -32,8 +25,6 @@ def _runs_sm90(K: int) -> bool:
 
 def _default(sm_count: int, *, M: int, N: int, K: int, group: int, integers: bool) -> W4A8Config:
     if _runs_sm90(K):
-        if prefers_gemv(M, integers):
-            return default_gemv_config(M, N, K, sm_count)
         return default_sm90_config(M, N, K, group, sm_count, integers)
     return default_triton_config(M, N, K, k_step(group), sm_count)
 
@@ -46,11 +37,7 @@ def _starts(
         _default(sm_count, M=other, N=N, K=K, group=group, integers=integers)
         for other in (min(2 * M, MAX_SEARCH_ROWS), max(1, M // 2))
     ]
-    if not _runs_sm90(K):
-        return found
-    if integers and M <= GEMV_MAX_ROWS:
-        found.append(default_gemv_config(M, N, K, sm_count))
-    return found + sm90_search_starts(M, K, group, integers)
+    return found + (sm90_search_starts(M, K, group, integers) if _runs_sm90(K) else [])
 
 
 TUNED = TunedOp(
@@ -67,18 +54,6 @@ TUNED = TunedOp(
                 "pdl": (False, True),
                 "use_tma": (False, True),
             },
-        ),
-        W4A8GemvConfig: ConfigSpace(
-            fault=gemv_config_fault,
-            options={
-                "block_m": (8, 16),
-                "block_n": (16, 32, 64),
-                "warps": (4, 8, 16),
-                "steps_in_flight": (1, 2, 4),
-            },
-            fits=lambda config, problem, sm_count: config.fits(
-                problem["M"], problem["N"], problem["K"], sm_count
-            ),
         ),
         W4A8Sm90Config: ConfigSpace(
             fault=sm90_config_fault,

@@ -18,21 +18,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
+from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.sm90_term import add_few_rows, lora_term, prefetch_few_rows
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
-from qkernels.operands.imma_gemv import (
-    MAGIC,
-    MAGIC_FLOAT,
-    int8_values,
-    load_codes,
-    operand_a,
-    operand_b,
-    packed_pointers,
-    store_sums,
-    streamed_layout,
-    sums_layout,
-)
 from qkernels.operands.limbs import (
     K_STEP,
     LIMBS_COLUMNS,
@@ -43,6 +32,11 @@ from qkernels.operands.limbs import (
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+
+# The accumulator starts with the bits of the float32 number 1.5 * 2^23. A sum of 128 products is at
+# most 128 * 128 * 255 < 2^22, so the result, read as float32, is 1.5 * 2^23 + sum.
+MAGIC = gl.constexpr(0x4B400000)
+MAGIC_FLOAT = gl.constexpr(12582912.0)
 
 COLUMNS = gl.constexpr(LIMBS_COLUMNS)
 LIMBS_PER_INPUT = gl.constexpr(LIMBS_OF_INPUT)
@@ -57,11 +51,26 @@ def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
     codes [W, BN row_bytes]; with 8 bits, a row's 128 bytes take two loads. LIMBS: [W, 1024]. SUMS:
     the mma accumulator.
     """
+
+    def streamed(size: int, row_bytes: int = 64) -> gl.DistributedLinearLayout:
+        lanes = [16, 32, row_bytes, 2 * row_bytes, 4 * row_bytes]
+        loads = [1 << i for i in range(6, size.bit_length() - 1) if 1 << i not in lanes]
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], *([0, load] for load in loads)],
+            lane_bases=[[0, lane] for lane in lanes],
+            warp_bases=[[1 << i, 0] for i in range(W.bit_length() - 1)],
+            block_bases=[],
+            shape=[W, size],
+        )
+
+    sums = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
+    )
     row_bytes = 16 * bits
     return {
-        "PACKED": streamed_layout(W, row_bytes * BN, row_bytes),
-        "LIMBS": streamed_layout(W, 4 * TILE_WORDS),
-        "SUMS": sums_layout(W),
+        "PACKED": streamed(row_bytes * BN, row_bytes),
+        "LIMBS": streamed(4 * TILE_WORDS),
+        "SUMS": sums,
     }
 
 
@@ -109,12 +118,49 @@ def run(
 
 
 @gluon.jit
+def _operand_a(codes, BITS: gl.constexpr, SUMS: gl.constexpr):
+    """Convert bytes of codes [W, BN row_bytes] to operand A [W, BN, 128], within each thread.
+
+    4 bits: the operand has 16 (q - 8). Its input 32 j + 16 h + 4 t + b is half h of byte b of word
+    j of lane t. 8 bits: the operand has q - 128. Its input 64 i + 16 w + 4 t + b is byte b of word
+    w of lane t in load i.
+    """
+    W: gl.constexpr = codes.shape[0]
+    BN: gl.constexpr = codes.shape[1] // (16 * BITS)
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
+    if BITS == 8:
+        signed = gl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4
+        )
+        # [W, row, i, t, w, b]
+        values = signed.reshape([W, BN, 2, 4, 4, 4]).permute([0, 1, 2, 4, 3, 5])
+    else:
+        low, high = signed_nibbles(codes)
+        # [W, row, t, j, b, h]
+        values = gl.join(low, high).reshape([W, BN, 4, 4, 4, 2]).permute([0, 1, 3, 5, 2, 4])
+    return gl.convert_layout(values.reshape([W, BN, 128]), A, assert_trivial=True)
+
+
+@gluon.jit
 def _operand_b(limbs, SUMS: gl.constexpr):
-    """Convert limbs [W, 1024] to operand B [W, 128, 8], inputs in the order of `int8_values`."""
+    """Convert limbs [W, 1024] to operand B [W, 128, 8], inputs in the order of `_operand_a`."""
     W: gl.constexpr = limbs.shape[0]
     # [W, i, column, t, w, b]
     x = limbs.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])
-    return operand_b(x.reshape([W, 128, 8]), SUMS)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
+    return gl.convert_layout(x.reshape([W, 128, 8]), B, assert_trivial=True)
+
+
+@gluon.jit
+def _store(sums, y_ptr, bias_ptr, first_n, first_m, M, N):
+    """Store sums [BN, 2 rows] plus the bias to y."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    n = first_n + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    m = first_m + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    if bias_ptr is not None:
+        sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    mask = (m[None, :] < M) & (n[:, None] < N)
+    gl.store(y_ptr + m[None, :] * N + n[:, None], sums.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -153,7 +199,10 @@ def _wna16_gemv_imma(
     stored_tile = block // (STORED_ROWS // BN)
     inside = block % (STORED_ROWS // BN)  # which BN rows of the stored tile
     warp = gl.arange(0, W, layout=gl.SliceLayout(1, PACKED))
-    packed_ptrs = packed_pointers(packed_ptr, block, k_steps, BN, STORED_ROWS, ROW_BYTES, PACKED)
+    byte = gl.arange(0, ROW_BYTES * BN, layout=gl.SliceLayout(0, PACKED))
+    packed_ptrs = packed_ptr + stored_tile.to(gl.int64) * k_steps * (ROW_BYTES * STORED_ROWS)
+    packed_ptrs = packed_ptrs + inside * (ROW_BYTES * BN)
+    packed_ptrs += byte[None, :]
     row_warp = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
     row = gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
     groups = k_steps // STEPS_PER_GROUP
@@ -173,7 +222,10 @@ def _wna16_gemv_imma(
         offsets = ()
         for i in gl.static_range(IN_FLIGHT):
             k_step = gl.minimum(first + i * W + warp, k_steps - 1)
-            codes += (load_codes(packed_ptrs + k_step[:, None] * (ROW_BYTES * STORED_ROWS)),)
+            # evict_first: codes are read once; the L2 should keep data that every K step reads,
+            # and instructions
+            ptrs = packed_ptrs + k_step[:, None] * (ROW_BYTES * STORED_ROWS)
+            codes += (gl.load(ptrs, eviction_policy="evict_first"),)
             k_step = first + i * W + row_warp
             group = group_rows + (k_step // STEPS_PER_GROUP * STORED_ROWS)[:, None]
             mask = (k_step < k_steps)[:, None]
@@ -186,7 +238,7 @@ def _wna16_gemv_imma(
                 prefetch_few_rows(term, block * BN, M, 2 * TILES, W)
             griddepcontrol_wait()
         for i in gl.static_range(IN_FLIGHT):
-            a = operand_a(int8_values(codes[i], BITS), SUMS)
+            a = _operand_a(codes[i], BITS, SUMS)
             scale = scales[i].to(gl.float32)[:, :, None] / A_FACTOR
             tile = gl.minimum(first + i * W + limb_warp, k_steps - 1)[:, None] * TILES
             column_tile = gl.minimum(first + i * W + column_warp, k_steps - 1)[:, None] * TILES
@@ -212,4 +264,4 @@ def _wna16_gemv_imma(
     for j in gl.static_range(TILES):
         by_limb = totals[j].reshape([W, BN, ROWS_PER_TILE, LIMBS_PER_INPUT])
         sums = gl.sum(gl.sum(by_limb, 3), 0)
-        store_sums(sums, y_ptr, bias_ptr, block * BN, j * ROWS_PER_TILE, M, N)
+        _store(sums, y_ptr, bias_ptr, block * BN, j * ROWS_PER_TILE, M, N)

@@ -64,8 +64,6 @@ def tensor(value) -> Tensor:
 class Pointer:
     """Addresses of elements of a flat tensor."""
 
-    type = Tensor.type
-
     def __init__(self, flat: torch.Tensor, offset=0) -> None:
         self.flat, self.offset = flat, tensor(offset)
         self.dtype = SimpleNamespace(element_ty=flat.dtype)
@@ -299,9 +297,7 @@ class _Language:
     multiple_of = staticmethod(lambda x, values: x)
     to_tensor = staticmethod(tensor)
     load = staticmethod(
-        lambda pointer, mask=None, other=0, cache_modifier="", eviction_policy="": pointer.load(
-            mask, other
-        )
+        lambda pointer, mask=None, other=0, cache_modifier="": pointer.load(mask, other)
     )
     store = staticmethod(lambda pointer, value, mask=None: pointer.store(value, mask))
     num_warps = staticmethod(lambda: 4)

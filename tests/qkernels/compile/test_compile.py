@@ -208,15 +208,6 @@ def gemv(kernel: dict) -> bool:
     return kernel["integer_mma"] > 0 and kernel["integer_mma"] % 4 == 0 and kernel["shared"] <= 4096
 
 
-def gemv_of_codes(kernel: dict) -> bool:
-    """As `gemv`; 16 warps or more are on an SM."""
-    warps = REGISTERS_OF_SM // (kernel.get("registers", 0) * kernel["threads"] or 1)
-    warps *= kernel["threads"] // 32
-    # 4 of 32 inputs in a step, for each tile of rows and 16 outputs
-    products = kernel["integer_mma"] > 0 and kernel["integer_mma"] % 4 == 0
-    return products and kernel["shared"] <= 16384 and warps >= 16
-
-
 def small_m(kernel: dict) -> bool:
     """As many blocks fit on an SM as its register limit allows; no register in use is written.
 
@@ -261,7 +252,6 @@ def latent_decode(kernel: dict) -> bool:
 SM90_CHECKS = {
     "latent.sm90_decode": latent_decode,
     "w4a8.sm90": expanded_codes,
-    "w4a8.sm90_gemv": gemv_of_codes,
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,
     "wna16.sm90_large_m": large_m,

@@ -1,6 +1,5 @@
 """Products to fuzz."""
 
-import importlib
 import random
 
 import torch
@@ -16,7 +15,6 @@ from qkernels.operands.split_k import reduced
 from qkernels.tuning.op import TunedOp
 from qkernels.w4a8 import triton_gemm as w4a8
 from qkernels.w4a8.config import W4A8TritonConfig
-from qkernels.w4a8.gemv_config import W4A8GemvConfig
 from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
@@ -165,18 +163,13 @@ def fuzz_w4a8(*, M, N, groups, group, floats, dtype, bias, spread, tile, seed):
     weight_NK = torch.randn(N, K, generator=generator(seed + 2))
     weight_NK *= 2.0 ** (torch.arange(K) // (K // G) % 4)
     packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
+    weight = ops.prepare_weight(packed.to(DEVICE), getattr(torch, dtype), kernel="triton_w4a8")
     x = rows((M, K), dtype, seed, spread=spread)
     offset = rows((N,), dtype, seed) if bias else None
     rounded = quantize_input(x.cpu(), packed.activation, None)
     problem = {"M": M, "N": N, "K": K, "group": K // G, "integers": not floats}
-    whole_steps = K % 128 == 0 and (128 % (K // G) == 0 or K // G % 128 == 0)
-    few = (W4A8GemvConfig,) if HOPPER and whole_steps and dtype in HALF else ()
-    chosen = random_tile((W4A8TritonConfig, *few), tile, W4A8, problem)
-    kernel, module = "triton_w4a8", w4a8
-    if isinstance(chosen, W4A8GemvConfig):
-        kernel, module = "sm90_w4a8", importlib.import_module("qkernels.w4a8.sm90")
-    weight = ops.prepare_weight(packed.to(DEVICE), getattr(torch, dtype), kernel=kernel)
-    got = product_of_codes(module, chosen, x, rounded, weight, offset)
+    chosen = random_tile((W4A8TritonConfig,), tile, W4A8, problem)
+    got = product_of_codes(w4a8, chosen, x, rounded, weight, offset)
     if got is None:
         return
     x_MK, w_NK = rounded[0].double() * rounded[1].double(), packed.dequantize(torch.float64)

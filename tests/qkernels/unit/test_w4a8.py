@@ -192,24 +192,6 @@ def test_explain_says_which_weights_are_summed_as_integers(name):
     assert said == scheme.weight.in_multiples
 
 
-@pytest.mark.parametrize(
-    ("name", "requested", "said"),
-    [
-        ("w4a8", None, "up to 8 rows"),
-        ("w4a8-channel", "sm90_gemv", "up to 16 rows"),
-        ("w4a8", "-sm90_gemv", "forbidden by name"),
-        ("w4a8", "sm90", "sm90 was requested"),
-        ("w4a8-fp8", None, "takes int8 inputs, not float8"),
-    ],
-)
-def test_explain_says_for_how_many_rows_the_gemv_runs(name, requested, said):
-    scheme = Scheme.parse(name)
-    problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
-    problem |= {"spec": scheme.weight, "activation": scheme.activation, "requested": requested}
-    variants = {each.name: each.reason for each in explain("linear", **problem).variants}
-    assert said in variants["sm90_gemv"]
-
-
 def test_choice_error_names_unsupported_problem():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "out_features": 64, "in_features": 256}
     spec = Scheme.parse("w4a16-asym").weight

@@ -9,7 +9,6 @@ from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.operands.split_k import Consumer
-from qkernels.w4a8.gemv_config import GEMV, GEMV_DEFAULT_ROWS
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import BF16, FP16, SM80, SM90, Case
 from tests.qkernels.compile.cases.weights import prepared, weight_of
@@ -32,7 +31,7 @@ W8A8_SHAPES = (
 )
 W4A8_SHAPES = (
     *((1, OUT), (16, GATE_UP), (32, QKV), (64, QKV), (64, GATE_UP), (128, DOWN), (256, QKV)),
-    *((4096, OUT), (1, DOWN), (4, QKV), (8, OUT), (8, GATE_UP)),
+    (4096, OUT),
 )
 SCHEMES = {
     "w4a16": ("w4a16-sym", W4A16_SHAPES),
@@ -46,9 +45,6 @@ SCHEMES = {
     "w4a8-fp8": ("w4a8-fp8", W4A8_SHAPES),
     "w4a8-channel": ("w4a8-channel", W4A8_SHAPES),
 }
-# scheme -> most rows that are columns of mma.sync on sm_90
-MMA_ROWS = dict.fromkeys(("w4a16", "w4a16-asym", "w8a16", "w8a16-asym"), LIMBS_MAX_ROWS)
-MMA_ROWS |= dict.fromkeys(("w4a8", "w4a8-channel"), GEMV_DEFAULT_ROWS)
 QUICK_PRODUCTS = {
     ("w4a16", 16, GATE_UP): ("sm_80", "sm_90"),
     ("w4a16", 64, GATE_UP): SM90,
@@ -89,7 +85,7 @@ def _products() -> dict[str, Case]:
                 M, shape, scheme, bias=bias
             ),
             quick=QUICK_PRODUCTS.get((name, M, shape), ()),
-            product="mma" if MMA_ROWS.get(name, 0) >= M else "wgmma",
+            product="mma" if M <= LIMBS_MAX_ROWS and "a16" in name else "wgmma",
             least=89 if "fp8" in name else 80,
         )
         for name, (scheme, shapes) in SCHEMES.items()
@@ -97,13 +93,11 @@ def _products() -> dict[str, Case]:
     }
 
 
-def multiples(M: int, shape: tuple[int, int], scheme: str, kernel: str | None = None) -> None:
+def multiples(M: int, shape: tuple[int, int], scheme: str) -> None:
     """Compile products with scales that are multiples of one number in each row."""
     packed = weight_of(Scheme.parse(scheme), *shape)
     weight = ops.prepare_weight(
-        dataclasses.replace(packed, scales_NG=torch.ones_like(packed.scales_NG)),
-        BF16,
-        kernel=kernel,
+        dataclasses.replace(packed, scales_NG=torch.ones_like(packed.scales_NG)), BF16
     )
     assert weight.problem.in_multiples == (weight.kernel == "sm90_w4a8")
     plan = ops.plan_linear(weight, M, fused=False)
@@ -114,15 +108,11 @@ MORE_PRODUCTS = {
     **{
         f"multiples of {name} M={M}": Case(
             run=functools.partial(multiples, M, shape, name),
-            quick=SM90 if M in (1, 4096) else (),
-            product="mma" if M <= GEMV_DEFAULT_ROWS else "wgmma",
+            quick=SM90 if M == 4096 else (),
+            product="wgmma",
         )
         for name, M, shape in (
             ("w4a8", 1, OUT),
-            ("w4a8", 8, GATE_UP),
-            ("w4a8-g32", 8, DOWN),
-            ("w4a8-g64", 2, (1000, 1152)),
-            ("w4a8-g256", 4, QKV),
             ("w4a8", 16, GATE_UP),
             ("w4a8", 64, QKV),
             ("w4a8", 256, QKV),
@@ -131,18 +121,6 @@ MORE_PRODUCTS = {
             ("w4a8-g64", 32, DOWN),
         )
     },
-    **{
-        f"multiples of {name} M={M}, {kernel}": Case(
-            run=functools.partial(multiples, M, OUT, name, kernel),
-            product="mma" if kernel == GEMV else "wgmma",
-            least=90,
-        )
-        for name, M, kernel in (("w4a8", 1, "sm90"), ("w4a8", 16, GEMV), ("w4a8-g32", 16, GEMV))
-    },
-    "w4a8 group 32, two rows": Case(run=lambda: linear(2, OUT, "w4a8-g32"), product="mma"),
-    "w4a8 group 256, float16, three rows": Case(
-        run=lambda: linear(3, (1000, 1280), "w4a8-g256", FP16, True), product="mma"
-    ),
     "w4a8 group 32": Case(run=lambda: linear(256, OUT, "w4a8-g32"), product="wgmma"),
     "w4a8 group 32, few rows": Case(run=lambda: linear(16, DOWN, "w4a8-g32"), product="wgmma"),
     "w4a8-fp8 group 64": Case(
