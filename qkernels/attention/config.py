@@ -110,7 +110,7 @@ def gluon_warps(programs: int, sm_count: int) -> int:
     """Return the warps of a block of sm90_decode_8bit.py.
 
     An SM holds 8 warps, whatever their blocks. A block first looks up its request, then its pages,
-    and at the end merges its warps. Many small blocks hide these delays behind each other's loads.
+    and at the end merges its warps. While one of many small blocks waits for these, others load.
     """
     warps = 4
     while warps > 1 and programs * warps // 2 >= 4 * sm_count:

@@ -5,7 +5,7 @@ decode=32*1@8192        32 requests with 1 new token each, after 8192 computed t
 prefill=8192            one request with 8192 new tokens
 chunk=512@4096c         one request with 512 tokens inside of its prompt: no token is sampled
 verify=16*4@4096:3      16 requests that verify 3 drafts each: 4 tokens, each of which is sampled
-mix=2048,32*1@4096      several kinds of requests in one step
+mix=2048,32*1@4096      several kinds of requests in one step: decodes come first, as in the engine
 """
 
 import re
@@ -30,6 +30,11 @@ class CaseRequests:
     def num_sampled(self) -> int:
         return 0 if self.chunked else 1 + self.num_draft_tokens
 
+    @property
+    def decodes(self) -> bool:
+        """True if every token samples."""
+        return self.num_sampled == self.query_len
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCase:
@@ -49,19 +54,18 @@ class StepCase:
                 f"expected NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],..., found {text!r}",
                 "such as decode=32*1@8192",
             )
-        case = cls(
-            name=name,
-            requests=tuple(
-                CaseRequests(
-                    count=int(match[1] or 1),
-                    query_len=int(match[2]),
-                    kv_len=int(match[3] or 0),
-                    chunked=bool(match[4]),
-                    num_draft_tokens=int(match[5] or 0),
-                )
-                for match in found
-            ),
-        )
+        requests = [
+            CaseRequests(
+                count=int(match[1] or 1),
+                query_len=int(match[2]),
+                kv_len=int(match[3] or 0),
+                chunked=bool(match[4]),
+                num_draft_tokens=int(match[5] or 0),
+            )
+            for match in found
+        ]
+        requests.sort(key=lambda each: not each.decodes)
+        case = cls(name=name, requests=tuple(requests))
         for each in case.requests:
             if not each.count or not each.query_len or each.num_sampled > each.query_len:
                 raise InputError(

@@ -152,12 +152,12 @@ def test_profile_of_a_case(tmp_path, capsys):
 def test_case_texts_parse():
     case = StepCase.parse("mix=2048,32*1@4096,3*4@7:3,5@6c")
     assert case.requests == (
-        CaseRequests(query_len=2048),
         CaseRequests(count=32, query_len=1, kv_len=4096),
         CaseRequests(count=3, query_len=4, kv_len=7, num_draft_tokens=3),
+        CaseRequests(query_len=2048),
         CaseRequests(query_len=5, kv_len=6, chunked=True),
     )
-    assert [each.num_sampled for each in case.requests] == [1, 1, 4, 0]
+    assert [each.num_sampled for each in case.requests] == [1, 4, 1, 0]
     assert case.num_tokens == 2048 + 32 + 12 + 5 and case.longest == 4097
     for wrong in ("decode", "x=", "x=0*1", "x=2@3:4", "x=1@2d"):
         with pytest.raises(InputError, match="--case"):
