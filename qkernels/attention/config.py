@@ -87,7 +87,7 @@ def default_attention_config(
     else:
         # with 4-bit codes, 64 keys of a chunk spill during the conversion (compiled for sm_90)
         keys, stages = (32 if int4 else 64), 3
-    gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
+    gluon = gluon and takes_gluon(group, max_query_len)
     if gluon:
         block_m, warps = GLUON_ROWS, gluon_warps(programs, sm_count)
         # One warp over 1024 x 192 keys: 122 us with 3 stages, 130 with 2; over 128 x 4096 keys 272
@@ -104,6 +104,12 @@ def default_attention_config(
         stages=stages,
         gluon=gluon,
     )
+
+
+def takes_gluon(heads_per_kv_head: int, max_query_len: int) -> bool:
+    """Return True if requests have few enough rows for sm90_decode_8bit.py."""
+    group = power_of_two(heads_per_kv_head)
+    return group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
 
 
 def gluon_warps(programs: int, sm_count: int) -> int:

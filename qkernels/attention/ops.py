@@ -17,7 +17,7 @@ from qkernels.attention.checks import (
     check_rope,
     check_split_k_heads,
 )
-from qkernels.attention.config import DECODE_MAX_ROWS
+from qkernels.attention.config import DECODE_MAX_ROWS, takes_gluon
 from qkernels.attention.rows import APPLY_ROPE, PAGED_ATTENTION, ROPE_WRITE_KV, WRITE_KV
 from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.choice import FIXED_ORDER
@@ -197,7 +197,7 @@ def paged_attention(
         "inputs_ready": inputs_ready,
         **_given(sinks_H=sinks_H, slopes_H=slopes_H, chunk_size=chunk_size),
     }
-    if _is_divided(step, heads // kv_heads, kernel):
+    if _is_divided(step, heads // kv_heads, cache, kernel):
         out = _attend_divided(q_THD, cache, step, kernel, options)
     else:
         out = _attention(q_THD, cache, step, kernel, options)(
@@ -213,15 +213,17 @@ def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _is_divided(step: AttentionStep, group: int, kernel: str | None) -> bool:
+def _is_divided(step: AttentionStep, group: int, cache: PagedKv, kernel: str | None) -> bool:
     """Return True if the step's decodes run in a kernel for few rows, apart from its chunks.
 
-    Kernels with a fixed order of sums compute each row alike, so they gain nothing.
+    Kernels with a fixed order of sums compute each row alike, so they gain nothing. Over 8- and
+    4-bit pages the portable kernel is slower than the one for chunks.
     """
     if step.decodes is None or step.last_keys_T is not None or kernel == FIXED_ORDER:
         return False
     rows, most_rows = group * step.decodes.max_query_len, group * step.max_query_len
-    return rows <= DECODE_MAX_ROWS < most_rows
+    fits = cache.k_scales is None or takes_gluon(group, step.decodes.max_query_len)
+    return fits and rows <= DECODE_MAX_ROWS < most_rows
 
 
 def _attend_divided(
