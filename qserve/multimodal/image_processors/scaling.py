@@ -37,7 +37,9 @@ def scaled(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np
         found = torch.nn.functional.interpolate(
             plain, size=(height, width), mode=mode, align_corners=False, antialias=True
         )
-    except NotImplementedError:  # "lanczos" in torch before 2.12
+    except (NotImplementedError, ValueError):  # "lanczos" in torch before 2.12
+        if mode != "lanczos":
+            raise
         from PIL import Image
 
         image = Image.fromarray(pixels_HWC).resize((width, height), resample)

@@ -8,10 +8,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.image_processors.own_processor import OwnImageProcessor
+from qserve.multimodal.image_processors.scaling import scaled
 from tests.tiny_vision import picture
 
 CLASSES = {
@@ -200,3 +202,16 @@ def test_defaults_are_those_of_transformers(tmp_path):
         theirs = getattr(transformers, name)()
         for key, value in OwnImageProcessor(tmp_path, kind).to_dict().items():
             assert getattr(theirs, key) == value, (kind, key)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
+def test_lanczos_is_pillows_where_torch_has_none(monkeypatch, error):
+    def refuse(*_, **__):
+        raise error("torch 2.11 has no antialiased lanczos")
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", refuse)
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
+    want = np.asarray(Image.fromarray(pixels).resize((28, 14), Image.Resampling.LANCZOS))
+    assert np.array_equal(scaled(pixels, 14, 28, 1), want)
+    with pytest.raises(error):
+        scaled(pixels, 14, 28, 3)
