@@ -123,13 +123,19 @@ class _Run:
         self.regex, self.name = regex, name
         self.steps = 0
         self.everywhere = (1 << len(name)) - 1
+        self.places = _places(name)
 
     def sequence(self, items: Any, starts: Positions) -> Positions:
         for code, value in items:
             if not starts:
                 return 0
-            self._count()
-            starts = self.STEPS[code](self, value, starts)
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise self.regex._refusal("takes too long to match")
+            if code is op.LITERAL:  # most items
+                starts = (starts & self.places.get(chr(value), 0)) << 1
+            else:
+                starts = self.STEPS[code](self, value, starts)
         return starts
 
     def _count(self) -> None:
@@ -138,22 +144,20 @@ class _Run:
             raise self.regex._refusal("takes too long to match")
 
     def _one(self, fits: Callable[[str], bool], starts: Positions) -> Positions:
-        ends = 0
-        for position, character in enumerate(self.name):
-            if starts >> position & 1 and fits(character):
-                ends |= 2 << position
-        return ends
+        found = 0
+        for character, places in self.places.items():
+            if places & starts and fits(character):
+                found |= places
+        return (starts & found) << 1
 
     def _literal(self, value: int, starts: Positions) -> Positions:
-        return self._one(chr(value).__eq__, starts)
+        return (starts & self.places.get(chr(value), 0)) << 1
 
     def _not_literal(self, value: int, starts: Positions) -> Positions:
-        return self._one(chr(value).__ne__, starts)
+        return (starts & self.everywhere & ~self.places.get(chr(value), 0)) << 1
 
     def _any(self, _: None, starts: Positions) -> Positions:
-        if "\n" in self.name:
-            return self._one("\n".__ne__, starts)
-        return (starts & self.everywhere) << 1
+        return self._not_literal(ord("\n"), starts)
 
     def _in(self, members: list, starts: Positions) -> Positions:
         negated = members[0][0] is op.NEGATE
@@ -228,6 +232,15 @@ class _Run:
         op.ASSERT: _ahead,
         op.ASSERT_NOT: _not_ahead,
     }
+
+
+@lru_cache(maxsize=256)  # a name is matched against each rule of a config
+def _places(name: str) -> dict[str, Positions]:
+    """Return the positions of each character of a name."""
+    places: dict[str, Positions] = {}
+    for position, character in enumerate(name):
+        places[character] = places.get(character, 0) | 1 << position
+    return places
 
 
 def wildcard(text: str) -> str:
