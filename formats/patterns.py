@@ -10,7 +10,7 @@ takes gigabytes to compile nested repeats such as `((a+)+)+`, 22 deep.
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from re import _constants as op
 from re import _parser as parser
 from re import error as RegexError
@@ -26,6 +26,7 @@ MAX_STEPS = 2_000  # most steps of a match; `.*mlp.*down_proj` on a usual name t
 MAX_STEPS_OF_FILE = 1_000_000
 
 Positions = int
+CHARACTERS = frozenset({op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN})  # items of one character
 CLASSES = {
     op.CATEGORY_DIGIT: str.isdecimal,
     op.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
@@ -67,8 +68,8 @@ class Regex:
             raise self._refusal(f"is not a regular expression: {error}") from None
         if tree.state.flags & ~32:  # SRE_FLAG_UNICODE is always set
             raise self._refusal("flags are not supported")
-        self._items = list(tree)
-        self._check(self._items, depth=0)
+        self._check(list(tree), depth=0)
+        self._items = _lists(tree)
 
     def matches(self, name: str, budget: StepBudget | None = None) -> bool:
         """Return True if the pattern matches at the start of `name`.
@@ -129,13 +130,8 @@ class _Run:
         for code, value in items:
             if not starts:
                 return 0
-            self.steps += 1
-            if self.steps > MAX_STEPS:
-                raise self.regex._refusal("takes too long to match")
-            if code is op.LITERAL:  # most items
-                starts = (starts & self.places.get(chr(value), 0)) << 1
-            else:
-                starts = self.STEPS[code](self, value, starts)
+            self._count()
+            starts = self.STEPS[code](self, value, starts)
         return starts
 
     def _count(self) -> None:
@@ -186,16 +182,31 @@ class _Run:
 
     def _repeat(self, value: tuple, starts: Positions) -> Positions:
         low, high, inner = value
+        step = self._step_of(inner)
         for _ in range(low):
-            starts = self.sequence(inner, starts)
+            starts = step(starts)
         reached = fresh = starts
         rounds = low
         while fresh and (high is op.MAXREPEAT or rounds < high):
-            fresh = self.sequence(inner, fresh) & ~reached
+            fresh = step(fresh) & ~reached
             reached |= fresh
             rounds += 1
             self._count()
         return reached
+
+    def _step_of(self, items: list) -> Callable[[Positions], Positions]:
+        """Return the step of repeated items; of a single character, it needs no search."""
+        if len(items) != 1 or items[0][0] not in CHARACTERS:
+            return partial(self.sequence, items)
+        code, value = items[0]
+        fits = self.STEPS[code](self, value, self.everywhere) >> 1
+
+        def step(starts: Positions) -> Positions:
+            if starts:
+                self._count()
+            return (starts & fits) << 1
+
+        return step
 
     def _at(self, where: Any, starts: Positions) -> Positions:
         end = 1 << len(self.name)
@@ -232,6 +243,19 @@ class _Run:
         op.ASSERT: _ahead,
         op.ASSERT_NOT: _not_ahead,
     }
+
+
+def _lists(items: Any) -> list:
+    """Return the items of a parsed expression in lists, which are read faster."""
+    found = []
+    for code, value in items:
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT, op.SUBPATTERN, op.ASSERT, op.ASSERT_NOT):
+            *head, inner = value
+            value = (*head, _lists(inner))
+        elif code is op.BRANCH:
+            value = (value[0], [_lists(branch) for branch in value[1]])
+        found.append((code, value))
+    return found
 
 
 @lru_cache(maxsize=256)  # a name is matched against each rule of a config
