@@ -143,7 +143,8 @@ def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu"):  # not its keywords: folders and parameters are named so
+        # not its keywords: folders and parameters are named so
+        if item.get_closest_marker("gpu") or item.get_closest_marker("hopper"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif item.nodeid in SLOW_TESTS:
             item.add_marker("exhaustive")
