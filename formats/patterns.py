@@ -10,7 +10,7 @@ takes gigabytes to compile nested repeats such as `((a+)+)+`, 22 deep.
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from re import _constants as op
 from re import _parser as parser
 from re import error as RegexError
@@ -26,6 +26,7 @@ MAX_STEPS = 2_000  # most steps of a match; `.*mlp.*down_proj` on a usual name t
 MAX_STEPS_OF_FILE = 1_000_000
 
 Positions = int
+CHARACTERS = frozenset({op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN})  # items of one character
 CLASSES = {
     op.CATEGORY_DIGIT: str.isdecimal,
     op.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
@@ -67,8 +68,8 @@ class Regex:
             raise self._refusal(f"is not a regular expression: {error}") from None
         if tree.state.flags & ~32:  # SRE_FLAG_UNICODE is always set
             raise self._refusal("flags are not supported")
-        self._items = list(tree)
-        self._check(self._items, depth=0)
+        self._check(list(tree), depth=0)
+        self._items = _lists(tree)
 
     def matches(self, name: str, budget: StepBudget | None = None) -> bool:
         """Return True if the pattern matches at the start of `name`.
@@ -123,6 +124,7 @@ class _Run:
         self.regex, self.name = regex, name
         self.steps = 0
         self.everywhere = (1 << len(name)) - 1
+        self.places = _places(name)
 
     def sequence(self, items: Any, starts: Positions) -> Positions:
         for code, value in items:
@@ -138,22 +140,20 @@ class _Run:
             raise self.regex._refusal("takes too long to match")
 
     def _one(self, fits: Callable[[str], bool], starts: Positions) -> Positions:
-        ends = 0
-        for position, character in enumerate(self.name):
-            if starts >> position & 1 and fits(character):
-                ends |= 2 << position
-        return ends
+        found = 0
+        for character, places in self.places.items():
+            if places & starts and fits(character):
+                found |= places
+        return (starts & found) << 1
 
     def _literal(self, value: int, starts: Positions) -> Positions:
-        return self._one(chr(value).__eq__, starts)
+        return (starts & self.places.get(chr(value), 0)) << 1
 
     def _not_literal(self, value: int, starts: Positions) -> Positions:
-        return self._one(chr(value).__ne__, starts)
+        return (starts & self.everywhere & ~self.places.get(chr(value), 0)) << 1
 
     def _any(self, _: None, starts: Positions) -> Positions:
-        if "\n" in self.name:
-            return self._one("\n".__ne__, starts)
-        return (starts & self.everywhere) << 1
+        return self._not_literal(ord("\n"), starts)
 
     def _in(self, members: list, starts: Positions) -> Positions:
         negated = members[0][0] is op.NEGATE
@@ -182,16 +182,31 @@ class _Run:
 
     def _repeat(self, value: tuple, starts: Positions) -> Positions:
         low, high, inner = value
+        step = self._step_of(inner)
         for _ in range(low):
-            starts = self.sequence(inner, starts)
+            starts = step(starts)
         reached = fresh = starts
         rounds = low
         while fresh and (high is op.MAXREPEAT or rounds < high):
-            fresh = self.sequence(inner, fresh) & ~reached
+            fresh = step(fresh) & ~reached
             reached |= fresh
             rounds += 1
             self._count()
         return reached
+
+    def _step_of(self, items: list) -> Callable[[Positions], Positions]:
+        """Return the step of repeated items; of a single character, it needs no search."""
+        if len(items) != 1 or items[0][0] not in CHARACTERS:
+            return partial(self.sequence, items)
+        code, value = items[0]
+        fits = self.STEPS[code](self, value, self.everywhere) >> 1
+
+        def step(starts: Positions) -> Positions:
+            if starts:
+                self._count()
+            return (starts & fits) << 1
+
+        return step
 
     def _at(self, where: Any, starts: Positions) -> Positions:
         end = 1 << len(self.name)
@@ -228,6 +243,28 @@ class _Run:
         op.ASSERT: _ahead,
         op.ASSERT_NOT: _not_ahead,
     }
+
+
+def _lists(items: Any) -> list:
+    """Return the items of a parsed expression in lists, which are read faster."""
+    found = []
+    for code, value in items:
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT, op.SUBPATTERN, op.ASSERT, op.ASSERT_NOT):
+            *head, inner = value
+            value = (*head, _lists(inner))
+        elif code is op.BRANCH:
+            value = (value[0], [_lists(branch) for branch in value[1]])
+        found.append((code, value))
+    return found
+
+
+@lru_cache(maxsize=256)  # a name is matched against each rule of a config
+def _places(name: str) -> dict[str, Positions]:
+    """Return the positions of each character of a name."""
+    places: dict[str, Positions] = {}
+    for position, character in enumerate(name):
+        places[character] = places.get(character, 0) | 1 << position
+    return places
 
 
 def wildcard(text: str) -> str:

@@ -4,7 +4,7 @@ Each method has a module that reads and writes its keys.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,10 @@ class QuantConfig(ConfigFields):
     """Quantization of a checkpoint's linears, as stated in the keys of `method`."""
 
     method: str = "gptq"
+    # results of scheme_for: readers ask for each linear several times, and rules are many
+    _found: dict[str, Scheme | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.method == "gptq" and not self.zeros:
@@ -170,6 +174,11 @@ class QuantConfig(ConfigFields):
 
         The input embedding has a scheme only if a rule names it.
         """
+        if module not in self._found:
+            self._found[module] = self._scheme_of(module)
+        return self._found[module]
+
+    def _scheme_of(self, module: str) -> Scheme | None:
         if module == HEAD and not self.lm_head:
             return None
         rule = first_match(self.rules, module)

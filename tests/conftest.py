@@ -1,4 +1,8 @@
-"""Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
+"""Models for the tests: the bundled one, its quantized form, tiny random ones of each family.
+
+Imports of torch and of this project are inside functions: the process that hands out the tests to
+workers never calls these, and starts its workers 3 s earlier without them.
+"""
 
 import functools
 import gc
@@ -15,18 +19,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
-
-from calibrate.pipeline import quantize_checkpoint
-from formats.checkpoint import CheckpointReader
-from formats.codecs import gptq
-from formats.quant_config import BLOCK, QuantConfig
-from formats.scheme import Scheme
-from qserve.config import EngineConfig
-from tests.tiny_families import TINY, TINY_FAMILIES
-from tests.tiny_families.merged import with_merged_gates, with_stacked_experts
-from tests.tiny_families.published import names_by_published
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written by measure_slow_tests.py: they count as exhaustive.
@@ -39,7 +32,8 @@ if "OMP_NUM_THREADS" not in os.environ:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
@@ -71,6 +65,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def kernels_compile_where_they_are_launched():
     """Workers that each start a compile process for every core would wait for each other."""
+    import torch
+
     if not torch.cuda.is_available():
         yield
         return
@@ -89,6 +85,10 @@ def engines_have_few_pages():
     """On a CPU, where a test does not set their number: filling those of 256 requests with zeros
     took two thirds of the start of a tiny engine.
     """
+    import torch
+
+    from qserve.config import EngineConfig
+
     worker = sys.modules.get("qserve.engine.runner.worker")
     if worker is None or torch.cuda.is_available():
         yield
@@ -112,7 +112,8 @@ def root_logger_keeps_its_level():
     root = logging.getLogger()
     level = root.level
     yield
-    root.setLevel(level)
+    if root.level != level:  # setting it clears the caches of all loggers
+        root.setLevel(level)
 
 
 def pytest_addoption(parser):
@@ -137,10 +138,13 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """A GPU runs everything: its exhaustive tests take seconds there."""
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu"):  # not its keywords: folders and parameters are named so
+        # not its keywords: folders and parameters are named so
+        if item.get_closest_marker("gpu") or item.get_closest_marker("hopper"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif item.nodeid in SLOW_TESTS:
             item.add_marker("exhaustive")
@@ -215,6 +219,9 @@ def made_once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def quantized_5m(docs_5m, made_once) -> Path:
     """The bundled model as `qserve quantize --scheme w4a16-sym` writes it."""
+    from calibrate.pipeline import quantize_checkpoint
+    from formats.scheme import Scheme
+
     return made_once(
         "docs-5m-w4a16",
         lambda folder: quantize_checkpoint(
@@ -226,6 +233,7 @@ def quantized_5m(docs_5m, made_once) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(made_once):
     """family -> folder of a tiny random float model, made once."""
+    from tests.tiny_families import TINY_FAMILIES
 
     def made(family: str) -> Path:
         config_class, extra = TINY_FAMILIES[family]
@@ -272,7 +280,10 @@ def _register(config_class: str) -> None:
 
 def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     """Write a tiny random float model."""
+    import torch
     import transformers
+
+    from tests.tiny_families import TINY
 
     _register(config_class)
     if not hasattr(transformers, config_class):
@@ -360,7 +371,14 @@ def module_name(name: str, model_type: str) -> str:
 @pytest.fixture(scope="session")
 def transformers_model():
     """folder -> transformers' model in float32, with quantized linears dequantized."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from formats.checkpoint import CheckpointReader
+    from formats.codecs import gptq
+    from formats.quant_config import BLOCK, QuantConfig
+    from tests.tiny_families.merged import with_merged_gates, with_stacked_experts
+    from tests.tiny_families.published import names_by_published
 
     def load(folder: Path):
         reader = CheckpointReader(folder)

@@ -75,3 +75,14 @@ def test_number_of_deselected_tests_is_stored(monkeypatch, is_asked_for):
     pytest_collection_modifyitems(config, items)
     assert items == ([item] if is_asked_for else [])
     assert config.stash.get(LEFT_OUT, 0) == (0 if is_asked_for else 1)
+
+
+@pytest.mark.parametrize("marker", ["gpu", "hopper"])
+def test_gpu_tests_of_any_folder_are_skipped_without_gpu(monkeypatch, marker):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = {"--exhaustive": True, "--exhaustive-part": None}
+    config = SimpleNamespace(getoption=options.__getitem__)
+    item = Mock(nodeid="a.py::b", get_closest_marker={marker: pytest.mark.gpu.mark}.get)
+    pytest_collection_modifyitems(config, [item])
+    (mark,), _ = item.add_marker.call_args
+    assert mark == pytest.mark.skip(reason="needs a CUDA GPU")

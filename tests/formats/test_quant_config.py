@@ -1,10 +1,12 @@
 """The quantization_config block there and back; blocks that cannot be loaded name the key."""
 
+from dataclasses import replace
+
 import pytest
 
 from formats.errors import CheckpointError, InputError
 from formats.quant_config import QuantConfig
-from formats.rules import Rule, first_match
+from formats.rules import Rule, first_match, float_modules
 from formats.scheme import Scheme
 
 
@@ -250,3 +252,23 @@ def test_module_name_takes_precedence_over_fused_name():
         assert first_match(rules, "attn.q_proj") is own
         assert first_match(rules, "attn.k_proj") is fused
         assert first_match(rules, "attn.o_proj") is None
+
+
+def test_float_modules_match_whole_parts_of_a_name():
+    """A name, a suffix or a parent; a gate is no gate_proj."""
+    (rule,) = float_modules(["mlp.gate"], "modules_to_not_convert")
+    found = ("mlp.gate", "model.layers.0.mlp.gate", "a.mlp.gate.proj", "mlp.gate.proj")
+    others = ("mlp.gate_proj", "a.mlp.gate_proj", "my_mlp.gate", "a.mlp.b.gate", "mlp", "gate", "")
+    assert all(rule.matches(name) for name in found)
+    assert not any(rule.matches(name) for name in others)
+
+
+def test_scheme_of_a_changed_config_is_its_own():
+    """A config remembers what it has found; a copy with other rules must not."""
+    whole = QuantConfig(scheme=Scheme.parse("w4a16-sym"), lm_head=True)
+    assert whole.scheme_for("a.up_proj") == whole.scheme_for("a.up_proj") == whole.scheme
+    assert whole.scheme_for("lm_head") == whole.scheme
+    rules = (Rule(kind="name", text="a.up_proj", scheme=None),)
+    part = replace(whole, rules=rules, lm_head=False)
+    assert part.scheme_for("a.up_proj") is None and part.scheme_for("lm_head") is None
+    assert part != whole and replace(part) == part and hash(replace(part)) == hash(part)

@@ -54,9 +54,9 @@ def partials(folder) -> list[Path]:
     return [*folder.glob("*.partial")]
 
 
-def test_existing_output_is_replaced(batch):
-    for name in ("r1", "r2"):
-        assert list(batch(count(name))[1]) == [name]
+def test_existing_output_is_replaced(batch, tmp_path):
+    (tmp_path / "out.jsonl").write_text(json.dumps({"custom_id": "r1", "error": None}) + "\n")
+    assert list(batch(count("r2"))[1]) == ["r2"]
     assert (
         "existing file is replaced" in BatchConfig.__dataclass_fields__["output"].metadata["help"]
     )

@@ -69,18 +69,18 @@ def test_pages_do_not_grow_with_the_output(vision):
     ids, _ = model.prompt("what is a page table")
     pages = -(-(len(ids) + WINDOW) // 4)
     engine = model.engine(num_gpu_blocks_override=pages, max_model_len=256)
-    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
     first = []
     while engine.has_work():
         made = [token for event in engine.step() for token in event.token_ids]
         first += made
-        if made and len(first) == 50:
+        if made and len(first) == 20:
             engine.scheduler.preempt_all()  # it then needs no more pages than before
-    assert len(first) == 90
-    longer = [*ids, *first[:50]]
+    assert len(first) == 32
+    longer = [*ids, *first[:20]]
     engine = model.engine(max_model_len=256)
     for number, prompt in enumerate((ids, longer)):
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         engine.add_request(str(number), prompt, params)
         last = list(run(engine))[-1]
     assert last.facts.num_cached <= len(ids)
