@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form.config import usual_config
-from formats.architecture.stored_form.entries import transposed_names, usual_entries
+from formats.architecture.stored_form.config import canonical_config
+from formats.architecture.stored_form.entries import canonical_entries, transposed_names
 from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
@@ -115,8 +115,8 @@ class CheckpointReader:
                 name: entry for name, entry in self.entries.items() if text_name(name) is None
             }
             self.entries = kept
-        self.config = usual_config(self.config)
-        self.entries = usual_entries(self.config, self.entries)
+        self.config = canonical_config(self.config)
+        self.entries = canonical_entries(self.config, self.entries)
         self.config = without_head_norm(self.config)
         self.transposed = transposed_names(self.config, self.entries)
         if renamed := bare_names(self.entries):

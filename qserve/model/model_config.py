@@ -14,7 +14,7 @@ from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_eps, check_factors, check_heads
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.architecture.text_part import HEAD_WEIGHT, OUTPUT_WINDOW, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
@@ -160,7 +160,9 @@ class ModelConfig:
         folder = model_folder(folder)
         raw = read_json(folder / CONFIG)
         # Only the tensors show whether there is a head, and whether it is the embedding.
-        may_lack_head = is_headless(usual_config(raw)) or (Path(folder) / "modules.json").exists()
+        may_lack_head = (
+            is_headless(canonical_config(raw)) or (Path(folder) / "modules.json").exists()
+        )
         has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX, MISTRAL_INDEX))
         vision = None
         if has_text_part(raw) and not has_tensors:  # a folder without weights: dummy weights
@@ -170,7 +172,7 @@ class ModelConfig:
             reader = CheckpointReader(folder)
             raw = reader.config
             vision = VisionConfig.of(reader.whole_config) if reader.other_parts else None
-        raw = usual_config(raw)
+        raw = canonical_config(raw)
         check_counts(raw)
         block = find_block(Path(folder), raw)
         if support.is_chosen(raw, implementation):
@@ -193,7 +195,7 @@ class ModelConfig:
         try:
             # The block is removed: otherwise transformers looks for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = SimpleNamespace(**usual_config(filled_config(plain, family.defaults_of)))
+            config = SimpleNamespace(**canonical_config(filled_config(plain, family.defaults_of)))
         except Exception as error:  # config classes do not document their exceptions
             problem = f"transformers rejects it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None

@@ -22,7 +22,7 @@ from formats.architecture.rows.parts import (
     ungated,
 )
 
-# usual key of config.json -> GPT-2's key
+# canonical key of config.json -> GPT-2's key
 GPT_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",

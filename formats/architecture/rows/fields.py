@@ -141,8 +141,8 @@ class FamilyFields:
     tied: bool = False  # default of tie_word_embeddings
     float16: bool = True  # activations stay within float16's range
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
-    # How files differ from the usual form (stored_form/).
-    config_keys: Mapping[str, str] = field(default_factory=dict)  # usual key -> key in the file
+    # How files differ from the canonical form (stored_form/).
+    config_keys: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the file
     left_out_prefix: str = ""  # prefix of tensor names that some files leave out
     other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]

@@ -13,7 +13,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def mimo_v2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the usual keys, and transformers' defaults.
+    """Return the canonical keys, and transformers' defaults.
 
     Layers with a window have twice as many KV heads unless the file states their number. Raises
     CheckpointError for heads or sinks of a kind of layers that no published model has.

@@ -216,6 +216,6 @@ DENSE = (
         },
         head="own",
     ),
-    # EXAONE 3: a Llama whose rotated pairs are in the usual order
+    # EXAONE 3: a Llama whose rotary pairs are stored in the family's order
     Architecture(name="exaone", family="LlamaForCausalLM"),
 )
