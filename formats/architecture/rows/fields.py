@@ -1,4 +1,4 @@
-"""Fields of a family's row: names, shapes, biases, norms, rotations and what else a family states.
+"""Fields of a family's row: names, shapes, biases, norms, rotary embeddings and others.
 
 Needs no torch. Sizes have the names of config.json; "q" and "kv" are head_dim times the number of
 query or KV heads.
@@ -118,7 +118,7 @@ class FamilyFields:
     rope: Literal[
         "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
     ] = "all"
-    # type of layer -> key of its rotation in rope_parameters, if they differ
+    # type of layer -> its key in rope_parameters, if the types differ
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, with theta 10,000

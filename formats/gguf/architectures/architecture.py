@@ -67,7 +67,7 @@ class Architecture:
     # canonical key of rotary embeddings -> key in the family's config class, and its defaults
     rope_names: Mapping[str, str] = field(default_factory=dict)
     default_theta: float | None = None
-    default_part: float = 1.0  # fraction of a head that rotates
+    default_part: float = 1.0  # fraction of a head that has RoPE
     states_head_dim: bool = True  # False: the config class computes head_dim and refuses others
     # "own": llama.cpp always reads a separate head; "tied": it always uses the embedding; "": the
     # head is separate if the file has one.

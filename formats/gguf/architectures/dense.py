@@ -16,7 +16,7 @@ from formats.gguf.architectures.parts import (
     SOFTCAPS,
     USED,
 )
-from formats.gguf.architectures.rotations import (
+from formats.gguf.architectures.rotary import (
     granite_swa_config,
     granite_swa_metadata,
     ministral3_config,

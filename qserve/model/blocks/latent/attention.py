@@ -15,7 +15,7 @@ Letters in names:
     T: tokens of the step
     C: hidden size
     H: heads
-    P: width of a query's part without rotation (q_n)
+    P: width of a query's part without RoPE (q_n)
     R: width of a query's rotated part (q_r)
     L: width of a latent
     V: width of a value
@@ -200,7 +200,7 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.indexer, self.selection, self.gates = indexer, selection, gates
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
-        # A table without rotation: one row with cosines 1 and sines 0, for all positions.
+        # A table that changes nothing: one row with cosines 1 and sines 0, for all positions.
         self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
         table = rotary.cos_sin.new_zeros(1, 2 * half)
         table[:, :half] = 1
