@@ -38,7 +38,7 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Return x times the Hadamard matrix, added in the kernel's order: pairs, pairs of pairs, ..."""
+    """Return x times the Hadamard matrix, in the kernel's order of sums: pairs, pairs of pairs."""
     D, y = x.shape[-1], x.float()
     apart = 1
     while apart < D:
