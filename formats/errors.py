@@ -3,6 +3,8 @@
 Every message names the object, says what was expected and what was found, and gives the remedy.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -31,6 +33,17 @@ def config_error(
     return CheckpointError(
         f"config.json {key}", f"expected {expected}, found {found!r:.80}", remedy
     )
+
+
+@contextmanager
+def default_remedy(remedy: str) -> Iterator[None]:
+    """Context that adds a remedy to a CheckpointError without one."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.remedy:
+            raise
+        raise type(error)(error.subject, error.problem, remedy) from error
 
 
 class RangeError(CheckpointError):

@@ -25,7 +25,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
-from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 
 MXFP4 = Scheme.parse("w4a16-mxfp4")
@@ -61,6 +61,7 @@ class DecodedEntry(ComputedEntry):
             raise CheckpointError(
                 self.name,
                 f"config.json states {list(self.shape)}, found codes of {list(decoded.shape)}",
+                "copy config.json from the original checkpoint",
             )
         return rounded(self.name, decoded, self.dtype)
 
@@ -109,7 +110,7 @@ def _linears(
     for module in quantized_modules(entries):
         scheme = quant.scheme_for(module)
         if scheme is None:
-            raise CheckpointError(module, why_no_scheme(module, quant))
+            raise CheckpointError(module, why_no_scheme(module, quant), COPY_BLOCK)
         names = tensor_names(module, layout_of(quant), entries)
         stored, shape = {local: entries[full] for local, full in names.items()}, shapes.get(module)
         if shape is None:  # only decoding shows the shape: no row states it

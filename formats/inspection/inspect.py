@@ -65,7 +65,7 @@ from formats.mistral.verdicts import verdicts_of_format
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
 from formats.quality.record import Quality, read_quality
-from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
+from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block, second_file
 from formats.rules import LAYER_NUMBER, natural_key
 
 
@@ -317,7 +317,7 @@ def _quantized_linear(
         findings.caught(error)
         return None
     if scheme is None:
-        findings.error(name, why_no_scheme(name, quant))
+        findings.error(name, why_no_scheme(name, quant), COPY_BLOCK)
         return None
     if quant.layout == "gptq":
         return gptq_linear(name, shards, scheme, quant.zeros, findings)
