@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# remedies that several modules give
+CHECK_ACCESS = "check that you may read it, and that the disk works"
+FETCH_AGAIN = "fetch it again"
+
 
 class InputError(ValueError):
     """Invalid input from the user. The command line prints one line and exits with 1."""

@@ -35,6 +35,7 @@ from qserve.multimodal.families import VisionConfig
 # Limit for a wrong config.json, since tables of this width are made before tensors are read. The
 # largest known head size is 576.
 MAX_HEAD_DIM = 4096
+COPY_CONFIG = "copy config.json from the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,7 @@ class ModelConfig:
             config = SimpleNamespace(**canonical_config(filled_config(plain, family.defaults_of)))
         except Exception as error:  # config classes do not document their exceptions
             problem = f"transformers rejects it: {one_line(error)}"
-            raise InputError(f"{folder}/{CONFIG}", problem) from None
+            raise InputError(f"{folder}/{CONFIG}", problem, COPY_CONFIG) from None
         try:
             quant = QuantConfig.from_dict(block) if block else None
             if quant is not None:
@@ -216,7 +217,7 @@ class ModelConfig:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"cannot be used: {type(error).__name__}: {one_line(error)}"
-            raise InputError(f"{folder}/{CONFIG}", problem) from None
+            raise InputError(f"{folder}/{CONFIG}", problem, COPY_CONFIG) from None
 
     @classmethod
     def _from_config(
@@ -236,6 +237,7 @@ class ModelConfig:
             raise InputError(
                 f"config.json {family.activation_key}",
                 f"expected {' or '.join(map(repr, family.activations))}, found {activation!r}",
+                COPY_CONFIG,
             )
         head_dim = getattr(config, "v_head_dim" if family.latent else "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
